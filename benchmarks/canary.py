@@ -35,7 +35,8 @@ from winnow.config.model import LoraAdapter
 from winnow.errors import PublicationError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.canary import SCORED, Canary, CanaryScores
-from winnow.learning.strategy import LossResult, Outputs, Strategy, run_pass
+from winnow.learning.runner import Outputs
+from winnow.learning.strategy import LossResult, Strategy, run_pass
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.lora import add_lora
 from winnow.rollout.engine import PublishedEngine, WeightUpdate

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
-from winnow.learning.strategy import LossResult, Outputs, Strategy
+from winnow.learning.runner import Outputs
+from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import load_causal_lm
 
 SHAPE = {

@@ -3,6 +3,7 @@
     python benchmarks/logprob_kernel.py                # all variants at the default chunk
     python benchmarks/logprob_kernel.py --variants float32 bfloat16 --chunks 64 128 256 1024
     python benchmarks/logprob_kernel.py --vocabulary 29 --tokens 65536 --chunks 128 auto
+    python benchmarks/logprob_kernel.py --variants float32 --ranks 1 2 --without-naive
 
 V=151,936, T=4,096 and H=256 unless told. Variants are the dtype, and behind it `tied` (states are
 made from rows of the head) or `fp32-head` (a bf16 model whose logits are computed in fp32). Each
@@ -10,8 +11,10 @@ case runs in a process of its own, so that its peak is its own; "memory" is what
 the process once the inputs exist. Ratios are to the naive case of the same variant. Seconds are
 the clock's, the least of `--repeats`, and beside them the processor's, which other work on the
 machine changes less, but which may leave out what the system does to find the naive case's pages.
-The naive case needs about 14 GiB free; `--tokens` makes it smaller. `--out FILE` appends the table
-as Markdown.
+The naive case needs about 14 GiB free; `--tokens` makes it smaller, `--without-naive` leaves it out
+and takes ratios to the first case. `--ranks` also cuts the head over ranks (gloo) of one thread
+each: seconds and memory are those of the rank that takes most. `--out FILE` appends the table as
+Markdown.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,8 +43,11 @@ def main() -> None:
     parser.add_argument("--chunks", nargs="+", default=["auto"], help="tokens, or auto")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
+    parser.add_argument("--without-naive", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--place", nargs=3, default=(0, 1, ""), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
         print(json.dumps(measure(arguments)))
@@ -55,43 +62,59 @@ def main() -> None:
     ]
     print("\n".join(lines), flush=True)
     for variant in arguments.variants:
-        naive: dict[str, Any] | None = None
-        for case in ("naive", *arguments.chunks):
-            result = run(variant, case, arguments.repeats)
-            naive = naive or result
-            lines.append(row(variant, case, result, naive))
+        base: dict[str, Any] | None = None
+        cases = [(case, ranks) for case in arguments.chunks for ranks in arguments.ranks]
+        for case, ranks in [("naive", 1), *cases][arguments.without_naive :]:
+            result = run(variant, case, ranks, arguments.repeats)
+            base = base or result
+            lines.append(row(variant, case, ranks, result, base))
             print(lines[-1], flush=True)
     if arguments.out is not None:
         with arguments.out.open("a") as file:
             file.write("\n".join(lines) + "\n\n")
 
 
-def run(variant: str, case: str, repeats: int) -> dict[str, Any]:
+def run(variant: str, case: str, ranks: int, repeats: int) -> dict[str, Any]:
     """The case in processes of its own; its least seconds."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--case", variant, case]
-    results = [
-        json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        for _ in range(repeats)
-    ]
+    results = [run_once(variant, case, ranks) for _ in range(repeats)]
     return min(results, key=lambda result: result["seconds"])
 
 
-def row(variant: str, case: str, result: dict[str, Any], naive: dict[str, Any]) -> str:
+def run_once(variant: str, case: str, ranks: int) -> dict[str, Any]:
+    """The case, once; the most that any of its ranks takes."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--case", variant, case, "--place"]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), f"{folder}/store"], stdout=subprocess.PIPE
+            )
+            for rank in range(ranks)
+        ]
+        printed = [process.communicate()[0] for process in processes]
+    found: list[dict[str, Any]] = [json.loads(each) for each in printed]
+    return found[0] | {
+        name: max(each[name] for each in found) for name in ("seconds", "cpu", "gib")
+    }
+
+
+def row(variant: str, case: str, ranks: int, result: dict[str, Any], base: dict[str, Any]) -> str:
     """A line of the table."""
     label = case if case == "naive" else f"chunk of {result['chunk']}"
     if case == "auto":
         label += " (auto)"
+    label += f", a rank of {ranks}" if ranks > 1 else ""
     return (
         f"| {variant} | {label} | {result['seconds']:.2f} | "
-        f"{result['seconds'] / naive['seconds']:.2f} | {result['cpu']:.2f} | "
-        f"{result['cpu'] / naive['cpu']:.2f} | {result['gib']:.3f} | "
-        f"{result['gib'] / naive['gib']:.3f} | {result['logprob']:.2f} | {result['gradient']:.5f} |"
+        f"{result['seconds'] / base['seconds']:.2f} | {result['cpu']:.2f} | "
+        f"{result['cpu'] / base['cpu']:.2f} | {result['gib']:.3f} | "
+        f"{result['gib'] / base['gib']:.3f} | {result['logprob']:.2f} | {result['gradient']:.5f} |"
     )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """One case: seconds, GiB over the inputs, and two numbers that all cases share."""
     import torch
+    import torch.distributed as dist
 
     from winnow.algorithms.logprobs import chunk_size, token_logprobs
 
@@ -100,8 +123,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     dtype = getattr(torch, dtype_name)
-    weight = torch.randn(arguments.vocabulary, arguments.hidden).mul_(0.05).to(dtype)
-    weight.requires_grad_()
+    rank, ranks, store = int(arguments.place[0]), int(arguments.place[1]), arguments.place[2]
+    if ranks > 1:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    rows = -(-arguments.vocabulary // ranks)
+    weight = torch.randn(rows * ranks, arguments.hidden).mul_(0.05).to(dtype)
+    weight = weight[rows * rank :][:rows].clone().requires_grad_()
     labels = torch.randint(0, arguments.vocabulary, (arguments.tokens,))
     hidden = torch.randn(arguments.tokens, arguments.hidden).to(dtype).requires_grad_()
     chunk = chunk_size(arguments.vocabulary, int(case) if case.isdigit() else None)
@@ -122,7 +149,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
             weight,
             labels,
             chunk_tokens=chunk,
+            vocab_size=arguments.vocabulary,
             head_dtype=torch.float32 if head == "fp32-head" else None,
+            group=dist.group.WORLD if ranks > 1 else None,
         )
         assert read.entropy is not None
         logprob, entropy = read.logprob, read.entropy
@@ -130,12 +159,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert weight.grad is not None
+    square_sum = weight.grad.float().norm().square()
+    if ranks > 1:
+        dist.all_reduce(square_sum)
     return {
         "seconds": seconds,
         "cpu": cpu,
         "gib": (peak - before) / 2**30,
-        "logprob": float(logprob.sum()),
-        "gradient": float(weight.grad.float().norm()),
+        "logprob": float(logprob.detach().sum()),
+        "gradient": float(square_sum.sqrt()),
         "chunk": chunk,
     }
 

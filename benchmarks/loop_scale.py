@@ -43,7 +43,8 @@ from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import NO_SHARDING, MicroBatch
 from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import Policy, PolicyObjective
-from winnow.learning.strategy import LossFn, Output, Stats
+from winnow.learning.runner import Output
+from winnow.learning.strategy import LossFn, Stats
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
@@ -114,6 +115,7 @@ class IdleStrategy:
 
     sharder = NO_SHARDING
     has_adapter = False
+    replayed = None
 
     def __init__(self) -> None:
         self._weight = torch.zeros(8)
@@ -127,6 +129,9 @@ class IdleStrategy:
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
     ) -> Stats:
         return {"loss": 0.0, "policy_loss": 0.0}
+
+    def expert_load(self) -> None:
+        return None
 
     def optimizer_step(self, lr: float) -> Stats:
         return {"grad_norm": 1.0, "skipped": 0}

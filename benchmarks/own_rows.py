@@ -84,6 +84,8 @@ class WholeBatch(MicroBatchSharder):
 class Idle:
     """A strategy that computes nothing."""
 
+    replayed = None
+
     def __init__(self, sharder: MicroBatchSharder) -> None:
         self.sharder, self.tokens = sharder, 0
 
@@ -95,6 +97,9 @@ class Idle:
     ) -> dict[str, float]:
         self.tokens += sum(len(micro.token_ids) for micro in microbatches)
         return {"loss": 0.0, "policy_loss": 0.0}
+
+    def expert_load(self) -> None:
+        return None
 
     def optimizer_step(self, lr: float) -> dict[str, float]:
         return {"grad_norm": 1.0, "skipped": 0}

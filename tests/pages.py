@@ -29,6 +29,9 @@ _NEEDS = {
     "winnow … rollout/engine=vllm": (
         "needs vLLM: tests/vllm trains with it, in an environment of its own"
     ),
+    "winnow … trainer/strategy=megatron": (
+        "needs GPUs: tests/e2e/test_megatron.py trains with it, with answers in CUDA's place"
+    ),
     "winnow … cluster=ray": (
         "needs a Ray cluster: tests/e2e/test_pools.py trains with these settings on two nodes"
     ),

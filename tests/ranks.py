@@ -13,13 +13,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 START_S = 240.0
@@ -54,7 +51,7 @@ class Ranks:
         self.world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._folder: Path | None = None
+        self._store: Any = None
 
     def __enter__(self) -> Ranks:
         return self
@@ -67,7 +64,7 @@ class Ranks:
         """Of the running processes, by rank."""
         return [process.pid for process in self._processes]
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """The function's results, by rank.
 
         Raises:
@@ -86,17 +83,18 @@ class Ranks:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._processes, self._pipes, self._folder = [], [], None
+        self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # A file's readers would ask for it all the time, and groups are made by the dozen.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            target = (theirs, rank, self.world, str(self._folder / "store"))
+            target = (theirs, rank, self.world, self._store.port)
             process = context.Process(target=_serve, args=target, daemon=True)
             process.start()
             theirs.close()
@@ -133,14 +131,15 @@ class Ranks:
         return [found[rank] for rank in range(self.world)]
 
 
-def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
+def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     """What a process does: functions, until its parent goes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     pipe.send((False, None))
     with contextlib.suppress(EOFError):
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,18 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
+
+
+def described(folder: Path, **config: Any) -> str:
+    """A folder with the config.json of a Qwen3, and nothing else of it."""
+    told = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 65536,
+    }
+    (folder / "config.json").write_text(json.dumps(told | config))
+    return str(folder)
 
 
 def digits_folder(folder: Path, **changes: Any) -> Path:

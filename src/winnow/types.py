@@ -20,6 +20,8 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 Source = Literal["model", "environment"]
+PROMPT_ROUTES, ROUTES = "prompt_routes", "routes"
+"""Names of the experts that tokens went to in the engine, among a trajectory's extras."""
 FinishReason = Literal["stop", "length", "aborted"]
 
 
@@ -83,7 +85,10 @@ class Trajectory:
     """One attempt at a prompt: one or more segments.
 
     A single-turn answer is the case of one segment. `extras` are named, typed arrays that
-    travel with the sample (pixels, grids, routed experts); nothing in Winnow reads them.
+    travel with the sample. Two are read, of a mixture whose routes are replayed: for P tokens of
+    the prompt and A behind it, `prompt_routes` [P-1, layers, k] and `routes` [A, layers, k], the
+    experts of each token that was an input, which the last one never was. All answers of a group
+    may share the first.
     """
 
     segments: tuple[Segment, ...]

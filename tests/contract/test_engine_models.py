@@ -13,7 +13,8 @@ from tests.small_models import digits_folder
 
 from winnow.config.model import LoraAdapter
 from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, pack
-from winnow.learning.strategy import LossResult, Outputs, Strategy
+from winnow.learning.runner import Outputs
+from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.lora import add_lora
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate

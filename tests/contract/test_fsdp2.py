@@ -28,6 +28,7 @@ from tests.recorded import VOCABULARY, recorded_groups
 from tests.small_models import digits_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from winnow.config.model import LoraAdapter
 from winnow.learning.batch import (
@@ -39,8 +40,9 @@ from winnow.learning.batch import (
     share,
 )
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
+from winnow.learning.runner import Output, Outputs
 from winnow.learning.sequence import sequence_group
-from winnow.learning.strategy import LossResult, Output, Outputs, Strategy
+from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import freeze, use_layout_attention
 from winnow.models.lora import add_lora
 
@@ -77,6 +79,14 @@ SHAPE = {
 }
 
 
+CHANGED: dict[str, dict[str, int]] = {
+    "even experts": {"num_experts": 4},
+    "three layers": {"num_hidden_layers": 3},
+}
+FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+"""Kinds that are no Qwen3."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a model lies on the ranks."""
@@ -104,11 +114,16 @@ class Learnt:
 def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
     """The same weights in every process; norms and heads are random too."""
     tied = kind != "untied"
-    model: Any = digits_model(kind == "experts", **SHAPE, tie_word_embeddings=tied)
+    shape = {**SHAPE, **CHANGED.get(kind, {}), "tie_word_embeddings": tied}
+    model: Any = digits_model("experts" in kind, **shape)
+    if kind in FAMILIES:
+        config, made = FAMILIES[kind]
+        torch.manual_seed(0)
+        model = made(config(vocab_size=VOCABULARY, num_key_value_heads=2, **shape))
     if kind in OUTPUTS:
         model = _with_number(kind, model)
     use_layout_attention(model)
-    if kind == "experts" and dtype == torch.float64:
+    if "experts" in kind and dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped products know no float64
     model = model.to(dtype).eval()
     if kind == "frozen":
@@ -169,19 +184,23 @@ def numbers_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
     return LossResult(total, {"sum": terms.detach().sum()}, {"most": terms.detach().max()})
 
 
-def learn(strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype) -> Learnt:
-    batch, asked = batch_of(kind, dtype), OUTPUTS.get(kind, POLICY)
-    start = exported(strategy)
-    answered = asked if kind in OUTPUTS else asked | MORE
-    found = strategy.forward(micro, answered)
+def answered(strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype) -> Learnt:
+    """The weights and a pass before anything is learnt."""
+    batch, start = batch_of(kind, dtype), exported(strategy)
+    asked = OUTPUTS.get(kind, POLICY | MORE)
+    found = strategy.forward(micro, asked)
     outputs = {
         name: gather_tokens(batch, micro, [each[name] for each in found]).double().numpy()
-        for name in answered
+        for name in asked
     }
-    learnt = Learnt(start, outputs, [], [], {})
+    return Learnt(start, outputs, [], [], {})
+
+
+def learn(strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype) -> Learnt:
+    learnt = answered(strategy, micro, kind, dtype)
     if kind == "reference":
         return learnt
-    objective = objective_of(kind)
+    asked, objective = OUTPUTS.get(kind, POLICY), objective_of(kind)
     for _ in range(2):
         stats = strategy.forward_backward(micro, asked, objective)
         learnt.gradients.append(arrays(gradients_of(strategy)))

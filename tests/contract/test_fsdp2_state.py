@@ -36,6 +36,7 @@ from tests.contract.test_fsdp2 import (
     shares_of,
     strategy_on_rank,
 )
+from tests.cuts import Cut
 from tests.ranks import Ranks
 from tests.recorded import VOCABULARY
 from tests.small_models import digits_model
@@ -47,7 +48,8 @@ from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.learning.batch import MicroBatch, gather_tokens, micro_batches
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, on_host, write_model, write_shards
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
+from winnow.learning.shards import on_host, write_model, write_shards
 from winnow.learning.strategy import LossResult, Strategy, local
 from winnow.models.causal_lm import freeze, load_causal_lm, model_writer
 from winnow.models.lora import adapter_writer, add_lora
@@ -229,13 +231,18 @@ HYBRID = Layout((2, 2), Sharding(offload=True))
 
 
 def write_on_rank(kind: str, dtype: torch.dtype, folder: str, size: int) -> Any:
-    """Write a model twice: on shards alone, and on replicas; this rank's files, and the weights."""
+    """Write a model on shards, on replicas and from pieces; this rank's files, and the weights."""
     found = []
-    for name, layout in {"shards": Layout(), "replicas": HYBRID}.items():
+    for name, layout in {"shards": Layout(), "replicas": HYBRID, "pieces": Layout()}.items():
         strategy = strategy_on_rank(kind, dtype, layout)
         group = dist.new_group()
-        with patch("winnow.learning.fsdp2.MODEL_FILE_BYTES", size):
+        with patch("winnow.learning.shards.MODEL_FILE_BYTES", size):
             shards = on_host(strategy.export_shards(), strategy.mesh)
+            if name == "pieces":
+                wholes = {n: whole(tensor, CPU) for n, tensor in shards.items()}
+                pieces = Cut.of(dist.get_rank(), 2, 2).weights(wholes)
+                assert sum(local(piece).numel() == 0 for piece in pieces.values()) > 9
+                shards = on_host(pieces, strategy.mesh)
             try:
                 written = write_model(strategy.model, shards, Path(folder, name), group)
             except OSError as error:
@@ -259,7 +266,7 @@ def test_ranks_write_a_folder_that_anyone_can_load(
 ) -> None:
     answers = ranks.run(write_on_rank, kind, dtype, str(tmp_path), size)
     model: Any = model_of(kind, dtype)
-    for turn, name in enumerate(("shards", "replicas")):
+    for turn, name in enumerate(("shards", "replicas", "pieces")):
         folder = tmp_path / name
         written = sorted(file for (found, _) in answers for file in found[turn])
         assert written == sorted(path.name for path in folder.iterdir())
@@ -310,7 +317,7 @@ def checkpoint_on_rank(kind: str, folder: str) -> Any:
     if worker._is_first:
         writer: Any = adapter_writer if kind == "lora" else model_writer
         worker._save_model = writer(strategy.model, build_tokenizer())
-    with patch("winnow.learning.fsdp2.MODEL_FILE_BYTES", 10_000):
+    with patch("winnow.learning.shards.MODEL_FILE_BYTES", 10_000):
         worker.copy()
         written = asyncio.run(worker.write(folder))
     return written, exported(strategy)
@@ -510,7 +517,7 @@ def memory_of_saving(folder: str, size: int) -> float:
     group = dist.new_group()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    with patch("winnow.learning.fsdp2.MODEL_FILE_BYTES", size):
+    with patch("winnow.learning.shards.MODEL_FILE_BYTES", size):
         state = on_host({"policy": strategy.state_dict()}, strategy.mesh)
         shards = on_host(strategy.export_shards(), strategy.mesh)
         write_shards(state, Path(folder, "ranks"), group)

@@ -37,7 +37,8 @@ from winnow.learning.batch import MicroBatch, pack
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import KlTerm, Policy, PolicyObjective
-from winnow.learning.strategy import LossFn, Output, Stats, Strategy
+from winnow.learning.runner import Output
+from winnow.learning.strategy import LossFn, Stats, Strategy
 from winnow.models.value import load_value_model
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.runs.build_learner import make_objective

@@ -89,6 +89,7 @@ class Table:
     """A number for each token id, in the place of a model, stepped by plain descent."""
 
     has_adapter = False
+    replayed = None
 
     def __init__(self, sharder: MicroBatchSharder, seed: int) -> None:
         made = torch.Generator().manual_seed(seed)
@@ -126,6 +127,9 @@ class Table:
                 found[name] = found.get(name, 0.0) + total
             found |= {name: max(found.get(name, 0.0), value) for name, value in most.items()}
         return found
+
+    def expert_load(self) -> None:
+        return None
 
     def optimizer_step(self, lr: float) -> dict[str, float]:
         own = self.numbers.grad

@@ -257,6 +257,18 @@ RECIPES = [
         "set model.path=FOLDER, or warm_start=sft"),
     ),
     bad(
+        "uneven-stages", "trainer/strategy=megatron", "trainer.strategy.ranks=3",
+        "trainer.strategy.pipeline=2",
+        says=plain("trainer.strategy.ranks=3 cannot be cut into groups of "
+        "trainer.strategy.tensor=1 x trainer.strategy.pipeline=2 ranks; use a multiple of 2"),
+    ),
+    bad(
+        "megatron-on-a-cpu", "trainer/strategy=megatron", "run.device=cpu",
+        says=plain("trainer/strategy=megatron computes on GPUs alone, and its ranks have "
+        "device=cpu here; choose trainer/strategy=fsdp2, or a machine with GPUs and "
+        "run.device=auto"),
+    ),
+    bad(
         "metric", "sampling.filter.metric=elegance",
         says=plain("sampling.filter.metric is elegance, which no scorer of these data sources "
         "gives; there are accuracy, reward, task, task_reward"),

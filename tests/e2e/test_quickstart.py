@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.config.load import load_recipe
 from winnow.data.sort_digits import held_out_problems, is_held_out, prompt_text, solution
-from winnow.learning.strategy import lr_at
+from winnow.learning.learner import lr_at
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.ledger_diff import check, open_ledger

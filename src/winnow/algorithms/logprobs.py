@@ -5,7 +5,13 @@ entropy is -sum_v p_v logp_v. Backward uses d logp(y) / dz_v = [v = y] - p_v and
 d entropy / dz_v = -p_v (logp_v + entropy), on logits that are computed again chunk by chunk.
 What is kept between the passes is the inputs and two numbers a token.
 
-Shapes: `T` tokens, `H` width, `V` vocabulary, `C` tokens of a chunk. Log-probs are in nats.
+With tensor parallelism each rank has some rows of the head, and a softmax over them alone. A row's
+probability among all is w_r times that among its rank's, with w_r = exp(lse_r - lse), so that
+logp = logp_r + log w_r and the entropy is sum_r w_r (entropy_r - log w_r) (the grouping property;
+C. E. Shannon, 1948). Ranks exchange a few numbers a token, once in the forward pass.
+
+Shapes: `T` tokens, `H` width, `V` vocabulary (or a rank's rows of it), `C` tokens of a chunk, `N`
+ranks. Log-probs are in nats.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -61,6 +68,7 @@ def token_logprobs(
     *,
     with_prob_square_sum: bool = False,
     head_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> TokenLogprobs:
     """Compute log-probs of labels, and entropies: softmax((hidden weight' + bias) / temperature).
 
@@ -81,24 +89,42 @@ def token_logprobs(
         with_prob_square_sum: ask for it; it is for weights, which take no gradient.
         head_dtype: run the products in this one instead, on states and weights that are cast
             piece by piece (an FP32 head on a bf16 model). Gradients keep the inputs' dtypes.
+        group: the ranks that share the head, V rows and biases each, in the order of their ids
+            (V N is the vocabulary, padded). All of them call this, and later run its backward pass,
+            with the same of everything else, and get the same bits. The gradient of hidden is the
+            whole one, summed over the ranks; that of weight and bias is of a rank's own rows.
     """
-    size, product = vocab_size or len(weight), head_dtype or hidden.dtype
-    assert 1 <= size <= len(weight), "the head has a row for each id"
+    is_shared = group is not None and group.size() > 1
+    ranks, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+    size, product = vocab_size or len(weight) * ranks, head_dtype or hidden.dtype
+    assert 1 <= size <= len(weight) * ranks, "the head has a row for each id"
     assert weight.dtype in (hidden.dtype, product)
-    chunk = chunk_size(size, chunk_tokens, hidden.device.type)
-    settings = _Settings(temperature, size, chunk, product, with_entropy, with_prob_square_sum)
+    settings = _Settings(
+        temperature,
+        first=rank * len(weight),
+        rows=min(max(size - rank * len(weight), 0), len(weight)),
+        chunk=chunk_size(size, chunk_tokens, hidden.device.type),
+        product=product,
+        with_entropy=with_entropy,
+        with_prob_square_sum=with_prob_square_sum,
+        group=group if is_shared else None,
+    )
     return TokenLogprobs(*cast(Any, _TokenLogprobs).apply(hidden, weight, bias, labels, settings))
 
 
 @dataclass(frozen=True)
 class _Settings:
     temperature: float
-    vocab_size: int
+    first: int
+    """The id of the head's first row here."""
+    rows: int
+    """Rows here that have an id; the rest is padding."""
     chunk: int
     product: torch.dtype
     """In which matrices are multiplied."""
     with_entropy: bool
     with_prob_square_sum: bool
+    group: dist.ProcessGroup | None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -112,25 +138,10 @@ class _TokenLogprobs(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         head = _Head(hidden, weight, bias, settings)
-        logprob = hidden.new_empty(len(hidden), dtype=head.exact)
-        lse = torch.empty_like(logprob)
-        entropy = torch.empty_like(logprob) if settings.with_entropy else None
-        square_sum = torch.empty_like(logprob) if settings.with_prob_square_sum else None
-        for part in head.parts():
-            logits_CV, logp_CV = head.logits(part)
-            labels_C1 = labels[part, None]
-            chosen_C1 = logits_CV.gather(1, labels_C1)
-            torch.log_softmax(logits_CV, 1, out=logp_CV)
-            logprob_C1 = logp_CV.gather(1, labels_C1)
-            logprob[part] = logprob_C1[:, 0]
-            lse[part] = (chosen_C1 - logprob_C1)[:, 0]
-            if entropy is None and square_sum is None:
-                continue
-            p_CV = torch.exp(logp_CV, out=logits_CV)
-            if square_sum is not None:
-                square_sum[part] = torch.linalg.vector_norm(p_CV, dim=1).square_()
-            if entropy is not None:
-                entropy[part] = p_CV.mul_(logp_CV).sum(1).neg_()
+        found = _own_softmax(head, labels, settings)
+        if settings.group is not None:
+            found = _over_ranks(found, labels // len(weight), settings.group)
+        logprob, lse, entropy, square_sum = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
         ctx.settings = settings
@@ -144,7 +155,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
-        size, scale = ctx.settings.vocab_size, 1 / ctx.settings.temperature
+        rows, group, scale = ctx.settings.rows, ctx.settings.group, 1 / ctx.settings.temperature
         head = _Head(hidden, weight, bias, ctx.settings)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -156,23 +167,82 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_CV = _grad_logits(
                 logp_CV,
                 p_CV,
-                labels[part, None],
+                head.places(labels[part, None]),
                 _scaled(grad_logprob, part, scale),
                 _scaled(grad_entropy, part, scale),
                 None if entropy is None else entropy[part, None],
             )
             if grad_bias is not None:
-                grad_bias[:size] += grad_CV.sum(0)
+                grad_bias[:rows] += grad_CV.sum(0)
             grad_CV = head.rounded(grad_CV)
-            if grad_hidden is not None:
+            if grad_hidden is not None and group is None:
                 head.times_weight(grad_CV, grad_hidden[part])
+            elif grad_hidden is not None:
+                own_CH = torch.empty_like(hidden[part], dtype=grad_CV.dtype)
+                head.times_weight(grad_CV, own_CH)
+                whole_CH = own_CH.to(head.exact)
+                dist.all_reduce(whole_CH, group=group)
+                grad_hidden[part] = whole_CH
             if grad_weight is not None:
-                _add_product(grad_weight[:size], grad_CV.T, head.states(part))
+                _add_product(grad_weight[:rows], grad_CV.T, head.states(part))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
+
+
+Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Log-probs of labels, log-sum-exp, and if asked for entropy and sum of squares, [T] each."""
+
+
+def _own_softmax(head: _Head, labels: Tensor, settings: _Settings) -> Found:
+    """Return what the softmax over the rows here finds; of a label elsewhere it says nothing."""
+    logprob = head.blank()
+    lse = torch.full_like(logprob, -torch.inf, dtype=torch.float64 if settings.group else None)
+    entropy = torch.zeros_like(logprob) if settings.with_entropy else None
+    square_sum = torch.zeros_like(logprob) if settings.with_prob_square_sum else None
+    for part in head.parts() if settings.rows else ():
+        logits_CV, logp_CV = head.logits(part)
+        at_C1, _ = head.places(labels[part, None])
+        # The log-prob of a label that is elsewhere may be far from 0, and rounded much.
+        sure_C1 = at_C1 if settings.group is None else logits_CV.argmax(1, True)
+        chosen_C1 = logits_CV.gather(1, sure_C1)
+        torch.log_softmax(logits_CV, 1, out=logp_CV)
+        logprob[part] = logp_CV.gather(1, at_C1)[:, 0]
+        lse[part] = (chosen_C1.to(lse.dtype) - logp_CV.gather(1, sure_C1))[:, 0]
+        if entropy is None and square_sum is None:
+            continue
+        p_CV = torch.exp(logp_CV, out=logits_CV)
+        if square_sum is not None:
+            square_sum[part] = torch.linalg.vector_norm(p_CV, dim=1).square_()
+        if entropy is not None:
+            entropy[part] = p_CV.mul_(logp_CV).sum(1).neg_()
+    return logprob, lse, entropy, square_sum
+
+
+def _over_ranks(own: Found, owners_T: Tensor, group: dist.ProcessGroup) -> Found:
+    """Join the softmax over each rank's rows to the softmax over all of them.
+
+    Args:
+        own: of this rank.
+        owners_T: the rank that has each label.
+    """
+    # In fp64: of large log-sum-exps the differences are small. Four numbers a token are few.
+    sent = torch.stack([(torch.zeros_like(own[1]) if x is None else x).double() for x in own])
+    every = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(every, sent, group=group)
+    logprob_NT, lse_NT, entropy_NT, square_sum_NT = torch.stack(every, 1)
+    log_w_NT = torch.log_softmax(lse_NT, 0)
+    w_NT = log_w_NT.exp()
+    joined = (
+        (logprob_NT + log_w_NT).gather(0, owners_T[None])[0],
+        lse_NT.logsumexp(0),
+        (w_NT * entropy_NT + torch.special.entr(w_NT)).sum(0),
+        (w_NT.square() * square_sum_NT).sum(0),
+    )
+    pairs = zip(own, (each.to(own[0].dtype) for each in joined), strict=True)
+    return cast(Found, tuple(None if mine is None else each for mine, each in pairs))
 
 
 class _Head:
@@ -185,12 +255,12 @@ class _Head:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings
     ) -> None:
-        size, product = settings.vocab_size, settings.product
+        size, product = settings.rows, settings.product
         self.exact = torch.float64 if product == torch.float64 else torch.float32
         self._hidden = hidden
         self._weight = weight[:size]
         self._bias = None if bias is None else bias[:size]
-        self._temperature = settings.temperature
+        self._first_id, self._temperature = settings.first, settings.temperature
         self._chunk = settings.chunk
         shape = (min(settings.chunk, len(hidden)), size)
         self._first = hidden.new_empty(shape, dtype=self.exact)
@@ -200,6 +270,16 @@ class _Head:
         self._room: Tensor | None = None
         if weight.dtype != product:
             self._room = weight.new_empty((min(size, ROWS_AT_ONCE), weight.shape[1]), dtype=product)
+
+    def blank(self) -> Tensor:
+        """A zero for each token [T], in fp32 or fp64."""
+        return self._hidden.new_zeros(len(self._hidden), dtype=self.exact)
+
+    def places(self, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of labels, and where they are: other ranks' labels get any column."""
+        columns = labels_C1 - self._first_id
+        within = columns.clamp(0, max(len(self._weight) - 1, 0))
+        return within, within == columns
 
     def parts(self) -> Iterator[slice]:
         """The chunks of the tokens."""
@@ -254,12 +334,16 @@ class _Head:
 def _grad_logits(
     logp_CV: Tensor,
     p_CV: Tensor,
-    labels_C1: Tensor,
+    places_C1: tuple[Tensor, Tensor],
     grad_logprob_C1: Tensor | None,
     grad_entropy_C1: Tensor | None,
     entropy_C1: Tensor | None,
 ) -> Tensor:
-    """The loss's gradient with respect to z [C, V]; uses up `logp_CV`, and `p_CV` as room."""
+    """The loss's gradient with respect to z [C, V]; uses up `logp_CV`, and `p_CV` as room.
+
+    Args:
+        places_C1: of the labels, as `_Head.places` gives them.
+    """
     torch.exp(logp_CV, out=p_CV)
     if grad_entropy_C1 is None:
         if grad_logprob_C1 is None:
@@ -271,8 +355,9 @@ def _grad_logits(
         if grad_logprob_C1 is not None:
             grad_CV.sub_(grad_logprob_C1)
         grad_CV.mul_(p_CV)
-    if grad_logprob_C1 is not None:
-        grad_CV.scatter_add_(1, labels_C1, grad_logprob_C1)
+    if grad_logprob_C1 is not None and grad_CV.shape[1]:
+        at_C1, is_here_C1 = places_C1
+        grad_CV.scatter_add_(1, at_C1, grad_logprob_C1 * is_here_C1)
     return grad_CV
 
 

@@ -37,6 +37,7 @@ _NOT_FOR_USERS = {"all", "dev", "browser", "trackers"}
 _PURPOSE = {
     "ray": "many machines",
     "peft": "LoRA",
+    "megatron": "trainer/strategy=megatron on GPUs",
     "reasoning-gym": "procedural tasks",
     "vllm": "rollout/engine=vllm on GPUs",
     "serve": "winnow sandbox serve, winnow reward serve",

@@ -191,6 +191,10 @@ class RolloutConfig(Section):
     """Refuse top_p, top_k and min_p that truncate the sampler's support (error), or train on
     although old and behaviour policies then differ (ignore)."""
 
+    routing_replay: bool = False
+    """Train a mixture with the experts that the engine sent each token to, while its routers' own
+    logits weigh them (rollout routing replay, R3; see docs/ranks.md)."""
+
     def conflicts(self) -> Iterator[str]:
         cuts = [f"rollout.top_p={self.top_p:g}"] if self.top_p < 1 else []
         cuts += [f"rollout.top_k={self.top_k}"] if self.top_k > 0 else []

@@ -28,7 +28,7 @@ from winnow.config.rollout import (
     VllmEngineConfig,
 )
 from winnow.config.root import Config
-from winnow.config.trainer import AsyncMode, Fsdp2, RayCluster, Sharded, SyncMode
+from winnow.config.trainer import AsyncMode, Fsdp2, Megatron, RayCluster, Sharded, SyncMode
 from winnow.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def check_config(config: Config) -> None:
     """
     rules = (
         *(_start, _truths, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
-        *(_mode, _heads, _placement),
+        *(_mode, _made_model, _megatron, _placement, _routes),
     )
     if faults := [fault for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
@@ -78,7 +78,10 @@ def notices(config: Config) -> list[str]:
 def _undivided(config: Config) -> Iterator[str]:
     """Yield what steps cost that ranks or micro-batches do not divide; nothing is dropped."""
     trainer, groups = config.trainer, config.sampling.groups_per_step
-    ranks = workers_of(config)["policy"] // getattr(trainer.strategy, "sequence", 1)
+    together = getattr(trainer.strategy, "sequence", 1)
+    if isinstance(trainer.strategy, Megatron):
+        together = trainer.strategy.share_ranks
+    ranks = workers_of(config)["policy"] // together
     update, key = (
         (trainer.mini_batch_groups or groups) * config.rollout.n,
         "trainer.microbatch_tokens",
@@ -114,7 +117,7 @@ def workers_of(config: Config) -> dict[str, int]:
     strategy, scorer = config.trainer.strategy, sharding_of(config.reward.model)
     judges = engines_of(config.reward.judge)
     return {
-        "policy": strategy.ranks if isinstance(strategy, Fsdp2) else 0,
+        "policy": strategy.ranks if isinstance(strategy, Fsdp2 | Megatron) else 0,
         "rollout": _engines(config),
         "reward": config.reward.processes,
         "reward_model": 0 if scorer is None else scorer.ranks,
@@ -215,15 +218,38 @@ def _start(c: Config) -> Iterator[str]:
         )
 
 
-def _heads(c: Config) -> Iterator[str]:
-    """Yield the line for heads that ranks cannot share, where the recipe makes the model itself."""
+def _made_model(c: Config) -> Iterator[str]:
+    """Yield the lines for what ranks cannot share of a model that the recipe makes itself."""
     strategy, start = c.trainer.strategy, c.warm_start
-    if not isinstance(strategy, Fsdp2) or not isinstance(start, SftWarmStart):
+    if not isinstance(start, SftWarmStart):
         return
-    if start.model.heads % strategy.sequence:
+    for field in ("sequence", "tensor"):
+        if start.model.heads % getattr(strategy, field, 1):
+            yield (
+                f"{_given(c, f'trainer.strategy.{field}')} does not divide "
+                f"{_given(c, 'warm_start.model.heads')}; use a divisor of it"
+            )
+    if not isinstance(strategy, Megatron):
+        return
+    if strategy.expert > 1:
         yield (
-            f"{_given(c, 'trainer.strategy.sequence')} does not divide "
-            f"{_given(c, 'warm_start.model.heads')}; use a divisor of it"
+            f"{_given(c, 'trainer.strategy.expert')} spreads experts, of which the model of "
+            "warm_start=sft has none; set it to 1"
+        )
+    if strategy.pipeline > start.model.layers:
+        yield (
+            f"{_given(c, 'trainer.strategy.pipeline')} is more than "
+            f"{_given(c, 'warm_start.model.layers')}; make it {start.model.layers} or less"
+        )
+
+
+def _megatron(c: Config) -> Iterator[str]:
+    if not isinstance(c.trainer.strategy, Megatron):
+        return
+    if isinstance(c.model.adapter, LoraAdapter):
+        yield (
+            f"{_given(c, 'trainer/strategy', 'model/adapter')} exclude each other, as "
+            "megatron-core has no adapters; set trainer/strategy=fsdp2, or model/adapter=none"
         )
 
 
@@ -419,6 +445,24 @@ def _engine(c: Config) -> Iterator[str]:
             "run.deterministic=true and rollout/engine=http exclude each other: servers write free "
             "of ticks, with random numbers of their own; set run.deterministic=false, or choose "
             "rollout/engine=vllm or torch"
+        )
+
+
+def _routes(c: Config) -> Iterator[str]:
+    """Yield the rules of engines and models that tell or take no routes."""
+    if not c.rollout.routing_replay:
+        return
+    given = "rollout.routing_replay=true"
+    if isinstance(c.rollout.engine, HttpEngineConfig | VllmEngineConfig):
+        yield (
+            f"{given} needs an engine that tells the experts of each token, and "
+            f"{_given(c, 'rollout/engine')} tells none; choose rollout/engine=torch, or set it to "
+            "false"
+        )
+    if getattr(c.trainer.strategy, "compile", False):
+        yield (
+            f"{given} and {_given(c, 'trainer.strategy.compile')} exclude each other, as routers "
+            "are compiled with their blocks; set one of them to false"
         )
 
 

@@ -78,6 +78,58 @@ class Fsdp2(Sharded):
             )
 
 
+class Megatron(Section):
+    """Models cut by Megatron's tensor, pipeline and expert parallelism over several processes
+    (winnow-rl[megatron]); see docs/megatron.md."""
+
+    name: Literal["megatron"] = "megatron"
+    ranks: int = Field(2, ge=1)
+    """Processes: a multiple of tensor x pipeline, which run a share of the samples together."""
+    tensor: int = Field(1, ge=1)
+    """Ranks that each matrix is cut over; a divisor of the attention heads, and of those for keys
+    and values."""
+    pipeline: int = Field(1, ge=1)
+    """Stages that the layers are cut into, which micro-batches pass through one by one."""
+    expert: int = Field(1, ge=1)
+    """Ranks that the experts of a layer are spread over, across those of tensor and of other
+    shares; a divisor of the experts and of ranks / pipeline."""
+    sequence_parallel: bool = True
+    """With tensor > 1, keep a part of the tokens on each rank between the matrices, where false
+    keeps all of them on each; mixtures of experts need it."""
+    bucket_mb: int = Field(64, ge=1)
+    """MiB of weights that are whole at once while they are sent to the engine; at most 64 are."""
+
+    @property
+    def share_ranks(self) -> int:
+        """The number of ranks that run the same samples together."""
+        return self.tensor * self.pipeline
+
+    @property
+    def data(self) -> int:
+        """The number of shares that the samples are dealt to."""
+        return self.ranks // self.share_ranks
+
+    def conflicts(self) -> Iterator[str]:
+        at = "trainer.strategy"
+        if self.ranks % self.share_ranks:
+            yield (
+                f"{at}.ranks={self.ranks} cannot be cut into groups of {at}.tensor={self.tensor} "
+                f"x {at}.pipeline={self.pipeline} ranks; use a multiple of {self.share_ranks}"
+            )
+        elif (self.tensor * self.data) % self.expert:
+            yield (
+                f"{at}.expert={self.expert} does not divide the {self.tensor * self.data} ranks of "
+                f"a stage ({at}.ranks={self.ranks}, {at}.pipeline={self.pipeline}); use a divisor "
+                "of that"
+            )
+        if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
+            yield (
+                f"{at}.expert={self.expert} and {at}.tensor={self.tensor} need {at}."
+                "sequence_parallel=true, as experts take other tokens from each rank; set that, "
+                f"or {at}.tensor=1"
+            )
+
+
 class SyncMode(Section):
     """Sample a step, learn it, publish its weights; then the next."""
 
@@ -150,7 +202,7 @@ class TrainerConfig(Section):
     """Groups an update (one optimizer step); null makes one update a step."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's groups; trainer.data_epochs counts those over the data."""
-    strategy: Annotated[WholeModels | Fsdp2, Field(discriminator="name")] = WholeModels()
+    strategy: Annotated[WholeModels | Fsdp2 | Megatron, Field(discriminator="name")] = WholeModels()
     """Placement of the models' weights."""
     microbatch_tokens: int = Field(16384, ge=1)
     """Packed tokens run at once, by one rank or by those that share sequences; bounds memory, never
@@ -306,8 +358,8 @@ class RolesConfig(Section):
     """The pool of each role that has workers. Roles of one pool are colocated, slot by slot."""
 
     policy: str | None = None
-    """Pool of the ranks (trainer/strategy=fsdp2), which hold critic and reference, too, where these
-    have none of their own."""
+    """Pool of the ranks (trainer/strategy=fsdp2 or megatron), which hold critic and reference, too,
+    where these have none of their own."""
     rollout: str | None = None
     """Pool of the engines (rollout.engine.processes)."""
     reward: str | None = None

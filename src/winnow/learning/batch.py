@@ -77,7 +77,7 @@ class Batch:
     rewards: Tensor
     """[B] float64."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """[T] each: results that stay with the batch (`old`, `advantages`, …); put in by the loop."""
+    """[T] each, or [T, …]: what stays with the batch (`old`, `routes`, …); put in by the loop."""
     peers: Peers = ALONE
     """The ranks that have the other samples' tokens."""
     holders: IntArray | None = None
@@ -193,7 +193,7 @@ class MicroBatch:
     behav: Tensor
     """[T] fp32, nats; 0 off gen_mask."""
     columns: Mapping[str, Tensor]
-    """[T] each: the batch's columns at the time of the cut."""
+    """[T] each, or [T, …]: the batch's columns at the time of the cut."""
     group_tokens: Tensor
     """[B] int64: tokens in loss_mask of the sample's group over the whole update."""
     samples: Tensor
@@ -457,17 +457,17 @@ class MicroBatchSharder:
     stays whole: each rank cuts its share of it, and what is gathered is gathered everywhere.
 
     On a mesh each rank gets its share of the samples, and all ranks call all methods but `figures`;
-    without one this process gets everything. With sequence parallelism the shares are those of
-    groups of ranks, and all ranks of a group get the same micro-batches.
+    without one this process gets everything. Ranks that are together get the same micro-batches.
 
     Args:
-        mesh: of one axis, or of two; None for a process on its own.
+        mesh, together: as `Peers` takes them.
         width: of the model (H), which says from what length on attention costs most.
-        sequence: neighbouring ranks of the mesh that run each micro-batch together.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, width: int = 1, sequence: int = 1) -> None:
-        self.peers, self._width = Peers(mesh, sequence), width
+    def __init__(
+        self, mesh: DeviceMesh | None = None, width: int = 1, together: int | IntArray = 1
+    ) -> None:
+        self.peers, self._width = Peers(mesh, together), width
         self._figures, self._ran = Metrics(), np.empty(0, np.int64)
 
     def pack(

@@ -14,7 +14,8 @@ from typing import ClassVar
 from winnow.algorithms.losses import explained_variance, value_loss
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.policy import aggregate_share, run_update
-from winnow.learning.strategy import LossResult, Output, Outputs, Strategy, run_pass
+from winnow.learning.runner import Output, Outputs
+from winnow.learning.strategy import LossResult, Strategy, run_pass
 from winnow.observe.metrics import Metrics
 
 

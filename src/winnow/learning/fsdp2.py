@@ -12,37 +12,19 @@ each and the last ones fewer or none. On a mesh of two axes they are replicated 
 
 Ranks run in step: each brings the same number of micro-batches, of which any may be empty. Counts
 come in over all ranks and losses are divided by them, so gradients are sums, never means.
-
-On disk (`torch.distributed.checkpoint`) each rank writes its own rows, once. What was saved on some
-ranks can be read on any other number of them. The model's own folder is as Hugging Face has it: its
-files are put together from the ranks' rows, each by one rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import shutil
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -53,36 +35,22 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from winnow.errors import CheckpointError
 from winnow.learning.batch import MicroBatchSharder
 from winnow.learning.peers import device_of
+from winnow.learning.runner import ModelRunner
 from winnow.learning.sequence import SequenceRunner
-from winnow.learning.strategy import (
-    HALF,
-    ModelRunner,
-    Stats,
-    Strategy,
-    decoder_layers,
-    local,
-    tensors_of,
-)
+from winnow.learning.strategy import HALF, Strategy, decoder_layers, local, tensors_of
 from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import is_adapters, plain_name
 from winnow.models.sharded_loading import (
     SavedWeights,
-    as_saved,
     replace_parameters,
     saved_weights,
 )
 from winnow.models.value import scalar_head
-from winnow.observe.files import system_error
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
-MODEL_FILE_BYTES = 1 << 30
-"""The most bytes of a file in a model's folder, unless one tensor is larger."""
 Exported = Literal["all", "trained", "adapter"]
-State = dict[str, Any]
-"""Tensors in nested dicts."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +131,7 @@ class FSDP2Strategy(Strategy):
             if rows.stop > rows.start:
                 # As if it had been loaded in the type that the recipe asks for.
                 asked = self._rounded.get(name, parameter.dtype)
-                local(found).copy_(weights.rows(plain_name(name), rows).to(asked))
+                local(found).copy_(weights.part(plain_name(name), [rows]).to(asked))
             return nn.Parameter(found, requires_grad=parameter.requires_grad)
 
         replace_parameters(self.model, make)
@@ -183,20 +151,13 @@ class FSDP2Strategy(Strategy):
         cast(FSDPModule, self._runner).set_requires_all_reduce(is_last)
         super()._backward(loss, is_last)
 
-    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
-        stats: Stats = {}
-        # A rank of empty micro-batches knows no names.
-        for added, largest in self.sharder.peers.every((sums, maxima)):
-            for name, value in added.items():
-                stats[name] = stats.get(name, 0.0) + value
-            for name, value in largest.items():
-                # As torch.maximum: NaN is passed on.
-                held = stats.get(name, value)
-                stats[name] = value if math.isnan(value) or value > held else held
-        return stats
-
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         return global_norm(gradients, self.mesh, self.device)
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(counts, group=self.mesh.get_group(axis))
+        return counts
 
     def _fill(self, own: Tensor, given: Tensor) -> None:
         copy_into(own, given)
@@ -334,162 +295,3 @@ def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.devic
         dist.all_reduce(square, group=mesh.get_group(axis))
     replicas = mesh.size() // mesh.size(mesh.ndim - 1)
     return math.sqrt(float(square) / replicas)
-
-
-def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
-    """Copy a state to the host, where later updates do not change it.
-
-    Args:
-        mesh: of the same ranks, for the host.
-    """
-
-    def copied(tensor: Tensor) -> Tensor:
-        own = local(tensor).detach().to("cpu", copy=True)
-        if not isinstance(tensor, DTensor):
-            return own
-        return DTensor.from_local(
-            own,
-            mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-
-    return {
-        key: on_host(value, mesh) if isinstance(value, Mapping) else copied(value)
-        for key, value in state.items()
-    }
-
-
-class _Writer(FileSystemWriter):
-    """A writer that raises the system's own error, which pickling for other ranks would lose."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # After a write that failed, torch's zip writer fails at its closing, too.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-
-
-def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
-    """Write a state that is on the host; all ranks call this, in a thread if they like.
-
-    Args:
-        group: a gloo group that nothing else uses meanwhile.
-
-    Raises:
-        OSError: the disk is full, or not writable; on every rank.
-    """
-    try:
-        writer = _Writer(folder, single_file_per_rank=True, sync_files=False)
-        save(state, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        raise _first(error) from error
-
-
-def write_model(
-    model: nn.Module, weights: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup
-) -> list[Path]:
-    """Write a sharded model that is on the host into a Hugging Face folder, as `write_shards` does.
-
-    No rank holds more than its rows and one file, of which experts are there twice.
-
-    Args:
-        model: names the tensors in the files; its weights are not read.
-
-    Returns:
-        The files that this rank wrote.
-    """
-    file_of = _model_files(weights)
-    files = sorted(set(file_of.values()))
-    own = files[group.rank() :: group.size()]
-    parts = folder / "parts"
-    try:
-        writer = HuggingFaceStorageWriter(str(parts), save_distributed=True)
-        writer.sync_files = False
-        save(dict(weights), storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        raise _first(error) from error
-    fault: OSError | None = None
-    try:
-        for file in own:
-            inside = {name: t for name, t in weights.items() if file_of[name] == file}
-            _put_together(model, inside, parts, folder / file)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if (fault := system_error(error)) is None:
-            raise
-    faults: list[OSError | None] = [None] * group.size()
-    dist.all_gather_object(faults, fault, group=group)
-    if group.rank() == 0:
-        shutil.rmtree(parts, ignore_errors=True)
-    if found := next(filter(None, faults), None):
-        raise found
-    written = [folder / name for name in own]
-    if group.rank() == 0 and len(files) > 1:
-        total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-        saved = {name: as_saved(model, {name: t.to("meta")}) for name, t in weights.items()}
-        names = {own: file_of[name] for name, found in saved.items() for own in found}
-        index = {"metadata": {"total_size": total}, "weight_map": names}
-        written.append(folder / "model.safetensors.index.json")
-        written[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return written
-
-
-def _put_together(model: nn.Module, weights: Mapping[str, Tensor], parts: Path, file: Path) -> None:
-    """Write a file of whole tensors from the rows of all ranks, as transformers would."""
-    whole = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in weights.items()}
-    try:
-        load(whole, storage_reader=HuggingFaceStorageReader(str(parts)), no_dist=True)
-    except CheckpointException as error:
-        raise _first(error) from error
-    saved = {name: tensor.contiguous() for name, tensor in as_saved(model, whole).items()}
-    save_file(saved, file, metadata={"format": "pt"})
-    # The library lets only their owner read its files.
-    file.chmod(stat.S_IMODE(next(parts.iterdir()).stat().st_mode))
-
-
-def _model_files(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name the file of each tensor of a model's folder, as transformers names them."""
-    numbers, number, room = dict[str, int](), 0, 0
-    for name, tensor in weights.items():
-        size = tensor.numel() * tensor.element_size()
-        if not number or size > room:
-            number, room = number + 1, MODEL_FILE_BYTES
-        numbers[name], room = number, room - size
-    if number == 1:
-        return dict.fromkeys(numbers, "model.safetensors")
-    return {name: f"model-{n:05}-of-{number:05}.safetensors" for name, n in numbers.items()}
-
-
-def read_shards(states: State, folder: Path) -> None:
-    """Read what `write_shards` wrote into states with room for it, by role; all ranks call this.
-
-    A model that has made no step yet has no optimizer state: entries that were not saved are taken
-    out of `optimizer`.
-
-    Raises:
-        CheckpointError: the folder is damaged, or of another model.
-    """
-    try:
-        reader = FileSystemReader(folder)
-        saved = reader.read_metadata().state_dict_metadata
-        for role, state in states.items():
-            for name in list(state["optimizer"]):
-                if f"{role}.optimizer.{name}.step" not in saved:
-                    del state["optimizer"][name]
-        load(states, storage_reader=reader)
-    except (CheckpointException, OSError, EOFError, ValueError) as error:
-        cause = _first(error) if isinstance(error, CheckpointException) else error
-        reason = str(cause).partition("\n")[0]
-        raise CheckpointError(
-            f"{folder} cannot be read: {reason}; use another checkpoint"
-        ) from error
-
-
-def _first(error: CheckpointException) -> BaseException:
-    """Return the failure of the first rank that has one."""
-    return error.failures[min(error.failures)][0]

@@ -16,7 +16,9 @@ from winnow.errors import TrainingError
 from winnow.learning.batch import MicroBatch
 from winnow.learning.learner import Learned
 from winnow.learning.policy import run_update
-from winnow.learning.strategy import LossResult, Output, Outputs, Strategy, run_pass
+from winnow.learning.routes import load_figures
+from winnow.learning.runner import Output, Outputs
+from winnow.learning.strategy import LossResult, Strategy, run_pass
 from winnow.observe.metrics import SFT_LOSS, SFT_TOKENS, Metrics, Stopwatch
 from winnow.types import Group
 
@@ -68,6 +70,7 @@ class Imitator:
             rate = self.lr(step)
             found, sums = run_update(self.strategy, _OUTPUTS, imitation_loss, micro, rate, "sft")
         metrics.merge(found)
+        metrics.merge(load_figures(self.strategy.expert_load()))
         metrics.sum(SFT_TOKENS, int(batch.peers.total(batch.loss_mask.sum())))
         self.progress += 1
         self.skipped_in_a_row = 0 if sums is not None else self.skipped_in_a_row + 1

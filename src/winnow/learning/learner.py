@@ -11,9 +11,10 @@ The parts are chosen when the learner is built: a step computes only what its al
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from winnow.learning.advantage import AdvantageStage, correct_batch
 from winnow.learning.batch import Batch, TokenColumn, cut_updates, token_ages
 from winnow.learning.critic import Critic, value_figures
 from winnow.learning.policy import Policy
+from winnow.learning.routes import load_figures, token_routes
 from winnow.learning.strategy import Strategy, run_pass
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.types import FloatArray, Group, IntArray
+from winnow.types import ROUTES, FloatArray, Group, IntArray
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class Learner:
             batch = sharder.pack(groups, settings.microbatch_tokens, settings.overlong_filtering)
             # The weights after step k have version k.
             batch.columns["age"] = token_ages(groups, batch, step - 1)
+            if (shape := self._policy.strategy.replayed) is not None:
+                batch.columns[ROUTES] = token_routes(groups, batch, shape)
             batch.columns.update({name: batch.taken(each) for name, each in given.items()})
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
@@ -194,6 +198,7 @@ class Learner:
         with watch.phase("update"):
             self._updates(groups, batch, step, metrics)
         metrics.merge(self._policy.strategy.sharder.figures())
+        metrics.merge(load_figures(self._policy.strategy.expert_load()))
         samples_B = advantages.samples.numpy()
         metrics.spread("score/advantage", samples_B)
         targets = None
@@ -221,7 +226,9 @@ class Learner:
             is_policy = reference is policy.strategy
             without = reference.adapter_off() if is_policy else contextlib.nullcontext()
             with watch.phase("reference"), without:
-                found = run_pass(reference, batch, frozenset({"logprob"}), tokens)
+                # Without columns: its routers choose by themselves, the policy's among them.
+                bare = replace(batch, columns={})
+                found = run_pass(reference, bare, frozenset({"logprob"}), tokens)
             batch.columns["ref"] = found["logprob"]
             self._passes_and_updates += 1
         if critic is not None:
@@ -359,3 +366,33 @@ def _mismatch(batch: Batch, old: FloatArray) -> FloatArray:
     means = np.add.reduceat(distances, starts) / counts if len(own) else distances
     found[torch.from_numpy(own)] = torch.from_numpy(np.asarray(means, np.float32))
     return batch.peers.total(found).numpy()
+
+
+def lr_at(
+    step: int,
+    *,
+    total_steps: int,
+    lr: float,
+    warmup_steps: int = 0,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
+    final_lr_ratio: float = 0.0,
+) -> float:
+    """Return the learning rate of every update of `step`.
+
+    Warm-up step k runs at lr * k / warmup_steps, so the peak is at step max(warmup_steps, 1).
+    From there linear and cosine fall to lr * final_lr_ratio, which they would reach one step after
+    the last, so that no step is spent on a rate of zero.
+
+    Args:
+        step: counted from 1, in steps (not updates).
+        total_steps: of the run; later steps have the final rate.
+        lr: the peak.
+    """
+    if step <= warmup_steps:
+        return lr * step / warmup_steps
+    if schedule == "constant":
+        return lr
+    peak = max(warmup_steps, 1)
+    done = min((step - peak) / max(total_steps + 1 - peak, 1), 1.0)
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return lr * (final_lr_ratio + (1 - final_lr_ratio) * left)

@@ -35,19 +35,23 @@ class Peers:
     Args:
         mesh: of one axis, or of two; None for a process on its own, which holds everything: there
             all that is given comes back as it is.
-        sequence: neighbouring ranks of the mesh that have a share together.
+        together: how many neighbouring ranks of the mesh have a share together; or the ranks of
+            each share, [shares, ranks], in which every column ascends.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, sequence: int = 1) -> None:
-        self.mesh, self._sequence = mesh, sequence
-        self.shares = 1 if mesh is None else mesh.size() // sequence
+    def __init__(self, mesh: DeviceMesh | None = None, together: int | IntArray = 1) -> None:
+        self.mesh = mesh
+        if isinstance(together, int):
+            together = np.arange(together if mesh is None else mesh.size()).reshape(-1, together)
+        self._ranks = together
+        self.shares = len(together)
         """The number of shares."""
         self.share = self._place = 0
         if mesh is not None:
             coordinate = mesh.get_coordinate()
             assert coordinate is not None, "this rank is on the mesh"
             place = int(np.ravel_multi_index(coordinate, mesh.shape))
-            self.share, self._place = divmod(place, sequence)
+            self.share, self._place = (int(at[0]) for at in np.nonzero(together == place))
 
     @property
     def is_first(self) -> bool:
@@ -74,7 +78,7 @@ class Peers:
             parts: list[list[_T]] = [[]] * group.size()
             dist.all_gather_object(parts, values, group=group)
             values = [each for part in parts for each in part]
-        return values[:: self._sequence]
+        return [values[first] for first in self._ranks[:, 0].tolist()]
 
     def sums(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Return the sum of each figure over the shares, added up in their order."""
@@ -89,7 +93,7 @@ class Peers:
         """Send tokens of samples to the shares that are to have them.
 
         Args:
-            tensors: [T] each on the CPU: tokens of the samples held here, in the step's order.
+            tensors: [T, …] each on the CPU: tokens of the samples held here, in the step's order.
             lengths: [B] tokens of each sample.
             held: [B] the share that has a sample's tokens.
             wanted: [B] the share that is to have them; -1 for none.
@@ -112,17 +116,17 @@ class Peers:
         # From the order of their senders to that of the step.
         start, order = np.cumsum(lengths[come]) - lengths[come], np.argsort(come)
         rows = torch.from_numpy(token_places(start[order], lengths[come][order]))
-        parts = torch.split(incoming[rows], [each.itemsize for each in tensors], 1)
+        parts = torch.split(incoming[rows], [_token_bytes(each) for each in tensors], 1)
         return [
-            part.flatten().clone().view(each.dtype)
+            part.flatten().clone().view(each.dtype).view(-1, *each.shape[1:])
             for part, each in zip(parts, tensors, strict=True)
         ]
 
     def _split(self, shares: IntArray, lengths: IntArray) -> list[int]:
         """Count the tokens for each rank of the mesh, of samples with these shares and lengths."""
-        counts = np.zeros((self.shares, self._sequence), dtype=np.int64)
-        np.add.at(counts[:, self._place], shares, lengths)
-        return counts.ravel().tolist()
+        counts = np.zeros(self._ranks.size, dtype=np.int64)
+        np.add.at(counts, self._ranks[shares, self._place], lengths)
+        return counts.tolist()
 
     def _exchanged(self, outgoing: Tensor, sent: list[int], come: list[int]) -> Tensor:
         assert self.mesh is not None
@@ -160,6 +164,12 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+def _token_bytes(values: Tensor) -> int:
+    """Return the bytes of a token's entry in values [T, …]."""
+    return values.shape[1:].numel() * values.itemsize
+
+
 def _bytes(values: Tensor) -> Tensor:
-    """[T, bytes of a number]."""
-    return values.contiguous().view(torch.uint8).reshape(len(values), values.itemsize)
+    """[T, bytes of a token's entry]."""
+    flat = values.contiguous().flatten().view(torch.uint8)
+    return flat.view(len(values), _token_bytes(values))

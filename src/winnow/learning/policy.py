@@ -30,7 +30,8 @@ from winnow.algorithms.kl import token_kl
 from winnow.algorithms.losses import LossTokens, PolicyLoss
 from winnow.learning.advantage import book_correction
 from winnow.learning.batch import Batch, MicroBatch
-from winnow.learning.strategy import LossFn, LossResult, Output, Outputs, Stats, Strategy, run_pass
+from winnow.learning.runner import Output, Outputs
+from winnow.learning.strategy import LossFn, LossResult, Stats, Strategy, run_pass
 from winnow.observe.metrics import Metrics
 
 OldSource = Literal["pass", "current", "behav"]

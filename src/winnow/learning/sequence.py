@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from winnow.errors import ModelError
 from winnow.learning.batch import MicroBatch
-from winnow.learning.strategy import ModelRunner
+from winnow.learning.runner import ModelRunner
 from winnow.models.causal_lm import AttentionLayout, hidden_states
 from winnow.models.packed_attention import PackedLayout
 
@@ -94,13 +94,10 @@ class SequenceRunner(ModelRunner):
         self._group = group
 
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
-        T, N = len(micro.token_ids), self._group.size()
-        n = -(-T // N)
-        first, pad = n * self._group.rank(), n * N - T
-        ids, positions = (
-            F.pad(whole, (0, pad))[first : first + n]
-            for whole in (micro.token_ids, micro.positions)
-        )
+        T = len(micro.token_ids)
+        ids, positions = (self.own(whole)[0] for whole in (micro.token_ids, micro.positions))
+        n = len(ids)
+        first = n * self._group.rank()
         # Before the model: how many they are is asked of the device, and waits for its work.
         sources = at - shift - first
         own = self._places(sources, n)
@@ -108,6 +105,13 @@ class SequenceRunner(ModelRunner):
         layout = UlyssesLayout(packed, self._group, tokens=T)
         hidden = hidden_states(self.model, ids, positions, layout)
         return hidden.index_select(0, sources[own]), at[own]
+
+    def own(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
+        T, N = len(values), self._group.size()
+        n = -(-T // N)
+        first = n * self._group.rank()
+        whole = F.pad(values, (0, 0) * (values.ndim - 1) + (0, n * N - T), value=fill)
+        return whole[first : first + n], min(max(T - first, 0), n)
 
     def _places(self, sources: Tensor, n: int) -> Tensor:
         """Return the places of those of `sources` that are among this rank's n tokens."""

@@ -16,15 +16,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from winnow.algorithms.logprobs import chunk_size, token_logprobs
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import (
     NO_SHARDING,
@@ -34,12 +34,9 @@ from winnow.learning.batch import (
     all_micro_batches,
     pack_sequences,
 )
+from winnow.learning.runner import ModelRunner, Output, Outputs
 from winnow.models.causal_lm import (
     has_adapter,
-    hidden_states,
-    is_reward_model,
-    is_value_model,
-    output_head,
 )
 from winnow.models.compiled_layers import CompiledLayers
 from winnow.models.fused_layers import fuse
@@ -50,12 +47,9 @@ from winnow.models.lora import (
     is_adapters,
     merged_weights,
 )
-from winnow.models.packed_attention import PackedLayout
-from winnow.models.value import scalar_head
-from winnow.types import IntArray
+from winnow.models.routing import ExpertLoad, routing_of
+from winnow.types import ROUTES, IntArray
 
-Output = Literal["logprob", "entropy", "prob_square_sum", "value", "score"]
-Outputs = Mapping[Output, Tensor]
 Stats = dict[str, float]
 HALF = (torch.bfloat16, torch.float16)
 """Types whose weights are stepped as fp32 masters."""
@@ -76,79 +70,28 @@ class LossResult:
 LossFn = Callable[[MicroBatch, Outputs], LossResult]
 
 
-class ModelRunner(nn.Module):
-    """Run a model on a micro-batch and read the outputs off its hidden states.
+class Figures:
+    """The losses and diagnostics of micro-batches, added up on the device."""
 
-    Both happen in the forward pass of one module: a sharded model's head is gathered by then, and
-    the log-prob kernel can read its weight.
-    """
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        temperature: float,
-        vocab_size: int | None,
-        chunk_tokens: int | None,
-        fp32_head: bool,
-        kernels: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self._kernels = kernels
-        self._temperature, self._vocab_size = temperature, vocab_size
-        self._chunk_tokens, self._fp32_head = chunk_tokens, fp32_head
-        self._gives_value, self._gives_score = is_value_model(model), is_reward_model(model)
+    def add(self, result: LossResult) -> None:
+        """Count a micro-batch."""
+        for name, value in {"loss": result.loss, **result.sums}.items():
+            value = value.detach().double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        for name, value in result.maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
-    def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
-        """Return the outputs asked for, each [T] and 0 where the model says nothing."""
-        # A log-prob of token t, or the value before it, comes from the state at t - 1.
-        at, shift = micro.scored_positions, 1
-        if self._gives_score:
-            at, shift = micro.offsets[1:] - 1, 0
-        states, at = self._states(micro, at, shift)
-        if self._gives_score or self._gives_value:
-            head = scalar_head(self.model)
-            # Called, not read: where the head is a unit of its own, the call gathers its weight.
-            numbers = head(states.to(head.weight.dtype))[:, 0]
-            found: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
-        else:
-            found = self._logprobs(states, micro.token_ids[at], outputs)
-        return {name: self._placed(values, at, micro) for name, values in found.items()}
-
-    def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
-        """Return the states that lie `shift` before the positions `at`, and these positions."""
-        layout = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
-        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
-        return hidden.index_select(0, at - shift), at
-
-    def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
-        """Spread the values of some positions over [T], with 0 elsewhere."""
-        blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
-        return blank.index_copy(0, at, values)
-
-    def _logprobs(
-        self, states: Tensor, token_ids: Tensor, outputs: frozenset[Output]
-    ) -> dict[Output, Tensor]:
-        head, chunk = output_head(self.model), self._chunk_tokens
-        if self._kernels is not None:
-            chunk = chunk_size(self._vocab_size or len(head.weight), chunk, self._kernels)
-        exact = torch.promote_types(states.dtype, torch.float32)
-        logprob, entropy, squares = token_logprobs(
-            states,
-            head.weight,
-            token_ids,
-            self._temperature,
-            head.bias,
-            self._vocab_size,
-            with_entropy="entropy" in outputs,
-            chunk_tokens=chunk,
-            with_prob_square_sum="prob_square_sum" in outputs,
-            head_dtype=exact if self._fp32_head else None,
+    def numbers(self) -> tuple[Stats, Stats]:
+        """Return sums and maxima; waits for the device."""
+        sums, maxima = (
+            {name: float(value) for name, value in part.items()}
+            for part in (self._sums, self._maxima)
         )
-        found: dict[Output, Tensor | None] = {"entropy": entropy, "prob_square_sum": squares}
-        if "logprob" in outputs:
-            found["logprob"] = logprob
-        return {name: values for name, values in found.items() if values is not None}
+        return sums, maxima
 
 
 class Strategy:
@@ -171,10 +114,13 @@ class Strategy:
         logprob_chunk_tokens: tokens whose logits exist at once; None chooses by both.
         gradient_checkpointing: recompute activations in the backward pass.
         fp32_head: compute a half-precision model's logits in fp32.
-        compiles: compile the model's blocks; nothing is fused then.
+        compiles: compile the model's blocks; nothing is fused then, and no expert counted.
+        replays_routes: send tokens to the experts of the column `routes`, in every pass whose
+            micro-batches have it.
 
     Raises:
         ConfigError: they cannot be compiled here.
+        ModelError: the model's routers cannot be given their choice.
     """
 
     sharder: MicroBatchSharder = NO_SHARDING
@@ -197,18 +143,18 @@ class Strategy:
         gradient_checkpointing: bool = False,
         fp32_head: bool = False,
         compiles: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         self.model = model
+        self._routing = None if compiles else routing_of(model, replays_routes)
+        self.replayed = self._routing.shape if self._routing and replays_routes else None
+        """The shape of a token's entry in the column `routes`, where that is replayed."""
         self.device = device or next(model.parameters()).device
         """The device it computes on."""
         self._grad_clip = grad_clip
         readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
         self._runner = self._make_runner(model, *readout, self.kernels)
-        self._compiled: CompiledLayers | None = None
-        if compiles:
-            self._compiled = CompiledLayers(decoder_layers(model), self.device)
-        elif (self.kernels or self.device.type) == "cpu":
-            fuse(model)
+        self._compiled = self._sped_up(compiles)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
@@ -229,6 +175,14 @@ class Strategy:
     def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
         return ModelRunner(model, *readout)
 
+    def _sped_up(self, compiles: bool) -> CompiledLayers | None:
+        """Put faster layers into the model; returns those that are compiled, if they are."""
+        if compiles:
+            return CompiledLayers(decoder_layers(self.model), self.device)
+        if (self.kernels or self.device.type) == "cpu":
+            fuse(self.model)
+        return None
+
     def _hold(self) -> dict[str, nn.Parameter]:
         """Place the weights, and return what the optimizer steps, by parameter name."""
         named = self.model.named_parameters()
@@ -239,9 +193,9 @@ class Strategy:
         """Surround the passes of some micro-batches."""
         yield
 
-    def _code(self) -> contextlib.AbstractContextManager[None]:
+    def _code(self) -> AbstractContextManager[None]:
         """Have the model's blocks run compiled, where that is chosen."""
-        return contextlib.nullcontext() if self._compiled is None else self._compiled.used()
+        return nullcontext() if self._compiled is None else self._compiled.used()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
         """Add up a loss's gradients; `is_last` for the last micro-batch of a call."""
@@ -249,7 +203,16 @@ class Strategy:
 
     def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
         """Join the figures of all ranks."""
-        return sums | maxima
+        stats: Stats = {}
+        # A rank of empty micro-batches knows no names.
+        for added, largest in self.sharder.peers.every((sums, maxima)):
+            for name, value in added.items():
+                stats[name] = stats.get(name, 0.0) + value
+            for name, value in largest.items():
+                # As torch.maximum: NaN is passed on.
+                held = stats.get(name, value)
+                stats[name] = value if math.isnan(value) or value > held else held
+        return stats
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         """Return the 2-norm of all gradients together."""
@@ -258,6 +221,10 @@ class Strategy:
     def _fill(self, own: Tensor, given: Tensor) -> None:
         """Copy a tensor of a state into one of this strategy's."""
         own.copy_(given)
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        """Add up integers on the device over all ranks."""
+        return counts
 
     def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Bring each tensor's parts together."""
@@ -277,7 +244,9 @@ class Strategy:
         found = []
         with torch.no_grad(), self._pass(), self._code():
             for micro in microbatches:
-                values = self._run(self._here(micro), outputs)
+                here = self._here(micro)
+                with self._routed(here):
+                    values = self._run(here, outputs)
                 found.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
         return found
 
@@ -288,13 +257,12 @@ class Strategy:
 
         Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
-        sums: dict[str, Tensor] = {}
-        maxima: dict[str, Tensor] = {}
+        found = Figures()
         with self._pass(), self._code():
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 here = self._here(micro)
-                with in_training(self._training_only):
+                with in_training(self._training_only), self._routed(here, bool(micro.lengths)):
                     values = self._run(here, outputs)
                     if not micro.lengths:
                         # A loss of 0 reaches every weight: sums over ranks need all their parts.
@@ -303,17 +271,29 @@ class Strategy:
                         continue
                     result = loss_fn(here, values)
                     self._backward(result.loss, is_last)
-                for name, value in {"loss": result.loss, **result.sums}.items():
-                    value = value.detach().double()
-                    sums[name] = sums[name] + value if name in sums else value
-                for name, value in result.maxima.items():
-                    maxima[name] = torch.maximum(maxima.get(name, value), value)
-        own = ({name: float(value) for name, value in part.items()} for part in (sums, maxima))
-        return self._over_ranks(*own)
+                found.add(result)
+        return self._over_ranks(*found.numbers())
 
     def _here(self, micro: MicroBatch) -> MicroBatch:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""
         return (micro if micro.lengths else _filler()).to(self.device)
+
+    def _routed(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
+        """Give the routers what the micro-batch brings, and count unless it is a filler."""
+        if self._routing is None:
+            return nullcontext()
+        given = micro.columns.get(ROUTES) if self.replayed else None
+        own, tokens = self._runner.own(micro.token_ids if given is None else given, -1)
+        return self._routing.used(None if given is None else own, tokens * counts)
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Return where tokens went in `forward_backward` since the last call, over all ranks.
+
+        None of a dense model, and of a compiled one. All ranks must ask.
+        """
+        if self._routing is None:
+            return None
+        return ExpertLoad.of(self._summed(self._routing.take_counts(self.device)))
 
     def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
         return cast(dict[Output, Tensor], self._runner(micro, outputs))
@@ -327,7 +307,7 @@ class Strategy:
         norm = self._norm(gradients)
         skipped = not math.isfinite(norm)
         if not skipped:
-            if self._grad_clip is not None and norm > self._grad_clip:
+            if gradients and self._grad_clip is not None and norm > self._grad_clip:
                 torch._foreach_mul_([local(g) for g in gradients], self._grad_clip / norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -375,6 +355,11 @@ class Strategy:
             wanted = dtype if tensor.is_floating_point() else None
             yield name, tensor.to(wanted or self._rounded.get(name, tensor.dtype))
 
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this process or rank has of each weight, by parameter name."""
+        for name, parameter in self.model.named_parameters():
+            yield name, local(parameter)
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what the optimizer steps, masters of half-precision weights, by parameter name."""
         yield from self._masters.items()
@@ -401,7 +386,7 @@ class Strategy:
         """True if an adapter is trained in the place of the model's own weights."""
         return has_adapter(self.model)
 
-    def adapter_off(self) -> contextlib.AbstractContextManager[None]:
+    def adapter_off(self) -> AbstractContextManager[None]:
         """Let the model answer without its adapter, as before training, within the block.
 
         Raises:
@@ -562,33 +547,3 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
     cast(Any, parameter).register_post_accumulate_grad_hook(take_over)
     return master
-
-
-def lr_at(
-    step: int,
-    *,
-    total_steps: int,
-    lr: float,
-    warmup_steps: int = 0,
-    schedule: Literal["constant", "linear", "cosine"] = "constant",
-    final_lr_ratio: float = 0.0,
-) -> float:
-    """Return the learning rate of every update of `step`.
-
-    Warm-up step k runs at lr * k / warmup_steps, so the peak is at step max(warmup_steps, 1).
-    From there linear and cosine fall to lr * final_lr_ratio, which they would reach one step after
-    the last, so that no step is spent on a rate of zero.
-
-    Args:
-        step: counted from 1, in steps (not updates).
-        total_steps: of the run; later steps have the final rate.
-        lr: the peak.
-    """
-    if step <= warmup_steps:
-        return lr * step / warmup_steps
-    if schedule == "constant":
-        return lr
-    peak = max(warmup_steps, 1)
-    done = min((step - peak) / max(total_steps + 1 - peak, 1), 1.0)
-    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return lr * (final_lr_ratio + (1 - final_lr_ratio) * left)

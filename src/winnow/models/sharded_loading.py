@@ -136,19 +136,37 @@ class SavedWeights:
         """Return whether the parameter of this name is read from the folder."""
         return name in self._saved or name in self._stacked
 
-    def rows(self, name: str, rows: slice) -> Tensor:
-        """Read some rows of a weight, at least one, in the dtype of the file.
+    def part(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """Read a rectangle of a weight, of one row at least, in the dtype of the file.
+
+        What lies beside it is not read: rows of a weight that the files have as it is are taken as
+        they lie there, and of experts that they have one by one only those asked for.
+
+        Args:
+            slices: of the weight's first dimensions; the others are taken whole.
 
         Raises:
             ModelError: the file cannot be read.
         """
         with failures_told(f"{self._where}: cannot read {self._saved.get(name, name)}"):
             if name in self._saved:
-                return cast(Tensor, self._slice(name)[rows.start : rows.stop])
-            parts = self._stacked[name][rows]
-            return torch.stack(
-                [torch.cat([self._files[part].get_tensor(part) for part in row]) for row in parts]
-            )
+                return cast(Tensor, self._slice(name)[tuple(slices)])
+            experts, *inside = slices
+            rows = self._stacked[name][experts]
+            return torch.stack([self._joined(row, inside or [slice(None)]) for row in rows])
+
+    def _joined(self, row: Sequence[str], slices: Sequence[slice]) -> Tensor:
+        """Read a rectangle of what tensors of the files make, one below the other."""
+        found, above = [], 0
+        wholes = [self._files[part].get_slice(part) for part in row]
+        start, stop, _ = slices[0].indices(sum(whole.get_shape()[0] for whole in wholes))
+        for whole in wholes:
+            height = whole.get_shape()[0]
+            own = slice(max(start - above, 0), min(stop - above, height))
+            if own.start < own.stop:
+                found.append(whole[(own, *slices[1:])])
+            above += height
+        return torch.cat(found)
 
     def _fits(self, row: Sequence[str], shape: Sequence[int]) -> bool:
         """Return whether these tensors of the files, one below the other, have a shape."""
@@ -166,7 +184,7 @@ class Shapes(SavedWeights):
 
     Args:
         blank: the model on no device.
-        dtype: of the stand-ins, and of what `rows` gives.
+        dtype: of the stand-ins, and of what `part` gives.
     """
 
     def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -176,10 +194,11 @@ class Shapes(SavedWeights):
     def __contains__(self, name: str) -> bool:
         return name in self.stand_ins
 
-    def rows(self, name: str, rows: slice) -> Tensor:
-        """Make rows of no particular numbers."""
+    def part(self, name: str, slices: Sequence[slice]) -> Tensor:
+        """Make a rectangle of no particular numbers."""
         given = self.stand_ins[name]
-        return torch.empty(rows.stop - rows.start, *given.shape[1:], dtype=given.dtype)
+        sizes = [len(range(n)[own]) for n, own in zip(given.shape, slices, strict=False)]
+        return torch.empty(*sizes, *given.shape[len(slices) :], dtype=given.dtype)
 
 
 def _refuse_experts(where: Source, lacking: Collection[str]) -> None:

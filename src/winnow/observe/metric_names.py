@@ -107,6 +107,20 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("actor/lr", "", "learning rate", "actor/lr"),
         ("actor/{updates,skipped_updates}", "updates", "made; left out as not finite"),
     ),
+    "Experts of a mixture, over the tokens of a step's updates": (
+        (
+            "experts/max_load",
+            "",
+            "tokens of the busiest expert over the mean of its layer; the worst layer's",
+        ),
+        ("experts/unused", "share", "experts that no token went to, of all layers"),
+        (
+            "experts/rerouted",
+            "share",
+            "choices of the engine's that the trainer's router would not have made "
+            "(rollout.routing_replay)",
+        ),
+    ),
     "Critic": (
         ("critic/value/SPREAD", "", "values before the step", "critic/values/SPREAD"),
         ("critic/return/SPREAD", "", "returns", "critic/returns/SPREAD"),

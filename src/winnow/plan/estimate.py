@@ -23,15 +23,22 @@ from torch.utils._pytree import tree_leaves
 from winnow.config.model import NoAdapter
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
-from winnow.config.trainer import Fsdp2, RayCluster
+from winnow.config.trainer import Fsdp2, Megatron, RayCluster
 from winnow.errors import ConfigError
 from winnow.learning.balance import deal, work
 from winnow.learning.batch import cut_updates
-from winnow.learning.fsdp2 import MODEL_FILE_BYTES
+from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.causal_lm import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import read_rollouts, rollout_files
-from winnow.plan.rank import RankPlan, micro_lengths, sharding_apart, tokens_apart
+from winnow.plan.rank import (
+    RankPlan,
+    micro_lengths,
+    sharding_apart,
+    stages_of,
+    tokens_apart,
+    update_micro_batches,
+)
 from winnow.plan.tracker import Phase, local_bytes
 from winnow.rollout.slots import cache_bytes
 from winnow.types import IntArray
@@ -164,42 +171,68 @@ def learning_figures(
 ) -> Figures:
     """Deal a step's samples out; return lockstep, and a rank's FLOP, traffic and seconds a step."""
     strategy, trainer, width = config.trainer.strategy, config.trainer, rank.shape.hidden_size
-    assert isinstance(strategy, Fsdp2)
+    assert isinstance(strategy, Fsdp2 | Megatron)
     groups, n = config.sampling.groups_per_step, config.rollout.n
     updates = cut_updates(groups, trainer.mini_batch_groups or groups, (config.run.seed, 1, 0))
     own = (np.sort(lengths_B.reshape(groups, n)[update].ravel())[::-1] for update in updates)
-    ranks, most = strategy.ranks // strategy.sequence, trainer.microbatch_tokens
+    ranks, most = shares_of(strategy), trainer.microbatch_tokens
     deals = [deal(lengths, most, ranks, width) for lengths in own]
     rounds = sum(found.work.shape[1] for found in deals)
     levels = sum(int(found.work.max(0).sum()) for found in deals)
     full = work(np.array(micro_lengths(config, most)), width).sum()
-    shards, sent = strategy.ranks // strategy.replicas, Counter[str]()
+    sent, stages = Counter[str](), stages_of(strategy)
     seconds, petaflop = dict[str, float](), 0.0
     for name, phase in list(rank.tracker.phases.items())[1:]:
-        # Two micro-batches were run of an update, and one of a pass.
-        times, scale = rounds, levels / full
+        # Some micro-batches were run of an update, and one of a pass.
+        times, scale, flushes = rounds, levels / full, 1
         if name.endswith("update"):
-            times, scale = (factor * trainer.epochs / 2 for factor in (times, scale))
+            ran, flushes = update_micro_batches(config), len(updates)
+            times, scale = (factor * trainer.epochs / ran for factor in (times, scale))
         elif name.endswith("optimizer"):
             times = scale = len(updates) * trainer.epochs
+            flushes = 0
         apart = beside = 0.0
         for kind, size in phase.sent.items():
             sent[kind] += int(size * times)
-            if kind.startswith("alltoall"):
-                apart += size * times / machine.rate(strategy.sequence)
-            elif kind.startswith("allreduce"):  # by all ranks of a node, over the replicas of each
-                beside += 2 * size * times / machine.rate(strategy.ranks)
-            else:  # in rings through whole nodes
-                beside += size * times / machine.rate(shards, machine.per_node)
-        seconds[name] = max(machine.seconds(phase) * scale, beside) + apart
+            waits, taken = _exchange(strategy, machine, kind, size * times)
+            apart, beside = apart + waits * taken, beside + (not waits) * taken
+        # Each time that it fills and drains a stage waits for all others (1F1B's bubble).
+        idle = 1 + flushes * (stages - 1) / rounds
+        seconds[name] = idle * (max(machine.seconds(phase) * scale, beside) + apart)
         petaflop += scale * sum(flop * times for (flop, *_), times in phase.work.items()) / 1e15
     return {
         "lockstep": sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals),
         "micro_batches": rounds,
+        **({"bubble": 1 - 1 / (1 + len(updates) * (stages - 1) / rounds)} if stages > 1 else {}),
         "petaflop": petaflop,
         "sent_gib": {kind: size / GIB for kind, size in sent.items()},
         "seconds": seconds,
     }
+
+
+def shares_of(strategy: Fsdp2 | Megatron) -> int:
+    """Return the number of shares that an update's samples are dealt to."""
+    return strategy.data if isinstance(strategy, Megatron) else strategy.ranks // strategy.sequence
+
+
+def _exchange(
+    strategy: Fsdp2 | Megatron, machine: Machine, kind: str, size: float
+) -> tuple[bool, float]:
+    """Return whether arithmetic waits for a collective of so many bytes, and its seconds."""
+    if isinstance(strategy, Megatron):
+        if kind in ("send", "recv"):
+            return False, size / machine.rate(strategy.ranks)
+        if kind in ("reduce", "broadcast"):  # of parameters, over the ranks that hold the same
+            return True, size / machine.rate(strategy.ranks // strategy.pipeline)
+        over = strategy.expert if kind.startswith("alltoall") else strategy.tensor
+        return True, (1 + kind.startswith("allreduce")) * size / machine.rate(over)
+    if kind.startswith("alltoall"):
+        return True, size / machine.rate(strategy.sequence)
+    if kind.startswith("allreduce"):  # by all ranks of a node, over the replicas of each
+        return False, 2 * size / machine.rate(strategy.ranks)
+    # In rings through whole nodes.
+    shards = strategy.ranks // strategy.replicas
+    return False, size / machine.rate(shards, machine.per_node)
 
 
 def apart_figures(
@@ -326,15 +359,18 @@ def transfer_figures(rank: RankPlan, config: Config, machine: Machine) -> Figure
     put together from them: each by one rank. The next step goes on meanwhile.
     """
     strategy, learning, adapter = config.trainer.strategy, rank.learning, config.model.adapter
-    assert isinstance(strategy, Fsdp2)
+    assert isinstance(strategy, Fsdp2 | Megatron)
     policy, is_adapter = cast(Any, learning.policy), not isinstance(adapter, NoAdapter)
     sent = policy.exported_bytes(
         "adapter" if getattr(adapter, "publish", "") == "adapter" else "all"
     )
     model = policy.exported_bytes("adapter" if is_adapter else "all")
-    states = [each.state_dict() for each in (policy, *learning.others.values())]
-    rows = sum(local_bytes(t) for t in tree_leaves(states) if isinstance(t, Tensor))
-    state = rows * strategy.ranks // strategy.replicas
+    if isinstance(strategy, Megatron):  # masters and two moments, of each parameter one owner's
+        state = 12 * sum(rank.parameters[role] for role in ("policy", *learning.others))
+    else:
+        states = [each.state_dict() for each in (policy, *learning.others.values())]
+        rows = sum(local_bytes(t) for t in tree_leaves(states) if isinstance(t, Tensor))
+        state = rows * strategy.ranks // strategy.replicas
     own_files = math.ceil(model / MODEL_FILE_BYTES / strategy.ranks)
     hashed = state / strategy.ranks + min(own_files * MODEL_FILE_BYTES, model)
     nodes = math.ceil(strategy.ranks / machine.per_node)

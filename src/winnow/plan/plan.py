@@ -16,11 +16,11 @@ from winnow.config.data import Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.config.rules import COUNTS, longest_tokens, workers_of
-from winnow.config.trainer import Fsdp2
+from winnow.config.trainer import Fsdp2, Megatron
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
 from winnow.plan.estimate import Figures, Machine, gpus_beside, shares_gpus
-from winnow.plan.rank import RankPlan, run_rank
+from winnow.plan.rank import RankPlan, run_rank, stages_of
 from winnow.runs.metrics import StepTokens
 from winnow.types import IntArray
 
@@ -54,17 +54,26 @@ def make_plan(request: PlanRequest) -> Figures:
     machine, (given, config) = request.machine, _laid_out(request)
     path = _described(config)
     request.tell(f"running one of {workers_of(config)['policy']} ranks on fake tensors")
-    rank = run_rank(config, path)
+    stages = _run_stages(config, path)
     plan: Figures = {
         "recipe": request.recipe,
         "machine": {"gpu": machine.name, "nodes": machine.nodes, "gpus_each": machine.per_node},
         "overrides": given,
-        "parameters": rank.parameters,
-        **_figures(request, config, rank),
+        "parameters": stages[0].parameters,
+        **_figures(request, config, stages),
     }
     if plan["faults"]:
-        plan["change"] = _change(request, config, path, rank, plan)
+        plan["change"] = _change(request, config, path, stages, plan)
     return plan
+
+
+def _run_stages(config: Config, path: str) -> list[RankPlan]:
+    """Run a rank of the first stage, and of the last if that is another.
+
+    Those between hold no more than the first: as many layers or one less, and fewer micro-batches.
+    """
+    last = stages_of(config.trainer.strategy) - 1
+    return [run_rank(config, path, stage=stage) for stage in sorted({0, last})]
 
 
 def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[str], Config]:
@@ -85,7 +94,7 @@ def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[st
             f"--nodes {machine.nodes} --gpus {machine.per_node} leave no GPU for ranks beside "
             f"{others}; give more, or lower {', '.join(COUNTS.get(p, p) for p in beside)}"
         )
-    if not isinstance(config.trainer.strategy, Fsdp2):
+    if not isinstance(config.trainer.strategy, Fsdp2 | Megatron):
         given.append("trainer/strategy=fsdp2")
     given.append(f"trainer.strategy.ranks={ranks}")
     return given, load_recipe(request.recipe, given)
@@ -107,17 +116,22 @@ def _described(config: Config) -> str:
     return str(Path(config.model.path or "").expanduser())
 
 
-def _figures(request: PlanRequest, config: Config, rank: RankPlan) -> Figures:
-    """Return all figures of a recipe whose rank was run, and what is wrong with them."""
-    machine = request.machine
-    memory = estimate.memory_figures(rank, config, machine)
+def _figures(request: PlanRequest, config: Config, stages: Sequence[RankPlan]) -> Figures:
+    """Return all figures of a recipe whose ranks were run, and what is wrong with them.
+
+    Of several stages those of the rank that holds most, and of the one that takes longest.
+    """
+    machine, rank = request.machine, stages[0]
+    memories = [estimate.memory_figures(each, config, machine) for each in stages]
+    memory = max(memories, key=lambda figures: figures["peak_gib"])
     prompts, answers = _lengths(request, config)
+    taken = [estimate.learning_figures(each, config, machine, prompts + answers) for each in stages]
+    learning = max(taken, key=lambda figures: sum(figures["seconds"].values()))
     apart = {
         role: estimate.apart_figures(role, rank, config, machine, prompts + answers)
         for role in rank.apart
     }
     engine = estimate.engine_figures(rank, config, machine, memory["peak_gib"])
-    learning = estimate.learning_figures(rank, config, machine, prompts + answers)
     transfers = estimate.transfer_figures(rank, config, machine)
     written, packed = int(answers.sum()), int((prompts + answers).sum())
     run: Figures = {
@@ -198,22 +212,22 @@ def _faults(
 
 
 def _change(
-    request: PlanRequest, config: Config, path: str, rank: RankPlan, plan: Figures
+    request: PlanRequest, config: Config, path: str, stages: list[RankPlan], plan: Figures
 ) -> Figures | None:
     """Find the first change after which all fits; None if none is found."""
     machine, is_full = request.machine, plan["memory"]["peak_gib"] > request.machine.limit_gib
-    for change in changes(config) if is_full or rank.refusal else [[]]:
-        words, ran, found, beside = [*change], config, rank, 0.0
+    for change in changes(config) if is_full or stages[0].refusal else [[]]:
+        words, ran, found, beside = [*change], config, stages, 0.0
         for _ in range(2):  # with an engine that would fit alone, then beside what a rank takes
             try:
                 _, tried = _laid_out(request, words)
-                engine = estimate.engine_figures(rank, tried, machine, beside)
+                engine = estimate.engine_figures(found[0], tried, machine, beside)
                 if not engine["fits"]:
                     words += estimate.engine_change(engine, tried, machine) or []
                     _, tried = _laid_out(request, words)
                 if (tried.trainer, tried.model) != (ran.trainer, ran.model):
                     request.tell(f"trying {' '.join(words)}")
-                    ran, found = tried, run_rank(tried, path)
+                    ran, found = tried, _run_stages(tried, path)
             except (ConfigError, ModelError):
                 break  # heads or ranks do not divide
             figures = _figures(request, tried, found)
@@ -233,8 +247,13 @@ def changes(config: Config) -> list[list[str]]:
         singles.append("model.gradient_checkpointing=true")
     if config.trainer.microbatch_tokens > longest:
         singles.append(f"trainer.microbatch_tokens={longest}")
-    singles += [f"trainer.strategy.sequence={n}" for n in (2, 4, 8)]
-    singles.append("trainer.strategy.offload=true")
+    if isinstance(strategy := config.trainer.strategy, Megatron):
+        for field in ("tensor", "pipeline"):
+            more = (n for n in (2, 4, 8) if n > getattr(strategy, field))
+            singles += [f"trainer.strategy.{field}={n}" for n in more]
+    else:
+        singles += [f"trainer.strategy.sequence={n}" for n in (2, 4, 8)]
+        singles.append("trainer.strategy.offload=true")
     found = [[*must, single] for single in singles]
     found += [[*must, singles[0], other] for other in singles[1:]]
     return [must, *found] if must else found

@@ -9,14 +9,14 @@ needs PyTorch's CUDA build; kernels are chosen as on CUDA.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,14 +28,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from winnow.config.judge import SequenceClassifier, sharding_of
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
-from winnow.config.trainer import Sharded
+from winnow.config.trainer import Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
+from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.sequence import SequenceRunner
-from winnow.learning.strategy import ModelRunner, Output, Stats
+from winnow.learning.strategy import Stats, Strategy
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
 from winnow.models.value import load_reward_model
+from winnow.plan.megatron import planned_megatron
 from winnow.plan.tracker import DeviceTracker
 from winnow.runs.build_learner import (
     Learning,
@@ -49,8 +51,8 @@ from winnow.runs.loading import check_attention, load_policy_model
 from winnow.runs.metrics import Attention
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
-Assign = Callable[[str, Iterable[tuple[str, Tensor]]], object]
-"""Takes a role and tensors with their names."""
+Assign = Callable[[str, str, Strategy], object]
+"""Takes what tensors are for, the role of a model, and the strategy that has them."""
 
 
 class _PlannedRunner(SequenceRunner):
@@ -59,18 +61,42 @@ class _PlannedRunner(SequenceRunner):
         return torch.arange(min(len(sources), n))
 
 
-class PlannedStrategy(FSDP2Strategy):
-    """A strategy on a rank whose neighbours are not there."""
+class Planned(Strategy):
+    """A strategy on a rank whose neighbours are not there, which says what its tensors are for."""
 
     kernels: ClassVar[str] = "cuda"
+
+    @property
+    def held_modules(self) -> nn.Module:
+        """The modules of the model that this rank runs."""
+        return self.model
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the optimizer keeps, fp32 masters of weights in half precision included."""
+        own = {id(p) for p in self.held_modules.parameters()}
+        for name, master in self._masters.items():
+            if id(master) not in own:
+                yield f"{name} master", master
+            for key, moment in self._optimizer.state[master].items():
+                yield f"{name} {key}", moment
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the sums of gradients that wait for the optimizer."""
+        for name, master in self._masters.items():
+            if master.grad is not None:
+                yield name, master.grad
+
+    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
+        return sums | maxima
+
+
+class PlannedStrategy(Planned, FSDP2Strategy):
+    """FSDP2's strategy on a rank whose neighbours are not there."""
 
     def _make_runner(self, model: Any, *readout: Any) -> ModelRunner:
         if self._sequence is None:
             return super()._make_runner(model, *readout)
         return _PlannedRunner(model, *readout, group=self._sequence)
-
-    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
-        return sums | maxima
 
 
 @dataclass(frozen=True)
@@ -94,13 +120,15 @@ def run_rank(
     path: str,
     strategy: type[PlannedStrategy] = PlannedStrategy,
     track: type[DeviceTracker] = DeviceTracker,
+    stage: int = 0,
 ) -> RankPlan:
-    """Run the passes and an update of a recipe with ranks, as its first rank.
+    """Run the passes and an update of a recipe with ranks, as the first rank of a stage.
 
     Args:
         path: of the policy's model, a folder with a config.json at least.
         strategy: whose `kernels` ranks have.
         track: sees what they hold.
+        stage: of the pipeline; 0 where there is none.
 
     Raises:
         ConfigError: the recipe's loss cannot be run without numbers.
@@ -113,24 +141,53 @@ def run_rank(
     except ConfigError as error:
         refusal = str(error)
     tracker = track(_attention_flop(config, model, config.trainer.microbatch_tokens))
-    fake, full = FakeTensorMode(allow_non_fake_inputs=True), full_micro_batches(config)
+    tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
     # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
+    with exact:
+        learning, parameters = _learn(config, model, path, strategy, tracker, stage)
+    apart = {}
+    for role in ("reference", "reward_model"):
+        if workers_of(config)[role]:
+            apart[role], parameters[role] = _run_frozen(config, role, path)
+    return RankPlan(tracker, learning, parameters, model.config, refusal, apart)
 
-    def hold(*args: Any, **options: Any) -> FSDP2Strategy:
-        with fake, tracker:
-            return strategy(*args, **options)
+
+def _learn(
+    config: Config,
+    model: Any,
+    path: str,
+    strategy: type[PlannedStrategy],
+    tracker: DeviceTracker,
+    stage: int,
+) -> tuple[Learning, dict[str, int]]:
+    """Build the learner on a rank and take its steps; also returns each model's parameters."""
+    chosen, fake = config.trainer.strategy, FakeTensorMode(allow_non_fake_inputs=True)
+    planned: Any = contextlib.nullcontext(strategy)
+    full = full_micro_batches(config)
+    if isinstance(chosen, Megatron):
+        planned = planned_megatron(chosen, model.config, Planned, strategy.kernels)
+
+    def assign(what: str, role: str, held: Strategy) -> None:
+        assert isinstance(held, Planned)
+        named = held.gradients() if what == "gradients" else held.moments()
+        tracker.assign(what, ((f"{role} {name}", tensor) for name, tensor in named))
 
     try:
-        mesh = _fake_mesh(cast(Sharded, config.trainer.strategy))
-        learning = make_learner(config, model, model.config.vocab_size, path, mesh, hold)
-        roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
-        parameters = {role: each.parameters for role, each in roles.items() if each is not None}
-        with exact, fake, tracker:
-            for role, each in roles.items():
-                if each is not None:
-                    tracker.know(each.model, role)
-            take_steps(config, learning, full, tracker.begin, tracker.assign)
+        mesh = _fake_mesh(cast("Sharded | Megatron", chosen), stage)
+        with planned as kind:
+
+            def hold(*args: Any, **options: Any) -> Strategy:
+                with fake, tracker:
+                    return cast(Strategy, kind(*args, **options))
+
+            learning = make_learner(config, model, model.config.vocab_size, path, mesh, hold)
+            roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
+            held = {role: cast(Planned, each) for role, each in roles.items() if each is not None}
+            with fake, tracker:
+                for role, each in held.items():
+                    tracker.know(each.held_modules, role)
+                take_steps(config, learning, full, tracker.begin, assign)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
             f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction asks "
@@ -139,11 +196,7 @@ def run_rank(
         ) from error
     finally:
         dist.destroy_process_group()
-    apart = {}
-    for role in ("reference", "reward_model"):
-        if workers_of(config)[role]:
-            apart[role], parameters[role] = _run_frozen(config, role, path)
-    return RankPlan(tracker, learning, parameters, model.config, refusal, apart)
+    return learning, {role: each.parameters for role, each in held.items()}
 
 
 def _run_frozen(config: Config, role: str, path: str) -> tuple[DeviceTracker, int]:
@@ -198,12 +251,23 @@ def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[in
     return lambda width: whole * width
 
 
-def _fake_mesh(strategy: Sharded) -> DeviceMesh:
-    """Become the first of many ranks that are not there."""
+def _fake_mesh(strategy: Sharded | Megatron, stage: int = 0) -> DeviceMesh:
+    """Become the first of a stage's many ranks, which are not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=strategy.ranks, store=FakeStore())
-    return make_mesh("cpu", strategy.ranks, strategy.replicas)
+    rank = stage * strategy.ranks // stages_of(strategy)
+    dist.init_process_group("fake", rank=rank, world_size=strategy.ranks, store=FakeStore())
+    return make_mesh("cpu", strategy.ranks, getattr(strategy, "replicas", 1))
+
+
+def stages_of(strategy: object) -> int:
+    """Return the stages that micro-batches pass through."""
+    return strategy.pipeline if isinstance(strategy, Megatron) else 1
+
+
+def update_micro_batches(config: Config) -> int:
+    """Return the micro-batches of an update that is run: gradients add up, and stages are full."""
+    return max(2, stages_of(config.trainer.strategy))
 
 
 def micro_lengths(config: Config, max_tokens: int) -> list[int]:
@@ -236,7 +300,7 @@ def take_steps(
     learning: Learning,
     full: tuple[MicroBatch, MicroBatch],
     begin: Callable[[str], object],
-    assign: Assign = lambda role, named: None,
+    assign: Assign = lambda what, role, strategy: None,
 ) -> None:
     """Fill the optimizers, then take a step's passes and an update of each model that learns.
 
@@ -251,9 +315,7 @@ def take_steps(
         moments = strategy.blank_state()["optimizer"]
         strategy.load_state_dict(strategy.state_dict() | {"optimizer": moments})
         del moments
-        states = strategy.state_dict()["optimizer"].items()
-        named = ((f"{role} {n} {k}", t) for n, state in states for k, t in state.items())
-        assign("optimizer state", named)
+        assign("optimizer state", role, strategy)
     objective = make_objective(config)
     if objective.old == "pass":
         begin("old log-probs")
@@ -268,9 +330,8 @@ def take_steps(
             begin("values")
             strategy.forward([micro], loss.outputs)
         begin(f"{role} update")
-        # Twice the same: the second one's gradients are added to those of the first.
-        strategy.forward_backward([micro, micro], loss.outputs, loss)
-        owned = ((f"{role} {n}", p.grad) for n, p in strategy.trained() if p.grad is not None)
-        assign("gradients", owned)
+        # The same again and again: gradients of the second are added to those of the first.
+        strategy.forward_backward([micro] * update_micro_batches(config), loss.outputs, loss)
+        assign("gradients", role, strategy)
         begin(f"{role} optimizer")
         strategy.optimizer_step(1e-6)

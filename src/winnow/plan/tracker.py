@@ -77,6 +77,8 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, attention_flop: Callable[[int], float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: dict[str, Phase] = {}
+        self.chosen_experts = 0
+        """Experts that a token goes to: as many of each row [T] a mask [E, T] takes in the mean."""
         self._attention_flop = attention_flop
         self._events: list[tuple[Held, int, int]] = []
         """The storage that changes, its bytes before and after."""
@@ -152,6 +154,8 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1
         if func is torch.ops.aten.nonzero.default and is_fake and args[0].ndim == 1:
             return torch.arange(len(args[0]))[:, None]
+        if func is torch.ops.aten.masked_select.default and is_fake and args[0].ndim == 2:
+            return args[0].new_empty(args[1].shape[-1] * self.chosen_experts)
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [_all_of(index) for index in args[1]]
         out = func(*args, **(kwargs or {}))

@@ -95,7 +95,8 @@ class RemotePipeline:
         number = next(self._numbers)
         future: _Future = loop.create_future()
         load.under_way[number] = future
-        load.unsent.append((number, prompt, trajectory, text, training))
+        bare = replace(trajectory, extras={})  # which are for learning, and large
+        load.unsent.append((number, prompt, bare, text, training))
         if len(load.unsent) == 1:  # behind whoever is ready to run now, and may ask as well
             loop.call_soon(self._send, load)
         try:

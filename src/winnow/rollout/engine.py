@@ -9,12 +9,13 @@ answer is the same however often it is interrupted, and wherever it is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from winnow.errors import ConfigError, TrainingError
 from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Segment, Trajectory
@@ -92,6 +93,8 @@ class CompletionEvent:
     tick: int
     """Decode tick of the engine at which it happened."""
     error: str = ""
+    extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Arrays that a finished answer's trajectory gets."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -305,13 +308,13 @@ def group_request(
 def trajectory_of(event: CompletionEvent) -> Trajectory:
     """Return the trajectory of one segment that a finished answer makes."""
     assert event.kind == "finished"
-    return Trajectory((event.segment,), event.finish_reason)
+    return Trajectory((event.segment,), event.finish_reason, event.extras)
 
 
 async def generate(
     engine: Engine, requests: Sequence[GroupRequest]
 ) -> dict[tuple[int, int], Trajectory]:
-    """Write answers to the end; returns trajectories by (group id, answer index).
+    """Write answers to the end; returns trajectories by (group id, answer index), without extras.
 
     Nothing else may be running on the engine.
 
@@ -331,5 +334,5 @@ async def generate(
                     f"the engine {event.kind} answer {event.answer} of prompt {event.group_id}"
                     f"{': ' if event.error else ''}{event.error}"
                 )
-            done[event.key] = trajectory_of(event)
+            done[event.key] = trajectory_of(replace(event, extras={}))
     return done

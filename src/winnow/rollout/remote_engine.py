@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from winnow.errors import WorkerError
 from winnow.observe.profile import StepProfiler
@@ -161,14 +162,21 @@ class EngineWorker:
 
 
 def _detach(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], ArrayBlock]:
-    """Put token ids (int32) and log-probs (fp32) of events end to end in one block.
+    """Put token ids (int32), log-probs (fp32) and extras of events end to end in one block.
 
-    One array of each is cheaper to send than two an answer, and may stay on this node.
+    One array of each is cheaper to send than two an answer, and may stay on this node. An extra
+    that several answers share is sent once.
     """
     segments = [event.segment for event in events]
     ids = np.concatenate([np.asarray(s.token_ids, np.int32) for s in segments])
     logprobs = np.concatenate([np.asarray(s.logprobs, np.float32) for s in segments])
-    block, detached, stop = ArrayBlock((ids, logprobs)), [], 0
+    extras = [_distinct(events, name) for name in sorted({n for e in events for n in e.extras})]
+    more = (np.concatenate(arrays) for arrays in extras)
+    block, detached, stop = ArrayBlock((ids, logprobs, *more)), list[CompletionEvent](), 0
+    places = dict[int, Any]()
+    for index, arrays in enumerate(extras, start=2):
+        for each, end in zip(arrays, np.cumsum([*map(len, arrays)]).tolist(), strict=True):
+            places[id(each)] = ArrayRef(block, index, end - len(each), end, each.dtype)
     for event, segment in zip(events, segments, strict=True):
         start, stop = stop, stop + len(segment)
         bare = Segment(
@@ -177,8 +185,15 @@ def _detach(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], A
             segment.spans,
             segment.source,
         )
-        detached.append(replace(event, segment=bare))
+        told = {name: places[id(each)] for name, each in event.extras.items()}
+        detached.append(replace(event, segment=bare, extras=told))
     return detached, block
+
+
+def _distinct(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:
+    """Return the arrays that events have under one name, each once."""
+    arrays = (event.extras[name] for event in events if name in event.extras)
+    return list({id(each): each for each in arrays}.values())
 
 
 def _readable(answer: AnswerRequest) -> AnswerRequest:

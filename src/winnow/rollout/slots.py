@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -83,11 +84,16 @@ def slots_that_fit(
     return fit
 
 
+Layers = list[tuple[Tensor, ...]]
+"""Keys and values of each layer; behind them, where routes are recorded, a tensor of these, which
+has the layers that are mixtures in the place of heads and the experts chosen in that of widths."""
+
+
 @dataclass(frozen=True, eq=False)
 class PromptBlock:
-    """Keys and values of prompts prefilled together: per layer a pair of [P, K, L, D]."""
+    """Keys and values of prompts prefilled together, [P, K, L, D] each."""
 
-    layers: list[tuple[Tensor, Tensor]]
+    layers: Layers
 
 
 class PrefillLayout:
@@ -106,7 +112,11 @@ class PrefillLayout:
         """[T] of the tokens in a table [P * L]."""
         self.positions = self._places % self.length
         """[T] of the tokens in their sequences."""
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: Layers = []
+
+    def add_routes(self, routes: Tensor) -> None:
+        """Keep the routes of the tokens, [T, layers, k], behind all layers."""
+        self.layers.append((self._padded(routes).transpose(1, 2),))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -147,7 +157,7 @@ class SlotCache:
     ) -> None:
         self.slots, self.dtype, self.device, self.longest = slots, dtype, device, longest
         self.length = 0
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: Layers = []
         self.bias = torch.zeros(slots, 0, dtype=dtype, device=device)
         """[slots, S]: 0 where a row has a key, -inf elsewhere."""
 
@@ -161,8 +171,8 @@ class SlotCache:
         bias = torch.full((self.slots, length), -torch.inf, dtype=self.dtype, device=self.device)
         bias[:, : self.length] = self.bias
         self.bias = bias
-        for index, (k, v) in enumerate(self.layers):  # the old one of a layer is given back at once
-            self.layers[index] = self._grown(k, length), self._grown(v, length)
+        for index, layer in enumerate(self.layers):  # the old one of a layer is given back at once
+            self.layers[index] = tuple(self._grown(each, length) for each in layer)
         self.length = length
 
     def _grown(self, old: Tensor, length: int) -> Tensor:
@@ -185,15 +195,12 @@ class SlotCache:
         if not self.layers:
             # Zeros, not garbage: masked keys still enter a product with weight 0.
             self.layers = [
-                (
-                    k.new_zeros(self.slots, k.shape[1], self.length, k.shape[3]),
-                    v.new_zeros(self.slots, v.shape[1], self.length, v.shape[3]),
-                )
-                for k, v in block.layers
+                tuple(x.new_zeros(self.slots, x.shape[1], self.length, x.shape[3]) for x in layer)
+                for layer in block.layers
             ]
-        for (cache_k, cache_v), (k, v) in zip(self.layers, block.layers, strict=True):
-            cache_k[rows, :, :longest] = k[:, :, :longest].index_select(0, prompts)
-            cache_v[rows, :, :longest] = v[:, :, :longest].index_select(0, prompts)
+        for own, layer in zip(self.layers, block.layers, strict=True):
+            for cache, x in zip(own, layer, strict=True):
+                cache[rows, :, :longest] = x[:, :, :longest].index_select(0, prompts)
         ends = torch.from_numpy(lengths).to(self.device)
         visible = torch.arange(self.length, device=self.device) < ends[:, None]
         self.bias[rows] = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
@@ -262,6 +269,8 @@ class PrefilledAnswer(PendingAnswer):
     block: PromptBlock | None = None
     """The block in which its context was prefilled, until it has a row."""
     block_row: int = 0
+    prompt_routes: NDArray[Any] | None = None
+    """[P-1, layers, k] of the P tokens of its prompt but the last, where routes are recorded."""
 
 
 class Slots:
@@ -373,6 +382,17 @@ class Slots:
             spans = self.answers[row].spans_to(self._answer_length(row), version)
             segments.append(Segment(ids[part].copy(), logprobs[part].copy(), spans))
         return segments
+
+    def keep_routes(self, routes: Tensor) -> None:
+        """Keep the routes [R, layers, k] of the newest tokens of the live rows, just run."""
+        count = len(self.answers)
+        self.cache.layers[-1][0][self.rows[:count], :, self.at[:count]] = routes
+
+    def routes(self, row: int) -> NDArray[Any]:
+        """Return the routes [A, layers, k] of the tokens before each of an answer's A."""
+        end = int(self.lengths[row]) - 1
+        kept = self.cache.layers[-1][0][row, :, end - self._answer_length(row) : end]
+        return kept.transpose(0, 1).contiguous().cpu().numpy()
 
     def leave(self, rows: Sequence[int]) -> None:
         """Free rows and move the last ones into the holes."""

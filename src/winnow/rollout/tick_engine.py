@@ -15,9 +15,10 @@ from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from winnow.rollout.engine import (
     EMPTY,
@@ -199,6 +200,10 @@ class TickEngine(QueueEngine[Answer]):
     def _written(self, rows: Sequence[int]) -> list[Segment]:
         """Return answers so far, prefixes included; new tokens are of the version in use."""
 
+    def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
+        """Return what a finished answer brings beside its tokens."""
+        return {}
+
     @abstractmethod
     def _leave(self, rows: Sequence[int]) -> None:
         """Free rows."""
@@ -306,6 +311,7 @@ class TickEngine(QueueEngine[Answer]):
         events = []
         for row, segment in zip(rows, self._written(rows), strict=True):
             reason = "aborted" if reasons is None else reasons[row]
-            key = self._running[row].key
-            events.append(CompletionEvent(*key, kind, segment, reason, self._tick))
+            key, extras = self._running[row].key, self._extras(row) if kind == "finished" else {}
+            event = CompletionEvent(*key, kind, segment, reason, self._tick, extras=extras)
+            events.append(event)
         return sorted(events, key=attrgetter("key"))

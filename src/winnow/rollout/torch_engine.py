@@ -12,20 +12,29 @@ Weights are the trainer's own tensors unless an update brings some; `tick_engine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from winnow.models.causal_lm import has_adapter, head_logits, hidden_states, output_head
+from winnow.models.causal_lm import (
+    AttentionLayout,
+    has_adapter,
+    head_logits,
+    hidden_states,
+    output_head,
+)
 from winnow.models.lora import adapter_weights
+from winnow.models.routing import routing_of
 from winnow.rollout.draw import RowParams, draw, logprobs_along, uniform
 from winnow.rollout.engine import CompletionEvent, GroupRequest, WeightUpdate
 from winnow.rollout.slots import (
     DecodeLayout,
+    Layers,
     PrefilledAnswer,
     PrefillLayout,
     PromptBlock,
@@ -33,7 +42,7 @@ from winnow.rollout.slots import (
     slots_that_fit,
 )
 from winnow.rollout.tick_engine import TickEngine
-from winnow.types import FinishReason, FloatArray, IntArray, Segment
+from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,9 +63,11 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         fp32_head: compute a half-precision model's logits in fp32.
         longest: most tokens of a prompt and its answer; only `cache_gib` needs it.
         cache_gib: most GiB of keys and values; None sets no bound.
+        routes: tell of each token the experts that it went to, among a finished answer's extras.
 
     Raises:
         ConfigError: the cache holds not one answer.
+        ModelError: routes are asked for, and the model has none.
     """
 
     def __init__(
@@ -70,10 +81,12 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         fp32_head: bool = False,
         longest: int | None = None,
         cache_gib: float | None = None,
+        routes: bool = False,
     ) -> None:
         super().__init__(PrefilledAnswer, decode, live_updates)
         self._model = model
         self._head = output_head(model)
+        self._routing = routing_of(model, replays=True) if routes else None
         self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
         self._prefill_tokens, self._fp32_head = prefill_tokens, fp32_head
         weight = self._head.weight
@@ -185,10 +198,21 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
                 contexts.append(answer.context)
             answer.block, answer.block_row = block, shared[key]
         _, block.layers[:] = self._run_prefill(contexts)
+        if self._routing is not None:
+            self._share_routes(block)
 
-    def _run_prefill(
-        self, contexts: Sequence[IntArray]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def _share_routes(self, block: PromptBlock) -> None:
+        """Give answers with one context the same array of their prompt's routes."""
+        routes = block.layers[-1][0].transpose(1, 2).cpu().numpy()
+        known: dict[int, NDArray[Any]] = {}
+        for answer in self._queue:
+            if answer.block is block:
+                row, stop = answer.block_row, len(answer.group.prompt_ids) - 1
+                if row not in known:
+                    known[row] = routes[row, :stop].copy()
+                answer.prompt_routes = known[row]
+
+    def _run_prefill(self, contexts: Sequence[IntArray]) -> tuple[Tensor, Layers]:
         """Return hidden states [T, H] of contexts without their last tokens, keys and values.
 
         The last token of a context is fed by the first tick, which draws the next one. A context of
@@ -198,8 +222,20 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         ids = np.concatenate([c[:n] for c, n in zip(contexts, lengths, strict=True)])
         layout = PrefillLayout(lengths, self._device)
         tokens = torch.from_numpy(ids).to(self._device, torch.long)
-        hidden = hidden_states(self._model, tokens, layout.positions, layout)
+        hidden, routes = self._run(tokens, layout.positions, layout)
+        if routes is not None:
+            layout.add_routes(routes)
         return hidden, layout.layers
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, layout: AttentionLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states [T, H] and routes [T, layers, k] of tokens."""
+        if self._routing is None:
+            return hidden_states(self._model, tokens, positions, layout), None
+        with self._routing.recorded() as chosen:
+            hidden = hidden_states(self._model, tokens, positions, layout)
+        return hidden, torch.stack(chosen, 1).to(self._routing.shape.dtype)
 
     # -- one tick -----------------------------------------------------------------------------
 
@@ -217,7 +253,9 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         cache.reserve(length)
         cache.bias[rows, at] = 0.0
         layout = DecodeLayout(cache, rows, at, length)
-        hidden = hidden_states(self._model, slots.ids[rows, at], at, layout)
+        hidden, routes = self._run(slots.ids[rows, at], at, layout)
+        if routes is not None:
+            slots.keep_routes(routes)
         u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
         params = RowParams(slots.kinds, slots.kind[:count])
         ids, logprobs = draw(self._logits(hidden), u, params)
@@ -246,6 +284,10 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     def _written(self, rows: Sequence[int]) -> list[Segment]:
         return self._slots.written(rows, self._version)
+
+    def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
+        prompt = self._slots.answers[row].prompt_routes
+        return {} if prompt is None else {PROMPT_ROUTES: prompt, ROUTES: self._slots.routes(row)}
 
     def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
         return self._slots.tails(rows, width)

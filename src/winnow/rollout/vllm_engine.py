@@ -68,7 +68,7 @@ from winnow.rollout.engine import (  # noqa: E402
 from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
 from winnow.rollout.vllm_start import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
-from winnow.rollout.weights import Bucket, Piece, WeightReceiver, buckets  # noqa: E402
+from winnow.rollout.weights import Bucket, BucketPiece, WeightReceiver, buckets  # noqa: E402
 from winnow.types import FinishReason, FloatArray, IntArray, Segment  # noqa: E402
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class StagedReceiver(WeightReceiver):
             self._load(whole)
         return checksum
 
-    def _store(self, piece: Piece, own: Tensor) -> Piece:
+    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
         # vLLM keeps a tensor until its layer is complete: each gets memory of its own.
         staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
         held = super()._store(piece, staged)

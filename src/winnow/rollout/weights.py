@@ -47,10 +47,10 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class BucketPiece:
     """A tensor, or a part of a large one.
 
-    Example: `Piece("lm_head.weight", "bfloat16", (151936, 1024), 0, array)`.
+    Example: `BucketPiece("lm_head.weight", "bfloat16", (151936, 1024), 0, array)`.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Bucket:
 
     version: int
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketPiece, ...]
     known: int | None = None
     """Its checksum, where the rank that packed it has taken that."""
 
@@ -159,7 +159,7 @@ def buckets(
         rank: of `ranks` that gather the same tensors; yields the buckets whose index is that plus a
             multiple of `ranks`.
     """
-    pieces: list[Piece] = []
+    pieces: list[BucketPiece] = []
     index = room = 0
     for name, tensor in update.tensors or ():
         elements = tensor.detach().contiguous().view(-1)
@@ -177,7 +177,7 @@ def buckets(
             part = _NOTHING
             if index % ranks == rank:
                 part = array_of(elements[start : start + count])
-            pieces.append(Piece(name, dtype, tuple(tensor.shape), start, part))
+            pieces.append(BucketPiece(name, dtype, tuple(tensor.shape), start, part))
             start += count
             room -= count * size
     if pieces and index % ranks == rank:
@@ -317,7 +317,7 @@ class WeightReceiver:
         held = tuple(map(self._copy, bucket.pieces))
         return replace(bucket, pieces=held, known=None).checksum()
 
-    def _copy(self, piece: Piece) -> Piece:
+    def _copy(self, piece: BucketPiece) -> BucketPiece:
         """Copy a piece into its place; returns it as the model holds it now."""
         own = self._own.get(piece.name)
         dtype = "" if own is None else str(own.dtype).removeprefix("torch.")
@@ -336,7 +336,7 @@ class WeightReceiver:
         self._filled[piece.name] += len(piece.array)
         return self._store(piece, own)
 
-    def _store(self, piece: Piece, own: Tensor) -> Piece:
+    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
         """Copy a piece that fits into a tensor; returns it as that holds it now."""
         here = own.view(-1)[piece.start : piece.start + len(piece.array)]
         here.copy_(tensor_of(piece.array, own.dtype))

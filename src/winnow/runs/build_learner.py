@@ -26,13 +26,13 @@ from winnow.config.data import Demonstrations
 from winnow.config.model import NoAdapter
 from winnow.config.root import Config
 from winnow.config.rules import needs_reference, workers_of
-from winnow.config.trainer import Fsdp2, OptimConfig
+from winnow.config.trainer import Fsdp2, Megatron, OptimConfig, WholeModels
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.imitation import Imitator
-from winnow.learning.learner import Learner, LearnerSettings
+from winnow.learning.learner import Learner, LearnerSettings, lr_at
 from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
-from winnow.learning.strategy import Strategy, lr_at
+from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
 from winnow.runs.loading import check_attention, is_adapter
 from winnow.runs.metrics import Attention, Passes
@@ -40,7 +40,6 @@ from winnow.runs.metrics import Attention, Passes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from winnow.learning.fsdp2 import FSDP2Strategy
     from winnow.models.sharded_loading import Hollow
 
 
@@ -81,7 +80,7 @@ def make_learner(
     vocabulary: int,
     start: str | None,
     mesh: DeviceMesh | None = None,
-    planned: Callable[..., FSDP2Strategy] | None = None,
+    planned: Callable[..., Strategy] | None = None,
 ) -> Learning:
     """Make all that learns, and the reference: in this process, or this rank's part of it.
 
@@ -103,12 +102,15 @@ def make_learner(
     hold = _hold(config, mesh, planned)
     hollow: Hollow = "shapes" if planned else mesh is not None
     readout = readout_options(config, vocabulary)
-    if isinstance(config.sft, Demonstrations):  # what the data has, no sampler has shaped
+    imitates = isinstance(config.sft, Demonstrations)
+    if imitates:  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
     checkpointing = config.model.gradient_checkpointing
     stepped = readout | _adamw_options(config.optim)
+    if config.rollout.routing_replay and not (imitates or planned):
+        stepped["replays_routes"] = True
     policy = hold(model, gradient_checkpointing=checkpointing, **stepped)
-    if isinstance(config.sft, Demonstrations):
+    if imitates:
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
         return Learning(imitator, policy, Passes(policy.active_parameters, epochs=1, forwards=0))
@@ -274,15 +276,18 @@ def load_role(
 
 
 def _hold(
-    config: Config, mesh: DeviceMesh | None, planned: Callable[..., FSDP2Strategy] | None
+    config: Config, mesh: DeviceMesh | None, planned: Callable[..., Strategy] | None
 ) -> Callable[..., Strategy]:
-    """Return what holds a model whole, or sharded over a mesh."""
+    """Return what holds a model whole, or in parts on the ranks of a mesh."""
+    chosen = config.trainer.strategy
     if mesh is None:
-        return partial(Strategy, compiles=config.trainer.strategy.compile)
+        assert isinstance(chosen, WholeModels)
+        return partial(Strategy, compiles=chosen.compile)
+    if isinstance(chosen, Megatron):
+        return _megatron(chosen, mesh, planned)
     from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
     from winnow.learning.sequence import sequence_group
 
-    chosen = config.trainer.strategy
     assert isinstance(chosen, Fsdp2)
     return partial(
         planned or FSDP2Strategy,
@@ -291,6 +296,21 @@ def _hold(
         sharding=Sharding(chosen.reshard_after_forward, chosen.offload, chosen.prefetch),
         sequence=sequence_group(chosen.sequence),
     )
+
+
+def _megatron(
+    chosen: Megatron, mesh: DeviceMesh, planned: Callable[..., Strategy] | None
+) -> Callable[..., Strategy]:
+    """Return what holds a model by Megatron's layers."""
+    from winnow.learning.peers import device_of
+    from winnow.models.mcore_import import import_megatron
+
+    import_megatron(device_of(mesh))
+    from winnow.learning.megatron import MegatronStrategy, RankLayout
+
+    split = chosen.sequence_parallel
+    layout = RankLayout(chosen.tensor, chosen.pipeline, chosen.expert, split)
+    return partial(planned or MegatronStrategy, mesh=mesh, layout=layout)
 
 
 def readout_options(config: Config, vocabulary: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class CriticWorker(SavingRank):
     def __init__(self, rank: RankInfo, config: Config, start: str | None) -> None:
         sharding = config.critic.strategy
         assert isinstance(sharding, ShardedCritic)
-        super().__init__(rank, config, sharding)
+        super().__init__(rank, config, sharding.replicas)
         held = Sharding(offload=sharding.offload)
         hold = partial(FSDP2Strategy, mesh=self._mesh, sharding=held)
         critic = make_critic(config, start, device_of(self._mesh), True, hold)

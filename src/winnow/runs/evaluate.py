@@ -416,11 +416,12 @@ def _is_run(path: Path, name: str) -> bool:
 def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, given: Path) -> Subject:
     """Settle the asking of a run's model; the recipe lies in the folder that was given."""
     recipe, overrides = str(given / CONFIG), request.overrides
+    asks_alone = ["rollout.routing_replay=false"]  # of engines, too, that cannot tell routes
     if request.recipe is None:
-        config = own = load_recipe(recipe, overrides)
+        config = own = load_recipe(recipe, [*overrides, *asks_alone])
     else:
         # The run says which model and engine, the recipe how to ask it.
-        own = load_recipe(recipe, [o for o in overrides if _is_of(o, _OF_RUNS)])
+        own = load_recipe(recipe, [*(o for o in overrides if _is_of(o, _OF_RUNS)), *asks_alone])
         config = _recipe(request.recipe, [o for o in overrides if not _is_of(o, _OF_RUNS)])
         rollout = config.rollout.model_copy(update={"engine": own.rollout.engine})
         config = config.model_copy(update={"rollout": rollout})

@@ -17,13 +17,14 @@ from winnow.config.judge import EngineJudge, SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import Fsdp2
+from winnow.config.trainer import Fsdp2, Megatron
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
 from winnow.errors import ConfigError, ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import ADAPTER_CONFIG, freeze, load_causal_lm, torch_dtype
 from winnow.models.fetch import local_folder
 from winnow.models.lora import adapter_base, add_lora, load_lora
+from winnow.models.routing import check_replay
 from winnow.observe.files import one_line
 from winnow.observe.rollouts import Decode
 from winnow.rollout.slots import cache_bytes
@@ -167,10 +168,18 @@ def load_policy(
     if not hollow:
         check_finite(path, model.named_parameters())
     check_positions(config, path, model)
-    if isinstance(config.trainer.strategy, Fsdp2):
+    strategy = config.trainer.strategy
+    if isinstance(strategy, Fsdp2):
         from winnow.learning.sequence import check_model
 
-        check_model(model, config.trainer.strategy.sequence)
+        check_model(model, strategy.sequence)
+    if isinstance(strategy, Megatron):
+        from winnow.models.mcore_map import RankPlace, check_layout
+
+        place = RankPlace(strategy.tensor, strategy.pipeline, strategy.expert)
+        check_layout(model, place, strategy.sequence_parallel)
+    if config.rollout.routing_replay:
+        check_replay(model)
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
     decode = decoder(tokenizer)

@@ -9,7 +9,7 @@ import torch
 from winnow.config.model import LoraAdapter
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
-from winnow.config.trainer import RayCluster
+from winnow.config.trainer import Megatron, RayCluster
 from winnow.errors import ConfigError, RewardError
 from winnow.observe.profile import check_profile
 from winnow.runs.resume import user_files
@@ -42,6 +42,12 @@ def check_start(config: Config) -> None:
         if is_used and find_spec(package) is None:
             install = f"pip install 'winnow-rl[{package}]'"
             raise ConfigError(f"{key} needs {package}, which is not installed; {install}")
+    if is_here and isinstance(config.trainer.strategy, Megatron):
+        from winnow.models.mcore_import import check_installed, import_megatron
+
+        check_installed()
+        if not has_gpu:
+            import_megatron(torch.device("cpu"))
     for key, value in user_files(config.model_dump(), ""):
         if not key.endswith(".path") or isinstance(config.cluster, RayCluster):
             continue  # options of the user's own; files of other nodes

@@ -4,7 +4,7 @@
 |---|---|---|
 | steps, evaluation, saving, records, processes, paths of the rows | may change | may change |
 | rewards, losses, optimizer's numbers, engines, filters | refused | may change |
-| model, warm start, seed, rows and their form, strategy, commit order | refused | refused |
+| model, warm start, seed, rows and their form, ranks or none, commit order | refused | refused |
 
 Settings that groups under way depend on may change in a fork whose checkpoint holds none.
 """
@@ -12,21 +12,22 @@ Settings that groups under way depend on may change in a fork whose checkpoint h
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from winnow.config.algorithm import GaeAdvantage, NoKl
 from winnow.config.judge import ShardedScorer
-from winnow.config.load import differing_keys
+from winnow.config.load import ABSENT, differing_keys
 from winnow.config.root import Config
 from winnow.config.rules import workers_of
 from winnow.config.schema import show
-from winnow.config.trainer import ProfileConfig, Sharded
+from winnow.config.trainer import Fsdp2, Megatron, ProfileConfig, Sharded
 from winnow.errors import CheckpointError, ConfigError
 
 _SILENT = {"run.name", "run.description", "run.dir", "run.resume", "run.threads", "run.device"}
 """Settings of a start, not of a run; threads and device are told with the machine."""
+_STRATEGY = "trainer.strategy.name"
 _MAY_CHANGE: dict[str, set[str]] = {
     "model": {"cache_dir"},
     "warm_start": {"cache_dir"},
@@ -63,23 +64,20 @@ _MAY_CHANGE: dict[str, set[str]] = {
     },
     "trainer.profile": {*ProfileConfig.model_fields},
     # A difference in ranks, as in threads, warns: `Opened.differences`.
-    "trainer.strategy": {
-        *("ranks", "replicas", "sequence", "compile"),
-        *("reshard_after_forward", "offload", "prefetch", "bucket_mb"),
-    },
+    "trainer.strategy": {*Fsdp2.model_fields, *Megatron.model_fields} - {"name"},
 }
 """Keys by section, beside those of `_FREE`, on which no figure of a step depends but times."""
 _FREE = {"cluster", "evaluation", "observe"}
 """Sections whose keys may all change."""
 _FORK_KEEPS = (
     *("model.", "warm_start.", "data.", "critic.dtype", "run.seed"),
-    *("trainer.strategy.name", "critic.strategy.name", "sampling.commit"),
+    *(_STRATEGY, "critic.strategy.name", "sampling.commit"),
 )
 """Beginnings of the keys that a fork takes over, but for what may always change and these."""
 _OF_NO_WEIGHT = {"model.trust_remote_code", "model.gradient_checkpointing", "model.fp32_head"}
 _OF_OPEN_GROUPS = {
     *("rollout.n", "rollout.max_response_tokens", "rollout.stop", "trainer.mode.name"),
-    *("algorithm.advantage.name", "data.max_prompt_tokens"),
+    *("algorithm.advantage.name", "data.max_prompt_tokens", "rollout.routing_replay"),
 }
 _SHOWN = 4
 
@@ -95,7 +93,8 @@ def check_same(config: Config, saved: Config, what: str, remedy: str) -> list[st
         ConfigError: names the keys.
     """
     differing = list(_differing(config, saved))
-    _refuse([line for key, line in differing if not _may_change(key)], what, remedy)
+    both = config, saved
+    _refuse([line for key, line in differing if not _may_change(key, both)], what, remedy)
     lines = [f"{line} from here on" for key, line in differing if key not in _SILENT]
     length = {"trainer.steps", "trainer.data_epochs"}
     if length & {key for key, _ in differing} and config.optim.schedule != "constant":
@@ -117,7 +116,7 @@ def check_fork(config: Config, made_with: Config, what: str) -> list[str]:
     """
     differing = [(k, line) for k, line in _differing(config, made_with) if k != "run.fork"]
     _refuse(
-        [line for key, line in differing if _is_kept(key)],
+        [line for key, line in differing if _is_kept(key, (config, made_with))],
         what,
         "a fork takes over model, optimizer, data and groups: set that back, or start a new run",
     )
@@ -169,6 +168,8 @@ def _differing(config: Config, saved: Config) -> Iterator[tuple[str, str]]:
             continue  # follows from the files; the loader refuses other rows
         if key == "run.fork" and _is_same_origin(was, now):
             continue
+        if key.startswith("trainer.strategy.") and ABSENT in (was, now):
+            continue  # of another strategy, whose name differs
         yield key.replace("/", "."), f"{key} was {show(was)} and is {show(now)}"
 
 
@@ -184,14 +185,16 @@ def _is_same_origin(was: str | None, now: str | None) -> bool:
     return given in (origin, os.path.join(origin, "checkpoints", f"step-{step}"))
 
 
-def _may_change(key: str) -> bool:
+def _may_change(key: str, both: Sequence[Config]) -> bool:
     section, _, name = key.rpartition(".")
     is_free = key.partition(".")[0] in _FREE
+    # Ranks of any strategy write the same tensors, and read their own parts of them.
+    is_free |= key == _STRATEGY and all(workers_of(config)["policy"] for config in both)
     return is_free or key in _SILENT or name in _MAY_CHANGE.get(section, ())
 
 
-def _is_kept(key: str) -> bool:
-    return key.startswith(_FORK_KEEPS) and not _may_change(key) and key not in _OF_NO_WEIGHT
+def _is_kept(key: str, both: Sequence[Config]) -> bool:
+    return key.startswith(_FORK_KEEPS) and not _may_change(key, both) and key not in _OF_NO_WEIGHT
 
 
 def _refuse(changed: list[str], what: str, remedy: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -23,23 +23,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2, Sharded
+from winnow.config.trainer import Fsdp2, Megatron
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
 from winnow.learning.batch import TokenColumn, sample_lengths
 from winnow.learning.canary import Canary, CanaryScores
-from winnow.learning.fsdp2 import (
-    Exported,
-    FSDP2Strategy,
+from winnow.learning.fsdp2 import Exported, FSDP2Strategy
+from winnow.learning.imitation import Imitator
+from winnow.learning.learner import Learned
+from winnow.learning.shards import (
     State,
     on_host,
+    raise_on_all,
     read_shards,
     write_model,
     write_shards,
 )
-from winnow.learning.imitation import Imitator
-from winnow.learning.learner import Learned
-from winnow.learning.strategy import local
 from winnow.models.causal_lm import model_writer
 from winnow.models.lora import adapter_writer
 from winnow.observe.files import sync, system_error
@@ -64,6 +63,11 @@ from winnow.types import FloatArray, Group
 from winnow.workers.array_refs import Handle, SplitResult, left_here
 from winnow.workers.group import WorkerGroup
 from winnow.workers.host import RankInfo
+
+if TYPE_CHECKING:
+    from winnow.learning.megatron import MegatronStrategy
+
+    RanksStrategy = FSDP2Strategy | MegatronStrategy
 
 _OF_TOKENS = "old_logprobs", "entropies"
 
@@ -98,13 +102,13 @@ class SavingRank:
     role: ClassVar[str]
     """A key of `RANKS`."""
 
-    def __init__(self, rank: RankInfo, config: Config, sharded: Sharded) -> None:
+    def __init__(self, rank: RankInfo, config: Config, replicas: int) -> None:
         self._is_first, self._rank, self._ranks = rank.rank == 0, rank.rank, rank.size
-        joined = join_ranks(rank, config.run.threads, sharded.replicas)
+        joined = join_ranks(rank, config.run.threads, replicas)
         self._mesh, self._host_mesh = joined
         # Of its own, so that saving and the next step do not take each other's messages.
         self._saving = dist.new_group(backend="gloo")
-        self._strategies: dict[str, FSDP2Strategy] = {}
+        self._strategies: dict[str, RanksStrategy] = {}
         self._copied: State = {}
 
     def copy(self) -> None:
@@ -152,13 +156,10 @@ class SavingRank:
             verify_share(Path(checkpoint), self._rank, self._ranks, self.role)
         except CheckpointError as error:
             fault = error
-        faults: list[CheckpointError | None] = [None] * self._ranks
-        dist.all_gather_object(faults, fault, group=self._saving)
-        if found := next(filter(None, faults), None):
-            raise found
+        raise_on_all(fault, self._saving)
         mesh, strategies = self._host_mesh, self._strategies
         blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
-        read_shards(blank, Path(checkpoint) / RANKS[self.role])
+        read_shards(blank, Path(checkpoint) / RANKS[self.role], self._saving)
         for role, strategy in strategies.items():
             strategy.load_state_dict(blank[role])
 
@@ -203,16 +204,16 @@ class LearnerWorker(SavingRank):
         tokenizer: str,
     ) -> None:
         strategy = config.trainer.strategy
-        assert isinstance(strategy, Fsdp2)
-        super().__init__(rank, config, strategy)
+        assert isinstance(strategy, Fsdp2 | Megatron)
+        super().__init__(rank, config, strategy.replicas if isinstance(strategy, Fsdp2) else 1)
         self._profiler = profiler_of(config, "learner", rank.rank)
         model = load_policy_model(
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )
         self._learning = make_learner(config, model, vocabulary, start, self._mesh)
-        check_finite(path, ((n, local(weight)) for n, weight in model.named_parameters()))
+        check_finite(path, self._learning.policy.held())
         strategies = {"policy": self._learning.policy, **self._learning.others}
-        self._strategies = cast("dict[str, FSDP2Strategy]", strategies)
+        self._strategies = cast("dict[str, RanksStrategy]", strategies)
         assert rank.store is not None
         self._store = rank.store
         self._bucket_bytes, self._exported = min(strategy.bucket_mb << 20, BUCKET_BYTES), 0

@@ -164,6 +164,7 @@ class _StateWriter:
         self.arrays: list[bytes] = []
         self._bytes = 0
         self._storages: set[int] = set()
+        self._known: dict[int, tuple[Any, list[Any]]] = {}
 
     def encode(self, value: Any, place: str) -> Any:
         """Encode a value; `place` names it in messages, and names tensors."""
@@ -177,7 +178,9 @@ class _StateWriter:
         if isinstance(value, Tensor):
             return {"!tensor": self._tensor(value.detach().to("cpu").contiguous(), place)}
         if isinstance(value, np.ndarray | ArrayRef):
-            return {"!array": self._array(np.asarray(value), place)}
+            if id(value) not in self._known:  # answers may share one
+                self._known[id(value)] = value, self._array(np.asarray(value), place)
+            return {"!array": self._known[id(value)][1]}
         if isinstance(value, np.generic):
             return {"!scalar": self._array(np.asarray(value), place)}
         if is_dataclass(value) and not isinstance(value, type):
@@ -243,6 +246,7 @@ class _Reader:
     def __init__(self, file: Any, classes: Mapping[str, type]) -> None:
         self._file, self._classes = file, classes
         self._arrays = file.get_tensor(_ARRAYS).numpy()
+        self._known: dict[str, np.ndarray[Any, Any]] = {}
 
     def decode(self, value: Any) -> Any:
         """Decode one value of the tree."""
@@ -261,7 +265,9 @@ class _Reader:
             case "!tensor":
                 return self._file.get_tensor(content)
             case "!array":
-                return self._array(*content)
+                # What was one array is one again; of an empty one the place says nothing.
+                found = self._array(*content)
+                return self._known.setdefault(str(content), found) if found.size else found
             case "!scalar":
                 return self._array(*content)[()]
             case "!object":

@@ -36,7 +36,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens, workers_of
-from winnow.config.trainer import Fsdp2, LocalCluster, RayCluster
+from winnow.config.trainer import Fsdp2, LocalCluster, Megatron, RayCluster
 from winnow.data.tokenizer import decoder
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import has_adapter, model_writer
@@ -318,8 +318,6 @@ def _placed(
     from winnow.runs.remote_learner import RemoteLearner
 
     (ranks,) = groups["policy"]
-    strategy = config.trainer.strategy
-    assert isinstance(strategy, Fsdp2)
     learner = RemoteLearner(ranks)
     weights = learner.weights if is_apart else learner.trained
     if is_apart and adapter_alone(config) is not None:
@@ -332,13 +330,24 @@ def _placed(
             engine, weights, canary_of(config, policy), learner.canary, _sleeps(config)
         ),
         passes=learner.facts.passes,
-        machine={
-            **learner.facts.machine,
-            "ranks": ranks.size,
-            "ranks a sequence": strategy.sequence,
-        },
+        machine={**learner.facts.machine, "ranks": ranks.size, **_layout_facts(config)},
         devices=devices_of(config, ranks.size),
     )
+
+
+def _layout_facts(config: Config) -> dict[str, str | int]:
+    """Return what bits depend on of how the ranks hold the models."""
+    strategy = config.trainer.strategy
+    if isinstance(strategy, Megatron):
+        return {
+            "strategy": strategy.name,
+            "tensor-parallel ranks": strategy.tensor,
+            "stages": strategy.pipeline,
+            "expert-parallel ranks": strategy.expert,
+            "sequence_parallel": strategy.sequence_parallel,
+        }
+    assert isinstance(strategy, Fsdp2)
+    return {"strategy": strategy.name, "ranks a sequence": strategy.sequence}
 
 
 def _learning_here(
@@ -454,6 +463,7 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
         "fp32_head": config.model.fp32_head,
         "longest": longest_tokens(config),
         "cache_gib": engine.cache_gib,
+        **({"routes": True} if config.rollout.routing_replay else {}),
     }
 
 

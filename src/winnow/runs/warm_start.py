@@ -26,7 +26,8 @@ from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration, build_tokeniz
 from winnow.errors import WinnowError
 from winnow.learning.batch import MicroBatch, micro_batches, pack
 from winnow.learning.imitation import imitation_loss
-from winnow.learning.strategy import Strategy, lr_at
+from winnow.learning.learner import lr_at
+from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.observe.console import ConsoleSink
 from winnow.observe.files import atomic_folder

@@ -80,6 +80,7 @@ def test_each_extra_is_there_or_told_how_to_get() -> None:
 
 
 BEHIND = {
+    "megatron_core": "megatron",
     "mlflow_skinny": "mlflow",
     "sqlalchemy": "mlflow",  # loads both where a data base has its runs
     "alembic": "mlflow",

@@ -24,7 +24,8 @@ from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, gather_t
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.learner import Learned, Learner, LearnerSettings
 from winnow.learning.policy import Policy, PolicyObjective
-from winnow.learning.strategy import LossFn, Output, Stats, Strategy
+from winnow.learning.runner import Output
+from winnow.learning.strategy import LossFn, Stats, Strategy
 from winnow.models.value import load_value_model
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.types import Group, Score, VersionSpan

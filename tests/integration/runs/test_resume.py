@@ -229,6 +229,23 @@ def test_where_processes_are_and_how_many_train_may_change(tmp_path: Path) -> No
         open_again(recipe(tmp_path, *on_ranks, "rollout.engine.processes=2"))
 
 
+def test_the_strategy_of_ranks_may_change_and_is_told(tmp_path: Path) -> None:
+    apart = "rollout.engine.processes=1"
+    cut = "trainer/strategy=megatron", "trainer.strategy.tensor=2", apart
+    run = run_to(tmp_path, 5, "trainer/strategy=fsdp2", "trainer.strategy.sequence=2", apart)
+    for config in (
+        recipe(tmp_path, *cut, "trainer.strategy.ranks=4"),
+        recipe(tmp_path, *cut, "trainer.strategy.ranks=4", f"run.fork={run}", name="b"),
+    ):
+        notes = [note.removesuffix(" from here on") for note in open_again(config).notes]
+        assert [note for note in notes if note.startswith("trainer.strategy.")] == [
+            "trainer.strategy.name was 'fsdp2' and is 'megatron'",
+            "trainer.strategy.ranks was 2 and is 4",
+        ]
+    with pytest.raises(ConfigError, match=r"trainer\.strategy\.name was 'fsdp2' and is 'single'"):
+        open_again(recipe(tmp_path, apart, f"run.fork={run}", name="c"))
+
+
 def test_a_run_that_kept_the_number_of_engines_goes_on_where_the_recipe_leaves_it_open(
     tmp_path: Path,
 ) -> None:

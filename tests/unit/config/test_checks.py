@@ -18,6 +18,9 @@ UNCHUNKED = ["rollout/engine=vllm", "rollout.engine.chunked_prefill=false"]
 SPLIT = ["rollout/engine=vllm", "rollout.engine.tensor_parallel=2"]
 ASLEEP = ["rollout/engine=vllm", "rollout.engine.sleep=true", "run.device=auto"]
 POOL = "cluster.pools.a.per_node=2"
+SIX = "trainer/strategy=megatron", "trainer.strategy.ranks=6"
+EIGHT = "trainer/strategy=megatron", "trainer.strategy.ranks=8"
+GIVEN = [*FILES, "data.train_files=[a.parquet]", *EIGHT]
 JUDGING = ["reward/judge=engine", "reward.judge.path=J"]
 JUDGING_SPLIT = [*JUDGING, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"]
 SCORED = [
@@ -71,6 +74,54 @@ CASES = [
         ["trainer/strategy=fsdp2", "trainer.strategy.ranks=8", "trainer.strategy.sequence=8"],
         ["trainer.strategy.sequence=8", "warm_start.model.heads=4", "a divisor"],
         ["trainer/strategy=fsdp2", "trainer.strategy.ranks=8", "trainer.strategy.sequence=4"],
+    ),
+    (
+        [*SIX, "trainer.strategy.tensor=2", "trainer.strategy.pipeline=2"],
+        ["ranks=6", "trainer.strategy.tensor=2 x", "pipeline=2 ranks", "a multiple of 4"],
+        [*EIGHT, "trainer.strategy.tensor=2", "trainer.strategy.pipeline=2"],
+    ),
+    (
+        [*GIVEN, "trainer.strategy.pipeline=2", "trainer.strategy.expert=8"],
+        ["trainer.strategy.expert=8", "the 4 ranks", "ranks=8", "pipeline=2", "a divisor"],
+        [*GIVEN, "trainer.strategy.pipeline=2", "trainer.strategy.expert=4"],
+    ),
+    (
+        [
+            *(*GIVEN, "trainer.strategy.tensor=2", "trainer.strategy.expert=2"),
+            "trainer.strategy.sequence_parallel=false",
+        ],
+        ["expert=2", "tensor=2 need trainer.strategy.sequence_parallel=true", "tensor=1"],
+        [*GIVEN, "trainer.strategy.tensor=2", "trainer.strategy.expert=2"],
+    ),
+    (
+        [*EIGHT, "trainer.strategy.tensor=8"],
+        ["trainer.strategy.tensor=8", "warm_start.model.heads=4", "a divisor"],
+        [*EIGHT, "trainer.strategy.tensor=4"],
+    ),
+    (
+        [*EIGHT, "trainer.strategy.pipeline=4"],
+        ["trainer.strategy.pipeline=4", "warm_start.model.layers=2", "2 or less"],
+        [*EIGHT, "trainer.strategy.pipeline=2"],
+    ),
+    (
+        [*EIGHT, "trainer.strategy.expert=2"],
+        ["trainer.strategy.expert=2", "warm_start=sft has none", "set it to 1"],
+        [*EIGHT],
+    ),
+    (
+        [*EIGHT, "model/adapter=lora"],
+        ["trainer/strategy=megatron", "model/adapter=lora", "set trainer/strategy=fsdp2"],
+        ["trainer/strategy=fsdp2", "model/adapter=lora"],
+    ),
+    (
+        [*EIGHT, "trainer.strategy.compile=true"],
+        ["trainer.strategy.compile is no key of trainer/strategy=megatron", "fsdp2"],
+        ["trainer/strategy=fsdp2", "trainer.strategy.compile=true"],
+    ),
+    (
+        ["cluster=ray", "cluster.nodes=3", *EIGHT],
+        ["trainer.strategy.ranks=8", "cluster.nodes=3"],
+        ["cluster=ray", "cluster.nodes=4", *EIGHT],
     ),
     (
         [*ASLEEP, "run.device=cpu"],
@@ -595,6 +646,8 @@ def test_what_ranks_and_micro_batches_cannot_share_out_is_told() -> None:
     assert "an update has 4 answers for 6 ranks that learn side by side: 2 have nothing" in idle
     shared = [*small, *ranks, "trainer.strategy.sequence=2"]  # three by three
     assert notices(load_recipe("quickstart", shared)) == []
+    cut = [*small, *SIX, "trainer.strategy.pipeline=2"]  # as much
+    assert notices(load_recipe("quickstart", cut)) == []
     limits = "data.max_prompt_tokens=100", "rollout.max_response_tokens=128"
     fits = load_recipe("quickstart", [*limits, "trainer.microbatch_tokens=228"])
     assert notices(fits) == []

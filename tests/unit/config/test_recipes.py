@@ -10,6 +10,7 @@ from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.config.rules import notices
+from winnow.config.trainer import Megatron
 from winnow.errors import ConfigError
 
 TO_COMPLETE = ["model.path=FOLDER", "data.train_files=[train.parquet]"]
@@ -33,6 +34,8 @@ def test_these_recipes_ship() -> None:
         "dapo-math",
         "dapo_async",
         "dapo_async_qwen2.5_math_7b",
+        "dapo_megatron_qwen2.5_32b",
+        "dapo_megatron_qwen3_30b_a3b",
         "dapo_one_step_off",
         "dapo_one_step_off_qwen2.5_math_7b",
         "dapo_qwen2.5_32b",
@@ -117,6 +120,23 @@ def test_the_published_configuration_is_complete() -> None:
     assert (optim.lr, optim.warmup_steps, optim.weight_decay) == (1e-6, 20, 0.1)
     assert (loss.name, loss.clip_low, loss.clip_high, loss.dual_clip) == ("ppo_clip", 0.2, 0.28, 10)
     assert (config.evaluation.temperature, config.evaluation.top_p) == (1.0, 0.7)
+    cut = load("dapo_megatron_qwen2.5_32b")
+    assert (cut.algorithm, cut.optim, cut.data) == (config.algorithm, config.optim, config.data)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("dapo_megatron_qwen2.5_32b", (128, 8, 1, 1)),
+        ("dapo_megatron_qwen3_30b_a3b", (32, 4, 4, 8)),
+    ],
+)
+def test_megatron_recipes_have_the_published_layouts(
+    name: str, layout: tuple[int, int, int, int]
+) -> None:
+    strategy = load(name).trainer.strategy
+    assert isinstance(strategy, Megatron)
+    assert (strategy.ranks, strategy.tensor, strategy.pipeline, strategy.expert) == layout
 
 
 def test_the_paths_of_the_published_configuration_follow_the_home_folder(

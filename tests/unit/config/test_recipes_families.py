@@ -65,10 +65,13 @@ REAL = sorted(
     for name in available_recipes()
     if name not in SMALL
     and name not in ("quickstart", "dapo-math", "gsm8k", "sft")
-    and not re.search("_async|_one_step_off", name)
+    and not re.search("_async|_one_step_off|_megatron", name)
 )
-BESIDE = ["dapo_async_qwen2.5_math_7b", "dapo_one_step_off_qwen2.5_math_7b"]
-"""Real recipes that sample beside learning; they are told by what differs from another one."""
+BESIDE = [
+    *("dapo_async_qwen2.5_math_7b", "dapo_one_step_off_qwen2.5_math_7b"),
+    *("dapo_megatron_qwen2.5_32b", "dapo_megatron_qwen3_30b_a3b"),
+]
+"""Real recipes that sample beside learning, or hold the model by Megatron's layers."""
 SOURCE = re.compile(r"# .*\b([Pp]aper|script|code|base|oat|verl|TIS|Winnow)\b")
 
 

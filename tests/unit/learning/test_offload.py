@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, on_host
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+from winnow.learning.shards import on_host
 from winnow.models.causal_lm import load_causal_lm
 
 RANKS, RANK = 4, 1

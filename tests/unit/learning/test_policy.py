@@ -16,7 +16,8 @@ from torch import Tensor
 from winnow.algorithms.losses import Loss, LossTerms, PolicyLoss
 from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.policy import KlTerm, Policy
-from winnow.learning.strategy import LossFn, Outputs
+from winnow.learning.runner import Outputs
+from winnow.learning.strategy import LossFn
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 

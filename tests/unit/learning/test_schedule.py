@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.learning.strategy import lr_at
+from winnow.learning.learner import lr_at
 
 
 def test_the_quickstarts_course() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack
-from winnow.learning.strategy import LossResult, Outputs, Strategy
+from winnow.learning.runner import Outputs
+from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.packed_attention import PackedLayout
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan

@@ -83,7 +83,7 @@ def test_a_hollow_model_reads_the_files_that_its_folder_names_and_no_others(tmp_
 
     def first_row() -> Tensor:
         hollow = load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
-        rows: Tensor = cast(Any, hollow).saved_weights.rows(name, slice(0, 1))
+        rows: Tensor = cast(Any, hollow).saved_weights.part(name, [slice(0, 1)])
         return rows
 
     assert torch.equal(first_row(), weights[name][:1])

@@ -213,7 +213,7 @@ def test_a_run_may_start_from_an_adapters_folder(
     rows = saved_weights(hollow)
     assert rows is not None
     name = "model.layers.0.self_attn.q_proj.weight"
-    torch.testing.assert_close(rows.rows(name, slice(0, 16)), model.state_dict()[name])
+    torch.testing.assert_close(rows.part(name, [slice(0, 16)]), model.state_dict()[name])
 
 
 def test_merged_weights_follow_the_adapter_and_its_base(

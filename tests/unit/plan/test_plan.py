@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from tests.small_models import described
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
@@ -38,6 +39,15 @@ H, M, LAYERS, HEADS, SHARED, V = 64, 128, 2, 8, 2, 1024
 RANKS, PROMPT, ANSWER = 8, 32, 480
 T, S = PROMPT + ANSWER, ANSWER
 LINEAR = LAYERS * (2 * H * H + 2 * H * H * SHARED // HEADS + 3 * H * M)
+SHAPE = {
+    "hidden_size": H,
+    "intermediate_size": M,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": SHARED,
+    "head_dim": H // HEADS,
+    "vocab_size": V,
+}
 RECIPE = "dapo_qwen2.5_32b"
 SHORT = (
     f"data.max_prompt_tokens={PROMPT}",
@@ -52,21 +62,7 @@ SHORT = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model's config.json, and nothing else of it."""
     path = tmp_path_factory.mktemp("model")
-    told = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": H,
-        "intermediate_size": M,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": SHARED,
-        "head_dim": H // HEADS,
-        "vocab_size": V,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 65536,
-    }
-    (path / "config.json").write_text(json.dumps(told))
-    return str(path)
+    return described(path, **SHAPE)
 
 
 def planned(folder: str, *overrides: str) -> RankPlan:
@@ -410,4 +406,5 @@ def test_a_model_is_described_by_its_config_alone(folder: str) -> None:
     weights = saved_weights(model)
     assert weights is not None
     assert "lm_head.weight" in weights
-    assert weights.rows("lm_head.weight", slice(8, 24)).shape == (16, H)
+    assert weights.part("lm_head.weight", [slice(8, 24)]).shape == (16, H)
+    assert weights.part("lm_head.weight", [slice(None), slice(1, 3)])[8:24].shape == (16, 2)

@@ -1,0 +1,107 @@
+"""Running a model on a micro-batch of packed samples, and reading numbers off its hidden states.
+
+Shapes: `T` packed tokens of a micro-batch, `S` of them scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from winnow.algorithms.logprobs import chunk_size, token_logprobs
+from winnow.learning.batch import MicroBatch
+from winnow.models.causal_lm import hidden_states, is_reward_model, is_value_model, output_head
+from winnow.models.packed_attention import PackedLayout
+from winnow.models.value import scalar_head
+
+Output = Literal["logprob", "entropy", "prob_square_sum", "value", "score"]
+Outputs = Mapping[Output, Tensor]
+
+
+class ModelRunner(nn.Module):
+    """Run a model on a micro-batch and read the outputs off its hidden states.
+
+    Both happen in the forward pass of one module: a sharded model's head is gathered by then, and
+    the log-prob kernel can read its weight.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        vocab_size: int | None,
+        chunk_tokens: int | None,
+        fp32_head: bool,
+        kernels: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._kernels = kernels
+        self._temperature, self._vocab_size = temperature, vocab_size
+        self._chunk_tokens, self._fp32_head = chunk_tokens, fp32_head
+        self._gives_value, self._gives_score = is_value_model(model), is_reward_model(model)
+
+    def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
+        """Return the outputs asked for, each [T] and 0 where the model says nothing."""
+        # A log-prob of token t, or the value before it, comes from the state at t - 1.
+        at, shift = micro.scored_positions, 1
+        if self._gives_score:
+            at, shift = micro.offsets[1:] - 1, 0
+        states, at = self._states(micro, at, shift)
+        if self._gives_score or self._gives_value:
+            head = scalar_head(self.model)
+            # Called, not read: where the head is a unit of its own, the call gathers its weight.
+            numbers = head(states.to(head.weight.dtype))[:, 0]
+            found: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
+        else:
+            found = self._logprobs(states, micro.token_ids[at], outputs)
+        return {name: self._placed(values, at, micro) for name, values in found.items()}
+
+    def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+        """Return the states that lie `shift` before the positions `at`, and these positions."""
+        layout = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
+        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
+        return hidden.index_select(0, at - shift), at
+
+    def own(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
+        """Return values [T, …] of the tokens that run here, with padding, and how many they are."""
+        return values, len(values)
+
+    def _head(self) -> tuple[Tensor, Tensor | None, dist.ProcessGroup | None]:
+        """Return the head's weight and bias, and the ranks that have the other rows, if any."""
+        head = output_head(self.model)
+        return head.weight, head.bias, None
+
+    def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
+        """Spread the values of some positions over [T], with 0 elsewhere."""
+        blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
+        return blank.index_copy(0, at, values)
+
+    def _logprobs(
+        self, states: Tensor, token_ids: Tensor, outputs: frozenset[Output]
+    ) -> dict[Output, Tensor]:
+        (weight, bias, group), chunk = self._head(), self._chunk_tokens
+        if self._kernels is not None:
+            chunk = chunk_size(self._vocab_size or len(weight), chunk, self._kernels)
+        exact = torch.promote_types(states.dtype, torch.float32)
+        logprob, entropy, squares = token_logprobs(
+            states,
+            weight,
+            token_ids,
+            self._temperature,
+            bias,
+            self._vocab_size,
+            with_entropy="entropy" in outputs,
+            chunk_tokens=chunk,
+            with_prob_square_sum="prob_square_sum" in outputs,
+            head_dtype=exact if self._fp32_head else None,
+            group=group,
+        )
+        found: dict[Output, Tensor | None] = {"entropy": entropy, "prob_square_sum": squares}
+        if "logprob" in outputs:
+            found["logprob"] = logprob
+        return {name: values for name, values in found.items() if values is not None}
