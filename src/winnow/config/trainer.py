@@ -67,7 +67,8 @@ class Fsdp2(Sharded):
     """Layers whose weights are gathered ahead while one runs, which takes their memory; 0 leaves it
     to PyTorch, which gathers the next one in the backward pass."""
     bucket_mb: int = Field(64, ge=1)
-    """MiB of weights that are whole at once while they are sent to the engine; at most 64 are."""
+    """MiB of a bucket, in which weights travel to the engine, at most 64. A tensor is gathered
+    whole before it is packed, and two buckets are on their way at once."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -97,7 +98,8 @@ class Megatron(Section):
     """With tensor > 1, keep a part of the tokens on each rank between the matrices, where false
     keeps all of them on each; mixtures of experts need it."""
     bucket_mb: int = Field(64, ge=1)
-    """MiB of weights that are whole at once while they are sent to the engine; at most 64 are."""
+    """MiB of a bucket, in which weights travel to the engine, at most 64. A tensor is gathered
+    whole before it is packed, and two buckets are on their way at once."""
 
     @property
     def share_ranks(self) -> int:
