@@ -55,8 +55,9 @@ from winnow.rollout.engine import (
     SamplingParams,
     WeightUpdate,
     answer_seed,
+    group_request,
 )
-from winnow.types import PROMPT_ROUTES, ROUTES, Group
+from winnow.types import PROMPT_ROUTES, ROUTES, Group, Prompt
 
 EXPERTS, CHOICES, LAYERS = 5, 2, 2
 TEMPERATURE = 0.7
@@ -541,6 +542,24 @@ def test_engines_tell_the_experts_that_each_token_went_to(kind: str, abort_at: i
     if kind == "torch":
         shared = {(e.group_id, id(e.extras[PROMPT_ROUTES])) for e in events}
         assert len(shared) == 3 or abort_at is not None
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_of_answers_that_are_not_trained_on_no_routes_are_told(kind: str) -> None:
+    prompt = Prompt("0", np.arange(2, 9), "", "", None)
+    asked = partial(group_request, prompt=prompt, sampling=SamplingParams(9), run_seed=0)
+    engine = ENGINES[kind](mixture(), slots=5, routes=True)
+
+    async def run() -> list[CompletionEvent]:
+        answers = dict.fromkeys(range(3))
+        with_baseline = asked(0, prefixes=answers, greedy=2)
+        await engine.submit([with_baseline, asked(1, prefixes=answers, trained=False)])
+        return await to_the_end(engine)
+
+    told = {event.key: set(event.extras) for event in asyncio.run(run())}
+    both = {PROMPT_ROUTES, ROUTES}
+    assert [told.pop((0, index)) for index in range(3)] == [both, both, set()]
+    assert list(told.values()) == [set()] * 3
 
 
 def test_routes_are_those_of_the_pass_that_wrote_a_tokens_keys() -> None:

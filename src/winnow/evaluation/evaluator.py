@@ -186,7 +186,7 @@ class Evaluator:
         fresh: Mapping[int, Any] = dict.fromkeys(range(n))
         seed = self._seed ^ _SEED_STREAM
         requests = [
-            group_request(place, prompt, fresh, sampling, seed)
+            group_request(place, prompt, fresh, sampling, seed, trained=False)
             for place, prompt in enumerate(self.prompts)
         ]
         self._asked += n * len(requests)

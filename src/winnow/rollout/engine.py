@@ -61,6 +61,8 @@ class AnswerRequest:
     """Tokens that were written before an abort; the engine goes on behind them."""
     greedy: bool = False
     """Temperature 0 for this answer alone, whatever its group's is."""
+    trained: bool = True
+    """It may be trained on: an engine that records routes tells those of no other answer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +291,7 @@ def group_request(
     run_seed: int,
     greedy: int | None = None,
     turn: int | None = None,
+    trained: bool = True,
 ) -> GroupRequest:
     """Make the request for answers of a group.
 
@@ -296,11 +299,12 @@ def group_request(
         prefixes: by the answer's index, what is written of it already.
         greedy: index of the one answer that is not sampled, if the group has one.
         turn: seeds the answers, with the run's seed; None: the group's id.
+        trained: they may be trained on, which the greedy one is not.
     """
     turn = group_id if turn is None else turn
     answers = tuple(
-        AnswerRequest(index, answer_seed(run_seed, turn, index), prefix, index == greedy)
-        for index, prefix in prefixes.items()
+        AnswerRequest(i, answer_seed(run_seed, turn, i), prefix, i == greedy, trained and i != greedy)
+        for i, prefix in prefixes.items()
     )
     return GroupRequest(group_id, prompt.token_ids, answers, sampling, priority=group_id)
 

@@ -63,7 +63,8 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         fp32_head: compute a half-precision model's logits in fp32.
         longest: most tokens of a prompt and its answer; only `cache_gib` needs it.
         cache_gib: most GiB of keys and values; None sets no bound.
-        routes: tell of each token the experts that it went to, among a finished answer's extras.
+        routes: tell of each token the experts that it went to, among the extras of a finished
+            answer that may be trained on.
 
     Raises:
         ConfigError: the cache holds not one answer.
@@ -206,7 +207,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         routes = block.layers[-1][0].transpose(1, 2).cpu().numpy()
         known: dict[int, NDArray[Any]] = {}
         for answer in self._queue:
-            if answer.block is block:
+            if answer.block is block and answer.request.trained:
                 row, stop = answer.block_row, len(answer.group.prompt_ids) - 1
                 if row not in known:
                     known[row] = routes[row, :stop].copy()

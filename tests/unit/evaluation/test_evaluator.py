@@ -17,10 +17,11 @@ from tests.scoring import rewards_of
 from winnow.config.reward import RewardConfig
 from winnow.config.root import ObserveConfig
 from winnow.config.trainer import EvaluationConfig
+from winnow.errors import TrainingError
 from winnow.evaluation import report
 from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator, by_problem
 from winnow.evaluation.report import Report, in_words, print_report, watched
-from winnow.rollout.engine import EngineStatus, SamplingParams
+from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 
@@ -106,6 +107,13 @@ class _Idle:
 
     def __init__(self, **told: int) -> None:
         self.told = told
+        self.asked: list[GroupRequest] = []
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        self.asked += groups
+
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        return []
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -124,6 +132,15 @@ def idle(prompts: list[Prompt], rewards: Any, config: EvaluationConfig, **told: 
     return Evaluator(
         engine, prompts, rewards, config, sampling, 0, str, lambda _: None, ObserveConfig()
     )
+
+
+def test_an_engine_is_told_that_no_answer_of_an_evaluation_is_trained_on() -> None:
+    prompt = Prompt("f:1", np.arange(2), "?", "sums", "4")
+    evaluator = idle([prompt], None, EvaluationConfig(n=3), running=0, queued=0)
+    with pytest.raises(TrainingError, match="fell idle with 3 answers missing"):
+        asyncio.run(evaluator.ask(0))
+    (asked,) = evaluator._engine.asked
+    assert [answer.trained for answer in asked.answers] == [False] * 3
 
 
 def test_a_report_holds_each_source_and_all_together() -> None:
