@@ -8,7 +8,7 @@ and people.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -191,3 +191,9 @@ class Group:
     def scored(self) -> tuple[Answer, ...]:
         """Its answers, and behind them the baseline if there is one."""
         return self.answers if self.baseline is None else (*self.answers, self.baseline)
+
+    @property
+    def bare(self) -> Group:
+        """The group without its answers' extras, which are for the policy alone, and large."""
+        made = [replace(a, trajectory=replace(a.trajectory, extras={})) for a in self.answers]
+        return replace(self, answers=tuple(made))

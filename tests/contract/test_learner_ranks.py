@@ -74,10 +74,23 @@ SEQUENCES = {"dapo": 2, "ppo": 4, "gspo": 2, "clip_cov": 4, "lora with reference
 Found = tuple[list[dict[str, float]], dict[str, NDArray[Any]]]
 
 
+class Own:
+    """An extra of the policy, which goes to no other role's ranks."""
+
+    def __reduce__(self) -> Any:
+        raise AssertionError("an extra was sent")
+
+
+def routed(group: Group) -> Group:
+    extras = {"own": cast(Any, Own())}
+    made = [replace(a, trajectory=replace(a.trajectory, extras=extras)) for a in group.answers]
+    return replace(group, answers=tuple(made))
+
+
 def groups_of_step(step: int) -> list[Group]:
     """Four recorded groups, of which each step has others."""
     every = recorded_groups(6, 4)
-    return [replace(every[(step + i) % len(every)], id=10 * step + i) for i in range(4)]
+    return [replace(routed(every[(step + i) % len(every)]), id=10 * step + i) for i in range(4)]
 
 
 def learnt(learning: Learning, steps: int) -> Found:

@@ -129,7 +129,8 @@ class WithCritic:
     ) -> Learned:
         """Train on the groups of a step, with what `Learner.learn` may be given besides."""
         with watch.phase("values"):
-            said: list[SplitResult] = self._ranks.ask("values", list(groups), step)
+            bare = [group.bare for group in groups]
+            said: list[SplitResult] = self._ranks.ask("values", bare, step)
         given["values"] = TokenColumn(said[0].told[0], [each.told[1] for each in said])
         learned = self._learner.learn(groups, step, metrics, watch, **given)
         assert learned.targets is not None

@@ -89,7 +89,7 @@ class WithReference:
     ) -> Learned:
         """Train on the groups of a step."""
         with watch.phase("reference"):
-            said: list[SplitResult] = self._ranks.ask("logprobs", list(groups))
+            said: list[SplitResult] = self._ranks.ask("logprobs", [group.bare for group in groups])
         ref = TokenColumn(said[0].told[0], [each.told[1] for each in said])
         given: Mapping[str, Any] = {"ref": ref}
         return self._learner.learn(groups, step, metrics, watch, **given)
