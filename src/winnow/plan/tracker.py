@@ -158,7 +158,11 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].new_empty(args[1].shape[-1] * self.chosen_experts)
         if func is torch.ops.aten.index.Tensor:
             args = args[0], [_all_of(index) for index in args[1]]
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # Its fake kernel knows bfloat16 alone.
+            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).float()
+        else:
+            out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_meta]
         for tensor in made:
             self._see(tensor, func)

@@ -106,7 +106,10 @@ def test_flop_are_those_of_the_products(plain: RankPlan) -> None:
     assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_of_experts_those_that_a_token_goes_to_are_computed(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_of_experts_those_that_a_token_goes_to_are_computed(
+    folder: str, tmp_path: Path, dtype: str
+) -> None:
     told = json.loads(Path(folder, "config.json").read_text())
     told |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     told |= {"num_experts": 8, "moe_intermediate_size": M // 2}
@@ -114,7 +117,7 @@ def test_of_experts_those_that_a_token_goes_to_are_computed(folder: str, tmp_pat
     for chosen in (2, 4):
         shape = json.dumps(told | {"num_experts_per_tok": chosen})
         (tmp_path / "config.json").write_text(shape)
-        rank = planned(str(tmp_path))
+        rank = planned(str(tmp_path), f"model.dtype={dtype}")
         work = rank.tracker.phases["policy update"].work
         flop.append(sum(flop * times for (flop, _, _), times in work.items()))
         active.append(rank.learning.passes.parameters)
