@@ -7,6 +7,7 @@ a checkpoint writes another, and the two hold the same.
 from __future__ import annotations
 
 import errno
+import re
 import resource
 import threading
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 
+from winnow.errors import CheckpointError
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.shards import on_host, read_shards, write_model, write_shards
 from winnow.learning.strategy import local
@@ -276,6 +278,31 @@ def save_on_a_full_disk(kind: str, folder: str) -> list[int | None]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (usual, most))
     return told
+
+
+def refusals(kind: str, sizes: Sizes) -> list[str]:
+    """What is said of a state with another type, of its weights and of a moment alone."""
+    strategy, found = strategy_of(kind, sizes), []
+    update(strategy, kind)
+    state = strategy.state_dict()
+    halves = {name: tensor.to(torch.float16) for name, tensor in state["weights"].items()}
+    name, moments = next(iter(state["optimizer"].items()))
+    other = state["optimizer"] | {name: moments | {"exp_avg": moments["exp_avg"].double()}}
+    for wrong in (state | {"weights": halves}, state | {"optimizer": other}):
+        try:
+            strategy.load_state_dict(wrong)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_state_with_another_type_is_refused(ranks: Ranks) -> None:
+    for weights, moment in ranks.run(refusals, "untied", (2, 2, 1)):
+        for line in (weights, moment):
+            assert re.match(r"the checkpoint is not of this model: .*; resume with [^\n]*$", line)
+        assert "float16 there" in weights
+        assert "1 tensors differ, such as optimizer state exp_avg of" in moment
+        assert "float64 there" in moment
 
 
 def test_a_disk_that_is_full_on_one_rank_is_told_on_all_and_the_next_save_holds(

@@ -35,7 +35,7 @@ from winnow.learning.batch import MicroBatch, MicroBatchSharder
 from winnow.learning.peers import device_of
 from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.shards import Piece
-from winnow.learning.strategy import HALF, Figures, LossFn, Stats, Strategy, tensors_of
+from winnow.learning.strategy import HALF, Figures, LossFn, Stats, Strategy, check_state, tensors_of
 from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.mcore_map import Part, RankPlace, check_layout, parts_of
 from winnow.models.mcore_stage import PackedSamples, Stage, rotary
@@ -483,7 +483,13 @@ class MegatronStrategy(Strategy):
         return {"weights": weights, "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; gradients gathered so far are dropped."""
+        """Take back what `state_dict` gave; gradients gathered so far are dropped.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes are not those of this rank's part.
+        """
+        trained = {part.name for name in self._masters for part in self._parts.get(name, [])}
+        check_state(state, self.state_dict()["weights"], trained)
         self._sums.clear()
         for parameter in self._own.values():
             parameter.grad = None

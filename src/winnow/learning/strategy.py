@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -415,7 +415,7 @@ class Strategy:
             CheckpointError: names, shapes or dtypes are not those of this model.
         """
         own = self.state_dict()["weights"]
-        _check_state(state, own, self._masters)
+        check_state(state, own, self._masters)
         for name, tensor in own.items():
             self._fill(tensor, state["weights"][name])
         self._round_masters()
@@ -508,10 +508,14 @@ def _filler() -> MicroBatch:
     return all_micro_batches(pack_sequences([np.zeros(2, np.int64)]), 2)[0]
 
 
-def _check_state(
-    state: Mapping[str, Any], own: Mapping[str, Tensor], trained: Mapping[str, Tensor]
+def check_state(
+    state: Mapping[str, Any], own: Mapping[str, Tensor], trained: Container[str]
 ) -> None:
-    """Refuse a state that another model's strategy gave, or one that trained other weights."""
+    """Refuse a state that another model's strategy gave, or one that trained other weights.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes are not those of `own`.
+    """
     found, wanted = (
         {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
         for tensors in (state["weights"], own)

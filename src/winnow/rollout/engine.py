@@ -303,8 +303,14 @@ def group_request(
     """
     turn = group_id if turn is None else turn
     answers = tuple(
-        AnswerRequest(i, answer_seed(run_seed, turn, i), prefix, i == greedy, trained and i != greedy)
-        for i, prefix in prefixes.items()
+        AnswerRequest(
+            index,
+            answer_seed(run_seed, turn, index),
+            prefix,
+            greedy=index == greedy,
+            trained=trained and index != greedy,
+        )
+        for index, prefix in prefixes.items()
     )
     return GroupRequest(group_id, prompt.token_ids, answers, sampling, priority=group_id)
 
