@@ -66,11 +66,10 @@ class Probe:
         return np.random.default_rng([seed, self.info.rank]).random(count)
 
     def keep(self, count: int, seed: int) -> SplitResult:
-        """Tells how many numbers it drew, and keeps them; each rank has others."""
+        """Tells how many numbers it drew, and keeps them, some apart; each rank has others."""
         rng = np.random.default_rng([seed, self.info.rank])
-        return SplitResult(
-            {"count": count}, ArrayBlock((rng.integers(9, size=count), rng.random(count)))
-        )
+        block = ArrayBlock((rng.integers(9, size=count), rng.random(count)))
+        return SplitResult({"count": count}, block, ArrayBlock((rng.random(count),)))
 
     def read(self, *stored: ArrayRef) -> list[np.ndarray]:
         """What is stored."""

@@ -244,8 +244,9 @@ def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, cou
     on_a_cluster = kept[0].block.handle is not None
     for rank, each in enumerate(kept):
         rng = np.random.default_rng([4, rank])
-        ids, numbers = rng.integers(9, size=count), rng.random(count)
-        block = each.block
+        ids, numbers, more = rng.integers(9, size=count), rng.random(count), rng.random(count)
+        block, apart = each.block, each.extras
+        assert apart is not None
         stored = [
             ArrayRef(block, 0, 1, count, np.int32),
             ArrayRef(block, 1, 0, 2, np.float64),
@@ -257,6 +258,8 @@ def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, cou
         assert not (on_a_cluster and block.is_fetched), "it came by the driver"
         np.testing.assert_array_equal(stored[0], ids[1:])
         assert block.is_fetched
+        assert not (on_a_cluster and apart.is_fetched), "it came with what was read"
+        np.testing.assert_array_equal(ArrayRef(apart, 0, 0, count, np.float64), more)
 
 
 @pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])

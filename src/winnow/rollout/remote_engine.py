@@ -111,8 +111,8 @@ class EngineWorker:
                 self._profiler.move_to(reply.status.weight_version + 1)
         if not events:
             return reply
-        detached, block = _detach(events)
-        return SplitResult(replace(reply, events=detached), block)
+        detached, block, extras = _detach(events)
+        return SplitResult(replace(reply, events=detached), block, extras)
 
     async def write(self, group: GroupRequest) -> CompletionEvent:
         """Write the one answer of a group, beside those of other calls; `ask` is not used then."""
@@ -161,22 +161,23 @@ class EngineWorker:
             self._patience = None
 
 
-def _detach(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], ArrayBlock]:
-    """Put token ids (int32), log-probs (fp32) and extras of events end to end in one block.
+def _detach(
+    events: Sequence[CompletionEvent],
+) -> tuple[list[CompletionEvent], ArrayBlock, ArrayBlock | None]:
+    """Put token ids (int32) and log-probs (fp32) of events end to end in a block, and extras apart.
 
     One array of each is cheaper to send than two an answer, and may stay on this node. An extra
-    that several answers share is sent once.
+    that several answers share is sent once. Whoever reads tokens alone fetches no extras.
     """
     segments = [event.segment for event in events]
     ids = np.concatenate([np.asarray(s.token_ids, np.int32) for s in segments])
     logprobs = np.concatenate([np.asarray(s.logprobs, np.float32) for s in segments])
     extras = [_distinct(events, name) for name in sorted({n for e in events for n in e.extras})]
-    more = (np.concatenate(arrays) for arrays in extras)
-    block, detached, stop = ArrayBlock((ids, logprobs, *more)), list[CompletionEvent](), 0
-    places = dict[int, Any]()
-    for index, arrays in enumerate(extras, start=2):
+    block, detached, stop = ArrayBlock((ids, logprobs)), list[CompletionEvent](), 0
+    more, places = ArrayBlock(tuple(map(np.concatenate, extras))), dict[int, Any]()
+    for index, arrays in enumerate(extras):
         for each, end in zip(arrays, np.cumsum([*map(len, arrays)]).tolist(), strict=True):
-            places[id(each)] = ArrayRef(block, index, end - len(each), end, each.dtype)
+            places[id(each)] = ArrayRef(more, index, end - len(each), end, each.dtype)
     for event, segment in zip(events, segments, strict=True):
         start, stop = stop, stop + len(segment)
         bare = Segment(
@@ -187,7 +188,7 @@ def _detach(events: Sequence[CompletionEvent]) -> tuple[list[CompletionEvent], A
         )
         told = {name: places[id(each)] for name, each in event.extras.items()}
         detached.append(replace(event, segment=bare, extras=told))
-    return detached, block
+    return detached, block, more if extras else None
 
 
 def _distinct(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:

@@ -1,6 +1,6 @@
 """References to arrays that stay on the node that made them, for those who need only their length.
 
-    engine    segments ─► their arrays end to end, one `ArrayBlock` ──► the node's store
+    engine    segments ─► their arrays end to end, an `ArrayBlock` ───► the node's store
     driver    lengths, spans, and an `ArrayRef` each                          │
     rank, scorer     np.asarray(segment.token_ids) ◄──────────────────────────┘ fetched once a block
 
@@ -133,12 +133,14 @@ def _arrived(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeL
 class SplitResult:
     """A worker's result of which the arrays may stay on the worker's node.
 
-    On a cluster only `told` travels to the caller, with references to the block, which stays in the
-    store of the worker's node and outlives the worker.
+    On a cluster only `told` travels to the caller, with references to the blocks, which stay in the
+    store of the worker's node and outlive the worker.
     """
 
     told: Any
     block: ArrayBlock
+    extras: ArrayBlock | None = None
+    """Arrays that fewer receivers read, and that are fetched apart from the others."""
 
 
 def left_here(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
@@ -150,8 +152,10 @@ def left_here(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
 
 def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
     """Start fetching all that is stored of these answers; returns the blocks it is in."""
-    segments = (segment for trajectory in trajectories for segment in trajectory.segments)
-    arrays: Iterable[object] = (segment.token_ids for segment in segments)
+    arrays: list[object] = []
+    for trajectory in trajectories:
+        arrays += (segment.token_ids for segment in trajectory.segments)
+        arrays += trajectory.extras.values()
     stored = [array for array in arrays if isinstance(array, ArrayRef)]
     blocks = {id(each.block): each.block for each in stored if not each.block.is_fetched}
     for block in blocks.values():

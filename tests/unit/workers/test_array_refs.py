@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.states import read_back
 from tests.stored import Elsewhere
 
 from winnow.learning.batch import pack
-from winnow.rollout.engine import CompletionEvent
+from winnow.rollout.engine import CompletionEvent, trajectory_of
 from winnow.rollout.remote_engine import _detach
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult, fetch
@@ -85,6 +86,26 @@ def test_events_arrive_whole_with_their_arrays_or_references_to_them(lengths: li
                 other.tick,
             )
     assert handle.fetched == 1, "once a block"
+
+
+def test_whoever_reads_tokens_fetches_no_extras() -> None:
+    events = [
+        replace(each, extras={"routes": np.arange(len(each.segment)) + i, "all": np.arange(3)})
+        for i, each in enumerate(events_of([4, 5]))
+    ]
+    split = SplitResult(*_detach(events))
+    assert split.extras is not None
+    handles = tokens, extras = [Elsewhere(each.take()) for each in (split.block, split.extras)]
+    arrived = pickle.loads(pickle.dumps(split))
+    arrived.block.handle, arrived.extras.handle = handles
+    far = [trajectory_of(event) for event in arrived.told]
+    fetch(replace(each, extras={}) for each in far)
+    assert (tokens.fetched, extras.begun, extras.fetched) == (1, 0, 0)
+    fetch(far)
+    assert (tokens.fetched, extras.begun, extras.fetched) == (1, 1, 1)
+    for event, trajectory in zip(events, far, strict=True):
+        for name, array in event.extras.items():
+            assert np.asarray(trajectory.extras[name]).tolist() == array.tolist()
 
 
 def test_what_counts_and_sends_on_fetches_nothing() -> None:

@@ -211,11 +211,11 @@ class RayWorker:
         address = self._stream.getsockname()[0]
         return Place(os.getpid(), process_namespace(), address, free_port(address))
 
-    async def call(self, number: int, asked: WorkerJob | Call) -> tuple[Any, Any]:
+    async def call(self, number: int, asked: WorkerJob | Call) -> tuple[Any, Any, Any]:
         """Run a call when all before it have begun.
 
         Returns:
-            The outcome, and apart from it what the result keeps here.
+            The outcome, and apart from it the two blocks that the result may keep here.
         """
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()
@@ -224,7 +224,8 @@ class RayWorker:
         if self._next in self._early:
             self._early.pop(self._next).set_result(None)
         outcome = await self._host.outcome(asked)
-        return outcome, outcome.block.take() if isinstance(outcome, SplitResult) else None
+        kept = (outcome.block, outcome.extras) if isinstance(outcome, SplitResult) else (None, None)
+        return outcome, *(None if block is None else block.take() for block in kept)
 
     def _is_orphan(self) -> bool:
         """Return whether the driver has closed the connection, or is gone."""
@@ -247,7 +248,7 @@ class RayConnection:
 
     def __init__(self, actor: Any, place: Place, listener: LogReceiver) -> None:
         self._actor, self._listener = actor, listener
-        self._call = actor.call.options(num_returns=2)
+        self._call = actor.call.options(num_returns=3)
         self.place = place
         self.pid = place.pid
         self._how: str | None = None
@@ -260,7 +261,7 @@ class RayConnection:
 
     def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run."""
-        told, kept = self._call.remote(number, payload)
+        told, *kept = self._call.remote(number, payload)
         task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -310,18 +311,21 @@ class RayConnection:
             return bool(ends.poll(0))
         return self._listener.has_ended.is_set() or self._how is not None
 
-    async def _answer(self, told: Any, kept: Any, tell: Callable[[Any], None]) -> None:
+    async def _answer(self, told: Any, kept: Sequence[Any], tell: Callable[[Any], None]) -> None:
         exceptions = ray_module().exceptions
         try:
             outcome = await told
             if isinstance(outcome, SplitResult):
-                handle = RayHandle(kept, self._listener.role, self._listener.rank)
-                outcome.block.handle = handle
+                for block, each in zip((outcome.block, outcome.extras), kept, strict=True):
+                    if block is not None:
+                        block.handle = RayHandle(each, self._listener.role, self._listener.rank)
         except exceptions.RayTaskError as error:  # a result that cannot travel
-            kept.future().add_done_callback(_seen)  # the same again, which Ray would print
+            for each in kept:
+                each.future().add_done_callback(_seen)  # the same again, which Ray would print
             outcome = CallFailure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
         except exceptions.RayError as error:
-            kept.future().add_done_callback(_seen)
+            for each in kept:
+                each.future().add_done_callback(_seen)
             self._how = f"died ({_in_words(error)})"
             return
         tell(outcome)
