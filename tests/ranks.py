@@ -131,6 +131,27 @@ class Ranks:
         return [found[rank] for rank in range(self.world)]
 
 
+def _share_device() -> None:
+    """Have all groups of gloo in this process use one device.
+
+    Each would make its own, with a thread that wakes a hundred times a second: of some hundred
+    groups on four ranks these take a processor.
+    """
+    from torch.distributed import distributed_c10d
+
+    gloo = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class SharingDevice(gloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = gloo._Options()
+            options._devices = [device]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharingDevice
+
+
 def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     """What a process does: functions, until its parent goes."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -138,6 +159,7 @@ def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _share_device()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     pipe.send((False, None))
