@@ -68,12 +68,11 @@ from winnow.rollout.engine import (  # noqa: E402
 from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
 from winnow.rollout.vllm_start import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
-from winnow.rollout.weights import Bucket, BucketPiece, WeightReceiver, buckets  # noqa: E402
+from winnow.rollout.weights import Bucket, Named, StagedReceiver, WeightReceiver, buckets  # noqa: E402
 from winnow.types import FinishReason, FloatArray, IntArray, Segment  # noqa: E402
 
 log = logging.getLogger(__name__)
 
-Named = list[tuple[str, Tensor]]
 _LONGEST_SCORED = 512
 """Tokens of the longest sequence that a publication is checked with."""
 _SCORED_AT_ONCE = 4
@@ -90,53 +89,6 @@ class RunningAnswer(WrittenAnswer):
 
     name: str = ""
     """Its request's at vLLM, while it has one."""
-
-
-class StagedReceiver(WeightReceiver):
-    """A weight receiver that puts whole tensors together and hands them to vLLM.
-
-    Checksums are of the staged tensors: vLLM fuses and repacks what it gets.
-
-    Args:
-        model: says which tensors must come; on the meta device.
-        load: hands tensors over.
-        finish: has vLLM use them.
-        only: as `WeightReceiver` takes it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        version: int,
-        load: Callable[[Named], None],
-        finish: Callable[[], None],
-        only: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(model, version, only)
-        self._load, self._finish = load, finish
-        self._part: Tensor | None = None  # a tensor of which not all has come
-        self._whole: Named = []
-
-    def take(self, bucket: Bucket) -> int:
-        checksum = super().take(bucket)
-        whole, self._whole = self._whole, []
-        if whole:
-            self._load(whole)
-        return checksum
-
-    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
-        # vLLM keeps a tensor until its layer is complete: each gets memory of its own.
-        staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
-        held = super()._store(piece, staged)
-        is_whole = piece.start + len(piece.array) == own.numel()
-        self._part = None if is_whole else staged
-        if is_whole:
-            self._whole.append((piece.name, staged))
-        return held
-
-    def finish(self, version: int) -> None:
-        super().finish(version)
-        self._finish()
 
 
 class VllmEngine(TickEngine[RunningAnswer]):

@@ -44,6 +44,7 @@ _NOTHING: Any = np.zeros(0, np.uint8)
 _UNDER_WAY = 2
 """Buckets: one is being copied there while the next is packed here."""
 Array = NDArray[Any]
+Named = list[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,3 +361,50 @@ class WeightReceiver:
                 f"come, such as {missing[0]}; export all of them"
             )
         self.settled.set_result(None)
+
+
+class StagedReceiver(WeightReceiver):
+    """A weight receiver that puts whole tensors together and hands them to vLLM.
+
+    Checksums are of the staged tensors: vLLM fuses and repacks what it gets.
+
+    Args:
+        model: says which tensors must come; on the meta device.
+        load: hands tensors over.
+        finish: has vLLM use them.
+        only: as `WeightReceiver` takes it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        version: int,
+        load: Callable[[Named], None],
+        finish: Callable[[], None],
+        only: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(model, version, only)
+        self._load, self._finish = load, finish
+        self._part: Tensor | None = None  # a tensor of which not all has come
+        self._whole: Named = []
+
+    def take(self, bucket: Bucket) -> int:
+        checksum = super().take(bucket)
+        whole, self._whole = self._whole, []
+        if whole:
+            self._load(whole)
+        return checksum
+
+    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
+        # vLLM keeps a tensor until its layer is complete: each gets memory of its own.
+        staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
+        held = super()._store(piece, staged)
+        is_whole = piece.start + len(piece.array) == own.numel()
+        self._part = None if is_whole else staged
+        if is_whole:
+            self._whole.append((piece.name, staged))
+        return held
+
+    def finish(self, version: int) -> None:
+        super().finish(version)
+        self._finish()
