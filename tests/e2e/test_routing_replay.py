@@ -97,6 +97,10 @@ def test_routes_reach_ranks_from_an_engine_in_a_process_of_its_own(home: Path) -
             ),
             "needs an engine that tells the experts of each token",
         ),
+        (
+            ("rollout/engine=vllm", "rollout.engine.prefix_caching=false"),
+            "needs rollout.engine.prefix_caching=true with rollout/engine=vllm",
+        ),
     ],
 )
 def test_what_cannot_replay_is_refused_in_one_line(

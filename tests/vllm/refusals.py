@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from winnow.errors import WinnowError
 from winnow.rollout.vllm_start import make_vllm_worker
@@ -33,6 +33,7 @@ WINDOWS = Qwen2Config(
     max_window_layers=2,
     architectures=["Qwen2ForCausalLM"],
 )
+EXPERTS = Qwen3MoeConfig(**SHAPE, head_dim=32, architectures=["Qwen3MoeForCausalLM"])
 CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "option": (PLAIN, {"extra": {"enforce_eagr": True}}),
     "value": (PLAIN, {"extra": {"block_size": "x"}}),
@@ -50,6 +51,8 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "sleep": (PLAIN, {"sleep": True}),
     "too much memory": (PLAIN, {"cache_gib": 1e4}),
     "head size": (Qwen3Config(**SHAPE, head_dim=16, architectures=["Qwen3ForCausalLM"]), {}),
+    # The last: it asks for the second model runner, in the whole process.
+    "routes": (EXPERTS, {"routes": True}),
 }
 
 

@@ -41,6 +41,7 @@ _OWN_KEYS = {
     "model": "model.path",
     "dtype": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
+    "enable_return_routed_experts": "rollout.routing_replay",
 }
 """Keys of a recipe that set an option of vLLM's."""
 VLLM_ADAPTER_RANK = 512

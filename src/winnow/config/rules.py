@@ -453,11 +453,16 @@ def _routes(c: Config) -> Iterator[str]:
     if not c.rollout.routing_replay:
         return
     given = "rollout.routing_replay=true"
-    if isinstance(c.rollout.engine, HttpEngineConfig | VllmEngineConfig):
+    if isinstance(c.rollout.engine, HttpEngineConfig):
         yield (
             f"{given} needs an engine that tells the experts of each token, and "
-            f"{_given(c, 'rollout/engine')} tells none; choose rollout/engine=torch, or set it to "
-            "false"
+            f"{_given(c, 'rollout/engine')} tells none; choose rollout/engine=vllm or torch, or "
+            "set it to false"
+        )
+    if isinstance(c.rollout.engine, VllmEngineConfig) and not c.rollout.engine.prefix_caching:
+        yield (
+            f"{given} needs rollout.engine.prefix_caching=true with {_given(c, 'rollout/engine')}, "
+            "which keeps routes by the blocks of that cache; set that to true, or set it to false"
         )
     if getattr(c.trainer.strategy, "compile", False):
         yield (

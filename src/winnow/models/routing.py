@@ -211,6 +211,13 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_router(module)]
 
 
+def router_layers(model: nn.Module) -> list[int]:
+    """Return the numbers of a model's layers that are mixtures, in order."""
+    routers = {*routers_of(model)}
+    names = [name for name, module in model.named_modules() if module in routers]
+    return [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
+
+
 def route_shape(model: nn.Module) -> RouteShape:
     """Return the shape of a model's routes; no layers of a dense one."""
     routers = cast("list[Any]", routers_of(model))

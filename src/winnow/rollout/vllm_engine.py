@@ -28,6 +28,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -36,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # Of these a user's own value stands.
 for _name, _value in {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one's sampler is written, but has not been run
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one is asked for where it is needed
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or all engines of a machine share its first cores
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -56,6 +57,7 @@ from winnow.config.model import LoraAdapter  # noqa: E402
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
 from winnow.models.causal_lm import find_model, has_adapter  # noqa: E402
 from winnow.models.lora import adapted_layers, adapter_weights, adapter_writer, add_lora  # noqa: E402
+from winnow.models.routing import route_shape, router_layers  # noqa: E402
 from winnow.observe.profile import StepProfiler  # noqa: E402
 from winnow.rollout import vllm_plugin  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
@@ -69,7 +71,14 @@ from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
 from winnow.rollout.vllm_start import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
 from winnow.rollout.weights import Bucket, Named, StagedReceiver, WeightReceiver, buckets  # noqa: E402
-from winnow.types import FinishReason, FloatArray, IntArray, Segment  # noqa: E402
+from winnow.types import (  # noqa: E402
+    PROMPT_ROUTES,
+    ROUTES,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Segment,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +98,8 @@ class RunningAnswer(WrittenAnswer):
 
     name: str = ""
     """Its request's at vLLM, while it has one."""
+    routes: NDArray[Any] | None = None
+    """The experts of its tokens as vLLM tells them, once vLLM has ended it."""
 
 
 class VllmEngine(TickEngine[RunningAnswer]):
@@ -127,6 +138,8 @@ class VllmEngine(TickEngine[RunningAnswer]):
         self._broken: str | None = None
         self._expected: dict[str, Tensor] | None = None  # of an adapter
         self._lora: LoRARequest | None = None
+        self._tells_routes = llm.vllm_config.aux_output_config.enabled
+        self._route_shape, self._route_layers = route_shape(model), router_layers(model)
         if has_adapter(model):
             self._expected = dict(adapter_weights(model))
             for taken in llm.collective_rpc("adapted_layers"):
@@ -318,6 +331,7 @@ class VllmEngine(TickEngine[RunningAnswer]):
             self._generated += len(got.token_ids)
             if output.finished:
                 reasons[row] = "length" if got.finish_reason == "length" else "stop"
+                answer.routes = got.routed_experts
             if answer.group.sampling.stop:
                 with_stops.append(row)
         return reasons | dict.fromkeys(self._with_stop_string(with_stops), "stop")
@@ -327,6 +341,29 @@ class VllmEngine(TickEngine[RunningAnswer]):
 
     def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
         return [self._rows[row].ids[-width:] for row in rows]
+
+    def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
+        answer = self._rows[row]
+        if not (self._tells_routes and answer.request.trained):
+            return {}
+        told = answer.routes
+        if told is None:  # ended by a stop string, of which vLLM knows nothing
+            known = self._llm.output_processor
+            (name,) = known.external_req_ids[answer.name]
+            told = np.concatenate(known.request_states[name].routed_experts_chunks)
+        prompt, shape = len(answer.group.prompt_ids), self._route_shape
+        size = prompt + len(answer.ids) - 1, self._llm.model_config.get_total_num_hidden_layers()
+        if told.shape != (*size, shape.choices) or int(told.max()) >= shape.experts:
+            raise WorkerError(
+                f"vLLM tells experts up to {told.max()} in {told.shape} of {size[0]} tokens, "
+                f"{size[1]} layers and {shape.choices} of {shape.experts} experts",
+                "engine",
+                0,
+            )
+        # Layers that are no mixtures have rows there, too.
+        here = told[:, self._route_layers].astype(np.int16)
+        routes = torch.from_numpy(here).to(shape.dtype).numpy()
+        return {PROMPT_ROUTES: routes[: prompt - 1], ROUTES: routes[prompt - 1 :]}
 
     def _leave(self, rows: Sequence[int]) -> None:
         gone = set(rows)
@@ -422,6 +459,7 @@ def start_vllm(
     sleep: bool = False,
     trust_remote_code: bool = False,
     lora: Mapping[str, Any] | None = None,
+    routes: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
     """Start a vLLM in this process as `VllmEngine` needs it.
@@ -445,8 +483,6 @@ def start_vllm(
     batch = slots + _SCORED_AT_ONCE
     # vLLM asks for steps that hold the longest sequence where it may not cut one.
     step_tokens = max(prefill_tokens, batch, 0 if chunked_prefill else longest or positions or 0)
-    is_second = envs.VLLM_USE_V2_MODEL_RUNNER
-    sampler = vllm_plugin.HashSamplerV2 if is_second else vllm_plugin.HashSampler
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": dtype,
@@ -462,8 +498,9 @@ def start_vllm(
         "enable_chunked_prefill": chunked_prefill,
         "enable_sleep_mode": sleep,
         "enforce_eager": not torch.cuda.is_available(),
-        "logits_processors": [sampler],
+        "logits_processors": [_sampler(routes)],
         "weight_transfer_config": WeightTransferConfig(backend=vllm_plugin.BACKEND),
+        "enable_return_routed_experts": routes,
         **(lora or {}),
     }
     own = dict(extra or {})
@@ -477,6 +514,14 @@ def start_vllm(
         raise refusal(error, model, cache_gib) from error
     _check_kernels(llm, model)
     return llm
+
+
+def _sampler(routes: bool) -> type[Any]:
+    """Return the processor for vLLM's model runner; routes take the second one."""
+    if routes:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    is_second = envs.VLLM_USE_V2_MODEL_RUNNER
+    return vllm_plugin.HashSamplerV2 if is_second else vllm_plugin.HashSampler
 
 
 def _check_kernels(llm: LLMEngine, model: str) -> None:

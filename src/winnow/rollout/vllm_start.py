@@ -149,6 +149,7 @@ def check_adapted(layers: Collection[str], taken: Collection[str]) -> None:
 _NEEDED = re.compile(r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed")
 _FREE = re.compile(r"Available memory on .*?\(([\d.]+)/[\d.]+ GiB\).*?kv cache")
 _POSITIONS = re.compile(r"max_model_len \((\d+)\) is greater than the derived .*?=(\d+)")
+_NO_ROUTES = "return-routed-experts", "AuxOutput", "Routed-experts", "Model Runner V2 requires"
 _HEADS = re.compile(r"heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)")
 
 
@@ -185,6 +186,12 @@ def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowErro
         return ConfigError(
             f"model.adapter.publish=adapter: vLLM applies no adapter to {model}: {said}; set "
             "model.adapter.publish=merged"
+        )
+    if any(part in said for part in _NO_ROUTES):
+        return ConfigError(
+            f"rollout.routing_replay=true, or VLLM_USE_V2_MODEL_RUNNER=1, is refused by vLLM "
+            f"{_version()}: {said}; set it to false, choose rollout/engine=torch, or change "
+            "rollout.engine.extra"
         )
     if found := _HEADS.search(said):
         return ConfigError(

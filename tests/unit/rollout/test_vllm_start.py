@@ -129,6 +129,12 @@ def test_a_layer_that_vllm_leaves_out_is_named() -> None:
             "model.adapter.publish=adapter: vLLM applies no adapter to M: GPT2 does not support "
             "LoRA yet; set model.adapter.publish=merged",
         ),
+        (
+            "AuxOutput Connector only supports MoE models.",
+            1.0,
+            "rollout.routing_replay=true, or VLLM_USE_V2_MODEL_RUNNER=1, is refused by vLLM 0 (of "
+            "unknown version): AuxOutput Connector only supports MoE models; set it to false, ",
+        ),
         ("", 1.0, "does not start with it: ValueError; choose"),
         ("x" * 999, 1.0, f"{'x' * 300}…; choose"),
     ],
