@@ -81,8 +81,9 @@ SHAPE = {
 
 CHANGED: dict[str, dict[str, int]] = {
     "even experts": {"num_experts": 4},
-    "three layers": {"num_hidden_layers": 3},
+    "three layers": {"num_hidden_layers": 3, "pad_token_id": 8},
 }
+"""A token that samples have may be the one for padding, of which the embedding learns nothing."""
 FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 """Kinds that are no Qwen3."""
 

@@ -92,6 +92,7 @@ class Stage(nn.Module):
         self.config = _megatron_config(
             config, dimensions, place, dtype, sequence_parallel, recomputes
         )
+        self._padding_id: int | None = config.pad_token_id
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         """Megatron's process groups."""
         layers = dimensions.stage_layers(place)
@@ -141,6 +142,10 @@ class Stage(nn.Module):
         if hasattr(self, "embedding"):
             ids = F.pad(token_ids, (0, self._padding(len(token_ids))))
             states = self.embedding(ids[None]).transpose(0, 1).contiguous()
+            if self._padding_id is not None and states.requires_grad:
+                # The row of this id learns nothing as an input in the Hugging Face model either.
+                is_padding = (ids == self._padding_id)[:, None, None]
+                states.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
             if self.is_split:
                 states = scatter_to_sequence_parallel_region(states, group=self.groups.tp)
             if torch.is_grad_enabled() and not states.requires_grad:
