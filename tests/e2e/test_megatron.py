@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CUT = "trainer/strategy=megatron", "trainer.strategy.tensor=2"
 APART = "rollout.engine.processes=1", "trainer.save_every=1", "trainer.keep_last=3"
+ROLES = "algorithm/advantage=gae", "algorithm/kl/loss=fixed", "algorithm.kl.loss.coef=0.1"
+"""With a critic and a reference beside the policy."""
 SHORT = 3
 """Steps of runs that are compared with the first ones of longer runs."""
 
@@ -36,7 +38,8 @@ def megatron_lab(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) ->
     (folder / "cache").symlink_to(warm_starts)
     server = Server(environment=megatron_environment(), preloaded=("megatron.core",))
     # A schedule would follow the number of steps, which differs here.
-    yield QuickLab(folder, server=server, settings=("optim.schedule=constant",))
+    settings = "optim.schedule=constant", *ROLES
+    yield QuickLab(folder, server=server, settings=settings)
     server.close()
 
 
@@ -87,7 +90,7 @@ def test_a_checkpoint_has_the_bits_of_the_model_under_its_own_names(calm: Path) 
     stored = dcp.FileSystemReader(checkpoint.path / "ranks")
     sizes = stored.read_metadata().state_dict_metadata
     weights = {name: torch.empty_like(p) for name, p in model.named_parameters()}
-    keys = {key: name for key in sizes for name in weights if key.endswith(f"weights.{name}")}
+    keys = {key: name for key in sizes for name in weights if key.endswith(f"policy.weights.{name}")}
     assert sorted(keys.values()) == sorted(weights)
     dcp.load(
         {key: weights[name] for key, name in keys.items()}, storage_reader=stored, no_dist=True
