@@ -174,6 +174,25 @@ def test_bf16_is_as_far_from_the_truth_as_in_one_process(ranks: Ranks, kind: str
     assert_near(found.start, one.start, 0.0)
 
 
+def attention_runs_on_rank(checkpointing: bool) -> float:
+    """Count how often each layer attends in an update, for each micro-batch."""
+    options = {"gradient_checkpointing": checkpointing}
+    strategy = strategy_on_rank("tied", torch.float32, (2, 1, 1), True, **options)
+    layers, runs = strategy._stage.decoder.layers, list[None]()
+    for layer in layers:
+        attention = layer.self_attention.core_attention
+        attention.register_forward_hook(lambda *_: runs.append(None))
+    peers = strategy.sharder.peers
+    micro = shares_of(batch_of("tied", torch.float32), peers.shares)[peers.share]
+    strategy.forward_backward(micro, POLICY, objective_of("tied"))
+    return len(runs) / len(layers) / len(micro)
+
+
+def test_layers_are_recomputed_where_that_is_asked(ranks: Ranks) -> None:
+    assert ranks.run(attention_runs_on_rank, False) == [1.0] * 4
+    assert ranks.run(attention_runs_on_rank, True) == [2.0] * 4
+
+
 LOADED = {"untied": load_causal_lm, "even experts": load_causal_lm, "critic": load_value_model}
 
 
