@@ -90,7 +90,8 @@ def test_a_checkpoint_has_the_bits_of_the_model_under_its_own_names(calm: Path) 
     stored = dcp.FileSystemReader(checkpoint.path / "ranks")
     sizes = stored.read_metadata().state_dict_metadata
     weights = {name: torch.empty_like(p) for name, p in model.named_parameters()}
-    keys = {key: name for key in sizes for name in weights if key.endswith(f"policy.weights.{name}")}
+    ends = {f"policy.weights.{name}": name for name in weights}
+    keys = {key: name for key in sizes for end, name in ends.items() if key.endswith(end)}
     assert sorted(keys.values()) == sorted(weights)
     dcp.load(
         {key: weights[name] for key, name in keys.items()}, storage_reader=stored, no_dist=True
