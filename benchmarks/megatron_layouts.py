@@ -36,8 +36,8 @@ MIXTURES: list[Cut] = [(1, 1, 4), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2), (2
 def worst(found: Learnt, wanted: Learnt) -> tuple[float, str]:
     """Return the largest relative error of the first update's gradients, and the tensor's name."""
     errors = {
-        name: float(np.linalg.norm(found.gradients[0][name] - each) / np.linalg.norm(each))
-        for name, each in wanted.gradients[0].items()
+        name: float(np.linalg.norm(found.gradients[name] - each) / np.linalg.norm(each))
+        for name, each in wanted.gradients.items()
     }
     name = max(errors, key=lambda each: errors[each])
     return errors[name], name

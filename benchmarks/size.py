@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import os
 import subprocess
 import sys
 import tempfile
-import tokenize
 import tomllib
 from collections import defaultdict
 from dataclasses import dataclass, fields
@@ -49,28 +47,33 @@ class Size:
 def size_of(path: Path) -> Size:
     """The size of one file; `docstrings` counts their lines."""
     text = path.read_text(encoding="utf-8")
-    docstring_lines: set[int] = set()
+    docstring_lines, in_texts = set[int](), set[int]()
     functions = 0
     for node in ast.walk(ast.parse(text)):
         functions += isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.iter_child_nodes(node):
+        match node:
             # Docstrings of fields are strings that stand alone, too.
-            match child:
-                case ast.Expr(value=ast.Constant(value=str())):
-                    assert child.end_lineno is not None
-                    docstring_lines |= set(range(child.lineno, child.end_lineno + 1))
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skipped and token.type != tokenize.ENDMARKER:
-            code |= set(range(token.start[0], token.end[0] + 1))
+            case ast.Expr(value=ast.Constant(value=str())):
+                docstring_lines |= _lines(node)
+            case ast.Constant(value=str()) | ast.JoinedStr():
+                in_texts |= _lines(node)
+    written = {
+        number
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    }
     return Size(
         files=1,
         lines=text.count("\n"),
-        code=len(code - docstring_lines),
+        code=len((written | in_texts) - docstring_lines),
         docstrings=len(docstring_lines),
         functions=functions,
     )
+
+
+def _lines(node: ast.expr | ast.stmt) -> set[int]:
+    assert node.end_lineno is not None
+    return set(range(node.lineno, node.end_lineno + 1))
 
 
 def sizes(source: Path = SOURCE) -> dict[str, Size]:

@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python -m benchmarks.vllm_bits [--out benchmarks/results/vllm_bits.md]
 
-Each run has six steps of the quickstart's task in fp32 on a CPU, with heads of 32 that vLLM's CPU
+Each run has some steps of the quickstart's task in fp32 on a CPU, with heads of 32 that vLLM's CPU
 kernels take. Answers are compared by all that is kept of them but log-probs, which differ between
 engines by rounding. The number of engines decides which groups are under way when a step is cut, so
 that two engines are compared with two.

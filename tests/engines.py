@@ -116,7 +116,6 @@ class ScriptedEngine:
         self.tick = 0
         self.submitted: list[GroupRequest] = []
         self.aborted_groups: list[int] = []
-        self.most_running = 0
         self._length = length
         self._slots = slots
         self._fails = fails
@@ -225,7 +224,6 @@ class ScriptedEngine:
             self._running[job.key] = job
             end = self.tick + max(0, job.target - job.behind)
             heapq.heappush(self._ends, (end, job.key, id(job)))
-        self.most_running = max(self.most_running, len(self._running))
 
     def _run_to_next_end(self, limit: int | None) -> None:
         while self._ends and self._is_gone(self._ends[0]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import settings
 
-QUICK = 20
+QUICK = 10
 """Of a property that says nothing else."""
 THOROUGH = 25
 """Times as many in the profile `thorough`."""

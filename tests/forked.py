@@ -17,6 +17,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from tests import pauses
-from tests.spares import Spares
+from tests.spares import Spares, adopt, be_orphan
+
+from winnow.gc_tuning import growing
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
@@ -39,6 +42,8 @@ PRELOADED = (
     *("winnow.observe.curve", "winnow.observe.summary"),
     *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+    *("winnow.workers.ray.group", "google.protobuf.json_format"),
+    *("requests", "jsonschema", "uvloop"),  # of Ray, which reads its variables when it is imported
 )
 """What runs and their workers import, at their start or when it is needed."""
 
@@ -95,8 +100,10 @@ class Server:
             preloaded: further modules that are imported, beside `PRELOADED`.
             environment: what is read at import must stand here, such as HF_HUB_OFFLINE.
         """
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.forked", *preloaded],
+            [*before, sys.executable, "-m", "tests.forked", str(theirs.fileno()), *preloaded],
+            pass_fds=[theirs.fileno()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -107,6 +114,7 @@ class Server:
                 **(environment or {}),
             },
         )
+        theirs.close()
 
     def start(
         self,
@@ -146,17 +154,28 @@ class Server:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
+    def adopt(self, order: dict[str, Any], descriptors: Sequence[int]) -> int:
+        """Start a process that is this one's child: what `tests.spares.popen` takes."""
+
+        def ask(channel: socket.socket) -> None:
+            socket.send_fds(self._control, [b"."], [channel.fileno()])
+            self.ask(orphan=True)
+
+        return adopt(ask, order, descriptors)
+
     def close(self) -> None:
         """End the server and what still runs of it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
+        self._control.close()
 
 
 def main() -> None:
     """Serve until the input ends; in a forked child, be the process that was asked for."""
-    for name in (*PRELOADED, *sys.argv[1:]):
-        importlib.import_module(name)
+    with growing():
+        for name in (*PRELOADED, *sys.argv[2:]):
+            importlib.import_module(name)
     # A child that looked at each object to collect or to free it would copy the memory they lie in:
     # a second of CPU at its end.
     gc.collect()
@@ -165,9 +184,19 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     running: set[int] = set()
+    control = socket.socket(fileno=int(sys.argv[1]))
     for line in sys.stdin:
         request = json.loads(line)
-        if "wait_for" in request:
+        if "orphan" in request:
+            _, (channel,), *_ = socket.recv_fds(control, 1, 1)
+            answer = os.fork()
+            if answer == 0:
+                answers.close()
+                control.close()
+                be_orphan(channel, lambda module, words: _call(module, words, 0))
+            os.waitpid(answer, 0)
+            os.close(channel)
+        elif "wait_for" in request:
             pid, status = os.waitpid(request["wait_for"], 0)
             running.discard(pid)
             answer = os.waitstatus_to_exitcode(status)
@@ -175,6 +204,7 @@ def main() -> None:
             answer = os.fork()
             if answer == 0:
                 answers.close()
+                control.close()
                 break
             running.add(answer)
         answers.write(json.dumps(answer) + "\n")
@@ -204,6 +234,7 @@ def _call(module: str, words: Sequence[str], spares: int) -> None:
     """Be a process of a module."""
     if pauses.PLACE in os.environ:
         pauses.install()
+    importlib.import_module("tests.winnow_command").draw_no_curve()
     if spares and module != "winnow.workers.child":
         Spares(spares, lambda module, words: _call(module, words, spares)).install()
     sys.argv = [module, *words]

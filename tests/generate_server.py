@@ -208,14 +208,16 @@ class GenerateServers:
     """
 
     def __init__(self, folder: Path, forks: Server | None = None) -> None:
-        self._folder, self._forks, self._count = folder, forks or Server(), 0
+        self._folder, self._forks, self._ends_forks = folder, forks or Server(), forks is None
+        self._started: list[Forked] = []
 
     def start(self, model: Path, *options: str, port: int = 0) -> tuple[str, Forked]:
         """Start a server; returns its address and process once it answers."""
-        self._count += 1
-        out, err = (self._folder / f"server-{self._count}.{end}" for end in ("out", "err"))
+        count = len(self._started)
+        out, err = (self._folder / f"server-{count}.{end}" for end in ("out", "err"))
         words = [str(model), f"--port={port}", *options]
         process = self._forks.start("tests.generate_server", words, out=out, err=err)
+        self._started.append(process)
         while not (out.exists() and out.read_text().endswith("\n")):
             assert process.poll() is None, err.read_text()
             time.sleep(0.01)
@@ -223,7 +225,10 @@ class GenerateServers:
 
     def close(self) -> None:
         """End all servers."""
-        self._forks.close()
+        for process in self._started:
+            process.kill()
+        if self._ends_forks:
+            self._forks.close()
 
 
 def main() -> None:

@@ -26,18 +26,18 @@ def descendants(pid: int) -> dict[int, str]:
     parents = [pid]
     while parents:
         parent = parents.pop()
-        for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            try:
-                children = [int(word) for word in task.read_text().split()]
+        tasks: list[Path] = []
+        with suppress(FileNotFoundError, ProcessLookupError):  # it, or one of its, ended meanwhile
+            tasks += Path(f"/proc/{parent}/task").glob("*/children")
+        for task in tasks:
+            with suppress(FileNotFoundError, ProcessLookupError):
                 lines = {
                     child: Path(f"/proc/{child}/comm").read_text()
                     + Path(f"/proc/{child}/cmdline").read_text()
-                    for child in children
+                    for child in map(int, task.read_text().split())
                 }
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            found |= lines
-            parents += children
+                found |= lines
+                parents += lines
     return found
 
 
@@ -59,7 +59,7 @@ def is_alive(process: int) -> bool:
     """Whether it is there and no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

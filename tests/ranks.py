@@ -21,7 +21,10 @@ from typing import Any
 
 START_S = 240.0
 """Until torch is imported, on a machine with other work."""
-PRELOADED = ["torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "tests.recorded"]
+PRELOADED = [
+    *("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "megatron.core"),
+    *("tests.contract.test_fsdp2", "tests.contract.test_megatron"),
+]
 """What a process that does nothing else imports once, for the ranks to be forked from it."""
 GRACE_S = 2.0
 """For the other ranks, once one has failed."""

@@ -76,10 +76,6 @@ class Host:
             raise value
         return value
 
-    def has_answered(self) -> bool:
-        """Whether there is something to read, were it the end."""
-        return self._pipe.poll()
-
     def ask(self, code: str, stdin: bytes = b"", **limits: Any) -> None:
         """Have a program run, and do not wait for it."""
         self._pipe.send_bytes(pickle.dumps((Program(code, stdin), limits)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from winnow.config.reward import RewardConfig
 from winnow.rewards.judge import Judge
 from winnow.rewards.model import ModelScorer
 from winnow.rewards.pipeline import Decode, RewardPipeline, Rewards
-from winnow.types import Prompt, Segment, Trajectory, VersionSpan
+from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
 
 LIMIT = 128
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
@@ -38,3 +39,20 @@ def answer(length: int) -> Trajectory:
         np.zeros(length, np.int64), np.zeros(length, np.float32), (VersionSpan(0, length),)
     )
     return Trajectory((tokens,), "stop")
+
+
+def ask(
+    rewards: Rewards,
+    texts: Sequence[str],
+    *,
+    prompt: Prompt = PROMPT,
+    length: int = 10,
+    training: bool = True,
+) -> list[Score]:
+    """Scores of answers to a prompt that are asked for together."""
+
+    async def together() -> list[Score]:
+        asked = (rewards.score(prompt, answer(length), text, training) for text in texts)
+        return list(await asyncio.gather(*asked))
+
+    return asyncio.run(together())

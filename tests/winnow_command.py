@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
+
+from benchmarks.kill import SETTINGS
+
+from winnow.observe.files import write_atomic
+from winnow.runs import session
+from winnow.runs.checkpoint import checkpoints_in
 
 if TYPE_CHECKING:
     from tests.forked import Server
@@ -35,6 +43,15 @@ class Outcome:
         """Itself, after it is seen that the command succeeded."""
         assert self.code == 0, f"exit code {self.code}\n{self.out}\n{self.err}"
         return self
+
+
+def _write_empty_curve(folder: Path) -> None:
+    write_atomic(folder / "curve.png", b"")
+
+
+def draw_no_curve() -> None:
+    """Have this process write a run's picture and not draw it: that is half of a small run."""
+    session.draw_curve = _write_empty_curve
 
 
 def in_own_process(
@@ -67,16 +84,18 @@ def in_forked_process(
     folder: Path,
     environment: Mapping[str, str] | None = None,
     spares: int = 0,
+    module: str = "winnow.cli.main",
 ) -> Outcome:
     """The command in a process of its own, and those that it starts, which need not import.
 
     Args:
         spares: at least as many as start in it (`tests.spares`).
+        module: whose `main` is called.
     """
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place) / "out", Path(place) / "err"
         process = server.start(
-            "winnow.cli.main",
+            module,
             arguments,
             folder=folder,
             environment={**_ENVIRONMENT, **(environment or {})},
@@ -85,6 +104,23 @@ def in_forked_process(
             spares=spares,
         )
         return Outcome(process.wait(_LONGEST_S), out.read_text(), err.read_text())
+
+
+def python(server: Server, program: str, home: Path) -> Outcome:
+    """A program that uses `winnow` where an event loop runs already, as in a notebook."""
+    cache = {"WINNOW_CACHE": str(home / "cache")}
+    return in_forked_process(
+        server, program, folder=home, environment=cache, spares=4, module=__name__
+    )
+
+
+def main() -> None:
+    """Be the process of a program."""
+
+    async def run() -> None:
+        exec(sys.argv[1], {})
+
+    asyncio.run(run())
 
 
 def in_this_process(
@@ -99,6 +135,7 @@ def in_this_process(
         contextlib.chdir(folder),
         patch.dict(os.environ, {**_ENVIRONMENT, **(environment or {})}),
         patch.object(sys, "argv", ["winnow", *arguments]),
+        patch.object(session, "draw_curve", _write_empty_curve),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -107,3 +144,29 @@ def in_this_process(
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def winnow(home: Path, *arguments: str) -> Outcome:
+    """A command in a folder that has a cache of its own."""
+    return in_this_process(
+        *arguments, folder=home, environment={"WINNOW_CACHE": str(home / "cache")}
+    )
+
+
+def train(home: Path, name: str, *settings: str) -> Outcome:
+    """A small run of the quickstart's task, whose checkpoints all stay."""
+    return winnow(
+        home,
+        *("train", "quickstart", *SETTINGS, f"run.name={name}", "trainer.save_every=1"),
+        *("trainer.keep_last=null", "observe.console=plain", *settings),
+    )
+
+
+def cut_off(home: Path, name: str, copy: str, step: int) -> Path:
+    """A copy of a run that died after `step` was saved."""
+    run = home / "runs" / copy
+    shutil.copytree(home / "runs" / name, run)
+    for checkpoint in checkpoints_in(run / "checkpoints"):
+        if checkpoint.step > step:
+            shutil.rmtree(checkpoint.path)
+    return run

@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,10 +51,6 @@ class Probe:
         """The sum of all calls so far."""
         self.total += number * times
         return self.total
-
-    def echo(self, *values: Any) -> Any:
-        """What came."""
-        return values
 
     def checks(self, array: np.ndarray) -> tuple[float, bool, int]:
         """Sum of an array, whether it can be written to, and the memory file that it lies in."""

@@ -1,6 +1,6 @@
 // Where the tokens of a run went, how hard its prompts are, and how long its answers.
 import { useEffect, useMemo, useState } from 'preact/hooks'
-import { query, useData, type Curves, type Run } from './api'
+import { ofStep, query, stepsOf, useData, type Curves, type Run } from './api'
 import { axes, Chart, color, stepAxis, tip, useTheme, type Option } from './chart'
 import { number, OUTCOMES } from './format'
 import { Choice, Empty, Legend, nearest, Panel, Problem, Problems, RunChoice, StepChoice } from './parts'
@@ -24,7 +24,7 @@ interface Spread {
 
 export function Account({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
   const theme = useTheme()
-  const run = words.get('run') ?? runs[0]?.name ?? ''
+  const run = words.get('run') ?? ''
   const asShare = words.get('as') === 'share'
   const curves = useData<Record<string, Curves>>(query('series', { runs: [run], names: ['sampling/tokens/*'] }), [run])
   const spread = useData<Spread>(query('run/spread', { run }), [run])
@@ -35,7 +35,7 @@ export function Account({ runs, words }: { runs: Run[]; words: URLSearchParams }
   }, [spread.data])
   const found = curves.data?.[run]
   const account = useMemo(() => found && accountOption(found, asShare), [found, asShare, theme])
-  const totals = useMemo(() => found && FATES.map((fate) => sum(found.values[`sampling/tokens/${fate}`] ?? [])), [found])
+  const totals = useMemo(() => found && FATES.map((fate) => found.totals[`sampling/tokens/${fate}`] ?? 0), [found])
   const there = spread.data && !spread.stale ? spread.data : null
   const rates = useMemo(() => there && ratesOption(there), [there, theme])
   const lengths = useMemo(() => there && lengthsOption(there), [there, theme])
@@ -48,7 +48,7 @@ export function Account({ runs, words }: { runs: Run[]; words: URLSearchParams }
       </div>
       {curves.error && <Problem>{curves.error}</Problem>}
       {found && <Problems lines={found.problems} />}
-      <Panel title="Tokens generated, by use" unit={all ? `${number(all, 'tokens')} tokens in closed groups` : ''}>
+      <Panel title="Tokens generated, by use" unit={all ? `${number(all, 'tokens')} tokens in closed groups${found!.every > 1 ? `; a bar is the mean of ${found!.every} steps` : ''}` : ''}>
         {account && all > 0
           ? <><Chart option={account} height={210} label="Tokens by use and step" /><Legend items={FATES.map((fate, n) => ({ color: `var(${FATE_COLORS[n]})`, label: `${OUTCOMES[fate][0]} ${number(totals![n] / all, 'share')}` })).filter((_, n) => totals![n] > 0)} /></>
           : <Empty>No step is done yet.</Empty>}
@@ -78,8 +78,9 @@ const sum = (values: (number | null)[]) => values.reduce((a: number, b) => a + (
 const rateColor = (n: number) => `var(--rate${n})`
 
 function accountOption(curves: Curves, asShare: boolean): Option {
-  const rows = curves.step.map((_, row) => row).filter((row) => curves.values['sampling/tokens/trained']?.[row] != null)
-  const at = (fate: string, row: number) => curves.values[`sampling/tokens/${fate}`]?.[row] ?? 0
+  const used = new Map(FATES.map((fate) => [fate, ofStep(curves, `sampling/tokens/${fate}`)]))
+  const rows = curves.step.map((_, row) => row).filter((row) => used.get('trained')![row] != null)
+  const at = (fate: string, row: number) => used.get(fate)![row] ?? 0
   const all = (row: number) => FATES.reduce((total, fate) => total + at(fate, row), 0)
   const option = axes(stepAxis(rows.map((row) => curves.step[row])), { min: 0, max: asShare ? 1 : undefined, scale: false }, 'count', asShare ? 'share' : 'tokens')
   option.tooltip.axisPointer = { type: 'shadow', shadowStyle: { color: color('--dim', 0.12) } }
@@ -89,7 +90,7 @@ function accountOption(curves: Curves, asShare: boolean): Option {
   }))
   option.tooltip.formatter = (given: Option[]) => {
     const row = rows[given[0].dataIndex]
-    return tip(`step ${curves.step[row]}: ${number(all(row), 'tokens')} tokens`,
+    return tip(`${stepsOf(curves, row)}: ${number(all(row), 'tokens')} tokens`,
       FATES.map((fate, n) => ({ color: color(FATE_COLORS[n]), label: OUTCOMES[fate][0], value: `${number(at(fate, row), 'tokens')}  (${number(at(fate, row) / Math.max(all(row), 1), 'share')})` })))
   }
   return option

@@ -20,8 +20,8 @@ const FILTERS: Record<string, string> = {
 const OF_TIME = ['slow_scoring', 'learner_starves', 'engine_starves', 'stale']
 
 export function Alarms({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
-  const run = words.get('run') ?? runs[0]?.name ?? ''
-  const { data, error } = useData<{ findings: Finding[]; steps: number; problems: string[] }>(query('run/alarms', { run }), [run])
+  const run = words.get('run') ?? ''
+  const { data, error } = useData<{ findings: Finding[]; steps: number; too_short: string; problems: string[] }>(query('run/alarms', { run }), [run])
   return (
     <div class="page alarms">
       <div class="bar">
@@ -30,7 +30,8 @@ export function Alarms({ runs, words }: { runs: Run[]; words: URLSearchParams })
       </div>
       {error && <Problem>{error}</Problem>}
       {data && <Problems lines={data.problems} />}
-      {data && !data.findings.length && <Empty>{data.steps ? 'The rules of winnow doctor find nothing wrong with this run.' : 'No step is done yet.'}</Empty>}
+      {data && data.steps > 0 && data.too_short && <p class="dim note">{data.too_short}</p>}
+      {data && !data.findings.length && <Empty>{data.steps ? data.too_short ? 'The other rules of winnow doctor find nothing wrong with this run.' : 'The rules of winnow doctor find nothing wrong with this run.' : 'No step is done yet.'}</Empty>}
       {data?.findings.map((each) => (
         <section class="panel finding" aria-label={each.name}>
           <header>

@@ -24,7 +24,7 @@ type Found = { groups: Record<string, string[]>; kept: number }
 const keyOf = (answer: Answer) => `${answer.kind[0]}${answer.answer}`
 
 export function Answers({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
-  const run = words.get('run') ?? runs[0]?.name ?? ''
+  const run = words.get('run') ?? ''
   const kind = words.get('kind') ?? 'training'
   const steps = useData<Record<string, number[]>>(query('run/steps', { run }), [run])
   const there = steps.data?.[kind] ?? []

@@ -8,19 +8,39 @@ export interface Run {
   step: number
   steps: number
   state: 'done' | 'live' | 'idle'
+  /** Why it has no record yet; null where it has one. */
+  waiting: string | null
   changed_s: number | null
   accuracy: number | null
   held_out: Record<string, number | null>
 }
 export type Values = (number | null)[]
+/** Points of figures; where a run has many steps, neighbours share one, whose step is their last. */
 export interface Curves {
   step: number[]
+  /** Lines of the record that a point is made of. */
+  rows: number[]
+  steps: number
   tokens: number[]
   time_s: number[]
   every: number
+  /** Sums, means or extremes over the lines of a point, by what the figure is. */
   values: Record<string, Values>
+  /** Sums over all lines, of figures that can be summed. */
+  totals: Record<string, number | null>
   problems: string[]
 }
+
+/** A figure as it is in one step, on average over those of a point. */
+export function ofStep(curves: Curves, name: string): Values {
+  const values = curves.values[name] ?? []
+  return name in curves.totals ? values.map((value, at) => (value === null ? null : value / curves.rows[at])) : values
+}
+
+/** The steps of a point. */
+export const stepsOf = (curves: Curves, at: number): string =>
+  curves.rows[at] > 1 ? `steps ${curves.step[at] - curves.rows[at] + 1} to ${curves.step[at]}, each` : `step ${curves.step[at]}`
+
 export interface Groups {
   group: number[]
   uid: string[]
@@ -99,6 +119,11 @@ function open(): void {
   }
   source.onerror = () => {
     state = 'lost'
+    // Refused: a browser tries again by itself only where there was no answer.
+    if (source.readyState === EventSource.CLOSED) {
+      document.removeEventListener('visibilitychange', hide)
+      setTimeout(listen, 5000)
+    }
     stateListeners.forEach((each) => each())
   }
 }

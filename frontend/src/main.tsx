@@ -1,6 +1,6 @@
 // The frame of the pages: navigation, theme, help, and the connection to the server.
 import { render } from 'preact'
-import { useEffect, useState } from 'preact/hooks'
+import { useEffect, useRef, useState } from 'preact/hooks'
 import { Account } from './account'
 import { Alarms } from './alarms'
 import { Answers } from './answers'
@@ -41,13 +41,23 @@ function useThemeChoice(): [Theme, (theme: Theme) => void] {
 }
 
 function App() {
-  const { page, words } = useRoute()
+  const { page, words: asked } = useRoute()
   const [theme, choose] = useThemeChoice()
   const [isHelping, help] = useState(false)
   const connection = useConnection()
-  const { data, error } = useData<{ runs: Run[] }>('/api/runs', null)
-  const run = words.get('run') ?? words.getAll('runs')[0] ?? null
-  const to = (target: Page) => link(target, target === 'overview' ? { runs: run === null ? [] : words.getAll('runs').length ? words.getAll('runs') : [run] } : { run })
+  const { data, error } = useData<{ runs: Run[]; first: string | null }>('/api/runs', null)
+  const first = useRef<string | null>(null)
+  const runs = data?.runs
+  const isThere = (name: string | null) => runs?.some((each) => each.name === name)
+  // Chosen once: a page does not change under its reader when another run begins.
+  if (data && !isThere(first.current)) first.current = data.first
+  const words = new URLSearchParams(asked)
+  if (first.current) {
+    if (!words.get('run')) words.set('run', words.get('runs') ?? first.current)
+    if (!words.getAll('runs').some(isThere)) words.set('runs', isThere(words.get('run')) ? words.get('run')! : first.current)
+  }
+  const run = words.get('run')
+  const to = (target: Page) => link(target, target === 'overview' ? { runs: run === null ? [] : asked.getAll('runs').length ? asked.getAll('runs') : [run] } : { run })
   const nextTheme = () => choose(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length])
   const names = Object.keys(PAGES) as Page[]
   useKeys({
@@ -59,9 +69,8 @@ function App() {
   const current = (page in PAGES ? page : 'overview') as Page
   useEffect(() => { document.title = `${PAGES[current]}${run ? ` · ${run}` : ''} · Winnow` }, [current, run])
   const View = VIEWS[current]
-  const runs = data?.runs
   const readable = runs?.filter((each) => !each.problem)
-  const isUnknown = run !== null && runs !== undefined && !runs.some((each) => each.name === run)
+  const isUnknown = run !== null && runs !== undefined && !isThere(run)
   return (
     <>
       <nav>

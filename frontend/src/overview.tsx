@@ -1,6 +1,6 @@
 // Runs side by side: curves, differences of settings, and the comparison of two.
 import { useMemo, useState } from 'preact/hooks'
-import { query, useData, type Curves, type Run, type Values } from './api'
+import { ofStep, query, useData, type Curves, type Run } from './api'
 import { axes, Chart, color, RUN_COLORS, tip, useTheme, type Option } from './chart'
 import { ago, number, type Unit } from './format'
 import { Choice, Empty, Panel, Problem, Problems } from './parts'
@@ -55,10 +55,10 @@ export function smooth(points: [number, number, number][], by: number): [number,
   })
 }
 
-function pointsOf(curves: Curves, values: Values, x: XName): [number, number, number][] {
+function pointsOf(curves: Curves, name: string, x: XName): [number, number, number][] {
   const xs = x === 'step' ? curves.step : x === 'tokens' ? curves.tokens : curves.time_s
   const found: [number, number, number][] = []
-  values.forEach((value, row) => {
+  ofStep(curves, name).forEach((value, row) => {
     if (value !== null) found.push([xs[row], value, curves.step[row]])
   })
   return found
@@ -80,7 +80,7 @@ function linesOf(spec: Spec, all: Record<string, Curves>, colors: Map<string, st
     const add = (name: string, label: string, dashed: boolean, marks: boolean) =>
       found.push({
         run, name: label, dashed, marks, color: color(colors.get(run)!),
-        points: pointsOf(curves, curves.values[name], x),
+        points: pointsOf(curves, name, x),
       })
     if (spec.id === 'held-out') {
       const sources = heldOut(curves)
@@ -187,8 +187,8 @@ function missing(spec: Spec): string {
 }
 
 export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
-  const asked = words.getAll('runs').filter((name) => runs.some((each) => each.name === name))
-  const chosen = asked.length ? asked : runs.slice(0, 1).map((each) => each.name)
+  const chosen = words.getAll('runs').filter((name) => runs.some((each) => each.name === name))
+  const waiting = runs.filter((each) => chosen.includes(each.name) && each.waiting)
   const x = (words.get('x') ?? 'step') as XName
   const by = Number(words.get('smooth') ?? '0.6')
   const large = words.get('chart')
@@ -232,7 +232,8 @@ export function Overview({ runs, words }: { runs: Run[]; words: URLSearchParams 
         </div>
         {error && <Problem>{error}</Problem>}
         {data && <Problems lines={Object.values(data).flatMap((each) => each.problems)} />}
-        {data && (
+        {waiting.map((each) => <Empty>{each.waiting}</Empty>)}
+        {data && waiting.length < chosen.length && (
           <div class="curves">
             {specs.filter((spec) => !large || spec.id === large).map((spec) => (
               <Curve key={spec.id} spec={spec} all={data} colors={colors} x={x} by={by} isLarge={spec.id === large} onLarge={() => change({ chart: large ? null : spec.id }, true)} compared={a && !compared.stale ? compared.data : null} />

@@ -27,7 +27,7 @@ const COLORS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7']
 const LABELS = { nodes: 'Nodes', gpus: 'GPUs a node', gpu: 'Kind of GPU', mean: 'Mean response, tokens', price: 'Price per GPU-hour' }
 
 export function PlanPage({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
-  const run = words.get('run') ?? runs[0]?.name ?? ''
+  const run = words.get('run') ?? ''
   const gpus = useData<string[]>('/api/gpus', [])
   const [lengths, choose] = useState<'drawn' | 'run'>('drawn')
   const [told, tell] = useState<string[]>([])

@@ -24,7 +24,7 @@ const MEMORY: [string, string][] = [['memory/peak_gib', 'driver'], ['ranks/peak_
 
 export function System({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
   const theme = useTheme()
-  const run = words.get('run') ?? runs[0]?.name ?? ''
+  const run = words.get('run') ?? ''
   const level = words.get('level') === 'all' ? 'all' : 'warnings'
   const { data, error } = useData<Data>(query('run/system', { run }), [run])
   const curves = useData<Record<string, Curves>>(query('series', { runs: [run], names: ['memory/*', 'ranks/*'] }), [run])

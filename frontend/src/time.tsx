@@ -1,6 +1,6 @@
 // Where the seconds of each step went, and who waited for whom in one of them.
 import { useMemo } from 'preact/hooks'
-import { query, useData, type Curves, type Run } from './api'
+import { ofStep, query, stepsOf, useData, type Curves, type Run } from './api'
 import { axes, Chart, color, stepAxis, tip, useTheme, type Option } from './chart'
 import { duration, number } from './format'
 import { Choice, Empty, Legend, nearest, Panel, Problem, Problems, RunChoice, StepChoice, useKeys } from './parts'
@@ -29,14 +29,15 @@ interface Window {
 
 export function Time({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
   const theme = useTheme()
-  const run = words.get('run') ?? runs[0]?.name ?? ''
+  const run = words.get('run') ?? ''
   const asShare = words.get('as') === 'share'
   const { data, error } = useData<Record<string, Curves>>(query('series', { runs: [run], names: ['time/*_s', 'overlap/*'] }), [run])
   const curves = data?.[run]
   const phases = useMemo(() => curves && phasesOf(curves), [curves])
   const option = useMemo(() => curves && phases && phaseOption(curves, phases, asShare), [curves, phases, asShare, theme])
   const all = phases?.reduce((total, each) => total + each.seconds, 0) ?? 0
-  const steps = curves?.step.length ?? 0
+  const steps = curves?.steps ?? 0
+  const every = curves?.every ?? 1
   return (
     <div class="page">
       <div class="bar">
@@ -48,7 +49,7 @@ export function Time({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
       {curves && !steps && <Empty>No step is done yet.</Empty>}
       {option && phases && steps > 0 && (
         <div class="wide-narrow">
-          <Panel title="Time of each step" unit={`${duration(all)} in ${steps} steps`}>
+          <Panel title="Time of each step" unit={`${duration(all)} in ${steps} steps${every > 1 ? `; a bar is the mean of ${every}` : ''}`}>
             <Chart option={option} height={Math.max(230, 27 * phases.length + 40)} label="Seconds by phase and step" onClick={(event) => change({ step: Number(event.name) })} />
             <Legend items={phases.filter((each) => each.seconds > 0.002 * all).map((each) => ({ color: `var(${colorOf(each.name)})`, label: say(each.name) }))} />
           </Panel>
@@ -59,8 +60,8 @@ export function Time({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
                 {phases.map((each) => (
                   <tr><td><i class="dot" style={{ background: `var(${colorOf(each.name)})` }} />{say(each.name)}</td><td class="n">{duration(each.seconds)}</td><td class="n">{number(each.seconds / all, 'share')}</td><td class="n">{duration(each.seconds / steps)}</td></tr>
                 ))}
-                {Object.entries(curves!.values).filter(([name]) => name.startsWith('overlap/')).map(([name, values]) => (
-                  <tr><td class="dim">{name === 'overlap/sampling_s' ? 'engines wrote beside it' : 'engines waited'}</td><td class="n">{duration(total(values))}</td><td /><td class="n">{duration(total(values) / steps)}</td></tr>
+                {Object.entries(curves!.totals).filter(([name]) => name.startsWith('overlap/')).map(([name, seconds]) => (
+                  <tr><td class="dim">{name === 'overlap/sampling_s' ? 'engines wrote beside it' : 'engines waited'}</td><td class="n">{duration(seconds ?? 0)}</td><td /><td class="n">{duration((seconds ?? 0) / steps)}</td></tr>
                 ))}
               </tbody>
             </table>
@@ -72,12 +73,10 @@ export function Time({ runs, words }: { runs: Run[]; words: URLSearchParams }) {
   )
 }
 
-const total = (values: (number | null)[]) => values.reduce((a: number, b) => a + (b ?? 0), 0)
-
 function phasesOf(curves: Curves): { name: string; values: (number | null)[]; seconds: number }[] {
-  return Object.entries(curves.values)
+  return Object.entries(curves.totals)
     .filter(([name]) => name.startsWith('time/') && name !== 'time/step_s')
-    .map(([name, values]) => ({ name: name.slice(5, -2), values, seconds: total(values) }))
+    .map(([name, seconds]) => ({ name: name.slice(5, -2), values: ofStep(curves, name), seconds: seconds ?? 0 }))
     .filter((each) => each.seconds > 0)
     .sort((a, b) => b.seconds - a.seconds)
 }
@@ -92,7 +91,7 @@ function phaseOption(curves: Curves, phases: ReturnType<typeof phasesOf>, asShar
   }))
   option.tooltip.formatter = (given: Option[]) => {
     const row = given[0].dataIndex as number
-    return tip(`step ${curves.step[row]}: ${duration(all[row])}`, phases.filter((each) => each.values[row]).map((each) => (
+    return tip(`${stepsOf(curves, row)}: ${duration(all[row])}`, phases.filter((each) => each.values[row]).map((each) => (
       { color: color(colorOf(each.name)), label: say(each.name), value: `${duration(each.values[row]!)}  (${number(each.values[row]! / all[row], 'share')})` })))
   }
   return option

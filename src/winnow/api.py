@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from winnow.config.base import TEMPERATURES
 from winnow.config.files import evaluation_recipe
 from winnow.config.load import dump_config, load_recipe, resolve_recipe
 from winnow.config.root import Config
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.files import RunFolder, free_path
+from winnow.observe.files import RunFolder, free_path, recipe_stem
 from winnow.observe.jsonl import read_metrics
 from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Score
 
@@ -114,7 +115,7 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
         elif run.name is not None:
             path = Path(run.dir) / run.name
         else:  # chosen here, before the run would choose it
-            path = free_path(Path(run.dir), Path(recipe).stem)
+            path = free_path(Path(run.dir), recipe_stem(recipe))
             words.append(f"run.name={path.name}")
         start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         child = subprocess.Popen([*start, *words], process_group=0)
@@ -162,15 +163,19 @@ class LLM:
     Args:
         model: folder of a model or of a run (its newest checkpoint then), or a hub name.
         overrides: settings, such as `model.dtype=bfloat16` or `rollout.engine.slots=64`.
+        trust: run the code that a stranger's run names; one that you began here needs none.
 
     Raises:
         WinnowError: there is no such model, or it does not fit the settings.
     """
 
-    def __init__(self, model: str | Path, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: str | Path, overrides: Sequence[str] = (), trust: bool = False
+    ) -> None:
         from winnow.runs.build import use_machine
         from winnow.runs.checkpoint import find_checkpoint
         from winnow.runs.loading import load_policy
+        from winnow.runs.strangers import require_trusted_start
         from winnow.runs.topology import make_engine
 
         path, recipe = str(model), evaluation_recipe("default")
@@ -178,6 +183,7 @@ class LLM:
             path = str(find_checkpoint(Path(model), None).model)
             recipe = str(RunFolder(Path(model)).config)
         self._config = resolve_recipe(recipe, overrides)
+        require_trusted_start(self._config, recipe, overrides, trust)
         self._policy = load_policy(self._config, path, use_machine(self._config))
         self._engine = make_engine(self._config, self._policy)
         self._loop = asyncio.new_event_loop()
@@ -288,9 +294,11 @@ class LLM:
 
 
 def _check_draws(n: int, temperature: float, top_p: float, top_k: int) -> None:
+    least, most = TEMPERATURES
+    is_drawn = least <= temperature <= most
     for name, value, is_fine, allowed in (
         ("n", n, n >= 1, "at least 1"),
-        ("temperature", temperature, temperature >= 0, "at least 0, which is greedy"),
+        ("temperature", temperature, temperature == 0 or is_drawn, f"0 or {least:g} to {most:g}"),
         ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1, which keeps all tokens"),
         ("top_k", top_k, top_k >= 0, "at least 0, which keeps all tokens"),
     ):

@@ -1,8 +1,8 @@
 """The one hierarchy of errors that reach a user.
 
 A message says what was given, what is allowed, and what to do. `WinnowError` and its
-children mean that the user can mend it (exit code 2), but for `WorkerError`, `PublicationError`
-and `FolderGoneError`; anything else is our mistake (exit code 1).
+children mean that the user can mend it (exit code 2), but for `WorkerError`, `PublicationError`,
+`FolderGoneError` and `PassingError`; anything else is our mistake (exit code 1).
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ class WorkerError(WinnowError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class PassingError(WinnowError):
+    """A disk or a network failed in a way that may be over soon; exit code 75, "try again"."""
+
+    exit_code = 75
 
 
 class PublicationError(WinnowError):

@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.contract.test_engine import groups_of, to_the_end
 from tests.small_models import digits_folder
+from tests.written import answer
 
 from winnow.config.model import LoraAdapter
 from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, pack
@@ -17,9 +18,9 @@ from winnow.learning.runner import Outputs
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.lora import add_lora
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.engine import CompletionEvent, SamplingParams, WeightUpdate
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.types import Answer, Group, Prompt, Score, Trajectory
+from winnow.types import Group, Prompt
 
 VOCABULARY = 29
 TEMPERATURE = 0.7
@@ -32,37 +33,20 @@ def load(folder: Path, dtype: torch.dtype, **changes: Any) -> Any:
 
 def sampled(engine: TorchEngine, version: int = 0) -> Batch:
     """Answers of the engine as the trainer gets them."""
-    rng = np.random.default_rng(3)
     sampling = SamplingParams(max_tokens=20, temperature=TEMPERATURE, stop_token_ids=(1,))
-    requests = [
-        GroupRequest(
-            group_id=g,
-            prompt_ids=rng.integers(3, VOCABULARY, 2 + g),
-            answers=tuple(AnswerRequest(i, seed=100 * g + i) for i in range(3)),
-            sampling=sampling,
-            priority=g,
-        )
-        for g in range(4)
-    ]
+    requests = groups_of(4, sampling=sampling, seed=3, vocabulary=VOCABULARY)
 
-    async def run() -> list[Any]:
+    async def run() -> list[CompletionEvent]:
         await engine.load_weights(WeightUpdate(version=version))
         await engine.submit(requests)
-        done: list[Any] = []
-        while events := await engine.events():
-            done += events
-        return done
+        return await to_the_end(engine)
 
     events = asyncio.run(run())
     groups = [
         Group(
             request.group_id,
             Prompt(str(request.group_id), request.prompt_ids, "", "", None),
-            tuple(
-                Answer(Trajectory((event.segment,), "stop"), Score(0.0, 0.0))
-                for event in events
-                if event.group_id == request.group_id
-            ),
+            tuple(answer(e.segment) for e in events if e.group_id == request.group_id),
         )
         for request in requests
     ]

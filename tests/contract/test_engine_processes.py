@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.contract.test_engine import groups_of, to_the_end
 from tests.small_models import digits_folder, digits_model
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
-from winnow.models.causal_lm import load_causal_lm
+from winnow.models.causal_lm import load_causal_lm, use_layout_attention
 from winnow.rollout.engine import (
-    AnswerRequest,
     CompletionEvent,
     Engine,
     GroupRequest,
@@ -34,8 +34,9 @@ from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.workers.group import WorkerGroup, start_local
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 PATH = "winnow.rollout.remote_engine:TorchEngineWorker"
-SLOTS, ENGINES = 4, 2
+SLOTS = 4
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -51,72 +52,53 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def workers(folder: Path, run: Run) -> Iterator[list[WorkerGroup]]:
-    """One group an engine: what dies, dies alone."""
+def worker(folder: Path, run: Run) -> Iterator[WorkerGroup]:
     options = {"model": str(folder), "dtype": "float32", "slots": SLOTS, "prefill_tokens": 64}
     options |= {"live_updates": True, "tokenizer": str(folder)}
-
-    async def start() -> list[WorkerGroup]:
-        starts = [
-            start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0)
-            for _ in range(ENGINES)
-        ]
-        return list(await asyncio.gather(*starts))
-
-    async def close(groups: Sequence[WorkerGroup]) -> None:
-        await asyncio.gather(*(group.close() for group in groups))
-
-    groups = run(start())
-    yield groups
-    pids = [pid for group in groups for pid in group.processes()]
-    run(close(groups))
+    group = run(start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0))
+    yield group
+    pids = group.processes()
+    run(group.close())
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-async def connected(workers: Sequence[WorkerGroup]) -> list[RemoteEngine]:
-    return [RemoteEngine(group, await group.call_rank(0, "ask", "")) for group in workers]
+async def connected(worker: WorkerGroup) -> RemoteEngine:
+    return RemoteEngine(worker, await worker.call_rank(0, "ask", ""))
+
+
+async def both(worker: WorkerGroup, folder: Path, deterministic: bool) -> EngineGroup:
+    """An engine of this process, and the one of the other."""
+    return EngineGroup([in_this_process(folder), await connected(worker)], deterministic)
 
 
 def requests(count: int, limit: int = 30, **sampling: Any) -> list[GroupRequest]:
-    rng = np.random.default_rng(5)
-    return [
-        GroupRequest(
-            group_id=g,
-            prompt_ids=rng.integers(3, 29, 1 + g % 5),
-            answers=tuple(AnswerRequest(i, seed=100 * g + i) for i in range(3)),
-            sampling=SamplingParams(limit, **sampling),
-            priority=g,
-        )
-        for g in range(count)
-    ]
+    return groups_of(count, sampling=SamplingParams(limit, **sampling), vocabulary=29)
 
 
 async def written(engine: Engine, groups: Sequence[GroupRequest]) -> dict[Any, CompletionEvent]:
     await engine.submit(groups)
-    out: list[CompletionEvent] = []
-    while events := await engine.events():
-        out += events
-    done = {(event.group_id, event.answer): event for event in out}
+    out = await to_the_end(engine)
+    done = {event.key: event for event in out}
     assert len(done) == len(out) == 3 * len(groups)
     return done
 
 
 def in_this_process(folder: Path) -> TorchEngine:
     model = load_causal_lm(str(folder), torch.float32, torch.device("cpu"))
-    return TorchEngine(model, slots=SLOTS, prefill_tokens=64)
+    use_layout_attention(model)
+    return TorchEngine(model, slots=SLOTS, prefill_tokens=64, live_updates=True)
 
 
-def test_two_processes_write_what_two_engines_here_write_to_the_bit(
-    workers: list[WorkerGroup], folder: Path, run: Run
+def test_an_engine_elsewhere_writes_what_one_here_writes_to_the_bit(
+    worker: WorkerGroup, folder: Path, run: Run
 ) -> None:
     groups = requests(9, stop_token_ids=(1,))
 
-    async def both() -> tuple[dict[Any, CompletionEvent], dict[Any, CompletionEvent]]:
-        here = EngineGroup([in_this_process(folder) for _ in range(ENGINES)], True)
-        there = EngineGroup(await connected(workers), True)
-        return await written(here, groups), await written(there, groups)
+    async def twice() -> tuple[dict[Any, CompletionEvent], dict[Any, CompletionEvent]]:
+        here = EngineGroup([in_this_process(folder) for _ in range(2)], True)
+        return await written(here, groups), await written(await both(worker, folder, True), groups)
 
-    here, there = run(both())
+    here, there = run(twice())
     assert set(here) == set(there)
     for key, event in here.items():
         other = there[key]
@@ -126,13 +108,13 @@ def test_two_processes_write_what_two_engines_here_write_to_the_bit(
 
 
 def test_new_weights_arrive_in_both_and_the_canary_hears_them(
-    workers: list[WorkerGroup], run: Run
+    worker: WorkerGroup, folder: Path, run: Run
 ) -> None:
     policy = Strategy(load_model(learned=True))
     canary = Canary.drawn(29, 256, torch.float32)
 
     async def publish() -> None:
-        group = EngineGroup(await connected(workers), False)
+        group = await both(worker, folder, False)
         expected = canary.expected(policy)
         engines: Any = group.engines
         with pytest.raises(PublicationError, match="version 3: engine 0 does not answer"):
@@ -147,8 +129,6 @@ def test_new_weights_arrive_in_both_and_the_canary_hears_them(
 
 
 def load_model(learned: bool) -> Any:
-    from winnow.models.causal_lm import use_layout_attention
-
     model = digits_model(initializer_range=0.3)
     if learned:
         with torch.no_grad():
@@ -158,12 +138,9 @@ def load_model(learned: bool) -> Any:
     return model.eval()
 
 
-def test_a_stop_string_is_read_with_the_folders_tokenizer(
-    workers: list[WorkerGroup], run: Run
-) -> None:
+def test_a_stop_string_is_read_with_the_folders_tokenizer(worker: WorkerGroup, run: Run) -> None:
     async def texts() -> list[int]:
-        (engine, *_) = await connected(workers)
-        done = await written(engine, requests(6, stop=("7",)))
+        done = await written(await connected(worker), requests(6, stop=("7",)))
         stopped = [e for e in done.values() if e.finish_reason == "stop"]
         assert stopped
         return [int(event.segment.token_ids[-1]) for event in stopped]
@@ -172,14 +149,14 @@ def test_a_stop_string_is_read_with_the_folders_tokenizer(
 
 
 def test_an_engine_that_is_killed_costs_no_answer(
-    workers: list[WorkerGroup], run: Run, caplog: pytest.LogCaptureFixture
+    worker: WorkerGroup, folder: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # It stands last: one of the processes is gone afterwards.
-    groups = requests(12, limit=200)
-    (victim,) = workers[1].processes()
+    # It stands last: the process is gone afterwards.
+    groups = requests(12, limit=80)
+    (victim,) = worker.processes()
 
     async def killed() -> dict[Any, CompletionEvent]:
-        group = EngineGroup(await connected(workers), False)
+        group = await both(worker, folder, False)
         await group.submit(groups[:2])
         out: list[CompletionEvent] = []
         while not any(len(event.segment) > 3 for event in out):
@@ -191,16 +168,14 @@ def test_an_engine_that_is_killed_costs_no_answer(
         await group.submit(groups[2:])
         out += await group.events()
         os.kill(victim, signal.SIGKILL)
-        while events := await group.events():
-            out += events
+        out += await to_the_end(group)
         assert group.dead == ["engine 1"]
         assert group.status().slots == SLOTS
+        assert group.status().running == group.status().queued == 0
         written_ = sum(len(event.segment) for event in out)
         assert group.status().generated_tokens >= written_
-        (again,) = await connected(workers[:1])
-        assert again.status().running == again.status().queued == 0
         with pytest.raises(WorkerError):
-            await connected(workers[1:])
+            await connected(worker)
         return {(event.group_id, event.answer): event for event in out}
 
     done = run(killed())

@@ -1,7 +1,7 @@
 """A model sharded over ranks learns what it learns in one process, from recorded rollouts.
 
-Each case runs on real processes: the weights, a pass for log-probs, two updates with their
-gradients, the weights after. The same in one process on the undivided update is what it is held
+Each case runs on real processes: a pass for log-probs, an update with its gradients, in float64 a
+second one and the weights after. The same in one process on the undivided update is what it is held
 against, per tensor. Ranks share the work as in training, and each has nothing at all in one
 micro-batch.
 """
@@ -9,9 +9,8 @@ micro-batch.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -34,6 +33,7 @@ from winnow.config.model import LoraAdapter
 from winnow.learning.batch import (
     Batch,
     MicroBatch,
+    MicroBatchSharder,
     gather_tokens,
     micro_batches,
     pack,
@@ -45,6 +45,7 @@ from winnow.learning.sequence import sequence_group
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import freeze, use_layout_attention
 from winnow.models.lora import add_lora
+from winnow.observe.metrics import Metrics
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 BUDGET = 150
@@ -104,12 +105,13 @@ class Layout:
 class Learnt:
     """What a case came to."""
 
-    start: Arrays
-    """Its weights, exported before it learns."""
     outputs: Arrays
-    gradients: list[Arrays]
+    gradients: Arrays
+    """Of the first update."""
     stats: list[dict[str, float]]
     weights: Arrays
+    """Exported after two updates in float64, before any in other formats: there Adam moves a weight
+    of next to no gradient by the sign of a rounding."""
 
 
 def model_of(kind: str, dtype: torch.dtype) -> nn.Module:
@@ -185,28 +187,36 @@ def numbers_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
     return LossResult(total, {"sum": terms.detach().sum()}, {"most": terms.detach().max()})
 
 
-def answered(strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype) -> Learnt:
-    """The weights and a pass before anything is learnt."""
-    batch, start = batch_of(kind, dtype), exported(strategy)
-    asked = OUTPUTS.get(kind, POLICY | MORE)
+def updates_of(kind: str, dtype: torch.dtype) -> int:
+    if kind == "reference":
+        return 0
+    return 2 if dtype == torch.float64 else 1
+
+
+def learn(
+    strategy: Any,
+    micro: Sequence[MicroBatch],
+    kind: str,
+    dtype: torch.dtype,
+    holds_gradients: bool = True,
+) -> Learnt:
+    """A pass before anything is learnt, then updates."""
+    batch, asked = batch_of(kind, dtype), OUTPUTS.get(kind, POLICY | MORE)
+    updates = updates_of(kind, dtype)
+    weights = exported(strategy) if updates < 2 else {}
     found = strategy.forward(micro, asked)
     outputs = {
         name: gather_tokens(batch, micro, [each[name] for each in found]).double().numpy()
         for name in asked
     }
-    return Learnt(start, outputs, [], [], {})
-
-
-def learn(strategy: Any, micro: Sequence[MicroBatch], kind: str, dtype: torch.dtype) -> Learnt:
-    learnt = answered(strategy, micro, kind, dtype)
-    if kind == "reference":
-        return learnt
+    learnt = Learnt(outputs, {}, [], weights)
     asked, objective = OUTPUTS.get(kind, POLICY), objective_of(kind)
-    for _ in range(2):
+    for number in range(updates):
         stats = strategy.forward_backward(micro, asked, objective)
-        learnt.gradients.append(arrays(gradients_of(strategy)))
+        if not number and holds_gradients:
+            learnt.gradients = arrays(gradients_of(strategy))
         learnt.stats.append(stats | strategy.optimizer_step(LR))
-    learnt.weights = exported(strategy)
+    learnt.weights = learnt.weights or exported(strategy)
     return learnt
 
 
@@ -304,6 +314,8 @@ def learn_on_rank(kind: str, cases: Sequence[Case]) -> dict[int, Learnt]:
 
 def assert_near(found: Arrays, wanted: Arrays, tolerance: float) -> None:
     assert found.keys() == wanted.keys()
+    if not wanted:
+        return
     away = {n: np.linalg.norm(found[n] - wanted[n]) / np.linalg.norm(wanted[n]) for n in wanted}
     worst = max(away, key=lambda name: away[name])
     assert away[worst] <= tolerance, f"{worst}: {away[worst]:.1e}"
@@ -337,48 +349,40 @@ def assert_alike(
     for name, values in wanted.outputs.items():
         parts = [each.outputs[name] for each in found[::sequence]]
         assert_near({name: np.sum(parts, axis=0)}, {name: values}, tolerance)
-    # In fp32 Adam moves a weight of next to no gradient by the sign of a rounding.
-    updates = 2 if dtype == torch.float64 else 1
     for each in found:
-        # An adapter is merged into what is exported, which rounds.
-        assert_near(each.start, wanted.start, tolerance if kind == "lora" else 0.0)
         assert each.stats == found[0].stats
-        assert len(each.stats) == (0 if kind == "reference" else 2)
-        for i in range(min(updates, len(each.stats))):
-            assert wanted.stats[i]["grad_norm"] > CLIP
-            assert each.stats[i] == pytest.approx(wanted.stats[i], rel=tolerance, abs=tolerance)
-            assert_near(each.gradients[i], wanted.gradients[i], tolerance)
-        assert each.weights.keys() == wanted.weights.keys()
-        if updates == 2 and wanted.weights:
-            assert_near(each.weights, wanted.weights, tolerance)
+        assert len(each.stats) == len(wanted.stats) == updates_of(kind, dtype)
+        for ours, theirs in zip(each.stats, wanted.stats, strict=True):
+            assert theirs["grad_norm"] > CLIP
+            assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+        assert_near(each.gradients, wanted.gradients, tolerance)
+        # An adapter is merged into what is exported, which rounds.
+        rounds = len(each.stats) > 1 or kind == "lora"
+        assert_near(each.weights, wanted.weights, tolerance if rounds else 0.0)
 
 
-MESHES = {
-    "2 shards": (1, 2),
-    "2 replicas": (2, 1),
-    "4 shards": (1, 4),
-    "2 replicas of 2 shards": (2, 2),
-    "4 replicas": (4, 1),
-}
+MESHES = {"2 shards": (1, 2), "2 replicas": (2, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
 Options = tuple[bool, bool, bool]
 """Kept after forward, offloaded, recomputed: what a recipe may set."""
 EVERY_OPTION = list(itertools.product((False, True), repeat=3))
-FEW = [EVERY_OPTION[i] for i in (0, 6, 5, 3, 7)]
-"""With what is set in none of them, each setting and each pair of settings."""
+FEW = [each for each in EVERY_OPTION if not sum(each) % 2]
+"""Each pair of settings, set and not."""
 THOROUGH = settings.default.max_examples > QUICK
 
 
-def options_of(kind: str, mesh: str) -> list[tuple[torch.dtype, Options]]:
-    """Some for each number format, the opposite ones for the other; all when asked for.
+def cases() -> Iterator[tuple[str, str, torch.dtype, Options]]:
+    """Each kind on two meshes, in another format on each, and on each mesh each of `FEW`.
 
-    Each kind meets each combination at least once, and each setting on each mesh.
+    How a layer is cut and gathered does not depend on what is trained of it.
     """
     if THOROUGH:
-        return list(itertools.product(TOLERANCE, EVERY_OPTION))
-    number = (KINDS.index(kind) + list(MESHES).index(mesh)) % len(FEW)
-    kept, offloaded, recomputed = FEW[number]
-    opposite = not kept, not offloaded, not recomputed
-    return [(torch.float32, FEW[number]), (torch.float64, opposite)]
+        yield from itertools.product(KINDS, MESHES, TOLERANCE, EVERY_OPTION)
+        return
+    options = {mesh: iter(FEW) for mesh in MESHES}
+    for number, kind in enumerate(KINDS):
+        for turn, dtype in enumerate(TOLERANCE):
+            mesh = list(MESHES)[(number + 2 * turn + number // 4) % len(MESHES)]
+            yield kind, mesh, dtype, next(options[mesh])
 
 
 def layout_of(mesh: tuple[int, int], options: Options, **others: Any) -> Layout:
@@ -387,27 +391,13 @@ def layout_of(mesh: tuple[int, int], options: Options, **others: Any) -> Layout:
     return Layout(mesh, sharding, {"gradient_checkpointing": recomputed, **others})
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mesh", "dtype", "options"), list(cases()))
 def test_every_kind_of_model_learns_on_ranks_what_it_learns_alone(
-    ranks: Ranks, kind: str, mesh: str
+    ranks: Ranks, kind: str, mesh: str, dtype: torch.dtype, options: Options
 ) -> None:
-    found = options_of(kind, mesh)
     # In fp32 and float64 it does not matter how the head's tokens are cut.
-    cases = [
-        (dtype, layout_of(MESHES[mesh], options, logprob_chunk_tokens=7))
-        for dtype, options in found
-    ]
-    assert_learn_alike(ranks, kind, cases, TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", TRAINED)
-def test_each_kind_is_tried_with_every_combination_of_options(kind: str) -> None:
-    tried = [(mesh, *case) for mesh in MESHES for case in options_of(kind, mesh)]
-    assert {options for _, _, options in tried} == set(EVERY_OPTION)
-    for i, setting in itertools.product(range(3), (False, True)):
-        assert {mesh for mesh, _, options in tried if options[i] == setting} == set(MESHES)
-        assert {dtype for _, dtype, options in tried if options[i] == setting} == set(TOLERANCE)
+    layout = layout_of(MESHES[mesh], options, logprob_chunk_tokens=7)
+    assert_learn_alike(ranks, kind, [(dtype, layout)], TOLERANCE)
 
 
 def test_weights_that_are_kept_on_a_part_of_the_ranks_change_nothing(ranks: Ranks) -> None:
@@ -415,66 +405,84 @@ def test_weights_that_are_kept_on_a_part_of_the_ranks_change_nothing(ranks: Rank
     assert_learn_alike(ranks, "tied", [(torch.float64, layout)], TOLERANCE)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_layers_that_are_gathered_ahead_leave_the_bits_as_they_are(
-    ranks: Ranks, recomputed: bool
-) -> None:
-    options = {"gradient_checkpointing": recomputed}
-    held = Sharding(prefetch=0), Sharding(prefetch=1), Sharding(prefetch=5)
-    cases = [(torch.float32, Layout((1, 4), each, options)) for each in held]
+def test_layers_that_are_gathered_ahead_leave_the_bits_as_they_are(ranks: Ranks) -> None:
+    options = {"gradient_checkpointing": True}
+    cases = [(torch.float64, Layout((1, 4), Sharding(prefetch=each), options)) for each in (0, 5)]
     for answers in ranks.run(learn_on_rank, "untied", cases):
-        plain, *ahead = (answers[number] for number in range(len(cases)))
-        for each in ahead:
-            assert each.stats == plain.stats
-            for name in ("start", "outputs", "weights"):
-                wanted, found = getattr(plain, name), getattr(each, name)
-                assert {n: a.tobytes() for n, a in found.items()} == {
-                    n: a.tobytes() for n, a in wanted.items()
-                }
+        plain, ahead = answers[0], answers[1]
+        assert ahead.stats == plain.stats
+        for found, wanted in ((ahead.outputs, plain.outputs), (ahead.weights, plain.weights)):
+            assert {n: a.tobytes() for n, a in found.items()} == {
+                n: a.tobytes() for n, a in wanted.items()
+            }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "untied"])
 def test_bf16_differs_by_its_rounding_alone(ranks: Ranks, kind: str) -> None:
     # One process computes an adapter in fp32, sharded it is computed in bf16.
     tolerance = 0.1 if kind == "lora" else 1e-5
     number = KINDS.index(kind)
-    for mesh, options, fp32_head in (
-        ((1, 4), FEW[number % 5], False),
-        ((1, 2), FEW[(number + 2) % 5], True),
-        ((2, 2), FEW[(number + 4) % 5], False),
-    ):
-        case = torch.bfloat16, layout_of(mesh, options, fp32_head=fp32_head)
-        assert_learn_alike(ranks, kind, [case], {torch.bfloat16: tolerance})
+    mesh = [(1, 4), (1, 2), (2, 2)][number % 3]
+    layout = layout_of(mesh, FEW[number % 4], fp32_head=number % 2 > 0)
+    assert_learn_alike(ranks, kind, [(torch.bfloat16, layout)], {torch.bfloat16: tolerance})
 
 
-def five_steps(strategy: Any, micro_of: Callable[[Batch], list[MicroBatch]]) -> list[float]:
-    """The losses of five steps on recorded answers, each by the log-probs at its beginning."""
-    losses = []
-    for step in range(5):
-        batch = pack(recorded_groups(2, 3))
-        rewards = torch.tensor([math.sin(1.0 + step + b) for b in range(batch.n_samples)])
-        rewards_T = rewards.float().repeat_interleave(batch.offsets.diff())
-        batch.columns["advantages"] = rewards_T.masked_fill_(~batch.gen_mask, 0.0)
-        batch.columns["old"] = batch.behav
-        micro = micro_of(batch)
-        objective = policy_objective("reinforce", {})
-        losses.append(strategy.forward_backward(micro, objective.outputs, objective)["loss"])
-        strategy.optimizer_step(3e-3)
-    return losses
-
-
-def five_steps_on_rank(mesh: tuple[int, int]) -> list[float]:
-    strategy = strategy_on_rank("tied", torch.float32, Layout(mesh))
-    own, of = place(strategy.mesh), strategy.mesh.size()
-    return five_steps(strategy, lambda batch: shares_of(batch, of)[own])
-
-
-def test_what_five_steps_learn_does_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
-    wanted = five_steps(
-        alone("tied", torch.float32),
-        lambda batch: micro_batches(batch, range(batch.n_groups), 9999),
+PLACES = [
+    *(("tied", (1, 2), 2), ("tied", (1, 4), 4), ("lora", (1, 4), 2), ("reward model", (2, 2), 2)),
+    *(("gspo", (4, 1), 2), ("critic", (1, 4), 4), ("experts", (1, 4), 2)),
+]
+"""Kinds, their meshes, and how many ranks run each micro-batch together: with token counts that no
+number of ranks divides, and, where four ranks run one, fewer key heads than ranks. What sequences
+are shared of does not depend on which weights learn."""
+SEQUENCES: Iterable[tuple[str, tuple[int, int], int, Options]] = [
+    (*place, (False, number % 4 > 1, number % 2 > 0)) for number, place in enumerate(PLACES)
+]
+if THOROUGH:
+    places = dict.fromkeys(place[1:] for place in PLACES)
+    SEQUENCES = (
+        (kind, *place, (False, *options))
+        for kind in (*KINDS, "gspo")
+        for place in places
+        for options in itertools.product((False, True), repeat=2)
     )
-    assert max(wanted) - min(wanted) > 0.01
-    for mesh in ((1, 1), (1, 2), (1, 4)):
-        for losses in ranks.run(five_steps_on_rank, mesh):
-            assert losses == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "mesh", "together", "options"), list(SEQUENCES))
+def test_ranks_that_run_sequences_together_learn_what_one_process_learns(
+    ranks: Ranks, kind: str, mesh: tuple[int, int], together: int, options: Options
+) -> None:
+    layout = layout_of(mesh, options)
+    cases = [(torch.float64, replace(layout, sequence=together))]
+    assert_learn_alike(ranks, kind, cases, TOLERANCE)
+
+
+def test_shared_sequences_in_bf16_differ_by_their_rounding_alone(ranks: Ranks) -> None:
+    # A weight's gradient is summed in bf16 over the tokens of a rank, and alone over all of them.
+    layout = Layout((1, 4), Sharding(), sequence=2)
+    assert_learn_alike(ranks, "tied", [(torch.bfloat16, layout)], {torch.bfloat16: 0.05})
+
+
+def dealt(size: int) -> tuple[list[list[int]], Metrics, list[float]]:
+    """This rank's samples, figures of how even the shares are, and what a pass finds."""
+    batch = batch_of("tied", torch.float64)
+    sharder = MicroBatchSharder(mesh_of((1, 4)), SHAPE["hidden_size"], size)
+    micro = sharder.update(batch, range(batch.n_groups), BUDGET)
+    found = sharder.gather(batch, micro, [each.token_ids.double() for each in micro])
+    return [each.samples.tolist() for each in micro], sharder.figures(), found.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_samples_are_dealt_to_groups_of_ranks(ranks: Ranks, size: int) -> None:
+    batch = batch_of("tied", torch.float64)
+    found = ranks.run(dealt, size)
+    groups = [found[rank][0] for rank in range(0, 4, size)]
+    assert [samples for samples, _, _ in found] == [own for own in groups for _ in range(size)]
+    every = [sample for own in groups for samples in own for sample in samples]
+    assert sorted(every) == list(range(batch.n_samples))
+    lengths = batch.offsets.diff().double()
+    work = lengths + lengths**2 / (12 * SHAPE["hidden_size"])
+    sums = [float(work[[b for samples in own for b in samples]].sum()) for own in groups]
+    for _, figures, tokens in found:
+        spread = max(sums) / (sum(sums) / len(sums))
+        assert figures.record()["ranks/spread"] == pytest.approx(spread)
+        assert tokens == batch.token_ids.tolist()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import resource
+import json
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,16 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tests.contract.test_engine import STOP, groups_of, reference_logprobs, torch_engine
-from tests.faulty_http import Step, hang_up, noise, reply, serving
+from tests.contract.test_engine import (
+    STOP,
+    groups_of,
+    reference_logprobs,
+    resumed,
+    to_the_end,
+    torch_engine,
+)
+from tests.faulty_http import Step, noise, reply, serving
+from tests.forked import Server
 from tests.generate_server import GenerateServers
 from tests.small_models import digits_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -59,8 +68,8 @@ def other(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerateServers]:
-    made = GenerateServers(tmp_path_factory.mktemp("servers"))
+def servers(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[GenerateServers]:
+    made = GenerateServers(tmp_path_factory.mktemp("servers"), server)
     yield made
     made.close()
 
@@ -71,9 +80,26 @@ def url(servers: GenerateServers, folder: Path) -> str:
     return servers.start(folder)[0]
 
 
-def engine_over(*urls: str, vocab_size: int = 40, **options: Any) -> HttpEngine:
+OPEN: list[HttpEngine] = []
+
+
+def engine_over(*urls: str, **options: Any) -> HttpEngine:
     given = {"slots": 8, "live_updates": True, "decode": decode, **options}
-    return make_http_engine(urls, None, 5.0, vocab_size, 40, LONGEST, **given)
+    OPEN.append(make_http_engine(urls, None, 5.0, 40, 40, LONGEST, **given))
+    return OPEN[-1]
+
+
+@pytest.fixture(autouse=True)
+def close_engines() -> Iterator[None]:
+    yield
+    while OPEN:
+        asyncio.run(OPEN.pop().close())
+
+
+async def until(engine: HttpEngine, tokens: int) -> None:
+    """Wait for so many tokens to be written."""
+    while engine.status().generated_tokens < tokens:
+        await asyncio.sleep(0.001)
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -106,24 +132,6 @@ def test_answers_have_the_models_logprobs_and_end_where_they_should(
         assert ended or len(ids) == 24
         reasons.add(answer.finish_reason)
     assert reasons == {"stop", "length"}
-    asyncio.run(engine.close())
-
-
-def test_an_answer_that_has_its_last_token_is_finished_before_its_request_is(
-    servers: GenerateServers, folder: Path
-) -> None:
-    engine = engine_over(servers.start(folder, "--lingers_s=30")[0])
-
-    async def run() -> Sequence[CompletionEvent]:
-        await engine.submit(groups_of(2, 2, SamplingParams(6)))
-        while engine.status().generated_tokens < 24:
-            await asyncio.sleep(0.001)
-        await engine.abort([0, 1])
-        return await engine.events()
-
-    events = asyncio.run(run())
-    assert [(e.kind, len(e.segment)) for e in events] == [("finished", 6)] * 4
-    asyncio.run(engine.close())
 
 
 def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_dies(
@@ -139,28 +147,16 @@ def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_d
 
     async def run() -> dict[Any, Any]:
         await engine.submit(groups)
-        while engine.status().generated_tokens < 100:
-            await asyncio.sleep(0.001)
+        await until(engine, 100)
         await engine.abort([group.group_id for group in groups])
         (tmp_path / "cut").touch()
-        prefixes = {event.key: event.segment for event in await engine.events()}
-        rest = [
-            replace(
-                group,
-                answers=tuple(
-                    replace(a, prefix=prefixes[group.group_id, a.index]) for a in group.answers
-                ),
-            )
-            for group in groups
-        ]
-        return await generate(engine, rest)
+        return await generate(engine, resumed(groups, await engine.events()))
 
     done = asyncio.run(run())
     assert mortal not in engine.engines
     for key, answer in wanted.items():
         assert done[key].token_ids.tolist() == answer.token_ids.tolist(), key
         np.testing.assert_allclose(done[key].logprobs, answer.logprobs, atol=1e-5)
-    asyncio.run(engine.close())
 
 
 def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
@@ -171,65 +167,10 @@ def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
         engine_over(url, exact_draws=True)
 
 
-def test_an_aborted_answer_comes_back_in_part_and_goes_on_behind_it(
-    servers: GenerateServers, folder: Path, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    url, _ = servers.start(folder, "--holds_at=100", f"--until={tmp_path / 'cut'}")
-    engine, groups = engine_over(url), groups_of(4, 2, SamplingParams(150))
-
-    async def run() -> tuple[list[CompletionEvent], dict[Any, Any]]:
-        await engine.submit(groups)
-        while engine.status().generated_tokens < 100:
-            await asyncio.sleep(0.001)
-        told = await engine.progress()
-        assert sum(len(e.segment) for e in told) == engine.status().generated_tokens
-        await engine.abort([group.group_id for group in groups])
-        aborted = list(await engine.events())
-        (tmp_path / "cut").touch()
-        assert {e.kind for e in aborted} == {"aborted"}
-        before = engine.status().generated_tokens
-        assert sum(len(e.segment) for e in aborted) == before
-        prefixes = {e.key: e.segment for e in aborted}
-        resumed = [
-            replace(
-                group,
-                answers=tuple(
-                    replace(a, prefix=prefixes[group.group_id, a.index]) for a in group.answers
-                ),
-            )
-            for group in groups
-        ]
-        return aborted, await generate(engine, resumed)
-
-    aborted, done = asyncio.run(run())
-    check_logprobs(model, done, groups)
-    for event in aborted:
-        whole = done[event.key]
-        assert whole.token_ids[: len(event.segment)].tolist() == event.segment.token_ids.tolist()
-        assert len(whole.token_ids) == 150
-        assert whole.versions == (0,)
-    assert engine.status().generated_tokens == 8 * 150
-    asyncio.run(engine.close())
-
-
 def test_a_prefix_is_not_drawn_on_with_the_numbers_that_drew_its_beginning() -> None:
     seeds = [seed_behind(seed, written) for seed in (0, 1, 2**64 - 1) for written in range(50)]
     assert len(set(seeds)) == 150
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_server_that_dies_in_the_middle_costs_no_answer(
-    servers: GenerateServers, folder: Path, model: PreTrainedModel, url: str
-) -> None:
-    mortal, process = servers.start(folder, "--dies_after=200")
-    engine, groups = engine_over(mortal, url, slots=4), groups_of(6, 3, SamplingParams(60))
-    done = asyncio.run(generate(engine, groups))
-    assert process.wait() == -9
-    assert list(engine.engines) == [url]
-    check_logprobs(model, done, groups)
-    # No token was written twice: what had come was kept.
-    assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
-    asyncio.run(engine.close())
 
 
 def test_the_only_server_restarts_and_is_given_the_newest_weights(
@@ -241,8 +182,7 @@ def test_the_only_server_restarts_and_is_given_the_newest_weights(
     async def run() -> dict[Any, Any]:
         await engine.load_weights(WeightUpdate(3, other.named_parameters()))
         writing = asyncio.create_task(generate(engine, groups))
-        while engine.status().generated_tokens < 200:
-            await asyncio.sleep(0.001)
+        await until(engine, 200)
         process.kill()
         process.wait()
         servers.start(folder, port=int(url.rpartition(":")[2]))
@@ -251,7 +191,6 @@ def test_the_only_server_restarts_and_is_given_the_newest_weights(
     done = asyncio.run(run())
     check_logprobs(other, done, groups)
     assert {t.versions for t in done.values()} == {(3,)}
-    asyncio.run(engine.close())
 
 
 def test_a_server_that_restarts_unseen_is_given_the_newest_weights_first(
@@ -276,7 +215,6 @@ def test_a_server_that_restarts_unseen_is_given_the_newest_weights_first(
     assert "was restarted, or given other weights" in caplog.text
     check_logprobs(other, done, groups)
     assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
-    asyncio.run(engine.close())
 
 
 def test_without_any_server_the_run_ends_with_a_line(
@@ -288,74 +226,6 @@ def test_without_any_server_the_run_ends_with_a_line(
     process.wait()
     with pytest.raises(WorkerError, match=r"no server .*restart_timeout_s\): .*cannot be reached"):
         asyncio.run(generate(engine, groups_of(1, 1)))
-    asyncio.run(engine.close())
-
-
-def test_a_server_that_is_gone_for_long_does_not_end_a_run_in_which_another_answers(
-    servers: GenerateServers, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone, first = servers.start(folder)
-    url, process = servers.start(folder, "--holds_at=50", f"--until={tmp_path / 'late'}")
-    engine = engine_over(gone, url, restart_timeout_s=0.5)
-    monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.05)
-    monkeypatch.setattr("winnow.rollout.http_engine._LONGEST_PAUSE_S", 0.05)
-    first.kill()
-    first.wait()
-
-    async def run() -> int:
-        await engine.submit(groups_of(4, 4, SamplingParams(150)))
-        while list(engine.engines) != [url] or engine.status().generated_tokens < 50:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.6)  # longer than a run goes on without any server
-        (tmp_path / "late").touch()
-        engine._lose(engine.engines[url], "a connection was reset")
-        ended = 0
-        while events := await engine.events():
-            ended += sum(event.kind == "finished" for event in events)
-        return ended
-
-    assert asyncio.run(run()) == 16
-    process.kill()
-    asyncio.run(engine.close())
-
-
-def test_a_machine_that_swallows_requests_is_not_waited_for_longer_than_allowed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.01)
-    monkeypatch.setattr("winnow.rollout.http_engine._PING_S", 0.1)
-    engine = engine_over(url, restart_timeout_s=0.05)
-    with serving([hang_up, lambda *_: time.sleep(0.5)]) as served:
-        engine.engines[url]._http._url = httpx.URL(served.url)
-        with pytest.raises(WorkerError, match=r"did not answer within 0\.1 s"):
-            asyncio.run(generate(engine, groups_of(1, 1)))
-    assert len(served.requests) < 5
-    asyncio.run(engine.close())
-
-
-def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_awaited(
-    servers: GenerateServers, folder: Path, tmp_path: Path
-) -> None:
-    url, process = servers.start(folder, "--holds_at=40", f"--until={tmp_path / 'told'}")
-    engine = engine_over(url)
-
-    async def run() -> None:
-        await engine.submit(groups_of(1, 1, SamplingParams(150)))
-        waiting = asyncio.create_task(engine.events())
-        while engine.status().generated_tokens < 20:
-            await asyncio.sleep(0.001)
-        (told,) = await engine.progress()
-        (tmp_path / "told").touch()
-        # What watches over the engine must see that it writes.
-        while engine.status().generated_tokens <= len(told.segment):
-            assert not waiting.done()
-            await asyncio.sleep(0.001)
-        (event,) = await waiting
-        assert len(event.segment) == engine.status().generated_tokens == 150
-
-    asyncio.run(run())
-    process.kill()
-    asyncio.run(engine.close())
 
 
 def test_folders_of_older_weights_go_though_a_server_is_lost(
@@ -398,14 +268,10 @@ def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
     async def run() -> dict[tuple[int, int], CompletionEvent]:
         await engine.load_weights(WeightUpdate(4, model.named_parameters()))
         await engine.submit(groups)
-        while engine.status().generated_tokens < 100:
-            await asyncio.sleep(0.001)
+        await until(engine, 100)
         await engine.load_weights(WeightUpdate(5, other.named_parameters()))
         (tmp_path / "loaded").touch()
-        out: list[CompletionEvent] = []
-        while events := await engine.events():
-            out += events
-        return {event.key: event for event in out}
+        return {event.key: event for event in await to_the_end(engine)}
 
     done = asyncio.run(run())
     assert len(done) == 6
@@ -422,7 +288,6 @@ def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
         assert start == len(event.segment)
         both += len(event.segment.spans) == 2
     assert both, "no answer was interrupted"
-    asyncio.run(engine.close())
 
 
 @pytest.mark.parametrize("illness", [None, "--keeps_head", "--loads_nothing"])
@@ -445,21 +310,6 @@ def test_a_canary_tells_whether_new_weights_took_effect(
     else:
         with pytest.raises(PublicationError, match="does not answer as the trainer does"):
             asyncio.run(run())
-    asyncio.run(engine.close())
-
-
-def test_new_weights_are_refused_while_answers_run_unless_that_was_asked_for(url: str) -> None:
-    engine = engine_over(url, live_updates=False)
-
-    async def run() -> None:
-        await engine.submit(groups_of(1, 1, SamplingParams(150)))
-        try:
-            await engine.load_weights(WeightUpdate(1))
-        finally:
-            await engine.close()
-
-    with pytest.raises(ValueError, match="abort what runs"):
-        asyncio.run(run())
 
 
 def test_a_server_without_the_endpoint_for_weights_is_told_how_to_have_it(
@@ -469,7 +319,6 @@ def test_a_server_without_the_endpoint_for_weights_is_told_how_to_have_it(
     update = WeightUpdate(1, other.named_parameters())
     with pytest.raises(ConfigError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
         asyncio.run(engine.load_weights(update))
-    asyncio.run(engine.close())
 
 
 def test_a_server_that_cannot_read_the_weights_says_so(
@@ -479,7 +328,6 @@ def test_a_server_that_cannot_read_the_weights_says_so(
     monkeypatch.setattr("winnow.rollout.http_engine._save", lambda shard, file: None)
     with pytest.raises(PublicationError, match=r"version 1: .* 500: .*weights_folder"):
         asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
-    asyncio.run(engine.close())
 
 
 def test_a_folder_that_cannot_be_written_is_named(
@@ -489,19 +337,6 @@ def test_a_folder_that_cannot_be_written_is_named(
     engine = engine_over(url, folder=tmp_path / "file")
     with pytest.raises(ConfigError, match=r"rollout\.engine\.weights_folder: cannot write .*file"):
         asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
-    asyncio.run(engine.close())
-
-
-def test_a_full_disk_is_one_line(url: str, other: PreTrainedModel, tmp_path: Path) -> None:
-    engine = engine_over(url, folder=tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(ConfigError, match=r"weights_folder: cannot write .*File too large"):
-            asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    asyncio.run(engine.close())
 
 
 def test_weights_that_take_too_long_to_load_are_not_loaded_a_second_time(
@@ -514,7 +349,6 @@ def test_weights_that_take_too_long_to_load_are_not_loaded_a_second_time(
         with pytest.raises(RemoteError, match=r"did not answer within 0\.1 s"):
             asyncio.run(server.reload("/folder", "1", 0.1))
     assert len(served.requests) == 1
-    asyncio.run(engine.close())
 
 
 def test_a_server_with_too_short_a_context_is_refused(
@@ -556,36 +390,29 @@ def test_what_is_no_such_server_is_one_line_with_a_remedy(
     assert served.requests[0].headers["authorization"] == "Bearer hush"
 
 
-def test_a_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
-    with (
-        serving([lambda *_: time.sleep(1.0)]) as served,
-        pytest.raises(ConfigError, match=r"did not answer within 0\.1 s, 3 times over"),
-    ):
-        make_http_engine([served.url], None, 0.1, 40, 40, LONGEST, slots=1)
+def token(number: int, logprob: float) -> Step:
+    """One token of a stream."""
+    choice = {"token_ids": [number], "finish_reason": None,
+              "logprobs": {"content": [{"token_id": number, "logprob": logprob}]}}  # fmt: skip
+    raw = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+    return reply(200, headers={"Content-Type": "text/event-stream"}, raw=raw)
 
 
-def test_a_list_of_models_that_is_none_is_no_fault_of_the_users() -> None:
-    content = [{"token_id": 1, "logprob": -1.0}]
-    good = {"token_ids": [1], "logprobs": {"content": content}, "finish_reason": "length"}
-    with serving([reply(200, {"choices": [good]}), reply(200, [])]) as served:
-        engine = make_http_engine([served.url], None, 10.0, 40, 40, LONGEST, slots=1)
-        assert engine.status().slots == 1
-        asyncio.run(engine.close())
-
-
-def test_nothing_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be reached.*mend the address"):
-        engine_over("http://127.0.0.1:1")
-
-
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (reply(500, {"error": "out of memory"}), "out of memory"),
+        (token(40, -1.0), "gave ids outside the vocabulary of 40"),
+        (token(-1, -1.0), "gave ids outside the vocabulary of 40"),
+        (token(3, math.nan), "or log-probs not finite"),
+    ],
+)
 def test_a_request_that_always_fails_ends_as_a_failed_answer(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    step: Step, line: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.001)
     engine = engine_over(url)
-    with serving([reply(500, {"error": "out of memory"})]) as served:
+    with serving([step]) as served:
         engine.engines[url]._http._url = httpx.URL(served.url)
 
         async def run() -> Sequence[CompletionEvent]:
@@ -594,11 +421,11 @@ def test_a_request_that_always_fails_ends_as_a_failed_answer(
 
         (event,) = asyncio.run(run())
     assert (event.kind, len(served.requests)) == ("failed", 5)
-    assert "out of memory" in event.error
+    assert line in event.error
+    assert len(event.segment) == 0
     status = engine.status()
     assert (status.slots, status.running, status.queued) == (8, 0, 0)
     assert list(engine.engines) == [url]
-    asyncio.run(engine.close())
 
 
 def test_a_request_that_is_refused_ends_the_run(url: str) -> None:
@@ -607,4 +434,3 @@ def test_a_request_that_is_refused_ends_the_run(url: str) -> None:
         engine.engines[url]._http._url = httpx.URL(served.url)
         with pytest.raises(WinnowError, match=r"engine=http: .* 400: .*no such parameter"):
             asyncio.run(generate(engine, groups_of(1, 1)))
-    asyncio.run(engine.close())

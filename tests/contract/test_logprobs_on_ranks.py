@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.examples import examples
 from tests.ranks import Ranks
 from torch import Tensor
 
-from winnow.algorithms import logprobs
 from winnow.algorithms.logprobs import token_logprobs
 
 H = 5
@@ -37,7 +31,6 @@ class Case:
     with_bias: bool = True
     with_entropy: bool = True
     dtype: torch.dtype = torch.float64
-    weight_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     scale: float = 1.0
     seed: int = 0
@@ -49,7 +42,6 @@ class Case:
         leaves = [torch.randn(*shape, generator=g) for shape in ((self.tokens, H), (V, H), (V,))]
         leaves[0] *= self.scale
         leaves = [leaf.to(self.dtype) for leaf in leaves]
-        leaves[1] = leaves[1].to(self.weight_dtype or self.dtype)
         # Labels go round, so that each rank which has any ids has some of the labels.
         labels = torch.arange(self.tokens) * (self.rows - 1) % (self.vocab_size or V)
         return leaves, labels, torch.randn(2, self.tokens, generator=g)
@@ -129,30 +121,6 @@ def test_a_shared_head_gives_what_the_whole_one_gives(ranks: Ranks, name: str) -
         assert_as_the_whole(ranks, replace(CASES[name], dtype=torch.float32), 1e-5)
 
 
-@examples(10)
-@given(
-    case=st.builds(
-        lambda kept, **given: Case(**given, vocab_size=max(int(kept * 2 * given["rows"]), 1)),
-        kept=st.floats(0.1, 1.0),
-        rows=st.integers(2, 9),
-        tokens=st.integers(1, 12),
-        chunk=st.integers(1, 13),
-        temperature=st.sampled_from([0.5, 1.0, 1.7]),
-        with_bias=st.booleans(),
-        with_entropy=st.booleans(),
-        seed=st.integers(0, 99),
-    )
-)
-def test_however_rows_and_tokens_are_cut(ranks: Ranks, case: Case) -> None:
-    assert_as_the_whole(ranks, case, 1e-12)
-
-
-def test_labels_of_the_cases_are_on_every_rank() -> None:
-    for name in ("2 ranks", "4 ranks"):
-        case = CASES[name]
-        assert set((case.inputs()[1] // case.rows).tolist()) == set(range(case.ranks))
-
-
 def of_thousands() -> tuple[float, ...]:
     rows = torch.tensor([[4000.5], [4000.0], [0.0], [4000.25], [3999.5], [0.0]])
     group = neighbours(2)
@@ -171,13 +139,8 @@ def test_logits_of_thousands_stay_exact_in_fp32(ranks: Ranks) -> None:
         assert found == pytest.approx(wanted, abs=1e-6)
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
-def test_an_fp32_head_over_bf16_states_is_that_of_one_process(
-    ranks: Ranks, weight_dtype: torch.dtype
-) -> None:
-    case = Case(
-        dtype=torch.bfloat16, weight_dtype=weight_dtype, head_dtype=torch.float32, vocab_size=12
-    )
+def test_an_fp32_head_over_bf16_states_is_that_of_one_process(ranks: Ranks) -> None:
+    case = Case(dtype=torch.bfloat16, head_dtype=torch.float32, vocab_size=12)
     found = ranks.run(on_ranks, case)[0]
     wanted = found_by(case, None, slice(None))
     for name in ("logprob", "entropy", "prob_square_sum"):
@@ -190,40 +153,3 @@ def test_an_fp32_head_over_bf16_states_is_that_of_one_process(
 
 def test_bf16_heads_differ_by_the_rounding_of_each_ranks_sum(ranks: Ranks) -> None:
     assert_as_the_whole(ranks, Case(dtype=torch.bfloat16), 2**-6)
-
-
-def counted(case: Case, chunk_logits: int) -> tuple[Counter[str], set[tuple[int, ...]]]:
-    """The collectives of a forward and a backward pass, and the shapes of the logits' buffers."""
-    calls, shapes = Counter[str](), set[tuple[int, ...]]()
-    make = logprobs._Head.__init__
-
-    def seen(self: logprobs._Head, *args: Any) -> None:
-        make(self, *args)
-        shapes.update(tuple(each.shape) for each in (self._first, self._second))
-
-    def counting(name: str) -> Any:
-        plain = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return plain(*args, **kwargs)
-
-        return mock.patch.object(dist, name, call)
-
-    with (
-        mock.patch.dict(logprobs.CHUNK_LOGITS, cpu=chunk_logits),
-        counting("all_reduce"),
-        counting("all_gather"),
-        mock.patch.object(logprobs._Head, "__init__", seen),
-    ):
-        on_ranks(case)
-    return calls, shapes
-
-
-def test_a_rank_has_logits_of_its_own_rows_and_meets_others_once_a_chunk(ranks: Ranks) -> None:
-    found = ranks.run(counted, Case(chunk=4, tokens=11), 1)
-    assert found == [({"all_gather": 1, "all_reduce": 3}, {(4, 7)})] * 4
-    assert ranks.run(counted, Case(ranks=1), 1) == [({}, {(4, 7)})] * 4
-    # As many tokens as of the whole head, so that a rank's memory falls with the number of ranks.
-    found = ranks.run(counted, Case(chunk=None, tokens=50), 14 * 40 + 1)
-    assert found == [({"all_gather": 1, "all_reduce": 2}, {(40, 7)})] * 4

@@ -7,12 +7,12 @@ a checkpoint writes another, and the two hold the same.
 from __future__ import annotations
 
 import errno
-import re
 import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,14 +42,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 
-from winnow.errors import CheckpointError
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.shards import on_host, read_shards, write_model, write_shards
 from winnow.learning.strategy import local
 from winnow.models.causal_lm import use_layout_attention
 
-pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 Sizes = tuple[int, int, int] | None
 """Tensor, pipeline and expert parallel ranks; None for FSDP2."""
@@ -67,10 +68,10 @@ SAVED: dict[str, Sizes] = {
     "experts": (2, 2, 2),
 }
 OTHERS: dict[str, dict[int, list[Sizes]]] = {
-    "tied": {4: [None], 2: [(1, 2, 1), (2, 1, 1), (1, 1, 1)], 1: [(1, 1, 1)]},
-    "untied": {4: [(1, 1, 1), None]},
-    "frozen": {4: [None]},
-    "experts": {4: [(2, 1, 4), None], 2: [(1, 1, 2)]},
+    "tied": {2: [(1, 2, 1)]},
+    "untied": {4: [None]},
+    "frozen": {4: [(1, 1, 1)]},
+    "experts": {4: [(2, 1, 4), None]},
 }
 """By the number of ranks; those that a layout leaves over hold copies (data parallelism)."""
 
@@ -207,8 +208,8 @@ def saved(
 
 @pytest.fixture(scope="module")
 def groups(ranks: Ranks) -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two, Ranks(1) as one:
-        yield {4: ranks, 2: two, 1: one}
+    with Ranks(2) as two:
+        yield {4: ranks, 2: two}
 
 
 def test_what_is_saved_is_what_was_there_before_the_next_update(saved: Saved) -> None:
@@ -252,7 +253,7 @@ def test_a_run_goes_on_in_other_layouts_and_sharded(
             saved.check_update(weights)
 
 
-@pytest.mark.parametrize("kind", list(SAVED))
+@pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_megatron_goes_on_from_a_checkpoint_of_fsdp2(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
@@ -278,31 +279,6 @@ def save_on_a_full_disk(kind: str, folder: str) -> list[int | None]:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (usual, most))
     return told
-
-
-def refusals(kind: str, sizes: Sizes) -> list[str]:
-    """What is said of a state with another type, of its weights and of a moment alone."""
-    strategy, found = strategy_of(kind, sizes), []
-    update(strategy, kind)
-    state = strategy.state_dict()
-    halves = {name: tensor.to(torch.float16) for name, tensor in state["weights"].items()}
-    name, moments = next(iter(state["optimizer"].items()))
-    other = state["optimizer"] | {name: moments | {"exp_avg": moments["exp_avg"].double()}}
-    for wrong in (state | {"weights": halves}, state | {"optimizer": other}):
-        try:
-            strategy.load_state_dict(wrong)
-        except CheckpointError as error:
-            found.append(str(error))
-    return found
-
-
-def test_a_state_with_another_type_is_refused(ranks: Ranks) -> None:
-    for weights, moment in ranks.run(refusals, "untied", (2, 2, 1)):
-        for line in (weights, moment):
-            assert re.match(r"the checkpoint is not of this model: .*; resume with [^\n]*$", line)
-        assert "float16 there" in weights
-        assert "1 tensors differ, such as optimizer state exp_avg of" in moment
-        assert "float64 there" in moment
 
 
 def test_a_disk_that_is_full_on_one_rank_is_told_on_all_and_the_next_save_holds(

@@ -1,32 +1,40 @@
-"""Roles of one pool lie on the same slots: the same node, and the same device of it."""
+"""Roles of one pool lie on the same slots, and what lay on a node is lost with it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.ray_nodes import parent_of, ray_nodes
+from tests.ray_nodes import RayWorkers
 from tests.recipes import recipe
 
+from winnow.config import roles
+from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.errors import ConfigError
-from winnow.runs.placement import pools_of
-from winnow.runs.topology import CLASSES, ENGINES, launcher
+from winnow.errors import ConfigError, WorkerError
+from winnow.runs.topology import launcher
+from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.group import WorkerGroups
-from winnow.workers.ray.session import ray_session, reserve
+from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.session import Pool, ray_session, reserve
 
 PROBE = "tests.workers:Probe"
 TOGETHER = "cluster.roles={policy:all,rollout:all}"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
+def cluster(ray_workers: RayWorkers) -> Iterator[str]:
     """Ray on two nodes of four cores and two devices, which are numbers only; its address."""
-    with ray_nodes(*[{"num_cpus": 4, "num_gpus": 2}] * 2) as address:
+    head, node = {"num_cpus": 0, "num_gpus": 0}, {"num_cpus": 4, "num_gpus": 2}
+    with ray_workers.nodes(head, node, node) as address:
         yield address
 
 
@@ -42,25 +50,29 @@ def recipe_of(ranks: int, engines: int, *settings: str) -> Config:
     return recipe("quickstart", "cluster=ray", "trainer/strategy=fsdp2", *sizes, *settings)
 
 
-Place = tuple[int, str | None]
+def answered_by(worker: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> Roles:
+    """A recipe's roles, with another class in the place of all workers'."""
+    monkeypatch.setattr(
+        roles,
+        "ROLES",
+        [replace(role, worker=worker, worker_by_engine=None) for role in roles.ROLES],
+    )
+    return Roles(config)
+
+
+Place = tuple[str, str | None]
 """Node and device, each by a name of its own."""
 
 
 def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place], list[Place]]:
     """Where a recipe's ranks and engines come to lie; others answer in their place."""
-    monkeypatch.setitem(CLASSES, "policy", PROBE)
-    monkeypatch.setitem(ENGINES, config.rollout.engine.name, PROBE)
-    with closing(WorkerGroups()) as crew, launcher(config, crew) as launch:
-        engines = range(config.rollout.engine.processes)
-        groups = crew.start(launch("policy", {}, 0), *(launch("rollout", {}, i) for i in engines))
-        ranks, *alone = [
-            [
-                (parent_of(pid), device)
-                for (_, pid, _), (device,) in zip(group.ask("about"), devices, strict=True)
-            ]
-            for group in groups
-            for devices in (group.ask("environment", "CUDA_VISIBLE_DEVICES"),)
-        ]
+    placed = answered_by(PROBE, config, monkeypatch)
+    policy, engine = placed["policy"], placed["rollout"]
+    with closing(WorkerGroups()) as crew, launcher(config, placed, crew) as launch:
+        started = (launch(engine, {}, number) for number in range(engine.count))
+        groups = crew.start(launch(policy, {}, 0), *started)
+        asked = "environment", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"
+        ranks, *alone = [[tuple(each) for each in group.ask(*asked)] for group in groups]
     return ranks, [each for (each,) in alone]
 
 
@@ -72,7 +84,7 @@ from tests.workers import Probe
 class Carried(Probe):
     def about(self):
         here = Path(__file__).parent
-        names = [str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()]
+        names = [str(path.relative_to(here)) for path in here.rglob("*.*") if path.suffix != ".pyc"]
         found = [os.environ.get(name) for name in ("OURS", "THEIRS", "PYTHONHASHSEED")]
         return sorted(names), found, os.environ["PYTHONUNBUFFERED"]
 """
@@ -90,9 +102,9 @@ def test_actors_have_the_files_and_variables_of_the_recipe_and_leave_a_timeline(
     made = f"cluster.address={cluster}", f"run.dir={code}/runs", "cluster.environment={OURS: a}"
     timeline = f"cluster.timeline_file={tmp_path}/new/timeline.json"
     config = recipe_of(1, 0, *made, f"cluster.runtime_env={{{env}}}", timeline)
-    monkeypatch.setitem(CLASSES, "policy", "carried:Carried")
-    with closing(WorkerGroups()) as crew, launcher(config, crew) as launch:
-        (ranks,) = crew.start(launch("policy", {}, 0))
+    placed = answered_by("carried:Carried", config, monkeypatch)
+    with closing(WorkerGroups()) as crew, launcher(config, placed, crew) as launch:
+        (ranks,) = crew.start(launch(placed["policy"], {}, 0))
         ((files, variables, unbuffered),) = ranks.ask("about")
     assert files == ["carried.py"]
     assert variables == ["a", "b", "7"]
@@ -109,22 +121,24 @@ def test_an_environment_that_ray_cannot_use_is_told_in_one_line(
 
 
 @pytest.mark.usefixtures("nodes")
-def test_rank_and_engine_of_a_slot_share_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recipe_of(2, 2, "cluster.pools={all:{nodes:2,cpus:1.5}}", TOGETHER)
+@pytest.mark.parametrize(
+    ("pool", "node_count", "devices"),
+    [
+        # A node has cores for one slot only. This process sees no GPU, and run.device=auto takes
+        # those of the cluster.
+        ("{nodes:2,cpus:1.5}", 2, None),
+        ("{per_node:2}", 1, ["0", "1"]),
+    ],
+)
+def test_rank_and_engine_of_a_slot_share_node_and_device(
+    pool: str, node_count: int, devices: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe_of(2, 2, f"cluster.pools={{all:{pool}}}", TOGETHER)
     ranks, engines = places(config, monkeypatch)
     assert ranks == engines
-    assert len({node for node, _ in ranks}) == 2  # a node has cores for one slot only
-    # This process sees no GPU, and run.device=auto takes those of the cluster.
-    assert {device for _, device in ranks} <= {"0", "1"}
-
-
-@pytest.mark.usefixtures("nodes")
-def test_rank_and_engine_of_a_slot_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recipe_of(2, 2, "cluster.pools={all:{per_node:2}}", TOGETHER)
-    ranks, engines = places(config, monkeypatch)
-    assert ranks == engines
-    assert len({node for node, _ in ranks}) == 1
-    assert sorted(str(device) for _, device in ranks) == ["0", "1"]
+    assert len({node for node, _ in ranks}) == node_count
+    seen = sorted(str(device) for _, device in ranks)
+    assert seen == devices or (devices is None and {*seen} <= {"0", "1"})
 
 
 @pytest.mark.usefixtures("nodes")
@@ -142,8 +156,36 @@ def test_a_recipe_for_cpus_reserves_no_device(monkeypatch: pytest.MonkeyPatch) -
     assert [device for _, device in ranks + engines] == [None, None]
 
 
+async def lose_a_node(workers: RayWorkers) -> None:
+    count = 200_000
+    reserved = await reserve([Pool("a", ("a",), cpus=3.0), Pool("b", ("b",), cpus=3.0)])
+    writer = await start_ray("writer", PROBE, {}, reserved.placement("a"))
+    reader = await start_ray("reader", PROBE, {}, reserved.placement("b"))
+    lost_node, other_node = (workers.node_of(each.processes()[0]) for each in (writer, reader))
+    assert lost_node != other_node
+    try:
+        kept: SplitResult = await writer.call_rank(0, "keep", count, 4)
+        stored = ArrayRef(kept.block, 0, 0, 3, np.int64)
+        expected = np.random.default_rng([4, 0]).integers(9, size=count)[:3]
+        other: SplitResult = await writer.call_rank(0, "keep", count, 5)
+        late = ArrayRef(other.block, 0, 0, 3, np.int64)
+        ((found,),) = await reader.call("read", stored)
+        np.testing.assert_array_equal(found, expected)
+        os.kill(lost_node, signal.SIGKILL)
+        lost = r"what writer\[0\] wrote is lost, as its node is gone"
+        with pytest.raises(WorkerError, match=lost):
+            await reader.call("read", late)
+        with pytest.raises(WorkerError, match=lost):
+            np.asarray(late)
+    finally:
+        await writer.close()
+        await reader.close()
+        reserved.release()
+
+
 @pytest.mark.usefixtures("nodes")
-def test_pools_that_do_not_fit_are_told_by_name() -> None:
-    config = recipe_of(3, 3, "cluster.pools={all:{per_node:3}}", TOGETHER)
-    with pytest.raises(ConfigError, match=r"they need all 1 x \(3 devices and 6 cores\)"):
-        asyncio.run(reserve(pools_of(config, has_devices=True)))
+def test_what_was_kept_on_a_node_that_is_gone_is_told_as_lost(
+    ray_workers: RayWorkers,
+) -> None:
+    """The last test: one of the two nodes is gone afterwards."""
+    asyncio.run(asyncio.wait_for(lose_a_node(ray_workers), 200))

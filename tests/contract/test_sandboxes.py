@@ -30,6 +30,14 @@ FUNCTIONS = {"calls": ADD, "asserts": ASSERTS, "check": CHECK}
 RIGHT = "def add(a, b):\n    return a + b\n"
 
 
+each_function = pytest.mark.parametrize(
+    ("start", "kind"),
+    [*(("local", kind) for kind in FUNCTIONS), ("fusion", "calls")],
+    indirect=["start"],
+)
+"""How functions are called is the harness's, which each sandbox runs alike."""
+
+
 @pytest.fixture(scope="module", params=["local", "fusion"])
 def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """Starts the run's sandbox of a kind, with other settings if they are given."""
@@ -63,6 +71,7 @@ def score(answer: str, truth: Any) -> Score:
         ("import os, signal; print(4, flush=True); os.abort()", "runtime_error", 0),
         ("print(", "compile_error", 0),
         ("", "compile_error", 0),
+        ("  x = 1\n y = 2", "compile_error", 0),
         ("x = '\ud800'", "compile_error", 0),
         ("while True: print('x' * 1000)", "output_limit", 0),
         ("bytearray(1 << 40)", "runtime_error", 0),
@@ -75,7 +84,7 @@ def test_programs_are_told_apart(program: str, outcome: str, passed: int) -> Non
     assert found.accuracy == (outcome == "pass")
 
 
-@pytest.mark.parametrize("kind", FUNCTIONS)
+@each_function
 @pytest.mark.parametrize(
     ("answer", "outcome"),
     [
@@ -94,7 +103,7 @@ def test_functions_are_told_apart(kind: str, answer: str, outcome: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getppid(), 9)"])
-@pytest.mark.parametrize("kind", FUNCTIONS)
+@each_function
 def test_a_verdict_cannot_be_forged(kind: str, end: str) -> None:
     forgery = (
         "import os\ndef add(a, b):\n    for n in range(64):\n        try:\n"
@@ -116,21 +125,10 @@ def test_endless_programs_and_calls_end_at_their_time(start: Callable[..., None]
 
 
 def test_cases_beyond_the_time_of_a_sample_are_not_passed(start: Callable[..., None]) -> None:
-    start(sample_s=3.0, credit="share")
-    slow = "import time; time.sleep(1.6); print(2 * int(input()))"
+    start(sample_s=5.0, credit="share")
+    slow = "import time; time.sleep(2.7); print(2 * int(input()))"
     found = score(slow, {"inputs": ["1"] * 4, "outputs": ["2"] * 4})
     assert (found.extra["pred"], found.extra["passed"]) == ("time_limit", 1)
-
-
-def test_shares_of_cases_are_the_reward_where_wanted(start: Callable[..., None]) -> None:
-    start(credit="share")
-    assert score("print(4)", DOUBLE).reward == 0.5
-    assert score("def add(a, b): return 3", ASSERTS).reward == 0.5
-
-
-def test_tests_that_are_no_python_are_no_fault_of_the_answer() -> None:
-    with pytest.raises(ValueError, match="cannot run: SyntaxError"):
-        score(RIGHT, {"assert_case": ["assert add(1"]})
 
 
 def test_files_and_bytes_reach_a_program_as_they_are() -> None:

@@ -7,14 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from tests.contract.test_fsdp2 import Layout, model_of, strategy_on_rank
+from tests.contract.test_fsdp2 import model_of
 from tests.cuts import Cut
 from tests.ranks import Ranks
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,8 +20,6 @@ from winnow.errors import CheckpointError
 from winnow.learning.shards import State, on_host, read_shards, write_shards
 from winnow.learning.strategy import local, tensors_of
 
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)]
-"""Tensor-parallel ranks, pipeline stages."""
 MOMENTS = "exp_avg", "exp_avg_sq"
 
 
@@ -66,60 +62,6 @@ def differing(found: State, wanted: State) -> tuple[int, list[str]]:
 def blank(state: State) -> State:
     """Room for a state, of zeros, which none of its numbers is."""
     return {k: blank(v) if isinstance(v, dict) else torch.zeros_like(v) for k, v in state.items()}
-
-
-def read_in(layout: tuple[int, int], whole: State, folder: Path) -> tuple[int, list[str]] | None:
-    """What differs where a checkpoint is read on as many ranks as a layout has."""
-    size, rank = layout[0] * layout[1], dist.get_rank()
-    if rank >= size:
-        return None
-    wanted = Cut.of(rank, *layout).state(whole)
-    found = {"policy": blank(wanted)}
-    read_shards(found, folder, groups()[size])
-    return differing(found["policy"], wanted)
-
-
-def to_and_fro(kind: str, folder: str) -> Any:
-    """Write pieces and read them in all layouts, and FSDP2's state; the same from FSDP2's."""
-    mesh, group, rank = init_device_mesh("cpu", (4,)), groups()[4], dist.get_rank()
-    pieces, shards = Path(folder, "pieces"), Path(folder, "shards")
-    whole, lent = whole_state(kind), whole_state(kind)
-    copied = on_host({"policy": Cut.of(rank, 2, 2).state(lent)}, mesh)
-    for tensor in flat(lent).values():
-        tensor.zero_()  # as a later update would
-    write_shards(copied, pieces, group)
-    sharded = strategy_on_rank(kind, torch.float32, Layout())
-    sharded.load_state_dict(whole)
-    write_shards(on_host({"policy": sharded.state_dict()}, mesh), shards, group)
-    found = [read_in(layout, whole, at) for at in (pieces, shards) for layout in LAYOUTS]
-    state = {"policy": sharded.blank_state()}
-    read_shards(state, pieces, group)
-    found.append(differing(state["policy"], whole))
-    return found
-
-
-@pytest.mark.parametrize("kind", ["untied", "experts"])
-def test_pieces_are_read_in_any_layout_and_as_shards_and_shards_as_pieces(
-    ranks: Ranks, tmp_path: Path, kind: str
-) -> None:
-    answers = ranks.run(to_and_fro, kind, str(tmp_path))
-    whole = flat(whole_state(kind))
-    for rank, found in enumerate(answers):
-        for layout, answer in zip(LAYOUTS * 2, found, strict=False):
-            assert (answer is None) == (rank >= layout[0] * layout[1])
-            if answer is not None:
-                count, differ = answer
-                assert differ == []
-                assert count == len(whole) if layout[1] == 1 else 0 < count < len(whole)
-        assert found[-1] == (len(whole), [])
-    index = FileSystemReader(tmp_path / "pieces").read_metadata().state_dict_metadata
-    assert {name.removeprefix("policy.") for name in index} == whole.keys()
-    chunks = {name: len(each.chunks) for name, each in index.items()}  # type: ignore[union-attr]
-    cut = {name for name, count in chunks.items() if count == 2}
-    assert set(chunks.values()) == {1, 2}, "what several ranks have is written once"
-    assert any("o_proj" in name for name in cut)
-    assert not any("norm" in name or "step" in name for name in cut)
-    assert len(list((tmp_path / "pieces").glob("*.distcp"))) == 4
 
 
 def without_steps(folder: str) -> Any:

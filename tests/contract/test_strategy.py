@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
-from tests.examples import examples
 from tests.objectives import policy_objective
+from tests.written import answer, written
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from winnow.errors import CheckpointError, ModelError
-from winnow.learning.batch import Batch, all_micro_batches, gather_tokens, micro_batches, pack
+from winnow.errors import CheckpointError
+from winnow.learning.batch import Batch, micro_batches, pack
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import load_causal_lm
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.types import Group, Prompt
 
 VOCABULARY, TOKENIZER = 40, 37
 TEMPERATURE = 0.8
@@ -83,12 +80,15 @@ def joined(state: Any) -> Any:
     return {name: joined(value) for name, value in state.items()}
 
 
-def make_alone(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Alone:
+def alone(model: Any, **options: Any) -> Alone:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     options = {"temperature": TEMPERATURE, "vocab_size": TOKENIZER, **options}
-    model = load_causal_lm(str(folder), dtype, CPU)
     return Alone(model, init_device_mesh("cpu", (1,)), Sharding(), **options)
+
+
+def make_alone(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Alone:
+    return alone(load_causal_lm(str(folder), dtype, CPU), **options)
 
 
 def take_whole_gradients(strategy: Alone) -> dict[str, Tensor]:
@@ -115,33 +115,29 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     return IMPLEMENTATIONS[request.param]
 
 
+CONFIGS: dict[str, Any] = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+}
+
+
+def randomize(tensors: dict[str, Tensor]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for tensor in tensors.values():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensor.data.copy_(1 + 0.2 * noise if tensor.ndim == 1 else 0.3 * noise)
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random models, whose norms are random too, written as Hugging Face folders."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
-
-    window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    models = {
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
-        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
-        "window": Qwen2ForCausalLM(Qwen2Config(**SIZES, **window)),
-    }
-    folder = tmp_path_factory.mktemp("models")
-    for name, model in models.items():
-        generator = torch.Generator().manual_seed(len(name))
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data = 1 + 0.2 * noise if parameter.ndim == 1 else 0.3 * noise
-        model.save_pretrained(folder / name)
-    return {name: folder / name for name in models}
+    root = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        model = AutoModelForCausalLM.from_config(config)
+        randomize(dict(model.named_parameters()))
+        model.save_pretrained(root / name)
+    return {path.name: path for path in root.iterdir()}
 
 
 def groups_of(lengths: Iterable[Sequence[tuple[int, int]]], seed: int = 0) -> list[Group]:
@@ -152,12 +148,9 @@ def groups_of(lengths: Iterable[Sequence[tuple[int, int]]], seed: int = 0) -> li
         prompt = rng.integers(0, TOKENIZER, answers[0][0])
         made = []
         for _, n in answers:
-            segment = Segment(
-                rng.integers(0, TOKENIZER, n),
-                rng.normal(-3.5, 0.3, n).astype(np.float32),
-                (VersionSpan(0, n),),
-            )
-            made.append(Answer(Trajectory((segment,), "stop"), Score(float(rng.normal()), 0.0)))
+            ids = rng.integers(0, TOKENIZER, n).tolist()
+            segment = written(ids, rng.normal(-3.5, 0.3, n).tolist())
+            made.append(answer(segment, reward=float(rng.normal())))
         groups.append(Group(i, Prompt(str(i), prompt, "", "", None), tuple(made)))
     return groups
 
@@ -214,153 +207,6 @@ def own_norms(model: nn.Module) -> None:
             module.forward = forward  # type: ignore[method-assign]
 
 
-def reference(
-    folder: Path, batch: Batch, dtype: torch.dtype, attention: str
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [T] by transformers alone, one sequence at a time."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-    if dtype == torch.float64:
-        own_norms(model)
-    logps, entropies = [], []
-    for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-        ids = batch.token_ids[start:stop]
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, :-1, :TOKENIZER] / TEMPERATURE
-        logp = logits.log_softmax(-1)
-        zero = logp.new_zeros(1)
-        logps.append(torch.cat([zero, logp.gather(1, ids[1:, None])[:, 0]]))
-        entropies.append(torch.cat([zero, -(logp.exp() * logp).sum(-1)]))
-    mask = batch.gen_mask
-    return torch.cat(logps) * mask, torch.cat(entropies) * mask
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "attention"),
-    [
-        *((name, torch.float32, "eager") for name in ("qwen3", "qwen2", "llama", "window")),
-        # Eager attention takes its softmax in fp32.
-        *((name, torch.float64, "sdpa") for name in ("qwen3", "window")),
-    ],
-)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_log_probs_are_those_of_transformers_for_each_sequence_alone(
-    implementation: Implementation,
-    folders: dict[str, Path],
-    name: str,
-    dtype: torch.dtype,
-    attention: str,
-    checkpointing: bool,
-) -> None:
-    batch = pack(groups_of(RAGGED))
-    strategy = implementation.make(folders[name], dtype, gradient_checkpointing=checkpointing)
-    micro = all_micro_batches(batch, 40)
-    found = strategy.forward(micro, BOTH)
-    logp, entropy = reference(folders[name], batch, dtype, attention)
-    tolerance = TOLERANCE[dtype]
-    for key, wanted in (("logprob", logp), ("entropy", entropy)):
-        values = gather_tokens(batch, micro, [outputs[key] for outputs in found])
-        torch.testing.assert_close(values, wanted, atol=tolerance, rtol=0)
-        assert not values[~batch.gen_mask].any()
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama", "window"])
-def test_bf16_is_near_fp32(
-    implementation: Implementation, folders: dict[str, Path], name: str
-) -> None:
-    batch = pack(groups_of(RAGGED))
-    micro = all_micro_batches(batch, 1000)
-    exact, rounded = (
-        implementation.make(folders[name], dtype).forward(micro, BOTH)[0]["logprob"]
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert rounded.dtype == torch.float32
-    assert float((exact - rounded).abs().mean()) < 0.1
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@examples(6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lengths=st.lists(
-        st.tuples(st.integers(1, 5), st.lists(st.integers(1, 24), min_size=1, max_size=4)),
-        min_size=1,
-        max_size=4,
-    ),
-    budget=st.integers(1, 120),
-    order=st.randoms(use_true_random=False),
-)
-def test_gradients_do_not_depend_on_split_packing_or_order(
-    implementation: Implementation,
-    folders: dict[str, Path],
-    dtype: torch.dtype,
-    lengths: list[tuple[int, list[int]]],
-    budget: int,
-    order: Any,
-) -> None:
-    strategy = shared_strategy(implementation, folders["qwen3"], dtype)
-    # Two tokens give queries and keys no gradient at all; a longer sample makes one to compare.
-    lengths = [*lengths, (2, [12])]
-    groups = groups_of([[(prompt, n) for n in answers] for prompt, answers in lengths])
-    shuffled = [replace(g, answers=tuple(order.sample(g.answers, len(g.answers)))) for g in groups]
-    order.shuffle(shuffled)
-    gradients = []
-    for arranged, max_tokens in ((groups, 10_000), (shuffled, budget)):
-        micro = every(set_dtype(learnable(arranged), dtype), max_tokens)
-        order.shuffle(micro)
-        stats = strategy.forward_backward(micro, BOTH, OBJECTIVE)
-        gradients.append((implementation.gradients(strategy), stats))
-    (whole, whole_stats), (split, split_stats) = gradients
-    assert_close(split, whole, TOLERANCE[dtype])
-    for key, value in whole_stats.items():
-        assert split_stats[key] == pytest.approx(value, abs=1e-4)
-
-
-_SHARED: dict[Any, Strategy] = {}
-
-
-def shared_strategy(implementation: Implementation, folder: Path, dtype: torch.dtype) -> Strategy:
-    """One strategy for all examples, which only gather gradients."""
-    key = (id(implementation), folder, dtype)
-    if key not in _SHARED:
-        _SHARED[key] = implementation.make(folder, dtype)
-    return _SHARED[key]
-
-
-@pytest.mark.parametrize("name", ["qwen3", "window"])
-def test_gradient_checkpointing_gives_the_same_gradients(
-    implementation: Implementation, folders: dict[str, Path], name: str
-) -> None:
-    micro = every(learnable(groups_of(RAGGED)))
-    plain, recomputed = (
-        gradients_of(implementation, folders[name], micro, gradient_checkpointing=flag)
-        for flag in (False, True)
-    )
-    assert_close(recomputed, plain, 1e-6)
-
-
-def test_compiled_blocks_are_sharded_as_others_are(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    micro = every(learnable(groups_of(RAGGED)))
-    fsdp2 = IMPLEMENTATIONS["fsdp2"]
-    plain, compiled = (
-        gradients_of(fsdp2, folders["qwen3"], micro, compiles=c, gradient_checkpointing=c)
-        for c in (False, True)
-    )
-    assert_close(compiled, plain, 1e-5)
-    assert counters["stats"]["unique_graphs"] > 1
-
-
-def gradients_of(
-    implementation: Implementation, folder: Path, micro: Sequence[Any], **options: Any
-) -> dict[str, Tensor]:
-    strategy = implementation.make(folder, **options)
-    strategy.forward_backward(micro, BOTH, OBJECTIVE)
-    return implementation.gradients(strategy)
-
-
 def weights_of(strategy: Strategy) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in strategy.export_weights()}
 
@@ -395,21 +241,7 @@ def test_two_updates_are_adamw_by_hand(
         twin.load_state_dict(strategy.state_dict())
 
 
-def test_a_gradient_within_the_bound_is_not_clipped(
-    implementation: Implementation, folders: dict[str, Path]
-) -> None:
-    micro = every(learnable(groups_of(RAGGED)))
-    after = []
-    for clip in (None, 1e6):
-        strategy = implementation.make(folders["llama"], grad_clip=clip)
-        strategy.forward_backward(micro, BOTH, OBJECTIVE)
-        strategy.optimizer_step(1e-3)
-        after.append(weights_of(strategy))
-    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("dtype", "bad"), [(torch.float32, math.inf), (torch.bfloat16, math.nan)])
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(
     implementation: Implementation, folders: dict[str, Path], dtype: torch.dtype, bad: float
 ) -> None:
@@ -446,8 +278,8 @@ def assert_same_state(a: Any, b: Any) -> None:
         assert_same_state(a[name], b[name])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.bits
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", torch.float32), ("llama", torch.bfloat16)])
 def test_training_continues_with_the_same_bits_from_a_state(
     implementation: Implementation,
     folders: dict[str, Path],
@@ -489,6 +321,7 @@ def test_a_state_of_another_model_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("name", "tied"), [("qwen3", True), ("llama", False)])
+@pytest.mark.bits
 def test_exported_weights_load_as_a_hugging_face_model(
     implementation: Implementation,
     folders: dict[str, Path],
@@ -515,13 +348,6 @@ def test_exported_weights_load_as_a_hugging_face_model(
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
-def test_an_adapter_that_is_not_there_cannot_be_exported(
-    implementation: Implementation, folders: dict[str, Path]
-) -> None:
-    with pytest.raises(ModelError, match="has none"):
-        next(iter(implementation.make(folders["qwen3"]).export_weights(adapter_only=True)))
-
-
 def test_bf16_weights_keep_what_is_less_than_their_step(
     implementation: Implementation, folders: dict[str, Path]
 ) -> None:
@@ -530,9 +356,9 @@ def test_bf16_weights_keep_what_is_less_than_their_step(
     before = weights_of(strategy)["model.layers.0.self_attn.q_norm.weight"]
     master = "model.layers.0.self_attn.q_norm.weight"
     moved = []
-    for _ in range(60):
+    for _ in range(8):
         strategy.forward_backward(micro, frozenset({"logprob"}), imitation)
-        strategy.optimizer_step(2e-4)
+        strategy.optimizer_step(4e-4)
         moved.append(float((strategy.state_dict()["weights"][master] - before.float()).abs().max()))
     after = weights_of(strategy)[master]
     assert after.dtype == torch.bfloat16

@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.processes import descendants
+from tests.ray_nodes import RayWorkers
 
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
@@ -42,36 +43,6 @@ async def on_ray(kwargs: dict[str, Any], stall_timeout_s: float = 100.0) -> Work
     return await start_ray("policy", PATH, kwargs, PLACES[-1], ENVIRONMENT, stall_timeout_s)
 
 
-@dataclass(frozen=True)
-class Line:
-    """What a worker logged or printed, as it comes to this process's log."""
-
-    role: str
-    rank: int
-    text: str
-    level: int
-
-
-@contextmanager
-def log_of_workers() -> Iterator[list[Line]]:
-    """Lines of workers that come within the block."""
-    lines: list[Line] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.msg == "%s[%d]: %s":
-                role, rank, text = cast("tuple[str, int, str]", record.args)
-                assert record.getMessage() == f"{role}[{rank}]: {text}"
-                lines.append(Line(role, rank, text, record.levelno))
-
-    listener = Listener()
-    logging.getLogger().addHandler(listener)
-    try:
-        yield lines
-    finally:
-        logging.getLogger().removeHandler(listener)
-
-
 STARTS: dict[str, Start] = {"local": local, "ray": on_ray}
 
 
@@ -83,17 +54,11 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         yield lambda work: runner.run(asyncio.wait_for(work, 2 * PATIENCE_S))
 
 
-@pytest.fixture
-def lines() -> Iterator[list[Line]]:
-    """What workers say during a test."""
-    with log_of_workers() as found:
-        yield found
-
-
 @contextmanager
-def ray_for_tests() -> Iterator[None]:
-    """A private instance of Ray, with room for two groups."""
-    with ray_session(None, cpus=2, devices=0, store_bytes=200 << 20):
+def ray_for_tests(address: str | None = None) -> Iterator[None]:
+    """A cluster of two cores, or a private instance of Ray, with room for two groups."""
+    own: dict[str, Any] = {"cpus": 2, "devices": 0, "store_bytes": 200 << 20}
+    with ray_session(address, **({} if address else own)):
         pool = Pool("all", ("policy", "another"), per_node=2, cpus=0.5)
         PLACES.append(asyncio.run(reserve([pool])).placement("policy"))
         yield
@@ -101,10 +66,11 @@ def ray_for_tests() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[ExitStack]:
+def ray(ray_workers: RayWorkers) -> Iterator[ExitStack]:
     """Ray for this module; closing it ends it early."""
     with ExitStack() as stack:
-        stack.enter_context(ray_for_tests())
+        address = stack.enter_context(ray_workers.nodes({"num_cpus": 2}))
+        stack.enter_context(ray_for_tests(address))
         yield stack
 
 
@@ -126,12 +92,24 @@ def start(request: pytest.FixtureRequest) -> Start:
     return STARTS[request.param]
 
 
-def cases(fixture: str, elsewhere: list[str], every: list[Any], on_ray: list[Any]) -> Any:
-    """Parameters `fixture` and `case`: all elsewhere, some on Ray, which takes seconds each."""
-    pairs = [(kind, case) for kind in elsewhere for case in every]
-    return pytest.mark.parametrize(
-        (fixture, "case"), pairs + [("ray", case) for case in on_ray], indirect=[fixture]
-    )
+def cases(every: list[Any], on_ray: list[Any]) -> Any:
+    """Parameters `start` and `case`: all on this machine, some on Ray, which takes seconds each."""
+    pairs = [("local", case) for case in every] + [("ray", case) for case in on_ray]
+    return pytest.mark.parametrize(("start", "case"), pairs, indirect=["start"])
+
+
+@asynccontextmanager
+async def started(
+    start: Start, stall_timeout_s: float = 100.0, **kwargs: Any
+) -> AsyncIterator[WorkerGroup]:
+    """A group of a test's own, of which no process is left."""
+    group = await start(kwargs, stall_timeout_s=stall_timeout_s)
+    pids = group.processes()
+    try:
+        yield group
+    finally:
+        await group.close()
+    assert not any(map(is_running, pids))
 
 
 def is_running(pid: int) -> bool:
@@ -151,8 +129,10 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.01)
 
 
-def said(lines: list[Line], rank: int) -> list[str]:
-    return [line.text for line in lines if line.rank == rank]
+def said(log: pytest.LogCaptureFixture, rank: int) -> list[str]:
+    """What a worker logged or printed, as it comes to this process's log."""
+    heard = [each for each in log.records if each.msg == "%s[%d]: %s"]
+    return [text for each in heard for _, who, text in [cast(Any, each.args)] if who == rank]
 
 
 def test_workers_know_their_rank_and_run_in_one_thread(group: WorkerGroup, run: Any) -> None:
@@ -161,10 +141,7 @@ def test_workers_know_their_rank_and_run_in_one_thread(group: WorkerGroup, run: 
     assert all(info.size == group.size and info.device_index is None for info, _, _ in found)
     assert len({(info.master_address, info.master_port) for info, _, _ in found}) == 1
     assert all(is_maker for _, _, is_maker in found)
-
-
-def test_processes_are_those_that_answer(group: WorkerGroup, run: Any) -> None:
-    pids = [pid for _, pid, _ in run(group.call("about"))]
+    pids = [pid for _, pid, _ in found]
     assert pids == group.processes()
     assert len({*pids, os.getpid()}) == 3
 
@@ -219,24 +196,6 @@ def test_large_arrays_arrive_unchanged_and_once(group: WorkerGroup, run: Any) ->
         np.testing.assert_array_equal(each, np.random.default_rng([5, rank]).random(2_500_000))
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros((0, 3), np.int32),
-        np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1),
-        np.arange(100_000)[::3],
-        np.asfortranarray(np.arange(60_000).reshape(200, 300)),
-        np.array(["a", "bc"]),
-        np.array(7, np.uint8),
-    ],
-    ids=["empty", "transposed", "strided", "fortran", "text", "scalar"],
-)
-def test_arrays_of_any_form_come_and_go(group: WorkerGroup, run: Any, array: np.ndarray) -> None:
-    for back, text in run(group.call("echo", array, "beside")):
-        assert (back.dtype, text) == (array.dtype, "beside")
-        np.testing.assert_array_equal(back, array)
-
-
 @pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
 def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, count: int) -> None:
     kept: list[SplitResult] = run(group.call("keep", count, 4))
@@ -262,17 +221,15 @@ def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, cou
         np.testing.assert_array_equal(ArrayRef(apart, 0, 0, count, np.float64), more)
 
 
-@pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
-def test_what_is_kept_outlives_its_worker(start: Start, run: Any, count: int) -> None:
+def test_what_is_kept_outlives_its_worker(start: Start, run: Any) -> None:
+    count = 200_000
+
     async def work() -> SplitResult:
-        group = await start({})
-        try:
+        async with started(start) as group:
             kept: SplitResult = await group.call_rank(1, "keep", count, 4)
             os.kill(group.processes()[1], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"policy\[1\]"):
                 await group.call("wait", "for ever")
-        finally:
-            await group.close()
         return kept
 
     block = run(work()).block
@@ -281,9 +238,9 @@ def test_what_is_kept_outlives_its_worker(start: Start, run: Any, count: int) ->
 
 
 def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:
-    assert run(group.call("environment", "WINNOW_TEST_WORD")) == [["chaff"]] * group.size
-    found = run(group.call("environment", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"))
-    assert found == [["false", os.environ["OMP_NUM_THREADS"]]] * group.size
+    names = "WINNOW_TEST_WORD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"
+    found = run(group.call("environment", *names))
+    assert found == [["chaff", "false", os.environ["OMP_NUM_THREADS"]]] * group.size
 
 
 def test_workers_reach_each_other_through_torch(group: WorkerGroup, run: Any) -> None:
@@ -292,13 +249,14 @@ def test_workers_reach_each_other_through_torch(group: WorkerGroup, run: Any) ->
 
 
 def test_what_workers_say_arrives_whole_and_in_order(
-    group: WorkerGroup, run: Any, lines: list[Line]
+    group: WorkerGroup, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(group.call("say", "one"))
     run(group.call("say", "two"))
-    run(until(lambda: sum("two\nlong" in line.text for line in lines) == group.size))
-    for rank in range(group.size):
-        texts = [text for text in said(lines, rank) if "one" in text or "two" in text]
+    ranks = range(group.size)
+    run(until(lambda: all(any("two\nlong" in text for text in said(caplog, r)) for r in ranks)))
+    for rank in ranks:
+        texts = [text for text in said(caplog, rank) if "one" in text or "two" in text]
         for word in ("one", "two"):
             printed, logged, error, warned, child, long = texts[:6]
             del texts[:6]
@@ -306,34 +264,19 @@ def test_what_workers_say_arrives_whole_and_in_order(
             assert (error, child) == (f"{word} to stderr", f"{word} from a child")
             assert f"UserWarning: {word} warned" in warned
             assert long == f"{word}\n{'long ' * 2000}".rstrip()
-    levels = {line.level for line in lines if line.text.endswith("logged")}
-    assert levels == {logging.INFO}
-    assert {line.level for line in lines if "two\nlong" in line.text} == {logging.ERROR}
+    levels = {each.getMessage(): each.levelname for each in caplog.records}
+    assert levels["policy[1]: one logged"] == "INFO"
+    assert levels[f"policy[1]: {long}"] == "ERROR"
 
 
-@pytest.mark.parametrize("start", ["local"], indirect=True)
-def test_a_method_that_is_not_there_is_named(start: Start, run: Any) -> None:
-    async def work() -> None:
-        group = await start({})
-        try:
-            with pytest.raises(WorkerError, match=r"AttributeError: .* no attribute 'winnow'"):
-                await group.call("winnow")
-        finally:
-            await group.close()
-
-    run(work())
-
-
-@cases("start", ["local"], ["bug", "exit", "unpicklable"], on_ray=["bug", "unpicklable"])
+@cases(["bug", "exit", "unpicklable"], on_ray=["bug"])
 def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
     start: Start, case: str, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {"bug": "KeyError: 'only rank 1'", "exit": "SystemExit: enough", "unpicklable": "pickle"}
 
-    async def work() -> list[int]:
-        group = await start({})
-        pids = group.processes()
-        try:
+    async def work() -> None:
+        async with started(start) as group:
             with pytest.raises(WorkerError, match=r"policy\[1\] failed in raise_on") as caught:
                 await group.call("raise_on", 1, case)
             assert told[case] in str(caught.value)
@@ -341,32 +284,27 @@ def test_an_exception_names_rank_and_has_its_traceback_in_the_log_once(
             assert caught.value.exit_code == 1
             with pytest.raises(WorkerError, match=r"policy\[1\] failed in raise_on"):
                 await group.call_rank(0, "about")
-        finally:
-            await group.close()
-        return pids
 
-    pids = run(work())
-    assert not any(map(is_running, pids))
+    run(work())
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert text.count("cannot pickle" if case == "unpicklable" else "Traceback (most") == 1
     if case == "bug":
         assert 'raise KeyError(f"only rank {rank}")' in text
 
 
+async def call_alone(start: Start, *call: Any) -> None:
+    """A call to a group of its own."""
+    async with started(start) as group:
+        await group.call(*call)
+
+
 def test_a_mistake_of_the_users_keeps_its_class(start: Start, run: Any) -> None:
-    async def work() -> None:
-        group = await start({})
-        try:
-            with pytest.raises(RewardError, match=r"^the scorer is missing$") as caught:
-                await group.call("raise_on", group.size - 1, "reward")
-            assert caught.value.exit_code == 2
-        finally:
-            await group.close()
-
-    run(work())
+    with pytest.raises(RewardError, match=r"^the scorer is missing$") as caught:
+        run(call_alone(start, "raise_on", 1, "reward"))
+    assert caught.value.exit_code == 2
 
 
-@cases("start", ["local"], ["config", "bug"], on_ray=["config"])
+@cases(["config", "bug"], on_ray=["config"])
 def test_a_worker_that_cannot_be_made_says_why(start: Start, case: str, run: Any) -> None:
     error: type[WinnowError] = ConfigError
     told = r"^policy\.size must be even, got 3$"
@@ -376,94 +314,66 @@ def test_a_worker_that_cannot_be_made_says_why(start: Start, case: str, run: Any
         run(start({"refuse": case}))
 
 
-def test_a_path_that_names_no_class_is_told(run: Any) -> None:
-    with pytest.raises(WorkerError, match=r"policy\[0\] failed in __init__: .* 'Chaff'"):
-        run(start_local("policy", "tests.workers:Chaff", {}, 1))
-
-
-@cases("start", ["local"], ["kill", "exit", "segfault"], on_ray=["segfault"])
+@cases(["kill", "exit", "segfault"], on_ray=["segfault"])
 def test_a_death_is_told_at_once_with_the_last_words(
-    start: Start, case: str, run: Any, lines: list[Line]
+    start: Start, case: str, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> list[int]:
-        group = await start({})
-        pids = group.processes()
-        try:
+    async def work() -> None:
+        async with started(start) as group:
             other = asyncio.ensure_future(group.call_rank(0, "wait", "for ever"))
             with pytest.raises(WorkerError, match=r"policy\[1\] .* in die_on") as caught:
                 await group.call("die_on", 1, case)
             assert caught.value.rank == 1
-            assert any(text.startswith("last words") for text in said(lines, 1))
+            assert any(text.startswith("last words") for text in said(caplog, 1))
             if start is local:
                 told = {"kill": "SIGKILL", "exit": "exit code 3", "segfault": "SIGSEGV"}
                 assert told[case] in str(caught.value)
             with pytest.raises(WorkerError, match=r"policy\[1\]"):
                 await other
-        finally:
-            await group.close()
-        return pids
 
-    assert not any(map(is_running, run(work())))
-    (words,) = [text for text in said(lines, 1) if text.startswith("last words")]
+    run(work())
+    (words,) = [text for text in said(caplog, 1) if text.startswith("last words")]
     if case == "segfault":
-        assert "Fatal Python error: Segmentation fault" in "\n".join(said(lines, 1))
+        assert "Fatal Python error: Segmentation fault" in "\n".join(said(caplog, 1))
     else:
         assert words == "last words"
 
 
 def test_the_rank_that_died_is_named_not_the_one_that_noticed(start: Start, run: Any) -> None:
-    async def work() -> None:
-        group = await start({})
-        try:
-            with pytest.raises(WorkerError, match=r"policy\[1\] .* in lose_peer"):
-                await group.call("lose_peer", 1)
-        finally:
-            await group.close()
-
-    run(work())
+    with pytest.raises(WorkerError, match=r"policy\[1\] .* in lose_peer"):
+        run(call_alone(start, "lose_peer", 1))
 
 
 def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(start: Start, run: Any) -> None:
     async def work() -> None:
-        group = await start({})
-        try:
+        async with started(start) as group:
             os.kill(group.processes()[0], 9)
             with pytest.raises(WorkerError, match=r"policy\[0\]"):
                 await asyncio.wait_for(group.call("wait", "for ever"), PATIENCE_S)
-        finally:
-            await group.close()
 
     run(work())
 
 
-@cases("start", ["local"], [False, True], on_ray=[True])
+@cases([False, True], on_ray=[True])
 def test_a_hung_worker_meets_the_limit_and_shows_its_stack(
-    start: Start, case: bool, run: Any, lines: list[Line]
+    start: Start, case: bool, run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> list[int]:
-        group = await start({}, stall_timeout_s=2.0)
-        pids = group.processes()
-        try:
+    async def work() -> None:
+        async with started(start, 4.0) as group:
             with pytest.raises(WorkerError, match=r"policy\[1\] hung in hang_on") as caught:
                 await asyncio.wait_for(group.call("hang_on", 1, case), PATIENCE_S)
             assert "policy[0]" not in str(caught.value)
-        finally:
-            await group.close()
-        return pids
 
-    assert not any(map(is_running, run(work())))
-    assert any("in hang_on" in text for text in said(lines, 1))
+    run(work())
+    assert any("in hang_on" in text for text in said(caplog, 1))
 
 
 def test_a_long_call_that_gets_on_is_left_alone(start: Start, run: Any) -> None:
     async def work() -> list[Any]:
-        group = await start({}, stall_timeout_s=2.5)
-        try:
+        async with started(start, 2.5) as group:
             await group.call("work", 12, 0.25)  # 3 s
             await asyncio.sleep(2.7)  # and what is idle does not hang
             return await group.call("work", 1, 0.0)
-        finally:
-            await group.close()
 
     assert run(work()) == [13, 13]
 
@@ -574,20 +484,10 @@ def test_a_driver_that_is_killed_leaves_no_process(
         assert driver.stdout is not None
         workers = [int(word) for word in driver.stdout.readline().split()]
         assert len(workers) == 2
-        started = descendants(driver.pid)
+        started = {*descendants(driver.pid)}
         assert started >= set(workers)
         assert all(map(is_running, started))
     finally:
         driver.kill()
         driver.communicate()
     run(until(lambda: not any(map(is_running, started))))
-
-
-def descendants(pid: int) -> set[int]:
-    """All processes that a process started, directly or not."""
-    children = [
-        int(child)
-        for listed in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in listed.read_text().split()
-    ]
-    return set(children).union(*map(descendants, children))

@@ -27,6 +27,16 @@ def figures_are_listed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     assert not unknown, "add them to winnow.observe.metric_names"
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
+    """A folder to type commands in; its cache has the warm starts of all tests, and no more."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "cache").mkdir()
+    (warm_starts / "warm-starts").mkdir(exist_ok=True)
+    (home / "cache/warm-starts").symlink_to(warm_starts / "warm-starts")
+    return home
+
+
 def names_in(file: Path) -> set[str]:
     """The names of a run's figures, without those of a loss of its own."""
     lines = [

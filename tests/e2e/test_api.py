@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.kill import SETTINGS
-from tests.winnow_command import in_this_process
+from benchmarks.kill import SETTINGS, wait_for
+from tests.forked import Server
+from tests.winnow_command import python
+from tests.winnow_command import winnow as in_winnow
 
 import winnow
 from winnow.errors import ConfigError, DataError, RewardError, WinnowError
@@ -25,20 +25,11 @@ SMALL = [
 ]
 
 
-def wait_until(sign: Callable[[], bool]) -> None:
-    """Return once `sign` is true; fails after a minute."""
-    deadline = time.monotonic() + 60
-    while not sign():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> winnow.RunRecord:
+def run(home: Path) -> winnow.RunRecord:
     """A run that is over."""
-    place = tmp_path_factory.mktemp("api")
-    in_this_process("train", "quickstart", "run.name=first", *SMALL, folder=place).check()
-    return winnow.open_run(place / "runs/first")
+    in_winnow(home, "train", "quickstart", "run.name=first", *SMALL).check()
+    return winnow.open_run(home / "runs/first")
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +74,11 @@ def test_the_same_arguments_give_the_same_answers_in_any_company(llm: winnow.LLM
         assert (answer.logprobs <= 0).all()
 
 
+@pytest.mark.bits
 def test_greedy_answers_are_alike_and_stop_strings_end_them(llm: winnow.LLM) -> None:
     ((first, second),) = llm.generate(["213:"], n=2, temperature=0)
     assert first.text == second.text
-    np.testing.assert_array_equal(first.logprobs, second.logprobs)
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)  # rows of one batch
     stop = first.text[2]
     ((cut,),) = llm.generate(["213:"], temperature=0, stop=[stop])
     assert cut.text == first.text[: first.text.index(stop) + 1]
@@ -108,9 +100,9 @@ def test_prompts_that_do_not_fit_are_refused_and_the_engine_goes_on(llm: winnow.
     with pytest.raises(DataError, match=r"prompts\[1\]: the prompt has"):
         llm.generate(["21:", "1" * 5000 + ":"])
     assert llm.generate([]) == []
-    with pytest.raises(ConfigError, match="max_tokens is 1000000, but answers have 1 to 48"):
+    with pytest.raises(ConfigError, match="max_tokens is 1000000, but answers have 1 to 32"):
         llm.generate(["21:"], max_tokens=10**6)
-    for wrong in ({"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
+    for wrong in ({"n": 0}, {"temperature": 1e-9}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
         ((name, value),) = wrong.items()
         with pytest.raises(ConfigError, match=rf"{name} must be .*, got {value}"):
             llm.generate(["21:"], **wrong)  # type: ignore[arg-type]
@@ -167,20 +159,43 @@ def test_advantages_by_hand() -> None:
         winnow.advantages([1.0], [0], std_normalization="some")
 
 
-def test_a_run_that_cannot_begin_is_an_error(tmp_path: Path) -> None:
+def test_a_run_that_cannot_begin_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"optim\.rl is no known key"):
         winnow.train("quickstart", ["optim.rl=1"])
-    config = winnow.load_config("quickstart", [f"run.dir={tmp_path}", "run.name=x"])
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "mine.txt").touch()
-    with pytest.raises(WinnowError, match="exit code 2"):
-        winnow.train(config)
 
 
-def test_a_run_that_is_gone_on_with_is_the_one_that_comes_back(run: winnow.RunRecord) -> None:
-    again = winnow.train("quickstart", [*SMALL, f"run.resume={run.path}", "trainer.steps=3"])
-    assert again.path == run.path
-    assert [record["step"] for record in again.metrics][-1] == 3
+def test_a_recipe_with_a_dot_in_its_name_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda words, **options: started.append(words))
+    with pytest.raises(AttributeError):  # nothing to wait for
+        winnow.train("dapo_qwen2.5_32b", [f"run.dir={tmp_path}"])
+    assert started[0][-1].startswith("run.name=dapo_qwen2.5_32b-20")
+
+
+GOING_ON = """
+import winnow
+
+config = winnow.load_config("quickstart", ["run.name=taken"])
+try:
+    winnow.train(config)
+except winnow.errors.WinnowError as error:
+    print(error)
+run = winnow.train("quickstart", {settings})
+print(run.path, run.metrics[-1]["step"])
+"""
+
+
+def test_a_run_that_is_gone_on_with_is_the_one_that_comes_back(
+    run: winnow.RunRecord, home: Path, server: Server
+) -> None:
+    (home / "runs/taken").mkdir()
+    (home / "runs/taken/mine.txt").touch()
+    settings = [*SMALL, f"run.resume={run.path}", "trainer.steps=3"]
+    said = python(server, GOING_ON.format(settings=settings), home).check().out
+    assert "the run ended with exit code 2" in said
+    assert said.endswith(f"{run.path} 3\n")
 
 
 def test_the_first_interrupt_lets_a_run_save_and_the_second_kills_it(tmp_path: Path) -> None:
@@ -207,7 +222,7 @@ def test_the_first_interrupt_lets_a_run_save_and_the_second_kills_it(tmp_path: P
         words = [sys.executable, "-c", caller, program, str(seconds)]
         asking = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for mark in ("ready", "told")[:signals]:
-            wait_until((folder / mark).exists)
+            assert wait_for(asking, (folder / mark).exists)
             asking.send_signal(signal.SIGINT)
         said, error = asking.communicate(timeout=60)
         assert b"KeyboardInterrupt" in error

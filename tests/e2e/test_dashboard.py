@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from benchmarks.kill import SETTINGS
+from tests.fault.quick_lab import QuickLab
+from tests.forked import Server
+from tests.pauses import go_on
 from tests.services import listening
 
 from winnow.dashboard.service import Dashboard
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.slow
 PAGES = {"overview": ".panel canvas", "answers": ".tokens", "tokens": ".panel canvas",
          "time": ".panel canvas", "system": ".panel canvas", "alarms": ".alarms",
          "plan": ".plan form"}  # fmt: skip
-STEPS = 6
+STEPS = 5
 WIDER = """[...document.querySelectorAll('.panel')].filter(each => each.scrollWidth >
 each.clientWidth).map(each => each.getAttribute('aria-label'))"""
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -61,7 +60,7 @@ class Watched:
     """A page and all that went wrong on it."""
 
     page: Page
-    url: str
+    url: str = ""
     faults: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
 
@@ -72,18 +71,20 @@ class Watched:
         return self.page
 
 
-def watched(browser: Browser, url: str, **options: Any) -> Watched:
-    context = browser.new_context(viewport={"width": 1280, "height": 720}, **options)
+@pytest.fixture(scope="module")
+def window(browser: Browser) -> Watched:
+    """One for all tests: chromium starts processes for each."""
+    context = browser.new_context(viewport={"width": 1280, "height": 720})
     context.set_default_timeout(20_000)
-    found = Watched(context.new_page(), url)
-    page = found.page
-    page.on("pageerror", lambda error: found.faults.append(str(error)))
-    page.on("request", lambda request: found.asked.add(request.url))
+    made = Watched(context.new_page())
+    page = made.page
+    page.on("pageerror", lambda error: made.faults.append(str(error)))
+    page.on("request", lambda request: made.asked.add(request.url))
     page.on(
         "console",
-        lambda line: found.faults.append(line.text) if line.type in ("error", "warning") else None,
+        lambda line: made.faults.append(line.text) if line.type in ("error", "warning") else None,
     )
-    return found
+    return made
 
 
 @dataclass(frozen=True)
@@ -91,73 +92,32 @@ class Trained:
     """A run that was watched while it trained."""
 
     folder: Path
-    seen: list[str]
-    """Steps that the page showed, in order, without being loaded again."""
     is_answering: bool
     """After the run's end."""
     code: int
 
 
-SEEN_FIRST = """
-import time
-from pathlib import Path
-
-from winnow.cli.main import main
-from winnow.observe.jsonl import MetricsLog
-
-log = MetricsLog.log
-
-
-def wait(self, step, record):
-    log(self, step, record)
-    while step in (1, 2) and not Path(f"seen-{step}").exists():
-        time.sleep(0.01)
-
-
-MetricsLog.log = wait
-main()
-"""
-"""`winnow`, which goes on from its first steps when they were seen."""
-
-
 @pytest.fixture(scope="module")
-def trained(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Train as a user does, with --dashboard, and look at its page meanwhile."""
-    folder = tmp_path_factory.mktemp("live")
-    words = ["train", "quickstart", *SETTINGS, f"trainer.steps={STEPS}", "observe.console=plain",
-             "run.dir=runs", "run.name=tiny", "warm_start.steps=60"]  # fmt: skip
-    log = (folder / "out.txt").open("w")
-    run = subprocess.Popen(
-        [sys.executable, "-c", SEEN_FIRST, *words, "--dashboard"],
-        cwd=folder, stdout=log, stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(folder / "cache")},
+def trained(window: Watched, home: Path, server: Server) -> Trained:
+    """Train with --dashboard, whose page shows each step without being loaded again."""
+    lab, out, name = QuickLab(home, server=server), home / "out.txt", "tiny"
+    run = lab.start(
+        *(name, f"trainer.steps={STEPS}", "observe.console=plain", "--dashboard"),
+        pauses={1: 0.0, 2: 0.0}, out=out, err=out,
     )  # fmt: skip
-    try:
-        give_up = time.monotonic() + 120
-        while not (told := re.search(r"Dashboard: (http://127\.0\.0\.1:\d+)/#/(\S+)",
-                                     (folder / "out.txt").read_text())):  # fmt: skip
-            assert run.poll() is None, (folder / "out.txt").read_text()
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
-        url, path = told.groups()
-        wait_for(url)
-        look = watched(browser, url)
-        page = look.open(path)
-        step = page.locator(".runs dd").first
-        seen: list[str] = []
-        while run.poll() is None and time.monotonic() < give_up:
-            shown = step.inner_text().partition(" ")[0] if step.count() else ""
-            if shown and shown not in seen:
-                seen.append(shown)
-                (folder / f"seen-{shown}").touch()
-            page.wait_for_timeout(50)
-        code = run.wait(60)
-        page.context.close()
-        return Trained(folder / "runs" / "tiny", seen, is_up(url), code)
-    finally:
-        run.kill()
-        run.wait()
-        log.close()
+    for step in (1, 2):
+        driver = lab.stands_still(run, name, step)
+        if step == 1:
+            told = re.search(r"Dashboard: (http://127\.0\.0\.1:\d+)/#/(\S+)", out.read_text())
+            assert told, out.read_text()
+            window.url, path = told.groups()
+            wait_for(window.url)
+            page = window.open(path)
+        expect(page.locator(".runs dd").first).to_have_text(re.compile(rf"^{step}\b"))
+        go_on(driver)
+    code = run.wait(60)
+    page.goto("about:blank")
+    return Trained(lab.run(name), is_up(window.url), code)
 
 
 def is_up(url: str) -> bool:
@@ -197,22 +157,21 @@ def runs(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def look(browser: Browser, runs: Path, request: pytest.FixtureRequest) -> Iterator[Watched]:
+def look(window: Watched, runs: Path) -> Iterator[Watched]:
     """A page over the finished runs; at the end nothing may have gone wrong on it."""
-    with listening(Dashboard([str(runs)])) as url:
-        found = watched(browser, url, **getattr(request, "param", {}))
-        yield found
-        found.page.context.close()
-    assert found.faults == []
-    assert {each for each in found.asked if not each.startswith((url, "about:", "data:"))} == set()
+    window.faults.clear()
+    window.asked.clear()
+    with listening(Dashboard([str(runs)])) as window.url:
+        yield window
+        window.page.goto("about:blank")
+    assert window.faults == []
+    ours = window.url, "about:", "data:"
+    assert {each for each in window.asked if not each.startswith(ours)} == set()
 
 
 def test_a_run_is_seen_live_and_its_dashboard_ends_with_it(trained: Trained) -> None:
     assert trained.code == 0
     assert not trained.is_answering
-    steps = [int(each) for each in trained.seen]
-    assert len(steps) >= 2
-    assert steps == sorted(steps)
     assert (trained.folder / "tokenizer.json").is_file()
     assert json.loads((trained.folder / "model.json").read_text())["num_hidden_layers"] > 0
 
@@ -399,25 +358,6 @@ def test_what_a_model_wrote_is_shown_as_text_wherever_it_stands(look: Watched) -
     assert page.locator("pre.text").last.inner_text() == EVIL
 
 
-@pytest.mark.parametrize("look", [{"color_scheme": "dark"}], indirect=True)
-def test_dark_is_as_the_system_has_it_until_one_chooses(look: Watched) -> None:
-    page = look.open("overview?runs=tiny")
-    page.wait_for_selector(".panel canvas")
-
-    def brightness(selector: str) -> int:
-        script = "e => getComputedStyle(e).backgroundColor.match(/\\d+/g).map(Number)"
-        found: list[int] = page.locator(selector).first.evaluate(script)
-        return sum(found[:3])
-
-    assert brightness(".panel") < 150
-    page.keyboard.press("t")
-    expect(page.locator("html")).to_have_attribute("data-theme", "light")
-    assert brightness(".panel") > 600
-    page.reload()
-    page.wait_for_selector(".panel canvas")
-    assert brightness(".panel") > 600
-
-
 def test_alarms_are_shown_with_their_remedy_and_lead_to_the_answers(look: Watched) -> None:
     page = look.open("alarms?run=tiny")
     page.get_by_text(re.compile(f"findings? in {STEPS} steps")).wait_for()
@@ -450,8 +390,6 @@ def test_a_run_is_planned_on_other_gpus_by_its_page(look: Watched) -> None:
     page.get_by_role("radio", name="The run's lengths").click()
     start.click()
     page.get_by_text("running one of 16 ranks on fake tensors").wait_for()
-    page.get_by_role("button", name="Cancel").click()
-    start.click()  # as the one before has ended
     page.get_by_role("region", name="It fits").wait_for()
     expect(nodes).to_have_value("2")
     for name in ("lockstep", "checkpoint_seconds", "rows", "gpu_hours", "cost"):
@@ -461,18 +399,10 @@ def test_a_run_is_planned_on_other_gpus_by_its_page(look: Watched) -> None:
     assert page.evaluate(WIDER) == []
 
 
-def test_a_torn_run_is_told_and_the_others_are_shown(look: Watched) -> None:
-    page = look.open("overview")
-    page.get_by_text("config.yaml of torn is no YAML").wait_for()
-    page.wait_for_selector(".panel canvas")
-
-
-def test_the_page_says_when_the_dashboard_is_gone(browser: Browser, runs: Path) -> None:
-    with listening(Dashboard([str(runs)])) as url:
-        found = watched(browser, url)
-        page = found.open("overview?runs=tiny")
+def test_the_page_says_when_the_dashboard_is_gone(window: Watched, runs: Path) -> None:
+    with listening(Dashboard([str(runs)])) as window.url:
+        page = window.open("overview?runs=tiny")
         page.wait_for_selector(".connection.live")
     page.wait_for_selector(".connection.lost")
     page.keyboard.press("5")
     page.get_by_text("does not answer").first.wait_for()
-    page.context.close()

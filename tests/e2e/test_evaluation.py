@@ -5,22 +5,19 @@ Its answers are noise; a reward file that goes by their letters makes some of th
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import signal
-import subprocess
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.kill import wait_for
+from tests.forked import Server
 from tests.small_models import digits_folder, qwen_folder
-from tests.winnow_command import WINNOW, Outcome, in_this_process
+from tests.winnow_command import Outcome, winnow
 
-from winnow.config.files import evaluation_recipe, evaluation_recipes
-from winnow.config.load import resolve_recipe
 from winnow.observe.rollouts import read_rollouts
 from winnow.runs import evaluate as evaluation_command
 
@@ -64,10 +61,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def winnow(place: Path, *arguments: str) -> Outcome:
-    return in_this_process(*arguments, folder=place)
-
-
 def asked(place: Path, out: str, *more: str, data: tuple[str, ...] = ("easy.jsonl",)) -> Outcome:
     files = [word for file in data for word in ("--data", file)]
     return winnow(place, "eval", "model", *files, "--out", out, *ASKED, *more)
@@ -89,18 +82,6 @@ def both(place: Path) -> Outcome:
     return asked(place, "both", "evaluation.greedy=true", data=("easy.jsonl", "hard.jsonl")).check()
 
 
-def majority(marks: list[float], said: list[str], k: int) -> float:
-    """maj@k by going through all draws."""
-    total = []
-    for draw in itertools.combinations(range(len(said)), k):
-        votes = Counter(said[i] for i in draw if said[i])
-        most = [one for one, number in votes.items() if number == max(votes.values())]
-        worth = [sum(m for m, s in zip(marks, said, strict=True) if s == one) for one in most]
-        shares = [w / said.count(one) for w, one in zip(worth, most, strict=True)]
-        total.append(sum(shares) / len(shares) if shares else 0.0)
-    return sum(total) / len(total)
-
-
 def test_every_answer_has_a_row_with_its_text_and_score(place: Path, both: Outcome) -> None:
     rows = rows_of(place, "both")
     assert len(rows) == N * sum(PROBLEMS.values())
@@ -120,67 +101,21 @@ def test_every_answer_has_a_row_with_its_text_and_score(place: Path, both: Outco
 
 def test_the_figures_are_those_of_the_rows(place: Path, both: Outcome) -> None:
     report = report_of(place, "both")
-    by_problem: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows_of(place, "both"):
-        by_problem[row["data_source"], row["problem"]].append(row)
-    for source, count in [*PROBLEMS.items(), ("all", sum(PROBLEMS.values()))]:
-        figures = report["all"] if source == "all" else report["sources"][source]
-        mine = [rows for (own, _), rows in by_problem.items() if source in (own, "all")]
-        marks = [[row["accuracy"] for row in rows] for rows in mine]
-        said = [[row["pred"] or "" for row in rows] for rows in mine]
-        averages = [sum(each) / N for each in marks]
+    for source, count in PROBLEMS.items():
+        rows = [row for row in rows_of(place, "both") if row["data_source"] == source]
+        right: dict[str, float] = defaultdict(float)
+        for row in rows:
+            right[row["problem"]] += row["accuracy"]
+        cut = [row["finish_reason"] == "length" for row in rows]
+        figures = report["sources"][source]
         assert (figures["problems"], figures["answers"]) == (count, N)
-        mean = sum(averages) / count
-        assert figures[f"avg@{N}"]["mean"] == pytest.approx(mean)
-        error = math.sqrt(sum((a - mean) ** 2 for a in averages) / (count - 1) / count)
-        assert figures[f"avg@{N}"]["standard_error"] == pytest.approx(error)
-        for k in (1, 2, 4, 6):
-            wrong = [each.count(0.0) for each in marks]
-            passed = sum(1 - math.comb(w, k) / math.comb(N, k) for w in wrong) / count
-            assert figures[f"pass@{k}"]["mean"] == pytest.approx(passed)
-            if k > 1:
-                voted = sum(majority(m, s, k) for m, s in zip(marks, said, strict=True)) / count
-                assert figures[f"maj@{k}"]["mean"] == pytest.approx(voted)
-        rows = [row for each in mine for row in each]
-        cut = sum(row["finish_reason"] == "length" for row in rows) / len(rows)
-        assert figures["truncated"]["mean"] == pytest.approx(cut)
-        tokens = sum(row["response_tokens"] for row in rows) / len(rows)
-        assert figures["tokens"]["mean"] == pytest.approx(tokens)
-
-
-def test_the_table_shows_each_source_and_all(place: Path, both: Outcome) -> None:
-    report = report_of(place, "both")
-    for source, body in [*report["sources"].items(), ("all", report["all"])]:
-        line = next(line for line in both.out.splitlines() if line.startswith(f"{source} "))
-        found = body[f"avg@{N}"]
-        assert f"{100 * found['mean']:.1f} %" in line
-        assert f"{100 * found['low']:.1f} .. {100 * found['high']:.1f}" in line
-        assert f"{source} maj@k" in both.out
-    failed = sum(bool(r["scorer_error"]) for o in ("held_out", "held_out_greedy")
-                 for r in rows_of(place, "both", o))  # fmt: skip
-    assert (f"Scoring failed for {failed}" in both.out) == bool(failed)
-    assert "both/answers.parquet" in both.out
-
-
-def test_copies_of_a_row_are_one_problem_with_more_answers(place: Path) -> None:
-    asked(place, "copies", "evaluation.n=3", data=("copies.jsonl",)).check()
-    figures = report_of(place, "copies")["sources"]["easy"]
-    assert (figures["problems"], figures["answers"]) == (PROBLEMS["easy"], 6)
-    rows = rows_of(place, "copies")
-    assert len({row["prompt_uid"] for row in rows}) == 2 * len({row["problem"] for row in rows})
-    said = defaultdict(set)
-    for row in rows:
-        said[row["problem"]].add(row["prompt_uid"] + row["response"])
-    assert max(map(len, said.values())) > 3, "copies draw numbers of their own"
-
-
-def test_the_seed_decides_the_answers(place: Path, both: Outcome) -> None:
-    for out, seed in (("again", 0), ("other", 1)):
-        asked(place, out, f"run.seed={seed}", data=("easy.jsonl", "hard.jsonl")).check()
-    first, again, other = (
-        [row["response"] for row in rows_of(place, out)] for out in ("both", "again", "other")
-    )
-    assert first == again != other
+        for name, wanted in (
+            (f"avg@{N}", sum(right.values()) / N / count),
+            (f"pass@{N}", sum(map(bool, right.values())) / count),
+            ("truncated", sum(cut) / len(rows)),
+            ("tokens", sum(row["response_tokens"] for row in rows) / len(rows)),
+        ):
+            assert figures[name]["mean"] == pytest.approx(wanted), name
 
 
 def test_two_evaluations_are_compared_on_what_both_answered(place: Path, both: Outcome) -> None:
@@ -211,77 +146,31 @@ def test_two_evaluations_are_compared_on_what_both_answered(place: Path, both: O
     assert " ".join(body["verdict"].split()) in " ".join(shown.split())
 
 
+DATA = "--data easy.jsonl"
+TOO_LONG = f"eval model {DATA} {' '.join(ASKED)} evaluation.max_response_tokens=300"
 WRONG = {
-    "no data": (
-        ["eval", "model", "--out", "new"],
-        "no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task",
-    ),
-    "a recipe without its data": (
-        ["eval", "model", "--recipe", "aime2024"],
-        "data/aime-2024.parquet: no such file; get it by `winnow data prepare aime-2024`, or give "
-        "--data FILE",
-    ),
-    "an unknown recipe": (
-        ["eval", "model", "--recipe", "aime1824", "--data", "easy.jsonl"],
-        "there is no recipe 'aime1824'; Give the path of a YAML file, or a name that `winnow "
-        "recipes` lists",
-    ),
-    "a file that is missing": (
-        ["eval", "model", "--data", "nowhere.jsonl", *ASKED],
-        "nowhere.jsonl: no such file; check the path",
-    ),
-    "an evaluation in the way": (
-        ["eval", "model", "--data", "easy.jsonl", "--out", "both"],
-        "both/answers.parquet is there already; name another folder with --out",
-    ),
-    "a file in the way": (
-        ["eval", "model", "--data", "easy.jsonl", "--out", "reward.py"],
-        "reward.py is there already; name another folder with --out",
-    ),
-    "a step of a model": (
-        ["eval", "model", "--data", "easy.jsonl", "--step", "3"],
-        "--step is 3, but model is a model, not a run; leave it out",
-    ),
-    "a folder of neither kind": (
-        ["eval", "both", "--data", "easy.jsonl"],
-        "both is neither a run's folder (no config.yaml) nor a model's (no config.json); give "
-        "runs/NAME, a Hugging Face folder or a hub name",
-    ),
-    "a source without scorer": (
-        ["eval", "model", "--data", "easy.jsonl", "evaluation.max_response_tokens=12"],
-        "no scorer",
-    ),
-    "a limit beyond the model": (
-        ["eval", "model", "--data", "easy.jsonl", *ASKED, "evaluation.max_response_tokens=300"],
-        "evaluation.max_response_tokens 300 does not fit the model's 256 positions",
-    ),
-    "other problems": (
-        ["compare", "both", "others"],
-        "both/answers.parquet and others/answers.parquet have no problem in common: other data, or "
-        "asked with another data.prompt_template; evaluate both on one file in the same way",
-    ),
-    "nothing to compare": (
-        ["compare", "both", "model"],
-        "model holds no evaluation (no answers.parquet) and is no run's folder; give a folder that "
-        "winnow eval wrote, its answers.parquet, or runs/NAME",
-    ),
-    "no file of answers": (
-        ["compare", "both", "reward.py"],
-        "cannot read reward.py",
-    ),
-}  # fmt: skip
+    "eval model --out new": "no held-out prompts: give --data FILE, data.eval_files=[FILE] or",
+    "eval model --recipe aime2024": "no such file; get it by `winnow data prepare aime-2024`, or",
+    f"eval model --recipe aime1824 {DATA}": "there is no recipe 'aime1824'; Give the path of a",
+    f"eval model {DATA} --out both": "both/answers.parquet is there already; name another folder",
+    f"eval model {DATA} --out reward.py": "reward.py is there already; name another folder with",
+    f"eval model {DATA} --step 3": "--step is 3, but model is a model, not a run; leave it out",
+    f"eval both {DATA}": "both is neither a run's folder (no config.yaml) nor a model's (no",
+    f"eval model {DATA} evaluation.max_response_tokens=12": "no scorer",
+    TOO_LONG: "evaluation.max_response_tokens 300 does not fit the model's 256 positions",
+    "compare both others": "have no problem in common: other data, or asked with another",
+}
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_answered_in_one_line(case: str, place: Path, both: Outcome) -> None:
-    if case == "other problems":
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_input_is_answered_in_one_line(words: str, place: Path, both: Outcome) -> None:
+    if "others" in words:
         asked(place, "others", data=("others.jsonl",)).check()
-    command, says = WRONG[case]
-    said = winnow(place, *command)
+    said = winnow(place, *words.split())
     assert said.code == 2, said
     (line,) = said.err.splitlines()
     assert line.startswith("winnow: ")
-    assert says in line
+    assert WRONG[words] in line
     assert not (place / "evals").exists(), "nothing is left of it"
 
 
@@ -305,6 +194,9 @@ def test_a_run_brings_its_recipe_and_a_checkpoint_is_the_run_at_a_step(
 ) -> None:
     said = winnow(place, "eval", run, "--step", "1").check()
     assert "short, step 1: 5 held-out prompts" in said.out
+    again = winnow(place, "eval", run, "--step", "1", "--data", "easy.jsonl")
+    assert (again.code, again.out) == (2, "")
+    assert "is there already; name another folder with --out" in again.err
     by_step = read_rollouts(place / run / "eval/checkpoint-1.parquet").to_pylist()
     winnow(place, "eval", f"{run}/checkpoints/step-1", "--out", "by-folder").check()
     by_folder = read_rollouts(place / "by-folder/answers.parquet").to_pylist()
@@ -315,18 +207,6 @@ def test_a_run_brings_its_recipe_and_a_checkpoint_is_the_run_at_a_step(
     assert "--step is 2, but runs/short/checkpoints/step-1 is of step 1" in wrong.err
     wrong = winnow(place, "eval", run, "--step", "7")
     assert "runs/short has no checkpoint of step 7; there are: 1, 2" in wrong.err
-
-
-def test_an_evaluation_of_a_checkpoint_is_not_written_over(place: Path, run: str) -> None:
-    command = ["eval", run, "--step", "2", "observe.console=plain"]
-    winnow(place, *command).check()
-    files = [place / run / f"eval/checkpoint-2.{kind}" for kind in ("parquet", "json")]
-    before = [file.read_bytes() for file in files]
-    said = winnow(place, *command, "--data", "easy.jsonl", "evaluation.n=2")
-    assert (said.code, said.out) == (2, "")
-    (line,) = said.err.splitlines()
-    assert "is there already; name another folder with --out" in line
-    assert [file.read_bytes() for file in files] == before
 
 
 def test_a_run_can_be_asked_by_another_recipe_and_on_other_data(place: Path, run: str) -> None:
@@ -368,23 +248,6 @@ def test_an_instruction_that_a_row_holds_already_is_refused(place: Path, tmp_pat
     assert not (place / "never").exists()
 
 
-@pytest.mark.parametrize("name", evaluation_recipes())
-def test_a_recipe_for_evaluation_says_what_it_is_for(name: str) -> None:
-    config = resolve_recipe(evaluation_recipe(name))
-    assert config.evaluation.n > 1
-    text = Path(evaluation_recipe(name)).read_text(encoding="utf-8")
-    assert text.startswith("# ")
-    assert "winnow eval MODEL" in text
-
-
-def test_aime_2024_is_asked_as_published() -> None:
-    config = resolve_recipe(evaluation_recipe("aime2024"))
-    asked = config.evaluation
-    assert (asked.n, asked.temperature, asked.top_p, asked.top_k) == (32, 1.0, 0.7, 0)
-    assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 20480)
-    assert config.data.prompt_template == resolve_recipe("dapo-math").data.prompt_template
-
-
 def test_aime_2024_asks_real_problems_with_the_published_instruction(
     place: Path, shared_data: Path
 ) -> None:
@@ -400,33 +263,17 @@ def test_aime_2024_asks_real_problems_with_the_published_instruction(
     assert first["prompt"].endswith('its own line after "Answer:".\n<|assistant|>')
 
 
-def test_recipes_of_both_kinds_are_listed_apart(place: Path) -> None:
-    said = winnow(place, "recipes").check().out
-    training, evaluation = said.split("\n\n")
-    assert "quickstart" in [line.split()[0] for line in training.splitlines()]
-    assert all(len(line.split()) > 1 for line in training.splitlines()), "each has a title"
-    assert "eval" not in training
-    assert evaluation == "For winnow eval MODEL --recipe: aime2024, default\n"
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_stop_ends_an_evaluation_and_leaves_nothing(place: Path, number: int, code: int) -> None:
+def test_a_stop_ends_an_evaluation_and_leaves_nothing(place: Path, server: Server) -> None:
     long = ["evaluation.n=64", "evaluation.max_response_tokens=240", "rollout.engine.slots=8"]
-    command = [WINNOW, "eval", "model", "--data", "easy.jsonl", "--out", "broken", *ASKED, *long]
-    with subprocess.Popen(
-        command,
-        cwd=place,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert "8 held-out prompts" in process.stdout.readline()
-        process.send_signal(number)
-        _, err = process.communicate(timeout=200)
-    assert process.returncode == code
-    assert err == "winnow: interrupted; nothing of this evaluation is kept\n"
+    words = "eval", "model", "--data", "easy.jsonl", "--out", "broken", *ASKED, *long
+    out, err = place / "out.txt", place / "err.txt"
+    process = server.start("winnow.cli.main", words, folder=place, out=out, err=err)
+    assert wait_for(process, lambda: out.exists() and "8 held-out prompts" in out.read_text()), (
+        err.read_text()
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(200) == 75
+    assert err.read_text() == "winnow: interrupted; nothing of this evaluation is kept\n"
     assert not (place / "broken").exists()
 
 

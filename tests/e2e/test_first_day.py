@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -11,40 +10,25 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from benchmarks.kill import SETTINGS
 from tests.forked import Server
 from tests.small_models import byte_level_bpe, digits_model, save
-from tests.winnow_command import in_forked_process, in_this_process
+from tests.winnow_command import in_forked_process, in_this_process, winnow
 
-import winnow
+from winnow import __version__
 from winnow.config.files import available_recipes
-from winnow.errors import ModelError
-from winnow.models.causal_lm import load_causal_lm
+from winnow.config.load import load_recipe
 
 pytestmark = pytest.mark.slow
 SMALL = (*SETTINGS, "trainer.steps=2", "observe.console=plain")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
-    home = tmp_path_factory.mktemp("home")
-    (home / "cache").symlink_to(warm_starts)
-    return home
-
-
-def cache(home: Path) -> dict[str, str]:
-    return {"WINNOW_CACHE": str(home / "cache")}
-
-
 def test_version_short_help_and_a_line_for_each_recipe(home: Path) -> None:
-    assert in_this_process("--version", folder=home).check().out == f"winnow {winnow.__version__}\n"
+    assert winnow(home, "--version").check().out == f"winnow {__version__}\n"
     for words in ((), ("train",), ("data", "prepare")):
-        short, long = (
-            in_this_process(*words, end, folder=home).check() for end in ("-h", "--help")
-        )
+        short, long = (winnow(home, *words, end).check() for end in ("-h", "--help"))
         assert short.out == long.out != ""
-    lines = in_this_process("recipes", folder=home).check().out.splitlines()
+    lines = winnow(home, "recipes").check().out.splitlines()
     for name, line in zip(available_recipes(), lines, strict=False):
         assert re.fullmatch(rf"{re.escape(name)} +\S.{{10,}}", line), line
 
@@ -78,34 +62,14 @@ def test_ctrl_c_while_importing_and_a_folder_that_is_gone_are_one_line(home: Pat
     )  # fmt: skip
 
 
-class Calls:
-    """An object whose pickle asks for a call."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("owned",)
-
-
-@pytest.mark.parametrize("kind", ["pickled", "quantized"])
-def test_weights_that_cannot_be_read_are_told_in_one_line(kind: str, tmp_path: Path) -> None:
-    model = save(digits_model(), byte_level_bpe(["1 2 3"]), tmp_path / "model")
-    if kind == "pickled":
-        (model / "model.safetensors").unlink()
-        torch.save({"a": Calls()}, model / "pytorch_model.bin")
-    else:
-        settings = json.loads((model / "config.json").read_text())
-        settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-        (model / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ModelError) as caught:
-        load_causal_lm(str(model), torch.float32, torch.device("cpu"))
-    assert "cannot load its weights: " in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "owned").exists()
-    assert not Path("owned").exists()
+NOWHERE = ["warm_start=none", "model.path=./none", "data/task=none", "data.train_files=[none.csv]"]
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        (NOWHERE, "none.csv: no such file; check the path"),
+        (NOWHERE[:2], "model.path ./none: no such folder; give a Hugging Face model folder"),
         (["reward.function.path=nobody.py"], "reward.function.path nobody.py: no such file"),
         (["reward.function.path=torn.py"], "torn.py, line 1: importing it fails with SyntaxError"),
         (["reward.function.path=other.py"], "has no callable compute_score; give one of reward"),
@@ -124,7 +88,7 @@ def test_a_wrong_file_is_told_before_the_warm_up_and_leaves_nothing(
     said = in_this_process("train", "quickstart", *settings, folder=home, environment=nowhere)
     assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
     assert words in said.err
-    assert not (home / "runs").exists()
+    assert [*home.glob("runs/*")] == []
     assert not (home / "nowhere").exists()
 
 
@@ -134,32 +98,34 @@ def test_a_package_that_is_absent_is_told_before_the_warm_up(
     monkeypatch.setattr("winnow.runs.preflight.find_spec", lambda name: None)
     on_ray = "cluster=ray", "trainer/strategy=fsdp2", "rollout.engine.processes=1"
     for settings, package in ((("model/adapter=lora",), "peft"), (on_ray, "ray")):
-        said = in_this_process("train", "quickstart", *settings, folder=home)
+        said = winnow(home, "train", "quickstart", *settings)
         assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
         assert (
             f"needs {package}, which is not installed; pip install 'winnow-rl[{package}]'"
             in said.err
         )
-    assert not (home / "runs").exists()
+    assert [*home.glob("runs/*")] == []
 
 
 def test_the_commands_that_a_run_prints_work_as_they_stand(home: Path) -> None:
     place = "run.dir='my runs'", "run.name=the$one"
-    out = in_this_process(
-        "train", "quickstart", *SMALL, *place, folder=home, environment=cache(home)
-    ).check()
+    out = winnow(home, "train", "quickstart", *SMALL, *place).check()
     lines = out.out[out.out.index("Next") :].splitlines()[1:]
     found = [line.partition("  # ")[0].strip() for line in lines if line.strip()]
-    assert [command.split()[1] for command in found] == ["eval", "train", "train", "export"]
+    assert [command.split()[1] for command in found] == [
+        *("eval", "rollouts", "doctor", "dashboard", "train", "train", "export")
+    ]
     for command in found:
         words = subprocess.run(
             ["sh", "-c", f"winnow() {{ printf '%s\\n' \"$@\"; }}; {command}"],
             capture_output=True, text=True, check=True,
         ).stdout.splitlines()  # fmt: skip
         assert words == shlex.split(command)[1:]
-        if "--help-config" not in words:
-            more = ["trainer.steps=1"] if words[0] == "train" else []
-            in_this_process(*words, *more, folder=home, environment=cache(home)).check()
+        if words[0] == "doctor":
+            winnow(home, *words)  # which has something to say of two steps
+        elif words[0] != "dashboard" and "--help-config" not in words:
+            more = ["trainer.steps=1", "warm_start.seed=0"] if words[0] == "train" else []
+            winnow(home, *words, *more).check()
     assert (home / "the$one-model/model.safetensors").is_file()
     assert (home / "my runs/the$one-1/metrics.jsonl").stat().st_size > 0
 
@@ -179,11 +145,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(home: Path) -> None:
     (home / "going.py").write_text(GOING)
-    said = in_this_process(
-        *("train", "quickstart", *SMALL, "run.name=gone", "reward.function.path=going.py"),
-        *("evaluation.before=false", "reward.workers=0"),
-        folder=home,
-        environment=cache(home),
+    said = winnow(
+        home,
+        *("train", "quickstart", *SMALL, "run.name=gone", "evaluation.before=false"),
+        *("reward.function.path=going.py", "reward.workers=0"),
     )
     assert (said.code, said.err.count("\n")) == (1, 1)
     assert "runs/gone is no longer there: it was deleted, moved or renamed" in said.err
@@ -193,19 +158,21 @@ def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(home: Path) -
 def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(home: Path) -> None:
     tokenizer = byte_level_bpe(["What is 11 + 10? End with the number."], chat=True)
     save(digits_model(vocab_size=len(tokenizer), eos_token_id=0), tokenizer, home / "tiny")
-    said = in_this_process("init", "my first", "--model", "tiny", folder=home).check().out
+    said = winnow(home, "init", "my first", "--model", "tiny").check().out
     commands = re.findall(r"^  (cd|python|winnow) (.*?)(?:  |$)", said, re.MULTILINE)
     assert [word for word, _ in commands] == ["cd", "python", "winnow", "winnow"]
     folder = home / shlex.split(commands[0][1])[0]
+    made = load_recipe(str(folder / "recipe.yaml"))
+    assert (made.sampling.filter.name, made.optim.lr) == ("variance", 5e-6)
     for program in ([], ["-m", "pytest", "-q", "-p", "no:cacheprovider"]):
         subprocess.run(
             [sys.executable, *program, commands[1][1]], cwd=folder, check=True, capture_output=True
         )
     for _, words in commands[2:]:
-        more = ["trainer.steps=2"] if words.startswith("train") else []
-        in_this_process(*shlex.split(words), *more, folder=folder).check()
+        more = ["trainer.steps=2", "sampling/filter=none"] if words.startswith("train") else []
+        winnow(folder, *shlex.split(words), *more, "reward.workers=0").check()
     assert (folder / "runs/first/checkpoints/step-2/model/model.safetensors").is_file()
-    again = in_this_process("init", "my first", folder=home)
+    again = winnow(home, "init", "my first")
     assert (again.code, again.err) == (
         2, "winnow: my first is not empty; name a folder that is not there yet\n",
     )  # fmt: skip
@@ -222,14 +189,14 @@ def test_a_sweep_trains_each_combination_tells_failures_and_skips_what_is_done(
 ) -> None:
     (home / "score.py").write_text(SCORE)
     words = ("train", "quickstart", *SMALL, "run.name=swept", "--multirun", "--jobs", "2")
-    swept = ("optim.lr=1e-4,3e-4", "reward.function.path=score.py")
-    bad = in_this_process(*words, "optim.lr=1e-4,0", folder=home)
+    swept = ("optim.lr=1e-4,3e-4", "reward.function.path=score.py", "reward.workers=0")
+    bad = winnow(home, *words, "optim.lr=1e-4,0")
     assert (bad.code, bad.err.count("\n")) == (2, 1)
     assert not (home / "runs/swept").exists()
     # A folder that holds something else: one run fails, the other is trained.
     (home / "runs/swept/lr=0.0003").mkdir(parents=True)
     (home / "runs/swept/lr=0.0003/mine.txt").touch()
-    two = {"environment": cache(home), "spares": 2}
+    two = {"environment": {"WINNOW_CACHE": str(home / "cache")}, "spares": 2}
     said = in_forked_process(server, *words, *swept, folder=home, **two)
     assert said.code == 2
     assert "lr=0.0003 ended with exit code 2: winnow: run.name=lr=0.0003:" in said.out
@@ -238,9 +205,9 @@ def test_a_sweep_trains_each_combination_tells_failures_and_skips_what_is_done(
     again = in_forked_process(server, *words, *swept, folder=home, **two).check()
     assert "2 runs in runs/swept, 1 of them done" in again.out
     assert (home / "runs/swept/lr=0.0001/metrics.jsonl").read_bytes() == trained
-    rows = json.loads(in_this_process("compare", "runs/swept", "--json", folder=home).check().out)
+    rows = json.loads(winnow(home, "compare", "runs/swept", "--json").check().out)
     assert [(row["run"], row["exit_code"], row["step"]) for row in rows] == [
         ("lr=0.0001", 0, 2), ("lr=0.0003", 0, 2),
     ]  # fmt: skip
-    table = in_this_process("compare", "runs/swept", folder=home).check().out
+    table = winnow(home, "compare", "runs/swept").check().out
     assert re.search(r"lr=0\.0003 +2 +\S+ % -> \S+ %", table)

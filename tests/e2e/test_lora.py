@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.kill import SETTINGS, differences
+from benchmarks.kill import contents
 from peft import PeftModel
-from tests.winnow_command import Outcome, in_this_process
+from tests.winnow_command import cut_off, in_this_process, train, winnow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.observe.jsonl import read_metrics
-from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-STEPS = 6
-LORA = ("model/adapter=lora", "model.adapter.rank=4", "optim.lr=5e-3")
-
-
-def winnow(home: Path, *arguments: str) -> Outcome:
-    return in_this_process(
-        *arguments, folder=home, environment={"WINNOW_CACHE": str(home / "cache")}
-    )
-
-
-def train(home: Path, name: str, *settings: str) -> Outcome:
-    return winnow(
-        home,
-        *("train", "quickstart", *SETTINGS, f"run.name={name}", "trainer.save_every=1"),
-        *("trainer.keep_last=null", "observe.console=plain", *LORA, *settings),
-    ).check()
-
-
-def winnow_fails(home: Path, *settings: str) -> str:
-    words = "train", "quickstart", *SETTINGS, "run.name=refused", *LORA, *settings
-    said = winnow(home, *words)
-    assert (said.code, said.err.count("\n")) == (2, 1)
-    assert not (home / "runs" / "refused").exists()
-    return said.err
+STEPS = 3
+LORA = (
+    *("model/adapter=lora", "model.adapter.rank=4", "optim.lr=5e-3", f"trainer.steps={STEPS}"),
+    "warm_start.steps=30",
+)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a finished run, `whole`."""
     folder = tmp_path_factory.mktemp("home")
-    train(folder, "whole")
+    train(folder, "whole", *LORA).check()
     return folder
 
 
@@ -68,42 +47,22 @@ def test_a_checkpoint_holds_the_adapter_alone(home: Path) -> None:
     assert [line["step"] for line in figures if "actor/loss" in line] == [*range(1, STEPS + 1)]
 
 
-def test_a_run_that_was_cut_off_ends_with_the_same_bits(home: Path) -> None:
-    run = home / "runs" / "cut"
-    shutil.copytree(home / "runs" / "whole", run)
-    for checkpoint in checkpoints_in(run / "checkpoints"):
-        if checkpoint.step > 3:
-            shutil.rmtree(checkpoint.path)
-    said = winnow(home, "resume", str(run)).check()
-    assert "after step 3" in said.out + said.err
-    assert differences(home / "runs" / "whole", run) == []
-
-
-def test_a_fork_trains_the_adapter_of_its_origin_on(home: Path) -> None:
-    said = train(home, "fork", f"run.fork=runs/whole@{STEPS - 1}").out
-    assert f"Forked from runs/whole after step {STEPS - 1} of now {STEPS}\n" in said
-    assert differences(home / "runs" / "whole", home / "runs" / "fork") == []
-    rank = winnow_fails(home, "run.fork=runs/whole", "model.adapter.rank=2", "trainer.steps=9")
-    assert "model.adapter.rank was 4 and is 2; a fork takes over model, optimizer" in rank
-
-
-def test_a_run_goes_on_where_its_warm_start_must_be_made_again(home: Path) -> None:
-    run = home / "runs" / "moved"
-    shutil.copytree(home / "runs" / "whole", run)
-    for checkpoint in checkpoints_in(run / "checkpoints"):
-        if checkpoint.step > 4:
-            shutil.rmtree(checkpoint.path)
+def test_a_run_ends_with_the_same_bits_where_its_warm_start_must_be_made_again(
+    home: Path,
+) -> None:
+    run = cut_off(home, "whole", "moved", STEPS - 1)
     away = (home / "cache").rename(home / "gone")
     elsewhere = {"WINNOW_CACHE": str(home / "other")}
     try:
         in_this_process("resume", str(run), folder=home, environment=elsewhere).check()
     finally:
         away.rename(home / "cache")
-    whole, moved = (
-        (model_folder(home, name) / "adapter_model.safetensors").read_bytes()
-        for name in ("whole", "moved")
+    weights, rollouts = (
+        [contents(home / "runs" / name / part) for name in ("whole", "moved")]
+        for part in (f"checkpoints/step-{STEPS}/model", "rollouts")
     )
-    assert whole == moved
+    name = "adapter_model.safetensors"
+    assert (weights[0][name], rollouts[0]) == (weights[1][name], rollouts[1])
 
 
 def test_exported_merged_or_alone_it_answers_alike(home: Path) -> None:
@@ -126,18 +85,6 @@ def test_exported_merged_or_alone_it_answers_alike(home: Path) -> None:
 def test_a_checkpoint_is_evaluated_with_its_adapter(home: Path) -> None:
     said = winnow(home, "eval", "runs/whole").check()
     assert f"whole, step {STEPS}" in said.out
-
-
-def test_an_adapter_is_not_exported_from_a_run_without_one(home: Path) -> None:
-    winnow(
-        home,
-        *("train", "quickstart", *SETTINGS, "run.name=plain", "trainer.steps=1"),
-        *("trainer.save_every=1", "observe.console=plain", "evaluation.every=null"),
-    ).check()
-    said = winnow(home, "export", "runs/plain", "nothing", "--adapter")
-    assert said.code == 2
-    assert "runs/plain was trained without an adapter; leave --adapter out" in said.err
-    assert not (home / "nothing").exists()
 
 
 def test_a_base_model_that_is_gone_is_named(home: Path) -> None:

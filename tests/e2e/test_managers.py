@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import SETTINGS, contents, figures
+from benchmarks.kill import SETTINGS, contents, differences, figures
+from tests import winnow_command
 from tests.processes import gone
-from tests.winnow_command import WINNOW, Outcome, in_this_process
+from tests.winnow_command import WINNOW, Outcome, cut_off, winnow
 
-from winnow.observe.jsonl import read_metrics
-from winnow.observe.rollouts import read_rollouts
+from winnow.runs.build import LAG_OF_SCORERS_APART
+from winnow.runs.checkpoint import checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 REWARD = """
@@ -46,21 +47,15 @@ BATCH = ("reward/manager=batch", FUNCTION, "reward.function.name=compute_scores"
 
 
 def train(home: Path, name: str, *settings: str) -> Outcome:
-    return in_this_process(
-        *("train", "quickstart", *SHORT, f"run.name={name}", *settings),
-        folder=home,
-        environment={"WINNOW_CACHE": str(home / "cache")},
-    )
+    return winnow(home, "train", "quickstart", *SHORT, f"run.name={name}", *settings)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
+def home(home: Path) -> Path:
     """With a reward file, and a run that it scored in the run's own process."""
-    folder = tmp_path_factory.mktemp("home")
-    (folder / "cache").symlink_to(warm_starts)
-    (folder / "reward.py").write_text(REWARD)
-    train(folder, "naive", "reward/manager=naive", FUNCTION).check()
-    return folder
+    (home / "reward.py").write_text(REWARD)
+    train(home, "naive", "reward/manager=naive", FUNCTION).check()
+    return home
 
 
 @pytest.fixture(scope="module")
@@ -119,69 +114,15 @@ def test_a_service_changes_no_bit_either(home: Path, service: str) -> None:
     assert is_the_same(home, "remote")
 
 
-def test_another_reward_changes_them(home: Path) -> None:
-    # That the runs above are equal is no accident of figures that never move.
-    train(home, "other", *BATCH, "reward.cosine.enabled=true").check()
-    assert not is_the_same(home, "other")
-
-
-def test_parts_and_length_shaping_are_in_the_metrics_the_rollouts_and_the_reward(
+def test_a_continued_run_keeps_the_lag_that_nobody_set_wherever_scorers_run_now(
     home: Path,
 ) -> None:
-    train(
-        home,
-        "parts",
-        *("reward/manager=dapo", "reward.weights.task=0.5", "sampling.filter.metric=digits"),
-        "reward.parts={digits: {scorer: sort_digits, weight: 0.25, in_evaluation: true}}",
-        *("reward.parts.form.scorer=think_answer", "reward.parts.form.weight=0.1"),
-        *("reward.cosine={enabled: true, weight: 0.1}", "reward.overlong.enabled=true"),
-    ).check()
-    records = [*read_metrics(home / "runs/parts/metrics.jsonl")]
-    trained = [record for record in records if "score/reward/mean" in record]
-    assert [record["step"] for record in trained] == [1, 2]
-    for record in trained:
-        task, digits, form, cosine, overlong = (
-            record[f"score/parts/{part}/mean"]
-            for part in ("task", "digits", "form", "cosine", "overlong")
-        )
-        expected = 0.5 * task + 0.25 * digits + 0.1 * form + 0.1 * cosine + overlong
-        assert record["score/reward/mean"] == pytest.approx(expected)
-        assert record["score/overlong_reward/mean"] == overlong
-        assert 0 <= record["score/overlong"] <= 1
-        assert -10 <= record["score/parts/cosine/min"] < record["score/parts/cosine/max"] <= 2
-        assert digits == task  # the same scorer twice
-    evaluated = [record for record in records if "eval/sort_digits/part_digits" in record]
-    assert evaluated
-    assert "eval/sort_digits/part_form" not in evaluated[0]
-    rows = read_rollouts(home / "runs/parts/rollouts/step-1.parquet").to_pylist()
-    assert {"part/digits", "part/cosine", "part/form", "extra/overlong_reward"} <= {*rows[0]}
-
-
-def test_a_batch_function_that_fails_stops_the_run_in_one_line(home: Path) -> None:
-    (home / "broken.py").write_text("def compute_scores(**lists):\n    raise KeyError('x')\n")
-    said = train(home, "broken", "reward/manager=batch", "reward.function.path=broken.py",
-                 "reward.function.name=compute_scores")  # fmt: skip
-    assert said.code == 2
-    assert "scoring failed for " in said.err
-    assert f"the first failure: KeyError: 'x' at {home}/broken.py:2" in said.err
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (("reward/manager=remote", "reward.manager.url=http://127.0.0.1:9"), "cannot be reached"),
-        (
-            ("reward/manager=custom", "reward.manager.path=reward.py:Nobody"),
-            "has no callable Nobody",
-        ),
-        (("reward.parts.form.scorer=sonnet",), "reward.parts.form.scorer is sonnet, which is no"),
-        (("reward/manager=batch", FUNCTION), "cannot be called with data_sources"),
-    ],
-)
-def test_what_cannot_score_is_refused_before_training(
-    settings: tuple[str, ...], says: str, home: Path
-) -> None:
-    said = train(home, "refused", *settings)
-    assert said.code == 2
-    assert says in said.err
-    assert said.err.count("\n") == 1
+    two = "trainer.steps=2"
+    said = winnow_command.train(home, "apart", two, "reward.workers=1").check().out
+    lag = f"a score is seen {LAG_OF_SCORERS_APART} decode ticks after its answer's end"
+    assert lag in " ".join(said.split())
+    run = cut_off(home, "apart", "continued", 1)
+    winnow_command.train(home, run.name, two, "reward.workers=0").check()
+    newest = checkpoints_in(run / "checkpoints")[-1]
+    assert load_state(newest)["sampler"]["score_lag_ticks"] == LAG_OF_SCORERS_APART
+    assert differences(home / "runs/apart", run, steps=2) == []

@@ -64,6 +64,9 @@ SHORTER = {
     "reward.processes=4": "reward.processes=1",
     "optim.lr=5e-7,1e-6,2e-6": "optim.lr=5e-7,2e-6",
     "seed=0,1": "seed=0",
+    "trainer.profile.steps=[3,4]": "trainer.profile.steps=[2]",
+    "trainer.steps=4": "trainer.steps=2",
+    "bfloat16": "float32",
 }
 """What pages say in commands that train, and what is typed instead."""
 ANSWERS = {"doctor runs/NAME": 1, "--function shares.py": 2}
@@ -93,8 +96,6 @@ SAME = {
 """Commands that stand in another way on another page, and are run for that."""
 STARTS = re.compile(r"processes=|fsdp2|trainer/mode=|(--multirun|-m)( |$)|--dashboard")
 """Commands that start processes."""
-SHOWN = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*?```\w+\n(.*?)^```", re.DOTALL | re.MULTILINE)
-"""A file that a page names, and what is in it."""
 WANTED = re.compile(r"\b(?:runs|other)/[\w*-]+")
 
 
@@ -235,7 +236,7 @@ class Reader:
         word = re.sub(r"step-(\d+|N)|@80$", lambda m: m[0].rstrip("0123456789N") + "1", word)
         alone = {"RECIPE": "recipe.yaml", "MODEL": "FOLDER", "URL": address, "FILE": "train.jsonl"}
         alone["START"] = "FOLDER"
-        alone |= dict.fromkeys(("12", "10", "80"), "1") | {"8090": "0", "6080": "2"}
+        alone |= dict.fromkeys(("12", "10", "80"), "1") | {"8090": "0", "6080": "2", "16": "1"}
         word = alone.get(word, word)
         word = word.replace("[FILE]", "[train.jsonl]")
         for long, short in SHORTER.items():
@@ -253,10 +254,12 @@ def additions(words: list[str]) -> tuple[str, ...]:
     if words[0] == "train" and "--help-config" not in words:
         task = SMALL_TASK if "quickstart" in words and "data/task" not in str(words) else ()
         start = SMALL_START if "quickstart" in words and "warm_start=" not in str(words) else ()
-        return *SMALL, *task, *start
+        workers = ("reward.workers=0",) if "reward.function" in str(words) else ()
+        return *SMALL, *task, *start, *workers
     if is_service(words):
         return () if "--port" in words else ("--port", "0")
-    return {"sft": SMALL_DEMONSTRATIONS, "eval": SMALL_EVALUATION}.get(words[0], ())
+    short = {"sft": SMALL_DEMONSTRATIONS, "eval": SMALL_EVALUATION, "reward": ("reward.workers=0",)}
+    return short.get(words[0], ())
 
 
 def says(words: list[str], setting: str) -> bool:
@@ -299,11 +302,8 @@ def test_every_command_of_a_page_runs_or_is_listed_with_a_reason(
     server: Server,
     hub: Hub,
     engines: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publish(hub)
-    # Half of a small run's time; the run of `home` has its picture.
-    monkeypatch.setattr("winnow.runs.session.draw_curve", lambda *_: None)
     (tmp_path / "page").mkdir()
     told = typed(page.read_text("utf-8"))
     with ExitStack() as stack:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.kill import STEPS, differences
+from tests.fault.quick_lab import SPARES
+from tests.forked import Server
 from tests.small_models import digits_folder
-from tests.winnow_command import Outcome, in_this_process
+from tests.winnow_command import Outcome, cut_off, in_forked_process, winnow
 
 from winnow.observe.jsonl import read_metrics
 from winnow.runs.checkpoint import checkpoints_in, load_state
@@ -29,9 +30,7 @@ SETTINGS = (
 
 
 def train(home: Path, name: str, *settings: str) -> Outcome:
-    return in_this_process(
-        "train", "quickstart", *SETTINGS, f"run.name={name}", *settings, folder=home
-    )
+    return winnow(home, "train", "quickstart", *SETTINGS, f"run.name={name}", *settings)
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +58,8 @@ def test_the_engines_choice_is_the_trainers_while_both_compute_alike(home: Path)
 
 
 def test_groups_that_are_carried_over_keep_their_routes(home: Path) -> None:
-    run = home / "runs" / "cut"
-    shutil.copytree(home / "runs" / "whole", run)
-    kept, *later = sorted(checkpoints_in(run / "checkpoints"), key=lambda each: each.step)
-    for checkpoint in later:
-        shutil.rmtree(checkpoint.path)
+    run = cut_off(home, "whole", "cut", 1)
+    (kept,) = (each for each in checkpoints_in(run / "checkpoints") if each.step == 1)
     groups = load_state(kept)["sampler"]["ledger"]["groups"]
     answers = [a for group in groups.qualified.values() for a in group.answers]
     carried = [answer.trajectory for answer in answers]
@@ -71,13 +67,16 @@ def test_groups_that_are_carried_over_keep_their_routes(home: Path) -> None:
     for trajectory in carried:
         assert trajectory.extras[ROUTES].shape == (len(trajectory.token_ids), 2, 2)
     assert len({id(each.extras[PROMPT_ROUTES]) for each in carried}) < len(carried)
-    in_this_process("resume", str(run), folder=home).check()
+    winnow(home, "resume", str(run)).check()
     assert differences(home / "runs" / "whole", run) == []
 
 
-def test_routes_reach_ranks_from_an_engine_in_a_process_of_its_own(home: Path) -> None:
+def test_routes_reach_ranks_from_an_engine_in_a_process_of_its_own(
+    home: Path, server: Server
+) -> None:
     apart = ("trainer/strategy=fsdp2", "trainer.strategy.ranks=2", "rollout.engine.processes=1")
-    train(home, "apart", *apart, "trainer.steps=2").check()
+    words = "train", "quickstart", *SETTINGS, "run.name=apart", *apart, "trainer.steps=2"
+    in_forked_process(server, *words, folder=home, spares=SPARES).check()
     here, there = figures(home, "whole"), figures(home, "apart")
     for name in ("experts/max_load", "experts/unused", "experts/rerouted"):
         assert there[0][name] == here[0][name], name
@@ -87,35 +86,18 @@ def test_routes_reach_ranks_from_an_engine_in_a_process_of_its_own(home: Path) -
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (("model.path=dense",), "Qwen3ForCausalLM has no routers that choose them"),
-        (("trainer.strategy.compile=true",), "as routers are compiled with their blocks"),
+        ("model.path=dense", "Qwen3ForCausalLM has no routers that choose them"),
         (
-            (
-                "rollout/engine=http",
-                "rollout.engine.url=http://127.0.0.1:9",
-                "run.deterministic=false",
-            ),
+            "rollout/engine=http rollout.engine.url=http://127.0.0.1:9 run.deterministic=false",
             "needs an engine that tells the experts of each token",
-        ),
-        (
-            ("rollout/engine=vllm", "rollout.engine.prefix_caching=false"),
-            "needs rollout.engine.prefix_caching=true with rollout/engine=vllm",
         ),
     ],
 )
-def test_what_cannot_replay_is_refused_in_one_line(
-    home: Path, settings: tuple[str, ...], line: str
-) -> None:
+def test_what_cannot_replay_is_refused_in_one_line(home: Path, settings: str, line: str) -> None:
     if not (home / "dense").exists():
         digits_folder(home / "dense")
-    said = train(home, "refused", *settings)
+    said = train(home, "refused", *settings.split())
     assert said.code == 2
     assert line in said.err
     assert "rollout.routing_replay=true" in said.err
     assert "set it to false" in said.err or "set one of them to false" in said.err
-
-
-def test_a_resumed_run_keeps_the_choice(home: Path) -> None:
-    said = train(home, "whole", "rollout.routing_replay=false", "trainer.steps=9")
-    assert said.code == 2
-    assert "rollout.routing_replay was true and is false" in said.err

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.processes import gone
+from tests.processes import descendants, gone
 from tests.sandboxes import need_bubblewrap
 from tests.winnow_command import WINNOW, in_this_process
 
@@ -52,20 +50,6 @@ def server(
         process.communicate()
 
 
-def below(process: int) -> set[int]:
-    """The processes that descend from one."""
-    parents = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with suppress(OSError):
-                stat = (folder / "stat").read_text()
-                parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
-    found = {process}
-    while new := {child for child, parent in parents.items() if parent in found} - found:
-        found |= new
-    return found - {process}
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
 )
@@ -78,9 +62,8 @@ def test_a_signal_ends_the_server_and_all_that_runs_in_it(
         )
         while not httpx.get(f"{url}/health", trust_env=False).json()["running"]:
             time.sleep(0.02)
-        running = below(process.pid)
-        while not running:
-            running = below(process.pid)
+        while not (running := {*descendants(process.pid)}):
+            pass
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
         assert answer.result().status_code == 503
@@ -117,15 +100,12 @@ def test_a_server_with_a_token_may_be_reached_from_outside(tmp_path: Path) -> No
     ("words", "said"),
     [
         (["--host", "0.0.0.0"], "--host is 0.0.0.0, which others can reach, and there is no token"),
-        (["--host", "::"], "name a variable that holds one with --token-env"),
         (["--token-env", "NOT_THERE_X"], "no such environment variable; export NOT_THERE_X"),
         (
             ["--host", "no.such.host.invalid", "--token-env", "PATH"],
-            "0 cannot be listened at (",
+            "--port is 0, but no.such.host.invalid:0 cannot be listened at (",
         ),
         (["--port", "65536"], "'--port'"),
-        (["--max-concurrent", "0"], "'--max-concurrent'"),
-        (["--memory-mb", "1"], "'--memory-mb'"),
         (["--python", "/nowhere/python3"], "/nowhere/python3"),
         (["--backend", "docker"], "'--backend'"),
     ],
@@ -137,27 +117,4 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith("winnow: ")
     assert said in done.err
-
-
-def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = in_this_process("sandbox", "serve", "--port", port, folder=tmp_path)
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert f"--port is {port}, but 127.0.0.1:{port} cannot be listened at (" in done.err
     assert [t.name for t in threading.enumerate() if t.name == "service"] == []
-
-
-@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
-def test_a_package_that_is_missing_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
-    code = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "sys.argv = ['winnow', 'sandbox', 'serve']\nfrom winnow.cli.main import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert f"needs the package {package}" in done.stderr
-    assert "pip install 'winnow-rl[serve]'" in done.stderr

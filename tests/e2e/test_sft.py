@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.fault.quick_lab import SPARES
+from tests.forked import Server
 from tests.small_models import digits_folder
-from tests.winnow_command import Outcome, in_this_process
+from tests.winnow_command import in_forked_process, winnow
 
 from winnow.data.sort_digits import is_held_out
 from winnow.evaluation.evaluator import Evaluator
@@ -42,10 +44,6 @@ class Sink:
         open("closed", "w").close()
 """
 OWN = "observe.sinks=[{path: sinks.py:Sink}]"
-
-
-def winnow(home: Path, *arguments: str) -> Outcome:
-    return in_this_process(*arguments, folder=home)
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +121,11 @@ def test_training_by_rewards_goes_on_where_imitation_ended(home: Path) -> None:
     assert "whole, step 40" in said.out
 
 
-def test_an_adapter_imitates_in_a_process_of_its_own(home: Path) -> None:
+def test_an_adapter_imitates_in_a_process_of_its_own(home: Path, server: Server) -> None:
     words = ("trainer/strategy=fsdp2", "trainer.strategy.ranks=1")
     lora = ("model/adapter=lora", "trainer.steps=2")
-    winnow(home, "sft", "sft", "run.name=ranks", *SFT, *lora, *words).check()
+    ranks = "sft", "sft", "run.name=ranks", *SFT, *lora, *words
+    in_forked_process(server, *ranks, folder=home, spares=SPARES).check()
     (home / "sinks.py").write_text(SINK)
     more = ("trainer.profile.steps=[2,7]", OWN)
     said = winnow(home, "sft", "sft", "run.name=one", *SFT, *lora, *more).check().out
@@ -139,25 +138,3 @@ def test_an_adapter_imitates_in_a_process_of_its_own(home: Path) -> None:
     for name in ("sft/held_out_loss", "sft/loss", "sft/grad_norm"):
         assert ranks[2][name] == pytest.approx(one[2][name], rel=1e-4), name
     assert (home / "runs/ranks/checkpoints/step-2/model/adapter_model.safetensors").is_file()
-
-
-def test_a_profile_that_cannot_be_written_leaves_no_sink_open(home: Path) -> None:
-    (home / "sinks.py").write_text(SINK)
-    profile = ("trainer.profile.steps=[1]", "trainer.profile.save_path=profile")
-    (home / "closed").unlink(missing_ok=True)
-    (home / "profile" / "driver-0-step-1.json.gz").mkdir(parents=True)
-    words = ("run.name=unwritten", "trainer.steps=1", "sft.eval_files=[]")
-    said = winnow(home, "sft", "sft", *SFT, *words, *profile, OWN)
-    assert said.code == 2
-    assert "profile: Is a directory" in said.err
-    assert (home / "closed").exists()
-
-
-def test_a_recipe_without_files_and_columns_that_are_not_known_are_refused(home: Path) -> None:
-    said = winnow(home, "sft", "sft", "model.path=base")
-    assert said.code == 2
-    assert "sft.train_files is empty, so there is nothing to imitate" in said.err
-    (home / "odd.jsonl").write_text('{"text": "5"}\n')
-    said = winnow(home, "sft", "sft", "model.path=base", "sft.train_files=[odd.jsonl]")
-    assert said.code == 2
-    assert "no known columns hold a demonstration, of text" in said.err

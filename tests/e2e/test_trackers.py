@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from benchmarks.kill import SETTINGS
-from tests.winnow_command import Outcome, in_own_process, in_this_process
+from tests.forked import Server
+from tests.winnow_command import Outcome, in_forked_process, in_this_process, winnow
 
 from winnow.observe.jsonl import read_metrics
 
@@ -35,20 +36,12 @@ class Hangs:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, warm_starts: Path) -> Path:
-    folder = tmp_path_factory.mktemp("tracked")
-    (folder / "cache").symlink_to(warm_starts)
-    (folder / "hangs.py").write_text(HANGS)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def outcome(folder: Path, trackio_folder: Path) -> Outcome:
+def outcome(home: Path, trackio_folder: Path, server: Server) -> Outcome:
     """The outcome of a run whose sink hangs. In a process of its own, which it would keep."""
+    (home / "hangs.py").write_text(HANGS)
     words = ("train", "quickstart", "run.name=mine", *SHORT, *TRACKED)
-    return in_own_process(
-        *words, folder=folder, environment={"WINNOW_CACHE": str(folder / "cache")}
-    )
+    places = {"WINNOW_CACHE": str(home / "cache"), "TRACKIO_DIR": str(trackio_folder)}
+    return in_forked_process(server, *words, folder=home, environment=places)
 
 
 def ids(run: Path) -> dict[str, Any]:
@@ -74,18 +67,18 @@ def scalars(run: Path) -> Any:
 
 
 def test_a_sink_that_hangs_is_told_of_and_costs_the_run_nothing(
-    folder: Path, outcome: Outcome
+    home: Path, outcome: Outcome
 ) -> None:
     outcome.check()
-    records = read_metrics(folder / "runs/mine/metrics.jsonl")
+    records = read_metrics(home / "runs/mine/metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
     warning = "observe.sinks[0].path hangs.py:Hangs does not end within 1 s"
     assert " ".join(outcome.out.split()).count(warning) == 1
-    assert (folder / "runs/mine/log.txt").read_text().count(warning) == 1
+    assert (home / "runs/mine/log.txt").read_text().count(warning) == 1
 
 
-def test_each_tracker_has_what_metrics_jsonl_has(folder: Path, outcome: Outcome) -> None:
-    run = folder / "runs/mine"
+def test_each_tracker_has_what_metrics_jsonl_has(home: Path, outcome: Outcome) -> None:
+    run = home / "runs/mine"
     records = read_metrics(run / "metrics.jsonl")
     for name in ("score/reward/mean", "actor/loss", "eval/sort_digits/avg@1", "time/step_s"):
         wanted = [(r["step"], r[name]) for r in records if name in r]
@@ -102,18 +95,15 @@ def test_each_tracker_has_what_metrics_jsonl_has(folder: Path, outcome: Outcome)
 
 
 def test_a_run_that_is_resumed_from_an_earlier_step_goes_on_in_the_same_runs_there(
-    folder: Path, outcome: Outcome
+    home: Path, outcome: Outcome
 ) -> None:
-    run, before = folder / "runs/mine", ids(folder / "runs/mine")
+    run, before = home / "runs/mine", ids(home / "runs/mine")
     assert {name: note["step"] for name, note in before.items()} == {"tensorboard": 2, "trackio": 2}
     lines = curve("score/reward/mean")
     again = "run.resume=runs/mine/checkpoints/step-1"
     settings = ("observe.sinks=[]", "observe.tracking.close_s=60", "trainer.profile.steps=[2]")
-    in_this_process(
-        *("train", "quickstart", "run.name=mine", *SHORT, *TRACKED, again, *settings),
-        folder=folder,
-        environment={"WINNOW_CACHE": str(folder / "cache")},
-    ).check()
+    words = "train", "quickstart", "run.name=mine", *SHORT, *TRACKED, again, *settings
+    winnow(home, *words).check()
     assert ids(run) == before
     assert curve("score/reward/mean") == lines
     assert [event.step for event in scalars(run).Scalars("actor/loss")] == [1, 2]
@@ -143,8 +133,3 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_is_made(
             f"pip install 'winnow-rl[{name}]', or leave {name} out\n"
         )
     assert os.listdir(tmp_path) == []
-    outcome = in_this_process("train", "quickstart", "observe.trackers=[wndb]", folder=tmp_path)
-    assert outcome.code == 2
-    assert outcome.err.startswith(
-        "winnow: observe.trackers must be a list of one of tensorboard, w"
-    )

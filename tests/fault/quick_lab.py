@@ -34,6 +34,8 @@ class QuickLab(Lab):
         afresh: bool = False,
         pauses: Mapping[int | str, float] | None = None,
         terminal: Path | None = None,
+        out: Path | None = None,
+        err: Path | None = None,
     ) -> Forked:
         """The command, in a process of its own; so are its child and its workers, if it has any.
 
@@ -41,6 +43,7 @@ class QuickLab(Lab):
             afresh: these are started as usual, and import what they need.
             pauses: moments at which the run stands still (`tests.pauses`).
             terminal: where it is the first process.
+            out, err: files for standard output and error.
         """
         assert self.server is not None
         paused = ask(self._pauses(name), pauses) if pauses else {}
@@ -49,8 +52,8 @@ class QuickLab(Lab):
             "winnow.cli.main" if terminal is None else "tests.fault.terminal",
             self.words(name, *settings),
             environment={"WINNOW_CACHE": str(self.folder / "cache"), **paused},
-            out=terminal,
-            err=terminal,
+            out=terminal or out,
+            err=terminal or err,
             spares=SPARES if starts_more else 0,
         )
 

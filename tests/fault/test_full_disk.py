@@ -19,7 +19,7 @@ from tests.fault import small_disk
 from tests.fault.small_disk import DISK, Job, page_count, why_not
 from tests.forked import Server
 from tests.small_models import digits_folder
-from tests.winnow_command import Outcome, in_own_process
+from tests.winnow_command import Outcome, in_forked_process, in_own_process
 
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts, rollout_files
@@ -37,6 +37,8 @@ COMMAND = [
 FULL = (
     "No space left on device; free some space, or put the run on another disk with run.dir=FOLDER"
 )
+ONLINE = {"HF_HUB_OFFLINE": "0"}
+"""As in the server: a tokenizer's folder tells which."""
 READ_ONLY = "Read-only file system; choose a folder that you may write to with run.dir=FOLDER"
 
 
@@ -59,8 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "mine.yaml").write_text("rollout: {engine: {slots: 16}}\n")
     row = {"data_source": "digits", "prompt": "12:", "reward_model": {"ground_truth": "12"}}
     (place / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
-    online = {"HF_HUB_OFFLINE": "0"}  # as in the server: a tokenizer's folder tells which
-    in_own_process(*command("runs", "calm"), folder=place, environment=online).check()
+    in_own_process(*command("runs", "calm"), folder=place, environment=ONLINE).check()
     return place
 
 
@@ -97,17 +98,9 @@ def stage(name: str, job: Job, place: Path, mounting: Server) -> None:
 
 def said(place: Path, mounting: Server) -> Outcome:
     """What the command says on the small disk."""
-    out, err = place / "out", place / "err"
-    words = command(DISK.name, "full")
-    run = mounting.start(
-        "winnow.cli.main",
-        words,
-        folder=place,
-        environment={"COLUMNS": "100"},
-        out=out,
-        err=err,
+    return in_forked_process(
+        mounting, *command(DISK.name, "full"), folder=place, environment=ONLINE
     )
-    return Outcome(run.wait(), out.read_text(), err.read_text())
 
 
 def pages(run: Path, *names: str) -> int:
@@ -169,17 +162,16 @@ class Full:
 
 LINE = 1
 """Pages that a line of metrics needs at most, when it does not fit into the last one."""
-START = ("config.yaml", ".lock", "log.txt", "tokenizer.json", "model.json", "eval/step-0.parquet")
+START = (
+    *(".begun-here", "config.yaml", ".lock", "log.txt", "tokenizer.json", "model.json"),
+    "eval/step-0.parquet",
+)
 MODEL = "checkpoints/step-2/model"
+SMALL = f"{MODEL}/config.json", f"{MODEL}/generation_config.json"
 STATE = (MODEL, "checkpoints/step-2/state.safetensors", "checkpoints/step-2/config.yaml")
 CASES = {
-    "the first file of all": Full("config.yaml"),
-    "the middle of the first file": Full("config.yaml", takes=(".lock",)),
-    "the log, then the tokenizer": Full("tokenizer.json", takes=(".lock", "config.yaml")),
-    "the recipe again": Full("config.yaml", takes=START[:-1]),
+    "the first file of all": Full(".begun-here"),
     "the middle of an evaluation": Full("eval/step-0.parquet", takes=START, more=-1, goes_on=True),
-    "the first line of metrics": Full("metrics.jsonl", takes=START),
-    "the rollouts of a step": Full("rollouts/step-2.parquet", "rollouts/step-1.parquet", saved=1),
     "the middle of a step's rollouts": Full(
         "rollouts/step-2.parquet", "rollouts/step-1.parquet", more=1, saved=1, goes_on=True
     ),
@@ -222,16 +214,9 @@ STEP_2 = Full(
 """The thread that saves is refused; when training learns of it there is space again."""
 
 
-def fitting(*files: str) -> Full:
-    """Of the checkpoint of step 2 these fit."""
-    return replace(STEP_2, takes=(*STEP_2.takes, *files))
-
-
 CHECKPOINTS = {
-    "the first file": STEP_2,
-    "the weights": fitting(f"{MODEL}/config.json", f"{MODEL}/generation_config.json"),
-    "the training state": fitting(MODEL),
-    "the manifest": replace(fitting(*STATE), goes_on=True),
+    "the weights": replace(STEP_2, takes=(*STEP_2.takes, *SMALL)),
+    "the manifest": replace(STEP_2, takes=(*STEP_2.takes, *STATE), goes_on=True),
 }
 
 
@@ -242,25 +227,6 @@ def test_a_checkpoint_that_does_not_fit_spoils_nothing(
     ended = carry_out(place, full_disk(case, place), mounting)
     line = f"cannot save the checkpoint disk/full/{STEP_2.refused}: {FULL}"
     check(ended, place, line, STEP_2.saved)
-
-
-def test_the_last_checkpoint_that_does_not_fit_spoils_nothing(
-    place: Path, mounting: Server
-) -> None:
-    last = f"rollouts/step-{STEPS}.parquet"
-    takes = (last, f"eval/step-{STEPS}.parquet", f"checkpoints/step-{STEPS}/model")
-    case = Full("", f"rollouts/step-{STEPS - 1}.parquet", takes, more=LINE + 1)
-    ended = carry_out(place, full_disk(case, place), mounting)
-    line = f"cannot save the checkpoint disk/full/checkpoints/step-{STEPS}: {FULL}"
-    check(ended, place, line, STEPS - 1)
-
-
-def test_of_two_files_that_are_refused_the_one_that_ends_the_run_is_named(
-    place: Path, mounting: Server
-) -> None:
-    case = Full("rollouts/step-3.parquet", STEP_2.after, STEP_2.takes, LINE, 1)
-    ended = carry_out(place, full_disk(case, place), mounting)
-    check(ended, place, f"cannot write disk/full/{case.refused}: {FULL}", case.saved)
 
 
 def cut_off(place: Path, step: int) -> str:
@@ -281,24 +247,18 @@ def cut_off(place: Path, step: int) -> str:
 @pytest.mark.parametrize(
     ("folder", "said"),
     [
+        (".", "write disk/full"),
         ("full", "write disk/full/.lock"),
-        ("full/rollouts", "write disk/full/rollouts/step-3.parquet"),
         ("full/checkpoints", "save the checkpoint disk/full/checkpoints/step-3"),
-        ("full/eval", f"write disk/full/eval/step-{STEPS}.parquet"),
     ],
 )
 def test_a_folder_that_cannot_be_written_to_is_not_called_full(
     folder: str, said: str, place: Path, mounting: Server
 ) -> None:
     job = Job(
-        start_from=cut_off(place, 2),
+        start_from=None if folder == "." else cut_off(place, 2),
         read_only=folder,
         goes_on=folder == "full/checkpoints",
     )
     ended = carry_out(place, job, mounting)
-    check(ended, place, f"cannot {said}: {READ_ONLY}", STEPS - 1 if "eval" in said else 2)
-
-
-def test_runs_that_cannot_be_written_to_are_not_called_full(place: Path, mounting: Server) -> None:
-    ended = carry_out(place, Job(read_only="."), mounting)
-    check(ended, place, f"cannot write disk/full: {READ_ONLY}", 0)
+    check(ended, place, f"cannot {said}: {READ_ONLY}", 0 if folder == "." else 2)

@@ -13,7 +13,7 @@ from benchmarks.kill import Lab, Trial, trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-KILLS = 5
+KILLS = 3
 
 
 def test_killed_at_random_moments_a_run_ends_with_the_bits_of_an_undisturbed_one(lab: Lab) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import LONGEST_S, STEPS, Lab, code_of, differences, leftovers
+from benchmarks.kill import LONGEST_S, STEPS, Lab, code_of, differences
 from tests.fault.quick_lab import QuickLab
 from tests.fault.test_ranks import check_same
 from tests.pauses import go_on
@@ -31,14 +31,11 @@ def calm(lab: Lab) -> Path:
     return lab.run("calm-beside")
 
 
-def test_every_group_but_the_first_is_one_step_off(calm: Path) -> None:
+def test_groups_are_one_step_off_and_a_boundary_holds_the_step_that_is_cut(calm: Path) -> None:
     records = read_metrics(calm / "metrics.jsonl")[1:]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert records[0]["sampling/staleness/max"] == 0
     assert all(1 <= record["sampling/staleness/max"] <= 2 for record in records[1:])
-
-
-def test_a_boundary_holds_the_step_that_is_cut_and_not_learnt(calm: Path) -> None:
     for checkpoint in checkpoints_in(calm / "checkpoints"):
         state = load_state(checkpoint)
         steps = [step.version + 1 for step in state["pending"]["steps"]]
@@ -46,22 +43,20 @@ def test_a_boundary_holds_the_step_that_is_cut_and_not_learnt(calm: Path) -> Non
         assert state["sampler"]["ledger"]["version"] == checkpoint.step
 
 
-def killed_twice(lab: QuickLab, name: str, settings: Sequence[str], rng: random.Random) -> Path:
-    """Kill a run in its first steps and in its last, at random moments of a step; finish it."""
-    run = lab.run(name)
-    for step in (1, 4):
-        moments = {step: rng.random() * lab.seconds / STEPS}
-        process = lab.start(name, *settings, pauses=moments)
-        lab.stands_still(process, name, step)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+def killed(lab: QuickLab, name: str, settings: Sequence[str], rng: random.Random) -> Path:
+    """Kill a run at a random moment of its third step; finish it."""
+    moments = {2: rng.random() * lab.seconds / STEPS}
+    process = lab.start(name, *settings, pauses=moments)
+    lab.stands_still(process, name, 2)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     assert lab.start(name, *settings).wait(LONGEST_S) == 0
-    return run
+    return lab.run(name)
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bits(calm: Path, lab: QuickLab) -> None:
-    killed = killed_twice(lab, "killed-beside", (*BESIDE, "trainer.save_every=1"), random.Random(3))
-    assert differences(calm, killed) == []
+def test_killed_at_a_random_moment_it_ends_with_the_same_bits(calm: Path, lab: QuickLab) -> None:
+    run = killed(lab, "killed-beside", (*BESIDE, "trainer.save_every=1"), random.Random(3))
+    assert differences(calm, run) == []
 
 
 def test_two_engines_and_two_ranks_end_with_the_same_bits_though_a_rank_is_killed(
@@ -77,22 +72,6 @@ def test_two_engines_and_two_ranks_end_with_the_same_bits_though_a_rank_is_kille
     assert code_of(process, LONGEST_S) == 0
     check_same(lab.run("calm-shared"), run)
     assert "learner[1] was killed by SIGKILL" in (run / "log.txt").read_text()
-
-
-def test_a_request_to_stop_waits_for_the_barrier_and_the_run_goes_on_exactly(
-    calm: Path, lab: QuickLab
-) -> None:
-    run = lab.run("stopped-beside")
-    process = lab.start(run.name, *BESIDE, "trainer.save_every=100", pauses={2: 0.05})
-    driver = lab.stands_still(process, run.name, 2)
-    process.send_signal(signal.SIGTERM)
-    go_on(driver)
-    assert code_of(process, LONGEST_S) == 75
-    assert list(leftovers(run)) == []
-    (saved,) = checkpoints_in(run / "checkpoints")
-    assert 2 <= saved.step < STEPS
-    assert lab.start(run.name, *BESIDE, "trainer.save_every=1").wait(240) == 0
-    assert differences(calm, run) == []
 
 
 RUNNING_ON = (
@@ -117,25 +96,10 @@ def check_nothing_is_lost_or_repeated(run: Path) -> None:
     assert sorted([row["group"] for row in rows] + alive) == list(range(ledger["next_id"]))
 
 
-def test_async_killed_at_random_moments_loses_no_group_and_learns_none_twice(
+def test_async_killed_at_a_random_moment_loses_no_group_and_learns_none_twice(
     lab: QuickLab,
 ) -> None:
-    check_nothing_is_lost_or_repeated(
-        killed_twice(lab, "killed-async", RUNNING_ON, random.Random(4))
-    )
-
-
-def test_async_stopped_saves_answers_under_way_and_goes_on_behind_them(lab: QuickLab) -> None:
-    run = lab.run("stopped-async")
-    process = lab.start(run.name, *RUNNING_ON, "trainer.save_every=100", pauses={2: 0.0})
-    driver = lab.stands_still(process, run.name, 2)
-    process.send_signal(signal.SIGTERM)
-    go_on(driver)
-    assert code_of(process, LONGEST_S) == 75
-    (saved,) = checkpoints_in(run / "checkpoints")
-    ledger = load_state(saved)["sampler"]["ledger"]
-    assert not ledger["groups"].running
-    assert lab.start(run.name, *RUNNING_ON).wait(240) == 0
+    run = killed(lab, "killed-async", RUNNING_ON, random.Random(4))
     check_nothing_is_lost_or_repeated(run)
 
 

@@ -1,29 +1,32 @@
-"""Programs that attack the sandbox, each for real: as root and as an ordinary user."""
+"""Programs that attack the sandbox, each for real and with each backend.
+
+Where it matters who started them, this is done as root and as an ordinary user.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.processes import descendants
+from tests.processes import descendants, is_alive
 from tests.sandboxes import BACKENDS, USERS, Host, host, keep_in, need_bubblewrap
 
 from winnow.config.reward import SandboxConfig
 from winnow.sandbox import harness
 
 COMBINATIONS = [(backend, user) for backend in BACKENDS for user in USERS]
+each_user = pytest.mark.parametrize("box", COMBINATIONS, indirect=True, ids="-".join)
 MIB = 1 << 20
 
 
@@ -45,7 +48,9 @@ def outside() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module", params=COMBINATIONS, ids="-".join)
+@pytest.fixture(
+    scope="module", params=[(BACKENDS[0], USERS[0]), (BACKENDS[1], USERS[-1])], ids="-".join
+)
 def box(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Host]:
     backend, user = request.param
     if backend == "bubblewrap":
@@ -63,32 +68,38 @@ def nothing_is_left_and_all_works(request: pytest.FixtureRequest) -> Iterator[No
     if "box" not in request.fixturenames:
         return
     box = request.getfixturevalue("box")
-    give_up = time.monotonic() + 30
-    while left := living_children(box.pid):
-        assert time.monotonic() < give_up, left
-        time.sleep(0.05)
+    assert in_time(lambda: not any(map(is_alive, descendants(box.pid))))
     assert list(request.getfixturevalue("scratch").iterdir()) == []
     after = box.run("print(6 * 7)")
     assert (after.stdout, after.exit_code) == (b"42\n", 0)
 
 
-def living_children(parent: int) -> list[str]:
-    """Processes that a process started or adopted, but those that have ended."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            status = (entry / "status").read_text() if entry.name.isdigit() else ""
-        except OSError:
-            continue
-        is_child = re.search(rf"^PPid:\t{parent}$", status, re.MULTILINE)
-        if is_child and not re.search(r"^State:\tZ", status, re.MULTILINE):
-            found.append(status)
-    return found
+def in_time(condition: Callable[[], bool]) -> bool:
+    """Whether something comes true within a minute."""
+    give_up = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+PRELUDE = """
+import json, os, sys
+said = []
+def attempt(name, call):
+    try:
+        call()
+        said.append(name)
+    except (OSError, ValueError):
+        pass
+"""
+"""Notes under its name what a program may do."""
 
 
 def told(box: Host, code: str, **limits: float) -> list[object]:
     """What a program prints as JSON."""
-    result = box.run(f"import json, os, sys\n{code}", **limits)
+    result = box.run(f"{PRELUDE}{code}", **limits)
     assert result.is_clean, result
     value = json.loads(result.stdout)
     assert isinstance(value, list)
@@ -121,14 +132,10 @@ def processes_with(mark: str) -> list[int]:
 
 def gone(mark: str) -> bool:
     """Whether no such process is left, a moment after the end."""
-    give_up = time.monotonic() + 30
-    while processes_with(mark):
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.05)
-    return True
+    return in_time(lambda: not processes_with(mark))
 
 
+@each_user
 def test_a_fork_bomb_meets_the_limit_of_processes(box: Host) -> None:
     (started, text) = told(
         box,
@@ -162,7 +169,7 @@ while True:
     except OSError:
         pass
 """
-    assert box.run(code, time_s=3.0).ending == "time_limit"
+    assert box.run(code, time_s=1.0).ending == "time_limit"
     assert gone(mark)
 
 
@@ -197,7 +204,7 @@ print(json.dumps([memfd, shared, queue]))
                                   "    try: signal.signal(n, signal.SIG_IGN)\n"
                                   "    except OSError: pass\nwhile True: pass"])  # fmt: skip
 def test_an_endless_loop_is_ended_at_its_time(box: Host, loop: str) -> None:
-    result = box.run(loop, time_s=1.0)
+    result = box.run(loop, time_s=1)
     assert (result.ending, result.is_clean) == ("time_limit", False)
 
 
@@ -208,19 +215,7 @@ def test_endless_output_is_cut_off_and_its_program_ended(box: Host, stream: str)
     assert len(result.stdout) + len(result.stderr) == 1 << 20
 
 
-def test_a_zip_of_a_gigabyte_on_stdout_is_not_unpacked(box: Host) -> None:
-    code = """
-import gzip, sys
-packed = gzip.compress(bytes(1 << 20), 9)
-for _ in range(1024):
-    sys.stdout.buffer.write(packed)
-"""
-    result = box.run(code)
-    assert result.ending == "output_limit"
-    assert result.stdout.startswith(b"\x1f\x8b")
-    assert len(result.stdout) == 1 << 20
-
-
+@each_user
 def test_nothing_outside_can_be_written(box: Host, outside: Path) -> None:
     target = outside / "target"
     target.write_text("mine")
@@ -228,33 +223,15 @@ def test_nothing_outside_can_be_written(box: Host, outside: Path) -> None:
     owner = Path(f"/proc/{box.pid}").stat().st_uid  # an ordinary user's programs are that user
     os.chown(target, owner, -1)
     mark = uuid.uuid4().hex
-    folders = [
-        "/usr",
-        "/etc",
-        "/",
-        "/dev",
-        "/var/tmp",
-        "/tmp/..",
-        "/home",
-        "/dev/shm",
-        str(outside),
-    ]
+    folders = ["/usr", "/etc", "/", "/dev", "/var/tmp", "/tmp/..", "/home", "/dev/shm"]
+    folders.append(str(outside))
     code = f"""
-said = []
 for path in {[f"{folder}/{mark}" for folder in folders]!r} + [{str(target)!r}]:
-    try:
-        open(path, "w").close()
-        said.append(path)
-    except OSError:
-        pass
+    attempt(path, lambda: open(path, "w").close())
 for change in [lambda p: os.truncate(p, 0), os.remove, lambda p: os.rename(p, p + "2"),
                lambda p: os.chmod(p, 0), lambda p: os.symlink("/", p + "3"),
                lambda p: os.mkdir(p + "4"), lambda p: os.utime(p, (0, 0))]:
-    try:
-        change({str(target)!r})
-        said.append("changed")
-    except OSError:
-        pass
+    attempt("changed", lambda: change({str(target)!r}))
 print(json.dumps(said))
 """
     try:
@@ -309,32 +286,26 @@ print(json.dumps([made]))
 def test_a_program_is_the_first_to_go_where_memory_runs_out(box: Host) -> None:
     with ThreadPoolExecutor(1) as thread:
         ending = thread.submit(box.run, "import time; time.sleep(3)")
-        give_up = time.monotonic() + 30
         # The command that raises the score has the program's line before it has done so.
-        while (scores := memory_scores(box)) != {"1000"}:
-            assert time.monotonic() < give_up, scores
+        assert in_time(lambda: memory_scores(box) == {"1000"})
         assert ending.result().is_clean
 
 
+@each_user
 def test_the_users_home_and_environment_cannot_be_read(box: Host, outside: Path) -> None:
     secret = outside / "secret"
     secret.write_text("my key")
     secret.chmod(0o644)
     code = f"""
-read = []
 for path in [{str(secret)!r}, "/etc/passwd", "/etc/hostname", "/proc/self/environ",
              "/proc/1/environ", "/proc/{box.pid}/environ", {__file__!r},
              os.path.expanduser("~root/.bashrc")]:
-    try:
-        read.append(open(path).read())
-    except OSError:
-        pass
+    attempt(path, lambda: open(path).read())
+names = set()
 for folder in [{str(outside)!r}, "/root", "/home", "/proc", "/etc"]:
-    try:
-        read += [name for name in os.listdir(folder) if name not in ("ld.so.cache", "alternatives")]
-    except OSError:
-        pass
-print(json.dumps(read))
+    attempt("list", lambda: names.update(os.listdir(folder)))
+names -= {{"ld.so.cache", "alternatives"}}
+print(json.dumps([name for name in said if name != "list"] + sorted(names)))
 """
     assert told(box, code) == []
     names = told(box, "print(json.dumps(sorted(os.environ)))")
@@ -381,35 +352,24 @@ print(json.dumps(said))
             mailbox.recv(10)
 
 
+@each_user
 def test_no_other_process_can_be_signalled_or_held(box: Host) -> None:
     code = f"""
 import ctypes, resource, signal
 libc = ctypes.CDLL(None, use_errno=True)
-said = []
 for whom in (os.getppid(), 1, {box.pid}, {os.getpid()}, -1, 0):
-    try:
-        os.kill(whom, signal.SIGTERM)
-        said.append(whom)
-    except OSError:
-        pass
+    attempt(whom, lambda: os.kill(whom, signal.SIGTERM))
 for name, call in [
     ("pidfd", lambda: os.pidfd_open({box.pid})),
     ("limits", lambda: resource.prlimit({box.pid}, resource.RLIMIT_NOFILE, (1, 1))),
     ("priority", lambda: os.setpriority(os.PRIO_PROCESS, {box.pid}, 19)),
     ("affinity", lambda: os.sched_setaffinity({box.pid}, [0])),
 ]:
-    try:
-        call()
-        said.append(name)
-    except OSError:
-        pass
+    attempt(name, call)
 import fcntl
 reader, writer = os.pipe()
-try:
-    fcntl.fcntl(reader, fcntl.F_SETOWN, {box.pid})  # then input raises a signal there
-    said.append("owner")
-except OSError:
-    pass
+# Then input raises a signal there.
+attempt("owner", lambda: fcntl.fcntl(reader, fcntl.F_SETOWN, {box.pid}))
 for name, arguments in [("ptrace", (16, {box.pid}, 0, 0)), ("unshare", (0x10000000,)),
                         ("mount", (b"none", b"/tmp", b"tmpfs", 0, 0)), ("setns", (0, 0))]:
     if getattr(libc, name)(*arguments) != -1:
@@ -438,20 +398,18 @@ time.sleep(1000)  # {mark}
     )
 
 
+@each_user
 def test_what_a_parent_prints_cannot_be_opened_anew(box: Host) -> None:
     opened = told(
         box,
-        "parent, opened = os.getpid(), []\n"
+        "parent = os.getpid()\n"
         "ours, theirs = os.pipe()\n"
         "if os.fork() == 0:\n"
         "    for number in (1, 2):\n"
         "        for mode in (os.O_RDONLY, os.O_WRONLY):\n"
-        "            try:\n"
-        "                os.open(f'/proc/{parent}/fd/{number}', mode)\n"
-        "                opened.append([number, mode])\n"
-        "            except OSError:\n"
-        "                pass\n"
-        "    os.write(theirs, json.dumps(opened).encode())\n"
+        "            path = f'/proc/{parent}/fd/{number}'\n"
+        "            attempt([number, mode], lambda: os.open(path, mode))\n"
+        "    os.write(theirs, json.dumps(said).encode())\n"
         "    os._exit(0)\n"
         "print(os.read(ours, 999).decode())",
     )
@@ -475,16 +433,13 @@ def test_a_solution_cannot_open_its_tests(box: Host) -> None:
     assert harness.decode(json.loads(result.stdout))["outcome"] == "pass", result
 
 
-def test_no_process_is_left_behind_when_a_program_ends(box: Host) -> None:
+@pytest.mark.parametrize(
+    ("then", "time_s", "ending"),
+    [("import time; time.sleep(0.5)", 60.0, "finished"), ("while True: pass", 1.0, "time_limit")],
+)
+def test_no_process_is_left_behind(box: Host, then: str, time_s: float, ending: str) -> None:
     mark = uuid.uuid4().hex
-    result = box.run(f"{escaping(mark) * 2}import time; time.sleep(0.5)")
-    assert result.is_clean, result
-    assert gone(mark)
-
-
-def test_no_process_is_left_behind_when_time_is_up(box: Host) -> None:
-    mark = uuid.uuid4().hex
-    assert box.run(f"{escaping(mark)}while True: pass", time_s=2.0).ending == "time_limit"
+    assert box.run(f"{escaping(mark) * 2}{then}", time_s=time_s).ending == ending
     assert gone(mark)
 
 
@@ -493,13 +448,14 @@ def test_deep_recursion_ends_its_own_program_only(box: Host) -> None:
     assert result.exit_code == 1
     assert b"RecursionError" in result.stderr
     code = "import sys; sys.setrecursionlimit(10**9)\ndef f(x): return f([x])\nf(1)"
-    assert box.run(code, memory_mb=128).exit_code in (1, -signal.SIGSEGV)
+    assert box.run(code, memory_mb=64).exit_code in (1, -signal.SIGSEGV)
     deep = (
-        "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**6): x = [x]\nrepr(x)"
+        "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**5): x = [x]\nrepr(x)"
     )
     assert box.run(deep).exit_code in (1, -signal.SIGSEGV)
 
 
+@each_user
 def test_the_limits_hold_and_cannot_be_raised(box: Host) -> None:
     names = {
         "RLIMIT_AS": 512 * MIB, "RLIMIT_CPU": 62, "RLIMIT_NOFILE": 64, "RLIMIT_FSIZE": 16 * MIB,
@@ -511,15 +467,10 @@ def test_the_limits_hold_and_cannot_be_raised(box: Host) -> None:
     assert told(box, f"{code}{list(names)!r}]))") == list(names.values())
     code = """
 import resource
-said = []
 for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_FSIZE"):
     kind = getattr(resource, name)
     soft, hard = resource.getrlimit(kind)
-    try:
-        resource.setrlimit(kind, (hard + 1, hard + 1))
-        said.append(name)
-    except (ValueError, OSError):
-        pass
+    attempt(name, lambda: resource.setrlimit(kind, (hard + 1, hard + 1)))
 files = []
 try:
     while len(files) < 1000:
@@ -545,14 +496,7 @@ time.sleep(1000)
     config = SandboxConfig(backend=backend, max_concurrent=1)
     with host(user, config, partial(keep_in, outside)) as doomed:
         doomed.ask(code, time_s=1000)
-        give_up = time.monotonic() + 60
-        while not processes_with(mark):
-            assert not doomed.has_answered(), doomed.answer()
-            assert time.monotonic() < give_up, "the program did not start"
-            time.sleep(0.05)
+        assert in_time(lambda: bool(processes_with(mark))), doomed.answer()
         os.kill(doomed.pid, signal.SIGKILL)
     assert gone(mark)
-    give_up = time.monotonic() + 30
-    while left := list(outside.iterdir()):
-        assert time.monotonic() < give_up, left
-        time.sleep(0.05)
+    assert in_time(lambda: not list(outside.iterdir()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 from benchmarks.kill import (
     LATE_SCORER,
     LONGEST_S,
-    SETTINGS,
     Lab,
     code_of,
     differences,
@@ -18,16 +18,13 @@ from benchmarks.kill import (
     wait_for,
 )
 from tests.fault.quick_lab import QuickLab
-from tests.processes import gone, is_alive
-from tests.winnow_command import Outcome, in_this_process
+from tests.pauses import go_on
+from tests.processes import descendants, gone, is_alive, workers_of
 
 from winnow.runs.checkpoint import checkpoints_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-HEAD = "import os, signal, time\n\n\ndef compute_score({}):\n    ".format(
-    "data_source, solution_str, ground_truth, extra_info=None"
-)
 LATE_ASYNC = LATE_SCORER.replace("def compute", "async def compute").replace(
     "time.sleep", "await sleep"
 )
@@ -48,102 +45,72 @@ def reward(scorer: Path, **kwargs: object) -> list[str]:
     return [f"reward.function.path={scorer}", f"+reward.function.kwargs={{{given}}}"]
 
 
-def said(lab: Lab, name: str, *settings: str) -> Outcome:
-    """What a run says that ends with an error; the scorer is in a process of its own."""
-    where = f"run.dir={lab.folder / 'runs'}", f"run.name={name}", "evaluation.before=false"
-    return in_this_process(
-        *("train", "quickstart", *SETTINGS, *settings, *where),
-        folder=lab.folder,
-        environment={"WINNOW_CACHE": str(lab.folder / "cache")},
-    )
+# Without the number of ticks the lag would depend on where answers are scored.
+COMMON = ("trainer.save_every=1", "sampling.score_lag_ticks=16")
 
 
-@pytest.mark.parametrize(
-    ("name", "body", "error"),
-    [
-        ("hangs", "time.sleep(1000)", r"no score within reward\.timeout_s=0\.3"),
-        ("exits", "os._exit(3)", "the scorer's process ended with exit code 3"),
-        ("killed", "os.kill(os.getpid(), signal.SIGKILL)",
-         "the scorer's process was killed by SIGKILL"),
-        ("wrong-type", "return [1.0]",
-         "TypeError: score must be a number, got list; return a float, or a dict with the key "
-         "score"),
-        ("eats-memory", "eaten = []\n    while True: eaten.append(bytearray(10_000_000))",
-         r"the scorer used \d+ MiB of memory, reward\.memory_mb is 300"),
-        ("floods", "while True: print('x' * 1000)", r"no score within reward\.timeout_s=0\.3"),
-    ],
-)  # fmt: skip
-def test_a_scorer_that_does_this_each_time_ends_the_run_with_one_line(
-    name: str, body: str, error: str, lab: Lab, tmp_path: Path
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A function that takes another time for each answer and in each run."""
+    file = tmp_path_factory.mktemp("late") / "scorer.py"
+    file.write_text(LATE_SCORER)
+    return file
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Lab, scorer: Path) -> Path:
+    """An undisturbed run that scores in its own process, at once."""
+    settings = *reward(scorer, longest=0.0), *COMMON, "reward.workers=0"
+    assert lab.start("here", *settings).wait(120) == 0
+    return lab.run("here")
+
+
+def test_where_and_when_answers_are_scored_changes_no_bit(
+    lab: QuickLab, scorer: Path, calm: Path, tmp_path: Path
 ) -> None:
-    scorer = tmp_path / f"{name}.py"
-    scorer.write_text(f"{HEAD}{body}\n")
-    limits = ["reward.timeout_s=0.3", "reward.memory_mb=300", "reward.workers=2"]
-    # Each failure ends a worker and starts another, so few answers.
-    limits += ["sampling.groups_per_step=2", "trainer.mini_batch_groups=2", "rollout.n=2"]
-    if name == "eats-memory":
-        limits[0] = "reward.timeout_s=20"
-    done = said(lab, f"each-time-{name}", *reward(scorer), *limits)
-    line = (
-        r"winnow: scoring failed for 4 of 4 answers \(100%\), reward\.max_failure_share is 0\.2; "
-        rf"the first failure: {error} \(prompt sort_digits:\S+\); mend the scorer \(its traceback "
-        r"is in the log\)\n"
-    )
-    assert (done.code, done.out) == (2, "")
-    assert re.fullmatch(line, done.err), done.err
-
-
-@pytest.mark.parametrize(
-    ("body", "how"),
-    [("os._exit(3)", "ended with exit code 3"), ("os.abort()", "was killed by SIGABRT")],
-)
-def test_a_file_that_ends_the_process_when_imported_is_refused(
-    body: str, how: str, lab: Lab, tmp_path: Path
-) -> None:
-    scorer = tmp_path / "scorer.py"
-    scorer.write_text(f"import os\nprint('before')\n{body}\ndef compute_score(*a): return 1.0\n")
-    done = said(lab, f"import-{body[3:7]}", *reward(scorer))
-    assert (done.code, done.out) == (2, "")
-    assert done.err == (
-        f"winnow: reward.function.path {scorer}: the process that imports it {how}; "
-        "mend the file, or raise the limit\n"
-    )
-
-
-def test_where_and_when_answers_are_scored_changes_no_bit(lab: QuickLab, tmp_path: Path) -> None:
-    scorer, waiting = tmp_path / "scorer.py", tmp_path / "waiting.py"
-    scorer.write_text(LATE_SCORER)
+    waiting = tmp_path / "waiting.py"
     waiting.write_text(LATE_ASYNC)
-    # Without the number of ticks the lag would depend on where answers are scored.
-    common = ["trainer.save_every=1", "sampling.score_lag_ticks=16"]
-    prompt = [*reward(scorer, longest=0.0), *common]
-    late = [*reward(scorer, longest=0.05), *common, "reward.workers=2"]
-    late_async = [*reward(waiting, longest=0.05), *common, "reward.workers=2"]
-    assert lab.start("here", *prompt, "reward.workers=0").wait(120) == 0
-    calm = lab.run("here")
-    assert lab.start("apart", *late).wait(240) == 0
-    assert differences(calm, lab.run("apart")) == []
-    assert lab.start("apart-async", *late_async).wait(240) == 0
-    assert differences(calm, lab.run("apart-async")) == []
+    late_async = [*reward(waiting, longest=0.05), *COMMON, "reward.workers=0"]
+    assert lab.start("here-async", *late_async).wait(240) == 0
+    assert differences(calm, lab.run("here-async")) == []
 
+    late = [*reward(scorer, longest=0.05), *COMMON, "reward.workers=2"]
     run = lab.run("apart-killed")
-    for step in (1, 3):
-        process = lab.start(run.name, *late, pauses={step: 0.05})
-        lab.stands_still(process, run.name, step)
-        process.kill()
-        process.wait()
+    process = lab.start(run.name, *late, pauses={2: 0.05})
+    lab.stands_still(process, run.name, 2)
+    process.kill()
+    process.wait()
     assert checkpoints_in(run / "checkpoints")
     assert lab.start(run.name, *late).wait(240) == 0
     assert differences(calm, run) == []
+
+
+def test_a_scoring_process_that_is_killed_costs_nothing_but_time_and_no_bit(
+    lab: QuickLab, scorer: Path, calm: Path
+) -> None:
+    run = lab.run("reward-killed")
+    settings = *reward(scorer, longest=0.02), *COMMON, "reward.workers=1"
+    more = "reward.processes=2", "trainer.max_restarts=2"
+    process = lab.start(run.name, *settings, *more, pauses={2: 0.05})
+    driver = lab.stands_still(process, run.name, 2)
+    workers = workers_of(run)
+    assert sorted(workers) == ["reward[0]", "reward[1]"]
+    found = list(workers.values())
+    theirs = {child for victim in found for child in descendants(victim)}
+    assert len(theirs) == 2  # the function's own processes
+    os.kill(found[1], signal.SIGKILL)
+    go_on(driver)
+    assert gone({*found, *theirs})
+    assert code_of(process, 300) == 0
+    assert differences(calm, run) == []
+    assert re.search(r"reward\[\d\] was killed by SIGKILL", (run / "log.txt").read_text())
 
 
 @pytest.mark.parametrize(
     ("number", "code", "supervised"),
     [
         (signal.SIGKILL, -9, False),
-        (signal.SIGINT, 130, False),
         (signal.SIGTERM, 75, False),
-        (signal.SIGTERM, 75, True),
         (signal.SIGKILL, -9, True),
     ],
 )

@@ -15,13 +15,10 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_function_in_a_file_is_found_by_its_name(tmp_path: Path) -> None:
+def test_a_function_in_a_file_or_an_installed_module_is_found_by_its_name(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.py", "def double(x):\n    return 2 * x\n")
     assert load_user_object(f"{file}:double", "a.path", ConfigError)(3) == 6
     assert load_user_object(file, "a.path", ConfigError, name="double")(4) == 8
-
-
-def test_an_installed_module_serves_as_well() -> None:
     assert load_user_object("math:sqrt", "a.path", ConfigError)(9) == 3
 
 

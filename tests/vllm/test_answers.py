@@ -12,14 +12,9 @@ import torch
 from tests.contract.test_engine import CONFIGS, VOCAB, drain, model_of, torch_engine
 from tests.vllm_engines import SLOTS, vllm_engine
 from transformers import PreTrainedModel
-from vllm import SamplingParams as RequestParams
-from vllm.v1.sample.logits_processor.interface import BatchUpdate
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from winnow.errors import ConfigError
-from winnow.rollout.draw import draw_arguments
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.rollout.vllm_plugin import HashSampler, HashSamplerV2
 from winnow.types import Segment
 
 SAMPLING = [
@@ -217,29 +212,3 @@ def test_an_answer_that_does_not_fit_is_refused_when_it_is_submitted() -> None:
 def test_more_tokens_than_the_model_has_positions_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"allow 300 tokens, but .* has 256 positions"):
         vllm_engine(model_of("qwen3"), longest=300)
-
-
-def test_the_sampler_of_model_runner_v2_draws_the_same_tokens() -> None:
-    """By its interface alone: that runner itself needs a GPU."""
-    rng = np.random.default_rng(0)
-    logits = torch.from_numpy(rng.normal(0, 2, (4, VOCAB)).astype(np.float32))
-    slots, lengths, start = np.array([5, 0, 3, 1]), np.array([20, 7, 9, 12]), 7
-    first = HashSampler(None, torch.device("cpu"), False)
-    second = HashSamplerV2(None, None)
-    added = []
-    for row, slot in enumerate(slots.tolist()):
-        forced = [4, 4, 4] if row == 2 else None
-        own = draw_arguments(SAMPLING[row], 2**63 + row, start, 30, forced)
-        params = RequestParams(extra_args=own)
-        added.append((row, params, [3] * start, [3] * (int(lengths[row]) - start)))
-        assert second.add_request(slot, params)
-    first.update_state(BatchUpdate(4, removed=[], added=added, moved=[]))
-    mapping, empty = torch.from_numpy(slots), torch.zeros(4, dtype=torch.long)
-    ctx = LogitsContext(mapping, mapping, slots, empty, empty, empty, lengths)
-    want = first.apply(logits)
-    assert torch.equal(second.apply(logits, ctx), want)
-    assert want.argmax(-1)[2] == 4
-    # Rows come in another order at each step.
-    order = [2, 0, 3, 1]
-    ctx = LogitsContext(mapping[order], mapping[order], slots[order], *[empty] * 3, lengths[order])
-    assert torch.equal(second.apply(logits[order], ctx), want[order])

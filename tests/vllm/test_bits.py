@@ -36,16 +36,12 @@ def test_one_engine_writes_and_teaches_what_the_torch_engine_does(
     assert model_of(calm) == model_of(wanted)
 
 
-def test_two_engines_write_and_teach_what_two_torch_engines_do(lab: QuickLab) -> None:
-    wanted, run = trained(lab, "torch-2", TWO), trained(lab, "two", VLLM, TWO)
-    assert workers_of(run).keys() == {"engine 0[0]", "engine 1[0]"}
-    assert answers(run) == answers(wanted)
-    assert model_of(run) == model_of(wanted)
-
-
-def test_one_step_off_writes_and_teaches_what_it_does_with_the_torch_engine(lab: QuickLab) -> None:
-    wanted = trained(lab, "torch-beside", *BESIDE, "rollout.engine.processes=1")
-    run = trained(lab, "beside", VLLM, *BESIDE)
+def test_two_engines_one_step_off_write_and_teach_what_two_torch_engines_do(
+    lab: QuickLab,
+) -> None:
+    wanted = trained(lab, "torch-2", TWO, *BESIDE)
+    run = trained(lab, "two", VLLM, TWO, *BESIDE)
+    assert workers_of(run).keys() >= {"engine 0[0]", "engine 1[0]"}
     assert answers(run) == answers(wanted)
     assert model_of(run) == model_of(wanted)
     staleness = [line["sampling/staleness/max"] for line in figures(run)[1:]]

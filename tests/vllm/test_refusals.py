@@ -52,19 +52,6 @@ def test_what_vllm_refuses_is_told_in_one_line(name: str, told: dict[str, str]) 
     assert "Traceback" not in told[name]
 
 
-def test_a_model_that_vllm_refuses_ends_the_run_with_one_line(
-    server: Server, lab: QuickLab, tmp_path: Path
-) -> None:
-    """The quickstart's own heads are too narrow."""
-    words = lab.words("narrow", VLLM, "warm_start.model.head_dim=16", "warm_start.steps=1")
-    said, cache = tmp_path / "said", {"WINNOW_CACHE": str(tmp_path / "cache")}
-    run = server.start("winnow.cli.main", words, environment=cache, err=said, spares=2)
-    assert run.wait(240) == 2
-    (line,) = told_by_winnow(said)
-    assert line.startswith("winnow: model.path ")
-    assert "heads of size 16, but 32, 64, " in line
-
-
 def test_an_engine_that_dies_while_it_starts_ends_the_run_with_one_line(
     server: Server, lab: QuickLab, tmp_path: Path
 ) -> None:

@@ -30,9 +30,7 @@ def dashboard_command(
     beside: Annotated[int | None, typer.Option("--beside", hidden=True)] = None,
 ) -> None:
     """Show runs in a browser, live: curves, answers, tokens, times. It reads and never writes."""
-    from winnow.dashboard.beside import end_with_parent, require_packages
-
-    require_packages("winnow dashboard")
+    from winnow.dashboard.beside import end_with_parent
     from winnow.dashboard.service import Dashboard
     from winnow.http.client import token_of
     from winnow.http.service import address_of, listen, serve

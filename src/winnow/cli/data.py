@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from winnow.errors import DataError, RewardError
+from winnow.observe.figures import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -194,8 +195,8 @@ def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str
 
 
 def _show_report(report: Mapping[str, Any], console: Console) -> None:
-    console.print(f"{report['file']}: {report['rows']:,} rows", style="bold")
-    console.print(f"Read as {report['schema']}")
+    console.print(printable(f"{report['file']}: {report['rows']:,} rows"), style="bold")
+    console.print(printable(f"Read as {report['schema']}"))
     lines: list[_Line] = [("Sources", None, "")]
     for source in report["sources"]:
         scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER for it"
@@ -243,7 +244,7 @@ def _show_examples(title: str, examples: list[str], console: Console) -> None:
         return
     console.print(f"\n{title}", style="bold")
     for example in examples[:_SHOWN]:
-        console.print(example)
+        console.print(printable(example))
     if len(examples) > _SHOWN:
         console.print(f"  … and {len(examples) - _SHOWN} more; --json lists them all")
 
@@ -264,6 +265,6 @@ def _print_lines(lines: list[_Line], console: Console) -> None:
     table.add_column(overflow="fold")
     for name, number, remark in lines:
         is_heading = number is None
-        title = Text(name, style="bold") if is_heading else f"  {name}"
-        table.add_row(title, "" if is_heading else f"{number:,}", remark)
+        title = Text(printable(f"{'' if is_heading else '  '}{name}"), "bold" * is_heading)
+        table.add_row(title, "" if is_heading else f"{number:,}", Text(printable(remark)))
     console.print(table)

@@ -26,6 +26,7 @@ from winnow import __version__
 from winnow.config.reward import SandboxConfig
 from winnow.config.root import TRACKER_SECTIONS
 from winnow.errors import RewardError
+from winnow.observe.figures import printable
 
 _GIB = 1 << 30
 _LEAST_FREE = 2 * _GIB
@@ -33,15 +34,13 @@ _LEAST_FREE = 2 * _GIB
 _LEAST_MEMORY = 2 * _GIB
 _DISTRIBUTION = "winnow-rl"
 """Name on the package index, where `winnow` is another project."""
-_NOT_FOR_USERS = {"all", "dev", "browser", "trackers"}
+_NOT_FOR_USERS = {"all", "dev", "browser", "trackers", "serve", "dashboard"}
 _PURPOSE = {
     "ray": "many machines",
     "peft": "LoRA",
     "megatron": "trainer/strategy=megatron on GPUs",
     "reasoning-gym": "procedural tasks",
     "vllm": "rollout/engine=vllm on GPUs",
-    "serve": "winnow sandbox serve, winnow reward serve",
-    "dashboard": "winnow dashboard",
     **{str(name): f"observe.trackers=[{name}]" for name in TRACKER_SECTIONS},
 }
 
@@ -88,6 +87,7 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
     Raises:
         WinnowError: there is no such run, or its record is damaged.
     """
+    from winnow.observe.diagnosis import too_short
     from winnow.observe.doctor import diagnose_run
     from winnow.observe.files import RunFolder
 
@@ -96,13 +96,17 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        typer.echo(f"{folder.path}: {steps} steps, {len(findings) or 'nothing'} found")
+        typer.echo(
+            f"{printable(str(folder.path))}: {steps} steps, {len(findings) or 'nothing'} found"
+        )
+        if short := too_short(steps):
+            typer.echo(short)
         for each in findings:
             typer.echo(
                 f"\n{each.severity}: {each.name}, steps {each.first_step} to {each.last_step}"
             )
             for title in ("evidence", "cause", "remedy"):
-                typer.echo(f"  {title:<9} {getattr(each, title)}")
+                typer.echo(f"  {title:<9} {printable(getattr(each, title))}")
     return any(finding.severity == "critical" for finding in findings)
 
 

@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from winnow.config.files import to_yaml
 from winnow.errors import ConfigError
-from winnow.observe.files import writing
 
 _TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _TRAINED, _HELD_OUT = 128, 32
@@ -24,6 +22,9 @@ def init_command(
     ] = "Qwen/Qwen2.5-0.5B-Instruct",
 ) -> None:
     """Write a folder with a recipe, a reward function, a test of it, and a little data."""
+    from winnow.config.files import to_yaml
+    from winnow.observe.files import writing
+
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; name a folder that is not there yet")
     here = Path(model).expanduser()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from winnow.observe.figures import printable
+
 if TYPE_CHECKING:
     from winnow.observe.ledger_diff import Difference, LedgerReport
 
@@ -58,7 +60,7 @@ def diff_command(
     if found.times.count:
         typer.echo(f"Of {found.times.count:,} groups the time of admission or of the end differs:")
         for example in found.times.examples:
-            typer.echo(f"      {example}")
+            typer.echo(f"      {printable(example)}")
     if found.same:
         alike = "prompts, fates, learning steps, tokens, scores and weight versions of all groups"
         kept = "no group lost, none twice, and the prompts in the loader's order"
@@ -93,7 +95,7 @@ def _print_report(name: str, report: LedgerReport) -> None:
     fates = ", ".join(f"{count:,} {fate}" for fate, count in report.fates.items() if count)
     waiting = f", {report.open:,} open" if report.open > 0 else ""
     typer.echo(
-        f"{f'{name}  ' if name else ''}{report.run}: {report.steps} steps, "
+        f"{f'{name}  ' if name else ''}{printable(report.run)}: {report.steps} steps, "
         f"{report.groups:,} groups ({fates}{waiting}), {sum(report.tokens.values()):,} tokens"
     )
     _print_differences(report.faults)
@@ -103,4 +105,4 @@ def _print_differences(differences: tuple[Difference, ...]) -> None:
     for each in differences:
         typer.echo(f"   {each.what}: {each.count:,}")
         for example in each.examples:
-            typer.echo(f"      {example}")
+            typer.echo(f"      {printable(example)}")

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -54,6 +55,9 @@ Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, in Hydra's grammar."),
+]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code, programs and links of a stranger's run.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Make the warm start anew.")]
 Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by default.")]
@@ -104,6 +108,7 @@ def train(
     dashboard: WithDashboard = False,
     multirun: Multirun = False,
     jobs: Jobs = 1,
+    trust: Trust = False,
     heartbeat: HeartbeatPipe = None,
     continued: Continued = None,
     parent: Parent = None,
@@ -116,7 +121,7 @@ def train(
     if help_config:
         _print_settings(recipe, overrides or [])
         return
-    options = {"--fresh": fresh, "--dashboard": dashboard}
+    options = {"--fresh": fresh, "--dashboard": dashboard, "--trust": trust}
     chosen = [name for name, given in options.items() if given]
     if jobs > 1 and not multirun:
         raise ConfigError(f"--jobs {jobs} is for --multirun; leave it out, or give --multirun")
@@ -126,12 +131,12 @@ def train(
         from winnow.cli.sweep import run_sweep
 
         raise typer.Exit(run_sweep(recipe, overrides or [], jobs, _console()))
-    config = _load(recipe, overrides)
+    config = _load(recipe, overrides, continued)
+    if heartbeat is None:  # else its parent has asked
+        _require_trust(config, recipe, overrides, trust)
     words = [*chosen, recipe, *(overrides or [])]
     if config.trainer.max_restarts and heartbeat is None:
         _supervise(config, words, None)
-    if continued is not None:
-        config = _continuing(config, continued)
     _train(config, recipe, fresh, heartbeat, dashboard)
 
 
@@ -140,17 +145,18 @@ def resume(
     run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
     overrides: Overrides = None,
     dashboard: WithDashboard = False,
+    trust: Trust = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
-    from winnow.observe.files import RunFolder, require_trust
+    from winnow.observe.files import RunFolder
 
     recipe = str(RunFolder.open(run).config)
-    config = _load(recipe, overrides)
-    require_trust(config, overrides or [], run, "model.trust_remote_code=true")
+    config = _load(recipe, overrides, run)
+    _require_trust(config, recipe, overrides, trust)
     if config.trainer.max_restarts:
         shown = ["--dashboard"] if dashboard else []
         _supervise(config, [*shown, recipe, *(overrides or [])], run)
-    _train(_continuing(config, run), recipe, False, None, dashboard)
+    _train(config, recipe, False, None, dashboard)
 
 
 @app.command(no_args_is_help=True)
@@ -159,6 +165,7 @@ def sft(
     overrides: Overrides = None,
     fresh: Fresh = False,
     help_config: HelpConfig = False,
+    trust: Trust = False,
 ) -> None:
     """Imitate demonstrations; of a recipe without any, make the warm start alone.
 
@@ -169,8 +176,11 @@ def sft(
         return
     config = _load(recipe, overrides)
     if config.sft.name != "none":
-        train(recipe, overrides, fresh)  # which supervises it, where the recipe asks for that
+        train(
+            recipe, overrides, fresh, trust=trust
+        )  # which supervises it, where the recipe asks for that
         return
+    _require_trust(config, recipe, overrides, trust)
     with heap.growing():
         from winnow.runs.session import run_sft
 
@@ -202,13 +212,16 @@ def eval_command(
                      "or evals/ by default."),
     ] = None,
     step: Step = None,
+    trust: Trust = False,
 ) -> None:  # fmt: skip
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
     with heap.growing():
         from winnow.runs.evaluate import EvalRequest, run_evaluation
         from winnow.runs.process import EXIT_INTERRUPTED, Stopped
 
-    request = EvalRequest(model, tuple(overrides or ()), tuple(data or ()), recipe, out, step)
+    request = EvalRequest(
+        model, tuple(overrides or ()), tuple(data or ()), recipe, out, step, trust
+    )
     try:
         run_evaluation(request, _console())
     except (KeyboardInterrupt, Stopped) as stopped:
@@ -257,9 +270,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write a LoRA adapter alone, as a PEFT folder.")
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own Python code.")
-    ] = False,
+    trust: Trust = False,
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, with a card.")
     ] = None,
@@ -278,12 +289,11 @@ def export(
         from winnow.runs.export import run_export, run_push
         from winnow.runs.push import HubTarget
 
-    overrides = ["model.trust_remote_code=true"] if trust_remote_code else []
     if push is not None:
         hub = HubTarget(push, private, revision)
-        typer.echo(f"Pushed to {run_push(run, target, step, adapter, overrides, hub)}")
+        typer.echo(f"Pushed to {run_push(run, target, step, adapter, trust, hub)}")
         return
-    typer.echo(f"Exported to {run_export(run, target, step, adapter, overrides)}")
+    typer.echo(f"Exported to {run_export(run, target, step, adapter, trust)}")
 
 
 @app.command("check-engine", no_args_is_help=True)
@@ -305,6 +315,7 @@ def check_engine(
         typer.Option(metavar="FOLDER", help="Other weights of it, to be loaded and taken back."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Test that an engine samples from a model's whole softmax, and takes new weights.
 
@@ -315,7 +326,9 @@ def check_engine(
     with heap.growing():
         from winnow.runs.check_engine import config_to_check, run_engine_check
 
-    found = run_engine_check(config_to_check(engine, overrides or [], model), update)
+    config = config_to_check(engine, overrides or [], model)
+    _require_trust(config, engine, overrides, trust)
+    found = run_engine_check(config, update)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
@@ -342,7 +355,9 @@ def doctor(
 
 @app.command()
 def metrics(
-    part: Annotated[str, typer.Argument(help="Beginning of the names, such as actor.")] = "",
+    part: Annotated[
+        str, typer.Argument(help="Beginning of the names, such as actor, or a name of verl's.")
+    ] = "",
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Write the page docs/metrics.md.")
     ] = False,
@@ -353,7 +368,10 @@ def metrics(
     if markdown:
         typer.echo(as_markdown(), nl=False)
         return
-    found = [row for row in every_metric() if row.name.startswith(part)]
+    spread = part.replace("/mean", "/SPREAD").replace("/max", "/SPREAD").replace("/min", "/SPREAD")
+    found = [row for row in every_metric() if row.name.startswith(part)] or [
+        row for row in every_metric() if spread in row.verl
+    ]
     if not found:
         parts = ", ".join(dict.fromkeys(row.name.partition("/")[0] for row in every_metric()))
         raise ConfigError(f"no figure's name begins with {part!r}; the parts are {parts}")
@@ -421,9 +439,8 @@ def _train(
 
     beside = None
     if dashboard:
-        from winnow.dashboard.beside import dashboard_beside, require_packages
+        from winnow.dashboard.beside import dashboard_beside
 
-        require_packages("--dashboard")
         beside = dashboard_beside
     outlive_readers()
     stop = ShutdownSignal()
@@ -440,10 +457,17 @@ def _train(
     raise typer.Exit(code)
 
 
-def _load(recipe: str, overrides: list[str] | None) -> Config:
+def _load(recipe: str, overrides: list[str] | None, folder: str | None = None) -> Config:
     from winnow.config.load import load_recipe
 
-    return load_recipe(recipe, overrides or [])
+    config = load_recipe(recipe, overrides or [])
+    return config if folder is None else _continuing(config, folder)
+
+
+def _require_trust(config: Config, recipe: str, overrides: list[str] | None, trusts: bool) -> None:
+    from winnow.runs.strangers import require_trusted_start
+
+    require_trusted_start(config, recipe, overrides or [], trusts)
 
 
 def _console() -> Console:
@@ -455,13 +479,15 @@ def _console() -> Console:
 def _print_settings(recipe: str, words: list[str]) -> None:
     """Print settings as recipe and overrides resolve them, under the prefixes among `words`."""
     from winnow.config.load import describe_config, resolve_recipe
+    from winnow.observe.figures import message
 
     prefixes = [word for word in words if "=" not in word]
     config = resolve_recipe(recipe, [word for word in words if "=" in word])
     lines = [line for prefix in prefixes or [""] for line in describe_config(config, prefix)]
     for line in lines:
         only = f" [only with {line.variant}]" if line.variant else ""
-        typer.echo(f"{line.key}={line.default}  ({line.type}){only}\n    {line.meaning}")
+        shown = f"{line.key}={line.default}  ({line.type}){only}\n    {line.meaning}"
+        typer.echo(message(shown))
 
 
 # Threads that wait for each other spinning make a run many times slower as soon as anything
@@ -490,13 +516,17 @@ def _run() -> int:
     try:
         return app(prog_name="winnow", standalone_mode=False) or 0
     except WinnowError as error:
+        from winnow.observe.figures import message
+
         for line in str(error).splitlines():
-            print(f"winnow: {line}", file=sys.stderr)
+            print(f"winnow: {message(line)}", file=sys.stderr)
         return error.exit_code
     except _UsageError as error:
         # Without words it is the help of a command without arguments, which is shown already.
-        if error.format_message():
-            print(f"winnow: {_usage_line(error)}", file=sys.stderr)
+        from winnow.observe.figures import message
+
+        for line in _usage_lines(error) if error.format_message() else ():
+            print(f"winnow: {message(line)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("winnow: interrupted", file=sys.stderr)
@@ -507,20 +537,43 @@ _UsageError: Any = typer.BadParameter.__base__
 """The error of typer for a command line that it cannot read; typer exports no name for it."""
 
 
-def _usage_line(error: Any) -> str:
+def _usage_lines(error: Any) -> Iterator[str]:
     """Say what is wrong with the words typed, with the value if any, and where to read on."""
     said = " ".join(error.format_message().split()).rstrip(".")
-    option = getattr(error, "param", None)
+    option, context = getattr(error, "param", None), error.ctx
     typed = _typed_for(option.opts) if isinstance(option, TyperOption) else None
     got = "" if typed is None else f", got {typed!r}"
-    command = "winnow" if error.ctx is None else error.ctx.command_path
-    if name := getattr(error, "option_name", "").lstrip("-").replace("-", "_"):
-        from winnow.config.other_names import known_elsewhere
-
-        if elsewhere := known_elsewhere(name):
-            return f"{said[:1].lower()}{said[1:]}; that is {elsewhere}, given as KEY=VALUE"
+    command = "winnow" if context is None else context.command_path
+    name = getattr(error, "option_name", "")
+    if name and context is not None:
+        taken = [word for each in context.command.params for word in each.opts]
+        answers = dict(_known_elsewhere(taken))
+        yield from answers.values()
+        if name in answers:
+            return
     end = "" if said.endswith("?") else ";"
-    return f"{said[:1].lower()}{said[1:]}{got}{end} see `{command} --help`"
+    yield f"{said[:1].lower()}{said[1:]}{got}{end} see `{command} --help`"
+
+
+def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the words typed that other systems know, flags and KEY=VALUE, each with its answer."""
+    from winnow.config.load import SHORTHANDS
+    from winnow.config.other_names import known_elsewhere
+    from winnow.config.schema import all_keys
+
+    keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
+    words = sys.argv[2:]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        is_flag = word.startswith("-") and name not in taken
+        if is_flag and not equals and not following.startswith("--"):
+            value = following
+        key = name.lstrip("-").replace("-", "_") if is_flag else name.lstrip("+~")
+        is_ours = key.replace("/", ".") in keys and not is_flag
+        if (is_flag or equals) and not is_ours and (said := known_elsewhere(key, value)):
+            fault = f"no such option: {name}" if is_flag else f"{key} is no known key"
+            form = ", given as KEY=VALUE" if is_flag and "'s name for " in said else ""
+            yield name, f"{fault}; {said}{form}"
 
 
 def _typed_for(names: list[str]) -> str | None:

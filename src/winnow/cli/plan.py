@@ -32,10 +32,13 @@ def plan_command(
         float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="For the run's cost.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the code that a stranger's run names.")
+    ] = False,
 ) -> None:
     """Say whether a recipe fits on GPUs, what it takes and costs, and the change that fits.
 
-    For instance: winnow plan dapo_qwen2.5_32b model.path=FOLDER --nodes 16 --gpus 8
+    For instance: winnow plan dapo_qwen2.5_32b --nodes 16 --gpus 8
     """
     with heap.growing():
         from winnow.plan.estimate import Machine, find_gpu
@@ -46,5 +49,7 @@ def plan_command(
     machine = Machine(*find_gpu(gpu), nodes, gpus)
     tell = partial(typer.echo, err=True)
     words = tuple(overrides or ())
-    plan = make_plan(PlanRequest(recipe, words, machine, mean_response, lengths, price, tell))
+    plan = make_plan(
+        PlanRequest(recipe, words, machine, mean_response, lengths, price, tell, trust)
+    )
     typer.echo(json.dumps(plan, indent=2) if as_json else as_text(plan))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from winnow.config.data import DataConfig
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.config.root import Config
+    from winnow.rewards.scorers import Scorer
     from winnow.types import Prompt
 
 app = typer.Typer(
@@ -66,17 +67,23 @@ def try_command(
     ] = None,
     prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the score as JSON.")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the code that a stranger's run names.")
+    ] = False,
 ) -> None:
     """Score one answer as a run would, with its limits, and show all that came of it.
 
     For instance: winnow reward try train.parquet --row 3 --answer "#### 42"
     """
+    from winnow.runs.strangers import require_trusted_start
+
     file, settings = _split(words or [])
     if scorer is not None and function is not None:
         raise RewardError(f"--scorer is {scorer} and --function is {function}; give one of the two")
     if row is not None and file is None:
         raise DataError(f"--row is {row}, but there is no FILE; name the data file first")
     config = _config(recipe, settings, scorer, function, tokens)
+    require_trusted_start(config, recipe or "", settings, trust)
     by_one = config.reward.function.path is not None
     any_source = by_one or config.reward.manager.name in ("remote", "custom")
     number = 1 if row is None else row
@@ -223,7 +230,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         service = make_rewards(config, "cpu")
         stack.callback(service.close)
         service.check_sources([prompt.data_source])
-        scorer, sandbox = _who_scores(config.reward, prompt.data_source)
+        rule, scorer, sandbox = _who_scores(config.reward, prompt.data_source)
         service.check_prompt(prompt)
         zeros = np.zeros(tokens, np.int64)
         answer = Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
@@ -231,6 +238,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         score = asyncio.run(service.score(prompt, answer, text, training=True))
         seconds = time.perf_counter() - began
         traceback = service.failure_report.first_traceback.rstrip()
+    reason = "" if rule is None else rule.reason(score, prompt.ground_truth)
     # Workers have ended, so all of their output has come.
     printed = here.getvalue() + "".join(getattr(said, "printed", "") for said in heard.buffer)
     return {
@@ -240,25 +248,26 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         "accuracy": score.accuracy,
         "parts": dict(score.parts),
         "extra": dict(score.extra),
+        **({"reason": reason} if reason else {}),
         "seconds": round(seconds, 6),
         "printed": printed,
         **({"error": score.error, "traceback": traceback} if score.error else {}),
     }
 
 
-def _who_scores(config: RewardConfig, data_source: str) -> tuple[str, str]:
-    """The name of the scorer, and the sandbox where it has one."""
+def _who_scores(config: RewardConfig, data_source: str) -> tuple[Scorer | None, str, str]:
+    """The built-in scorer if it is one, its name, and the sandbox where it has one."""
     from winnow.config.reward import CustomManager, RemoteManager
     from winnow.rewards.routing import Router
     from winnow.sandbox import current
 
     if isinstance(config.manager, RemoteManager | CustomManager):
         section = config.manager
-        return section.url if isinstance(section, RemoteManager) else section.path, ""
+        return None, section.url if isinstance(section, RemoteManager) else section.path, ""
     if config.function.path is not None:
-        return config.function.name, ""
+        return None, config.function.name, ""
     scorer = Router(config.scorers).scorer(data_source)
-    return scorer.name, current().description if scorer.sandboxed else ""
+    return scorer, scorer.name, current().description if scorer.sandboxed else ""
 
 
 def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
@@ -271,6 +280,7 @@ def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
         ("answer", _short(text)),
         ("reward", f"{trial['reward']:g}{failed if 'error' in trial else ''}"),
         ("accuracy", f"{trial['accuracy']:g}"),
+        ("reason", _short(trial.get("reason", ""))),
         *((f"part {part}", f"{value:g}") for part, value in trial["parts"].items()),
         *((str(key), _short(str(value))) for key, value in trial["extra"].items()),
         ("time", f"{trial['seconds']:.3g} s"),
@@ -281,7 +291,7 @@ def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
         typer.echo(f"{label:<{width}}  {value}".rstrip())
     if trial["printed"].strip():
         typer.echo(f"\nIt printed:\n{trial['printed'].rstrip()}")
-    if trial.get("traceback"):
+    if trial.get("traceback", "") != trial.get("error", ""):
         typer.echo(f"\n{trial['traceback']}", err=True)
 
 
@@ -309,17 +319,11 @@ def serve_command(
     ] = None,
 ) -> None:
     """Serve a reward function over HTTP for runs with reward/manager=remote."""
-    try:
-        from winnow.http.service import address_of, listen, serve
-        from winnow.rewards.serve import QUEUE_S, make_service
-    except ModuleNotFoundError as error:
-        raise RewardError(
-            f"winnow reward serve needs the package {error.name}, which is not installed; "
-            "pip install 'winnow-rl[serve]'"
-        ) from None
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.http.client import token_of
+    from winnow.http.service import address_of, listen, serve
     from winnow.rewards.managers import make_manager
+    from winnow.rewards.serve import QUEUE_S, make_service
 
     token = token_of(token_env, "--token-env")
     with contextlib.closing(listen(host, port, token)) as listener:

@@ -245,7 +245,7 @@ class Browser:
         for row in left[self.first :][: self.limit]:
             table.add_row(
                 str(row["group"]), self._line(row["prompt"] or row["uid"] or DASH),
-                row["outcome"].replace("_", " "),
+                self._line(str(row["outcome"]).replace("_", " ")),
                 f"{(row['accuracy'] or 0) * row['answers']:.3g}/{row['answers']}",
                 number(row["reward"]), count(row["length"]), number(row["mismatch"], 4),
             )  # fmt: skip
@@ -262,8 +262,8 @@ class Browser:
                 f"greedy {place}" if each["kind"] == "greedy" else str(place),
                 "failed" if each.get("scorer_error") else share(each["accuracy"]),
                 number(each["reward"]), number(each.get("advantage")),
-                count(each["response_tokens"]), _entropy(each), _ENDS[each.get("finish_reason")],
-                self._line(each.get("pred") or DASH),
+                count(each["response_tokens"]), _entropy(each),
+                self._end(each.get("finish_reason")), self._line(each.get("pred") or DASH),
             )  # fmt: skip
         self._put(table)
         for place, each in enumerate(answers, 1):
@@ -274,6 +274,9 @@ class Browser:
                 self._print(each["response"] or "(no text)")
                 if unsure := _least_sure(each):
                     self._print(f"highest entropies: token {unsure} nats", "dim")
+
+    def _end(self, reason: str | None) -> Text:
+        return self._line(_ENDS.get(reason, str(reason)))
 
     def _line(self, text: str) -> Text:
         line = " ".join(printable(text, self.console.encoding).split())

@@ -7,8 +7,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from winnow.errors import RewardError
-
 app = typer.Typer(
     name="sandbox",
     help="Run programs that a model wrote.",
@@ -56,17 +54,11 @@ def serve_command(
     ] = "auto",
 ) -> None:
     """Serve the local sandbox by SandboxFusion's HTTP API (reward/sandbox=fusion asks for it)."""
-    try:
-        from winnow.http.service import address_of, listen, serve
-        from winnow.sandbox.server import SandboxServer
-    except ModuleNotFoundError as error:
-        raise RewardError(
-            f"winnow sandbox serve needs the package {error.name}, which is not installed; "
-            "pip install 'winnow-rl[serve]'"
-        ) from None
     from winnow.config.reward import SandboxConfig
     from winnow.http.client import token_of
+    from winnow.http.service import address_of, listen, serve
     from winnow.sandbox.local import LocalSandbox
+    from winnow.sandbox.server import SandboxServer
 
     config = SandboxConfig(
         backend=backend,

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
-from winnow.observe.figures import duration, figure_table, number, print_table, share
-from winnow.observe.files import free_path, write_atomic, writing
+from winnow.observe.figures import duration, figure_table, number, print_table, printable, share
+from winnow.observe.files import free_path, recipe_stem, write_atomic, writing
 from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics
 from winnow.observe.metrics import LENGTH, REWARD
 from winnow.runs.process import Stopped, heeded, outlive_readers
@@ -82,8 +84,8 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
     runs = {_name(words, keys): [*fixed, *words] for words in combined}
     *_, config = (load_recipe(recipe, words) for words in runs.values())
     run = config.run
-    stem = re.sub(r"\.ya?ml$", "", Path(recipe).name)
-    folder = Path(run.dir) / run.name if run.name else free_path(Path(run.dir), f"{stem}-sweep")
+    name = f"{recipe_stem(recipe)}-sweep"
+    folder = Path(run.dir) / run.name if run.name else free_path(Path(run.dir), name)
     return Sweep(folder, recipe, runs)
 
 
@@ -120,7 +122,9 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
     for name, code in failed.items():
         said = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
         last = next((line for line in reversed(said) if line.strip()), "")
-        console.print(f"{name} ended with exit code {code}: {last}", soft_wrap=True, markup=False)
+        console.print(
+            printable(f"{name} ended with exit code {code}: {last}"), soft_wrap=True, markup=False
+        )
     return next(iter(failed.values()), 0)
 
 
@@ -203,7 +207,13 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     for row in rows:
         cells = [" -> ".join(share(v, 1) for v in row["held_out"].get(s, [None])) for s in sources]
         step = "-" if row["step"] is None else str(row["step"])
-        table.add_row(row["run"], step, *cells, number(row["reward"]), number(row["length"], 1))
+        table.add_row(
+            Text(printable(row["run"])),
+            step,
+            *cells,
+            number(row["reward"]),
+            number(row["length"], 1),
+        )
     print_table(table, console)
 
 

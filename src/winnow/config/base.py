@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
@@ -65,6 +66,46 @@ class Section(BaseModel):
             )
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Mark of a field by which a recipe does something outside its run's folder."""
+
+    effect: str
+    """Verb and object, for messages."""
+
+
+CODE = Reach("runs Python code")
+PROGRAM = Reach("starts a program, or sets its environment")
+ADDRESS = Reach("sends data to an address")
+PLACE = Reach("writes files outside the run's folder")
+
+
+def reaching(section: Section, at: str = "", around: Reach | None = None) -> Iterator[Reaching]:
+    """Yield the settings of a section, and of those within, whose fields have a mark.
+
+    Args:
+        at: key of the section.
+        around: mark of the section, which holds for each of its fields.
+    """
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{at}.{name}" if at else name
+        reach = next((mark for mark in field.metadata if isinstance(mark, Reach)), around)
+        entries = dict(enumerate(value)) if isinstance(value, tuple) else value
+        entries = entries.items() if isinstance(entries, Mapping) else [("", value)]
+        inner = [
+            (f"{key}.{n}" if n != "" else key, v) for n, v in entries if isinstance(v, Section)
+        ]
+        for place, each in inner:
+            yield from reaching(each, place, reach)
+        is_default = value == field.get_default(call_default_factory=True)
+        if reach and not inner and not is_default and value not in ("auto", "none"):
+            yield key, value, reach
+
+
+Reaching = tuple[str, Any, Reach]
+"""Key and value of a setting, and the mark of its field."""
+
+
 def _user_object(value: str) -> str:
     module, _, name = value.rpartition(":")
     if not module or not name.isidentifier():
@@ -72,7 +113,7 @@ def _user_object(value: str) -> str:
     return value
 
 
-UserObject = Annotated[str, AfterValidator(_user_object)]
+UserObject = Annotated[str, AfterValidator(_user_object), CODE]
 """Place of a user's own function or class: `FILE.py:NAME` or `package.module:NAME`."""
 Options = dict[str, bool | int | float | str]
 """Keyword arguments of a user's own function or class."""
@@ -89,6 +130,8 @@ class UserCode(Section):
 
 
 Dtype = Literal["float32", "bfloat16"]
+TEMPERATURES = 0.001, 1000
+"""Bounds of a sampling temperature; beyond them logits overflow, or the policy hardly counts."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of AdamW."""
 Aggregation = Literal[

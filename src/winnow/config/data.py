@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Options, Section, UserCode, UserObject
+from winnow.config.base import CODE, Options, Section, UserCode, UserObject
 
 
 class NoTask(Section):
@@ -153,7 +153,7 @@ class DataConfig(Section):
     limit of held-out ones."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
-    sampler: UserObject | None = None
+    sampler: Annotated[UserObject | None, CODE] = None
     """Class of your own that chooses the next row, in the place of epochs; its place, FILE.py:NAME
     or package.module:NAME. docs/extending.md shows one."""
     sampler_options: Options = Field(default_factory=dict)

@@ -159,29 +159,42 @@ def _read(path: Path) -> Layer:
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ConfigError(
-                f"recipe {path} has more than {MOST_BYTES:,} bytes; give a recipe, not data"
-            )
-        tree, lines = _parse(content)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
+    return parse_layer(content, str(path))
+
+
+def parse_layer(content: bytes, source: str) -> Layer:
+    """Read the text of one recipe file.
+
+    Args:
+        source: names the file in messages.
+
+    Raises:
+        ConfigError: it is no YAML, or asks for more than any recipe needs.
+    """
+    if len(content) > MOST_BYTES:
+        raise ConfigError(
+            f"recipe {source} has more than {MOST_BYTES:,} bytes; give a recipe, not data"
+        )
+    try:
+        tree, lines = _parse(content)
     except yaml.reader.ReaderError as error:
         raise ConfigError(
-            f"recipe {path} is not text in UTF-8 (position {error.position}: {error.reason}); save "
-            "it as UTF-8, without control characters"
+            f"recipe {source} is not text in UTF-8 (position {error.position}: {error.reason}); "
+            "save it as UTF-8, without control characters"
         ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else "?"
         problem = " ".join((error.problem or error.context or "syntax error").split())
-        raise ConfigError(f"recipe {path}, line {line}: {problem}; mend the YAML there") from None
+        raise ConfigError(f"recipe {source}, line {line}: {problem}; mend the YAML there") from None
     except RecursionError:
-        raise ConfigError(f"recipe {path} is nested too deeply; flatten it") from None
+        raise ConfigError(f"recipe {source} is nested too deeply; flatten it") from None
     if not isinstance(tree, dict):
         kind = type(tree).__name__
-        raise ConfigError(f"recipe {path} must hold sections (`optim:` …), got a {kind}")
-    return Layer(str(path), tree, lines)
+        raise ConfigError(f"recipe {source} must hold sections (`optim:` …), got a {kind}")
+    return Layer(source, tree, lines)
 
 
 def _parse(content: bytes) -> tuple[Any, dict[tuple[str, ...], int]]:

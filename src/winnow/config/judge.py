@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from winnow.config.base import Dtype, EnvironmentName, Section, web_address
+from winnow.config.base import ADDRESS, PLACE, Dtype, EnvironmentName, Section, web_address
 from winnow.config.rollout import TorchEngineConfig, VllmEngineConfig
 from winnow.config.trainer import Sharded, WholeModels
 
@@ -18,6 +18,7 @@ VARIABLES = ("question", "messages", "answer", "ground_truth", "extra", "data_so
 """Variables that a template may use."""
 _TAKEN = (
     *("accuracy", "reward", "task_reward", "task", "pred"),
+    *("acc", "score", "seq_reward", "seq_final_reward"),
     *("overlong", "overlong_reward", "cosine"),
 )
 
@@ -171,7 +172,7 @@ class LanguageModelJudge(Section):
     """Sampling temperature of the judge."""
     max_tokens: int = Field(1024, ge=1)
     """Longest reply, in tokens."""
-    cache: str = "auto"
+    cache: Annotated[str, PLACE] = "auto"
     """File of replies that need not be asked for again: auto is judge.sqlite in WINNOW_CACHE or
     ~/.cache/winnow, none keeps no replies, anything else is a path."""
     part: PartName = "judge"
@@ -223,7 +224,7 @@ class OpenAiJudge(LanguageModelJudge):
     """A model behind an OpenAI-compatible endpoint; each answer is a chat completion there."""
 
     name: Literal["openai"] = "openai"
-    base_url: str
+    base_url: Annotated[str, ADDRESS]
     """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
     it."""
     model: str

@@ -11,14 +11,17 @@ the choice `a/b=x`, and a number typed for a text key stays as it was typed. Eve
 from __future__ import annotations
 
 import copy
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from winnow.config.files import is_encodable, read_layers, to_yaml
-from winnow.config.root import Config
+from winnow.config.other_names import other_value
+from winnow.config.root import Config, FromEnvironment
 from winnow.config.rules import check_config
 from winnow.config.schema import (
     Key,
@@ -27,6 +30,7 @@ from winnow.config.schema import (
     allowed,
     defaults,
     find,
+    is_choice,
     is_names,
     is_section,
     is_table,
@@ -43,6 +47,8 @@ from winnow.config.schema import (
 )
 from winnow.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 COMMAND_LINE = "the command line"
 SHORTHANDS = {"seed": "run.seed"}
 """Bare names that the command line takes for the full key."""
@@ -52,6 +58,8 @@ REQUIRED = "???"
 """OmegaConf's mark for a value that must be given."""
 ABSENT = "(absent)"
 """Value of a key that a configuration's variants do not have."""
+_LEAST_SECRET = 4
+"""Characters of a value from the environment that messages do not quote."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, which then count as escapes."""
 
@@ -63,7 +71,10 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
         ConfigError: with one line for each fault found.
     """
     config = resolve_recipe(recipe, overrides)
-    check_config(config)
+    try:
+        check_config(config)
+    except ConfigError as error:
+        raise ConfigError(without_secrets(str(error), config)) from None
     return config
 
 
@@ -82,14 +93,24 @@ def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     tree.lay([setting for text in overrides for setting in _parse(text)])
     if tree.faults:
         raise ConfigError("\n".join(tree.faults))
-    values = _References(tree.values).resolved((), tree.values)
+    references = _References(tree.values)
+    values = references.resolved((), tree.values)
     faults = list(_truth_values(values, tree))
+    secrets = {p: FromEnvironment(t, lookup(values, p)) for p, t in references.secrets.items()}
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
+        for path, (text, _) in secrets.items():
+            _put(values, path, text)
         faults += validation_lines(error, values, tree.place)
     if faults:
-        raise ConfigError("\n".join(dict.fromkeys(faults)))
+        raise ConfigError(_hidden("\n".join(dict.fromkeys(faults)), secrets))
+    valid = config.model_dump(mode="json") if secrets else {}
+    for path, (text, _) in secrets.items():
+        value = lookup(valid, path)
+        # Numbers and choices are settings, which a run keeps as they were.
+        if isinstance(value, str | list) and not is_choice(valid, path):
+            config.from_environment[path] = FromEnvironment(text, value)
     return config
 
 
@@ -104,7 +125,41 @@ def _truth_values(values: Mapping[str, Any], tree: Tree) -> Iterator[str]:
 
 def dump_config(config: Config) -> str:
     """Return a configuration as a recipe in YAML that loads back to an equal one."""
-    return to_yaml(_escaped(config.model_dump(mode="json")))
+    return to_yaml(plain_values(config, _escaped))
+
+
+def plain_values(config: Config, form: Callable[[Any], Any] = copy.deepcopy) -> dict[str, Any]:
+    """Return a configuration as a tree, with `${oc.env:NAME}` where it was written so.
+
+    Args:
+        form: returns a copy of the values in another form.
+    """
+    values = config.model_dump(mode="json")
+    tree: dict[str, Any] = form(values)
+    for path, (text, value) in config.from_environment.items():
+        if lookup(values, path) == value:
+            _put(tree, path, text)
+    return tree
+
+
+def without_secrets(text: str, *configs: Config) -> str:
+    """Put `${oc.env:NAME}` back into a text that quotes values from the environment."""
+    for config in configs:
+        text = _hidden(text, config.from_environment)
+    return text
+
+
+def _hidden(text: str, secrets: Mapping[Path, FromEnvironment]) -> str:
+    for written, value in secrets.values():
+        for each in value if isinstance(value, list) else [value]:
+            if len(str(each)) >= _LEAST_SECRET:  # whole before it is cut, or its end would stay
+                text = text.replace(str(each), written).replace(show(each)[1:-1], written)
+    return text
+
+
+def _put(tree: Any, path: Path, value: Any) -> None:
+    around = lookup(tree, path[:-1])
+    around[int(path[-1]) if isinstance(around, list) else path[-1]] = value
 
 
 def _escaped(value: Any) -> Any:
@@ -134,7 +189,7 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
     Raises:
         ConfigError: no key starts with the prefix.
     """
-    values = config.model_dump(mode="json")
+    values = plain_values(config)
     wanted = tuple(re.findall(r"[^./]+", prefix or ""))
     rows = [_help(key, values) for key in all_keys() if key.path[: len(wanted)] == wanted]
     if not rows:
@@ -227,6 +282,11 @@ class Tree:
         """Choose the variant that a setting names; False where it is no choice."""
         union, field, _, _ = find(self.values, setting.path)
         options, name = variants(field), setting.value
+        is_other = isinstance(name, str) and name not in options
+        row = other_value(union, name) if is_other else None
+        if row is not None and row.ours.partition("=")[2] in options:
+            log.warning("%s=%s runs as %s", "/".join(union), name, row.answer)
+            name = row.ours.partition("=")[2]
         if setting.removes or not isinstance(name, str) or name not in options:
             return False
         # Naming the variant that is there changes nothing; an override of the group starts it anew.
@@ -240,8 +300,9 @@ class Tree:
         path, value, place, text, removes = setting
         key, field, variant, rest = find(self.values, path)
         held = lookup(self.values, path)
+        theirs = other_value(key, value) if isinstance(value, str) else None
         if field is None or (rest and not is_table(field)):
-            self.faults.append(unknown_key(path, None if field else variant, place))
+            self.faults.append(unknown_key(path, None if field else variant, place, value))
         elif removes and is_table(field) and held is not None:
             del lookup(self.values, path[:-1])[path[-1]]
         elif removes:
@@ -249,6 +310,9 @@ class Tree:
             self.faults.append(fault)
         elif value == {} and isinstance(held, dict):
             pass  # adds nothing to a section or a table
+        elif theirs is not None:
+            fault = f"{spell(key)} does not take {show(value)} (set by {place}); {theirs.remedy}"
+            self.faults.append(fault)
         elif is_section(field):
             got = f"got {show(value)} (set by {place})"
             hint = variant_named(key, value) if isinstance(value, str) else ""
@@ -320,6 +384,8 @@ class _References:
         self._values = values
         self._found: dict[Path, Any] = {}
         self._written = 0
+        self.secrets: dict[Path, str] = {}
+        """Texts into which the environment goes, by path."""
 
     def resolved(self, path: Path, node: Any) -> Any:
         """Return the value at a path with every `${…}` in it resolved.
@@ -348,8 +414,8 @@ class _References:
         from omegaconf.grammar_visitor import GrammarVisitor
 
         visitor = GrammarVisitor(
-            node_interpolation_callback=lambda key, _: self._named(path, key),
-            resolver_interpolation_callback=_environment,
+            node_interpolation_callback=lambda key, _: self._named(path, key, text),
+            resolver_interpolation_callback=partial(self._environment, path, text),
             memo=None,
         )
         try:
@@ -359,7 +425,7 @@ class _References:
             reason = str(said).partition("\n")[0]
             raise _broken(path, f"{reason[:1].lower()}{reason[1:]}") from None
 
-    def _named(self, path: Path, key: str) -> Any:
+    def _named(self, path: Path, key: str, text: str) -> Any:
         """Return the value that a text names, absolutely or (with dots in front) relatively."""
         dots = len(key) - len(key.lstrip("."))
         around = path[: len(path) - dots] if dots else ()
@@ -372,16 +438,23 @@ class _References:
         if node is _PENDING:
             raise KeyError(f"interpolation key {'.'.join(wanted)!r} not found")
         value = self.resolved(wanted, node)
+        for secret in [each for each in self.secrets if each[: len(wanted)] == wanted]:
+            rest = secret[len(wanted) :]
+            self.secrets[path + rest] = f"${{{'.'.join(secret)}}}" if rest else text
         self._written += len(str(value))
         if self._written > MOST_CHARACTERS:
             raise KeyError(f"its ${{…}} write out more than {MOST_CHARACTERS:,} characters")
         return value
 
+    def _environment(
+        self, path: Path, text: str, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]
+    ) -> Any:
+        """Return the value of `${oc.env:VARIABLE,DEFAULT}`, the one resolver of recipes."""
+        from omegaconf.resolvers import oc
 
-def _environment(name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
-    """Return the value of `${oc.env:VARIABLE,DEFAULT}`, the one resolver of recipes."""
-    from omegaconf.resolvers import oc
-
-    if name != "oc.env" or len(args) not in (1, 2):
-        raise KeyError(f"${{{name}:…}} is unknown; a recipe has ${{KEY}} and ${{oc.env:NAME,ELSE}}")
-    return oc.env(*args)
+        if name != "oc.env" or len(args) not in (1, 2):
+            raise KeyError(
+                f"${{{name}:…}} is unknown; a recipe has ${{KEY}} and ${{oc.env:NAME,ELSE}}"
+            )
+        self.secrets[path] = text
+        return oc.env(*args)

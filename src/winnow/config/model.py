@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Decay, Dtype, Section
+from winnow.config.base import CODE, PLACE, Decay, Dtype, Section
 from winnow.config.trainer import Sharded, WithPolicy
 
 
@@ -50,7 +50,7 @@ class ModelConfig(Section):
     where a warm start makes one."""
     revision: str | None = None
     """Branch, tag or commit of a hub name; null is its main branch. A run keeps the commit."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[str | None, PLACE] = None
     """Folder in which each machine keeps copies of models from URLs, such as /dev/shm/models for
     its memory; null is WINNOW_MODEL_CACHE, WINNOW_CACHE/models or ~/.cache/winnow/models."""
     tokenizer: str | None = None
@@ -63,7 +63,7 @@ class ModelConfig(Section):
     """Adapter that is trained in place of the model's own weights."""
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by patterns of their names, such as *.embed_tokens.*"""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, CODE] = False
     """Run Python code that comes with the model folder."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
@@ -170,7 +170,7 @@ class SftWarmStart(Section):
     """Bound on the gradient's norm."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Seed of model and demonstrations; null takes run.seed."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[str | None, PLACE] = None
     """Folder in which finished starts are kept; null is WINNOW_CACHE or ~/.cache/winnow."""
 
 

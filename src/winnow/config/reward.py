@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import EnvironmentName, Section, UserObject, web_address
+from winnow.config.base import (
+    ADDRESS,
+    CODE,
+    PROGRAM,
+    EnvironmentName,
+    Section,
+    UserObject,
+    web_address,
+)
 from winnow.config.judge import (
     Judge,
     LanguageModelJudge,
@@ -57,7 +65,7 @@ class RemoteManager(Section):
     """A service over HTTP scores every source."""
 
     name: Literal["remote"] = "remote"
-    url: str
+    url: Annotated[str, ADDRESS]
     """Address to which answers are posted, with verl's arguments as JSON."""
     token_env: EnvironmentName = None
     """Environment variable that holds the service's token, which is sent as a bearer."""
@@ -116,7 +124,7 @@ class SandboxConfig(_Programs):
     name: Literal["local"] = "local"
     backend: Literal["auto", "bubblewrap", "landlock"] = "auto"
     """auto takes bubblewrap, Landlock where namespaces are blocked, and refuses without either."""
-    python: str = "/usr/bin/python3"
+    python: Annotated[str, PROGRAM] = "/usr/bin/python3"
     """Python interpreter; one outside /usr is bound read-only, with its library."""
     max_concurrent: int | None = Field(None, ge=1, le=256)
     """Programs that run at once over the whole run; null: as many as there are cores."""
@@ -134,7 +142,7 @@ class FusionConfig(_Programs):
     """A service that speaks SandboxFusion's HTTP API, such as `winnow sandbox serve`."""
 
     name: Literal["fusion"] = "fusion"
-    url: str
+    url: Annotated[str, ADDRESS]
     """Address of the service, such as http://127.0.0.1:8080; /run_code is put behind it."""
     token_env: EnvironmentName = None
     """Name of the environment variable that holds its token; null sends none."""
@@ -203,7 +211,7 @@ class PartConfig(Section):
 class UserFunction(Section):
     """A Python file with verl's `compute_score`; it then scores every source."""
 
-    path: str | None = None
+    path: Annotated[str | None, CODE] = None
     """Path of the file; null uses the built-in scorers."""
     name: str = "compute_score"
     """Name of the function in it, sync or async."""

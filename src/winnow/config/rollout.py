@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import EnvironmentName, Section, UserCode, web_address
+from winnow.config.base import (
+    ADDRESS,
+    PLACE,
+    TEMPERATURES,
+    EnvironmentName,
+    Reach,
+    Section,
+    UserCode,
+    web_address,
+)
 
 
 class TorchEngineConfig(Section):
@@ -91,7 +100,9 @@ class VllmEngineConfig(Section):
     sleep: bool = False
     """Give GPU memory back while a step is learnt, for engines that share GPUs with ranks: weights
     go to the host's memory, the cache is dropped. Takes GPUs and trainer/mode=sync."""
-    extra: dict[str, Any] = Field(default_factory=dict)
+    extra: Annotated[dict[str, Any], Reach("gives vLLM options, which may name code")] = Field(
+        default_factory=dict
+    )
     """Further options of vLLM's `EngineArgs`, by its names, such as
     {gpu_memory_utilization: 0.5, enforce_eager: true}."""
 
@@ -120,7 +131,7 @@ class HttpEngineConfig(Section):
     name: Literal["http"] = "http"
     processes: ClassVar[int] = 0
     """They are no processes of the run's."""
-    url: tuple[str, ...] = Field(min_length=1)
+    url: Annotated[tuple[str, ...], ADDRESS] = Field(min_length=1)
     """Address of each server, such as [http://127.0.0.1:8000]; all hold the same model."""
     token_env: EnvironmentName = None
     """Environment variable that holds the servers' key (--api-key), which is sent as a bearer."""
@@ -129,7 +140,7 @@ class HttpEngineConfig(Section):
     exact_draws: bool = False
     """Winnow's draws, on servers that have its logits processor (docs/http_engine.md): an answer's
     tokens follow from its seed, however often it is interrupted. false: the server's draws."""
-    weights_folder: str | None = None
+    weights_folder: Annotated[str | None, PLACE] = None
     """Folder that the run and all servers see by the same path; new weights are written there. null
     makes one among this machine's temporary files."""
     timeout_s: float = Field(600.0, gt=0)
@@ -178,7 +189,7 @@ class RolloutConfig(Section):
     """Answers a prompt (the group's size)."""
     max_response_tokens: int = Field(1024, ge=1)
     """Response limit; a longer answer is truncated."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=TEMPERATURES[0], le=TEMPERATURES[1])
     """Sampling temperature; every policy is softmax(logits / temperature), in the loss too."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus; below 1 the sampler's support differs from the policy's."""

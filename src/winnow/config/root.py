@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from winnow.config.algorithm import AlgorithmConfig
-from winnow.config.base import Options, SecretError, Section, UserObject
+from winnow.config.base import ADDRESS, PLACE, Options, SecretError, Section, UserObject
 from winnow.config.data import DataConfig, NoDemonstrations, Sft
 from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
@@ -93,7 +93,7 @@ class TrackingConfig(Section):
 class TensorboardConfig(Section):
     """Options of the tracker tensorboard (winnow-rl[tensorboard])."""
 
-    dir: str | None = Field(None, min_length=1)
+    dir: Annotated[str | None, PLACE] = Field(None, min_length=1)
     """Folder that holds a folder of events for each run; null is trackers/ in the run's own."""
 
 
@@ -103,7 +103,7 @@ class WandbConfig(Section):
 
     mode: Literal["online", "offline"] | None = None
     """offline writes to the run's folder for `wandb sync`; null is WANDB_MODE, else online."""
-    entity: str | None = Field(None, min_length=1)
+    entity: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
     """User or team; null is your default one."""
 
 
@@ -111,7 +111,7 @@ class MlflowConfig(Section):
     """Options of the tracker mlflow (winnow-rl[mlflow]); user and password come from
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
 
-    uri: str | None = Field(None, min_length=1)
+    uri: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
     """Address of the tracking server or data base; null is MLFLOW_TRACKING_URI, else a data base
     in run.dir/mlflow."""
 
@@ -129,7 +129,7 @@ class MlflowConfig(Section):
 class TrackioConfig(Section):
     """Options of the tracker trackio (winnow-rl[trackio]); local runs lie in TRACKIO_DIR."""
 
-    space_id: str | None = Field(None, min_length=1)
+    space_id: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
     """Space on the Hugging Face hub that shows the runs, NAME or OWNER/NAME; null keeps them on
     this machine."""
     private: bool | None = None
@@ -142,7 +142,7 @@ class SwanlabConfig(Section):
 
     mode: Literal["online", "offline"] | None = None
     """offline writes to the run's folder for `swanlab sync`; null is SWANLAB_MODE, else online."""
-    workspace: str | None = Field(None, min_length=1)
+    workspace: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
     """User or organization; null is your default one."""
 
 
@@ -202,8 +202,19 @@ class ObserveConfig(Section):
         return value
 
 
+class FromEnvironment(NamedTuple):
+    """A value of a recipe that was written with `${oc.env:NAME}`, as secrets are."""
+
+    text: str
+    """The value as it was written."""
+    value: Any
+    """The value as it was validated, in plain values."""
+
+
 class Config(Section):
     """A validated recipe."""
+
+    _from_environment: dict[tuple[str, ...], FromEnvironment] = PrivateAttr(default_factory=dict)
 
     run: RunConfig = RunConfig()
     """Name, folder, seed and machine."""
@@ -237,3 +248,14 @@ class Config(Section):
     """Held-out prompts."""
     observe: ObserveConfig = ObserveConfig()
     """Records of the run."""
+
+    @property
+    def groups_per_update(self) -> int:
+        """Groups of an update, which are at most those of a step."""
+        groups = self.sampling.groups_per_step
+        return min(self.trainer.mini_batch_groups or groups, groups)
+
+    @property
+    def from_environment(self) -> dict[tuple[str, ...], FromEnvironment]:
+        """The values that came from the environment, by path."""
+        return self._from_environment

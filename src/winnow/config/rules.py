@@ -14,12 +14,11 @@ from winnow.config.algorithm import (
     GaeAdvantage,
     GdpoAdvantage,
     GrpoPasskAdvantage,
-    NoKl,
     OptimalTokenBaselineAdvantage,
 )
 from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
-from winnow.config.judge import engines_of, sharding_of
 from winnow.config.model import LoraAdapter, SftWarmStart
+from winnow.config.roles import Roles
 from winnow.config.rollout import (
     VLLM_ADAPTER_RANK,
     BandFilter,
@@ -28,7 +27,7 @@ from winnow.config.rollout import (
     VllmEngineConfig,
 )
 from winnow.config.root import Config
-from winnow.config.trainer import AsyncMode, Fsdp2, Megatron, RayCluster, Sharded, SyncMode
+from winnow.config.trainer import AsyncMode, Megatron, RayCluster, SyncMode
 from winnow.errors import ConfigError
 
 
@@ -77,15 +76,12 @@ def notices(config: Config) -> list[str]:
 
 def _undivided(config: Config) -> Iterator[str]:
     """Yield what steps cost that ranks or micro-batches do not divide; nothing is dropped."""
-    trainer, groups = config.trainer, config.sampling.groups_per_step
+    trainer = config.trainer
     together = getattr(trainer.strategy, "sequence", 1)
     if isinstance(trainer.strategy, Megatron):
         together = trainer.strategy.share_ranks
-    ranks = workers_of(config)["policy"] // together
-    update, key = (
-        (trainer.mini_batch_groups or groups) * config.rollout.n,
-        "trainer.microbatch_tokens",
-    )
+    ranks = Roles(config)["policy"].count // together
+    update, key = config.groups_per_update * config.rollout.n, "trainer.microbatch_tokens"
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if ranks > update:
         yield (
@@ -110,50 +106,6 @@ def _uncorrected(config: Config) -> Iterator[str]:
             "algorithm/correction/weight=none and rejection=none correct nothing for that; recipes "
             "set algorithm/correction/weight=truncated (dapo_one_step_off)"
         )
-
-
-def workers_of(config: Config) -> dict[str, int]:
-    """Return the number of processes of each role; 0: the run's own process does its work."""
-    strategy, scorer = config.trainer.strategy, sharding_of(config.reward.model)
-    judges = engines_of(config.reward.judge)
-    return {
-        "policy": strategy.ranks if isinstance(strategy, Fsdp2 | Megatron) else 0,
-        "rollout": _engines(config),
-        "reward": config.reward.processes,
-        "reward_model": 0 if scorer is None else scorer.ranks,
-        "judge": 0 if judges is None else judges.processes,
-        **_ranks_apart(config),
-    }
-
-
-def needs_reference(config: Config) -> bool:
-    """Return whether a loss or the rewards have a KL to the reference."""
-    kl = config.algorithm.kl
-    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
-
-
-def _ranks_apart(config: Config) -> dict[str, int]:
-    """Return the number of ranks of reference and critic, where they have their own and are asked
-    for anything."""
-    has_values = isinstance(config.algorithm.advantage, GaeAdvantage)
-    wanted = {
-        "reference": (config.reference.strategy, needs_reference(config)),
-        "critic": (config.critic.strategy, has_values),
-    }
-    imitates = isinstance(config.sft, Demonstrations)
-    return {
-        role: strategy.ranks if isinstance(strategy, Sharded) and is_asked and not imitates else 0
-        for role, (strategy, is_asked) in wanted.items()
-    }
-
-
-def _engines(config: Config) -> int:
-    """Return the number of engines apart; null is 1 where none can be in the run's process."""
-    engine = config.rollout.engine
-    if engine.processes is None:
-        is_beside = not isinstance(config.trainer.mode, SyncMode)
-        return int(is_beside or isinstance(engine, VllmEngineConfig))
-    return engine.processes
 
 
 def longest_tokens(config: Config) -> int:
@@ -309,7 +261,7 @@ def _mode(c: Config) -> Iterator[str]:
     mode, sampling = _given(c, "trainer/mode"), c.sampling
     if isinstance(c.trainer.mode, SyncMode):
         return
-    if not _engines(c) and not isinstance(c.rollout.engine, HttpEngineConfig):
+    if "rollout" not in Roles(c) and not isinstance(c.rollout.engine, HttpEngineConfig):
         yield (
             f"{mode} writes answers while a step is learnt, which takes engines in processes of "
             f"their own, got {_given(c, 'rollout/engine', 'rollout.engine.processes')}; set "
@@ -335,8 +287,8 @@ def _mode(c: Config) -> Iterator[str]:
 
 
 def _updates(c: Config) -> Iterator[str]:
-    groups, mini = c.sampling.groups_per_step, c.trainer.mini_batch_groups
-    if mini is not None and groups % mini:
+    groups, mini = c.sampling.groups_per_step, c.groups_per_update
+    if groups % mini:
         near = [size for size in range(1, groups + 1) if groups % size == 0]
         fitting = min(near, key=lambda size: (abs(size - mini), size))
         yield (
@@ -344,7 +296,7 @@ def _updates(c: Config) -> Iterator[str]:
             f"{_given(c, 'trainer.mini_batch_groups')} groups; use a divisor, such as {fitting}"
         )
     # Fused mode takes `old` from the update's own forward pass, which is the step's only one.
-    is_one_update = c.trainer.epochs == 1 and mini in (None, groups)
+    is_one_update = c.trainer.epochs == 1 and mini == groups
     if c.algorithm.correction.mode == "fused" and not is_one_update:
         got = ("trainer.epochs", "trainer.mini_batch_groups", "sampling.groups_per_step")
         yield (
@@ -471,25 +423,13 @@ def _routes(c: Config) -> Iterator[str]:
         )
 
 
-COUNTS = {
-    "policy": "trainer.strategy.ranks",
-    "rollout": "rollout.engine.processes",
-    "reward": "reward.processes",
-    "reward_model": "reward.model.strategy.ranks",
-    "judge": "reward.judge.engine.processes",
-    "reference": "reference.strategy.ranks",
-    "critic": "critic.strategy.ranks",
-}
-"""Key that gives the number of workers of each role."""
-
-
 def _placement(c: Config) -> Iterator[str]:
     cluster = c.cluster
     if not isinstance(cluster, RayCluster):
         return
-    workers, roles, pools = workers_of(c), cluster.roles.model_dump(), cluster.pools
+    roles, pools, chosen = Roles(c), cluster.pools, cluster.roles.model_dump()
     names = ", ".join(pools)
-    if not any(workers.values()):
+    if not roles:
         yield (
             "cluster=ray has nothing to place: trainer/strategy=single, no engine apart and "
             "reward.processes=0 keep everything in the run's process; set "
@@ -500,28 +440,26 @@ def _placement(c: Config) -> Iterator[str]:
             f"cluster.nodes={cluster.nodes} spreads ranks where no pools are given, but "
             f"cluster.pools has {names}; set nodes of the pool, and leave cluster.nodes at 1"
         )
-    elif workers["policy"] % cluster.nodes:
+    elif roles["policy"].count % cluster.nodes:
         yield (
             f"{_given(c, 'trainer.strategy.ranks')} cannot be spread over "
             f"{_given(c, 'cluster.nodes')}, as many on each; use a divisor of ranks"
         )
-    for role, name in roles.items() if pools or any(roles.values()) else ():
+    for role in roles.entries if pools or any(chosen.values()) else ():
+        name = role.pool
         slots = pools[name].nodes * pools[name].per_node if name in pools else 0
-        if slots != workers[role] or (name and not slots):
+        if slots != role.count or (name and not slots):
             yield (
-                f"cluster.roles.{role}={name or 'null'} has {slots} slots in cluster.pools "
-                f"({names}), and {COUNTS[role]} asks for {workers[role]}; name a pool whose nodes "
-                f"x per_node is {workers[role]} (null for 0), or change {COUNTS[role]}"
+                f"cluster.roles.{role.name}={name or 'null'} has {slots} slots in cluster.pools "
+                f"({names}), and {role.key} asks for {role.count}; name a pool whose nodes "
+                f"x per_node is {role.count} (null for 0), or change {role.key}"
             )
-    engines = {"rollout": c.rollout.engine, "judge": engines_of(c.reward.judge)}
-    for own, engine in engines.items():
-        split, shared = getattr(engine, "tensor_parallel", 1), roles[own]
-        for role in [r for r, name in roles.items() if name == shared and r != own]:
-            if split > 1 and shared:
-                key = COUNTS[own].replace("processes", "tensor_parallel")
-                yield (
-                    f"{key}={split} takes several GPUs a slot, which cluster.roles.{own}={shared} "
-                    f"shares with {role}; give it a pool of its own"
-                )
-    for name in [name for name in pools if name not in roles.values()]:
+        mates = [r.name for r in roles.entries if r.pool == name and r.name != role.name]
+        for mate in mates if name and role.width > 1 else ():
+            key = role.key.replace("processes", "tensor_parallel")
+            yield (
+                f"{key}={role.width} takes several GPUs a slot, which cluster.roles.{role.name}="
+                f"{name} shares with {mate}; give it a pool of its own"
+            )
+    for name in [name for name in pools if name not in chosen.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or leave it out"

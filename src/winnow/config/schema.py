@@ -60,6 +60,13 @@ def is_text(field: FieldInfo) -> bool:
     return str in options and not {int, float} & {*options}
 
 
+def is_choice(values: Mapping[str, Any], path: Path) -> bool:
+    """Return whether the value at a path is one out of a given set."""
+    field = find(values, path).field
+    options = () if field is None else _options(field.annotation)
+    return any(get_origin(option) is Literal for option in options)
+
+
 def takes_number(field: FieldInfo) -> bool:
     """Return whether a field takes numbers, and no truth values."""
     options = {*_options(field.annotation)}
@@ -281,15 +288,18 @@ def _initials(name: str) -> str:
     return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
 
 
-def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str) -> str:
+def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str, value: Any = "") -> str:
     """Return the message for a key that no section has, or not the variant that was chosen."""
     parts = ".".join(path).split(".")
-    fault = "no known key"
-    if elsewhere := known_elsewhere(".".join(path)):
-        return f"{spell(path)} is {fault} (set by {place}); that is {elsewhere}"
-    if variant is not None:
-        group, (union, chosen) = "/".join(variant[0]), variant
-        fault = f"no key of {group}={chosen}"
+    group = "" if variant is None else "/".join(variant[0])
+    fault = "no known key" if variant is None else f"no key of {group}={variant[1]}"
+    if len(parts) > len(path) and any(key.path == tuple(parts) for key in all_keys()):
+        nested = ": {".join(parts) + ": …" + "}" * (len(parts) - 1)
+        remedy = f"a file nests keys instead of dotting them: {nested}"
+    elif elsewhere := known_elsewhere(".".join(path), value):
+        remedy = elsewhere
+    elif variant is not None:
+        union = variant[0]
         own = [key for key in all_keys() if key.variant and key.variant[0] == union]
         names = {key.variant[1] for key in own if key.variant and key.path[: len(path)] == path}
         within = path[:-1] if len(path) > len(union) + 1 else union
@@ -300,9 +310,6 @@ def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str) -> str
         if names:
             choices = " or ".join(f"{group}={name}" for name in sorted(names))
             remedy = f"choose {choices}, or leave the key out"
-    elif len(parts) > len(path) and any(key.path == tuple(parts) for key in all_keys()):
-        nested = ": {".join(parts) + ": …" + "}" * (len(parts) - 1)
-        remedy = f"a file nests keys instead of dotting them: {nested}"
     else:
         remedy = suggestion(".".join(path))
     return f"{spell(path)} is {fault} (set by {place}); {remedy}"

@@ -9,7 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import Aggregation, Decay, Dtype, Section
+from winnow.config.base import (
+    ADDRESS,
+    PLACE,
+    PROGRAM,
+    TEMPERATURES,
+    Aggregation,
+    Decay,
+    Dtype,
+    Section,
+)
 
 
 class WholeModels(Section):
@@ -171,7 +180,7 @@ class ProfileConfig(Section):
     """Processes: the run's own, ranks that learn, engines in processes of their own."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = (0,)
     """Ranks that learn, and engines, by number; null: all."""
-    save_path: str | None = None
+    save_path: Annotated[str | None, PLACE] = None
     """Folder of the files; null: RUN/profile."""
 
 
@@ -201,7 +210,7 @@ class TrainerConfig(Section):
     mode: Mode = SyncMode()
     """Order of sampling, learning and publishing: one after the other, or side by side."""
     mini_batch_groups: int | None = Field(None, ge=1)
-    """Groups an update (one optimizer step); null makes one update a step."""
+    """Groups an update (one optimizer step), at most those of a step; null: one update a step."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's groups; trainer.data_epochs counts those over the data."""
     strategy: Annotated[WholeModels | Fsdp2 | Megatron, Field(discriminator="name")] = WholeModels()
@@ -224,7 +233,7 @@ class TrainerConfig(Section):
     keep_best: str | None = None
     """Keep the checkpoint with the largest value of this figure as well, such as
     eval/SOURCE/pass@1, or with the smallest sft/held_out_loss."""
-    checkpoint_url: str | None = None
+    checkpoint_url: Annotated[str | None, ADDRESS] = None
     """Address to which the run's folder is copied after each checkpoint, and from which it is
     fetched when it is not here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
     expires_at: str | float | None = None
@@ -322,7 +331,7 @@ class EvaluationConfig(Section):
     """Steps between evaluations; the end is always evaluated. null: only there."""
     n: int = Field(1, ge=1)
     """Answers a prompt: avg@n, pass@k for k up to n, maj@k."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=TEMPERATURES[1])
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus: share of the probability that the kept tokens have."""
@@ -336,6 +345,13 @@ class EvaluationConfig(Section):
     """Response limit; null takes the rollout's."""
     data_set: str | None = None
     """Name of the held-out data for `winnow data prepare`; said where its file is missing."""
+
+    def conflicts(self) -> Iterator[str]:
+        if 0 < self.temperature < TEMPERATURES[0]:
+            yield (
+                f"evaluation.temperature={self.temperature:g} divides logits until they overflow; "
+                f"set it to 0, which is greedy, or to {TEMPERATURES[0]:g} and more"
+            )
 
 
 class LocalCluster(Section):
@@ -420,7 +436,7 @@ class RayInitConfig(Section):
     """Cores that it says it has; null: all of the machine, also where a batch system gives less."""
     object_store_mb: int = Field(512, ge=80)
     """MiB of shared memory for what is passed around; Ray puts the rest on disk."""
-    temp_dir: str | None = Field(None, min_length=1)
+    temp_dir: Annotated[str | None, PLACE] = Field(None, min_length=1)
     """Folder for Ray's sockets and logs while it runs; null is TMPDIR, or /tmp if that is long."""
 
 
@@ -428,7 +444,7 @@ class RayCluster(Section):
     """Actors on a Ray cluster (winnow-rl[ray]); see docs/cluster.md."""
 
     name: Literal["ray"] = "ray"
-    address: str | None = Field(None, min_length=1)
+    address: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
     """auto (this machine's cluster, or the job's), or HOST:PORT; null starts one for the run."""
     nodes: int = Field(1, ge=1)
     """Nodes that the ranks are spread over, as many on each; pools say that themselves."""
@@ -439,13 +455,13 @@ class RayCluster(Section):
     process that scores a slot anywhere."""
     roles: RolesConfig = RolesConfig()
     """The pool of each role; all null without pools."""
-    environment: dict[str, str] = Field({})
+    environment: Annotated[dict[str, str], PROGRAM] = Field({})
     """Environment variables of the processes, such as NCCL_DEBUG."""
-    runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
+    runtime_env: Annotated[RuntimeEnvConfig, PROGRAM] = RuntimeEnvConfig()
     """Files, packages and interpreter of the actors."""
     init: RayInitConfig = RayInitConfig()
     """The instance that the run starts."""
-    timeline_file: str | None = Field(None, min_length=1)
+    timeline_file: Annotated[str | None, PLACE] = Field(None, min_length=1)
     """File for Ray's timeline of all tasks, for chrome://tracing, written at the run's end."""
 
     def conflicts(self) -> Iterator[str]:

@@ -51,18 +51,15 @@ class Alarms:
         """Add what only answers tell: of a step in which nothing could be learnt, and why wrong."""
         diagnosis = self._diagnosis
         newest = max(self._files.steps(_ROLLOUTS), default=0)
-        rows: list[dict[str, Any]] = []
-        if newest > steps or any(each.name in WRONG for each in diagnosis.findings()):
+        more = ""
+        if newest and (newest > steps or any(each.name in WRONG for each in diagnosis.findings())):
             with self._files.parquet(f"{_ROLLOUTS}/step-{newest}.parquet") as file:
                 rows = file.read(columns=ROLLOUT_COLUMNS).to_pylist()
-        if newest > steps:  # it has no line of figures
-            diagnosis = deepcopy(diagnosis)
-            diagnosis.add(newest, unlearnt(newest, rows))
+                if newest > steps:  # it has no line of figures
+                    diagnosis = deepcopy(diagnosis)
+                    diagnosis.add(newest, unlearnt(newest, rows))
+                more = wrong_answers(rows)
         return [
-            asdict(
-                replace(each, evidence=each.evidence + wrong_answers(rows))
-                if each.name in WRONG
-                else each
-            )
+            asdict(replace(each, evidence=each.evidence + more) if each.name in WRONG else each)
             for each in diagnosis.findings()
         ]

@@ -220,12 +220,17 @@ class Pieces:
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def _is_known(self, token: int) -> bool:
+        return 0 <= token < 1 << 32 and self._tokenizer.id_to_token(token) is not None
+
     def _text_of(self, token: int) -> str:
+        if not self._is_known(token):
+            return f"[{token}]"
         text = self._decode([*self._anchor, token])
         return text.removeprefix(self._before) if text.startswith(self._before) else text
 
     def of(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return the text of each token, and the places of the special ones.
+        """Return the text of each token, and the places of the special and the unknown ones.
 
         A character whose bytes are several tokens stands at the last of them, the others are empty.
         """
@@ -241,8 +246,8 @@ class Pieces:
                     start = None
             else:
                 start = None
-        special = [place for place, each in enumerate(ids) if each in self._special]
-        return {"texts": texts, "special": special}
+        is_special = [each in self._special or not self._is_known(each) for each in ids]
+        return {"texts": texts, "special": np.flatnonzero(is_special).tolist()}
 
 
 def require(table: pa.Table, name: str, *columns: str) -> None:

@@ -11,33 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
-
-from winnow.errors import ConfigError
 
 PORT = 8040
 _LOOK_S = 0.5
 _END_S = 5.0
 _NICENESS = 10
-
-
-def require_packages(what: str) -> None:
-    """Check that the packages of the extra are there.
-
-    Args:
-        what: the user typed, for the message.
-
-    Raises:
-        ConfigError: one is missing.
-    """
-    for package in ("starlette", "uvicorn"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"{what} needs the package {package}, which is not installed; "
-                "pip install 'winnow-rl[dashboard]'"
-            )
 
 
 @contextmanager

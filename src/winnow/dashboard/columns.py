@@ -10,13 +10,33 @@ from itertools import accumulate
 from threading import RLock
 from typing import Any
 
+import numpy as np
+
 from winnow.dashboard.runs import RunFiles
 from winnow.observe.jsonl import METRICS_FILE, parse_record
 from winnow.observe.metrics import EVAL, GENERATED_TOKENS, STEP_S
 
 Column = list[float | None]
 _MOST_POINTS = 4000
-"""Points of a curve that a page gets; of more, every second, third, … one."""
+"""Points of a curve that a page gets; of more rows, neighbours are put together."""
+_REDUCTIONS = (
+    *((pattern, "max") for pattern in ("*/max", "*/max_*", "memory/*", "ranks/peak_gib")),
+    ("*/min", "min"),
+    ("scoring/mean_s", "scoring/answers"),
+    *((f"sampling/{name}", "mean") for name in ("tokens/in_progress", "groups/carried_*")),
+    *((f"sampling/{name}/*", "sum") for name in ("tokens", "answers", "groups")),
+    *((pattern, "sum") for pattern in ("time/*_s", "*/time_s", "overlap/*", "judge/*")),
+    *((f"scoring/{name}", "sum") for name in ("answers", "failed", "busy_s")),
+    *((pattern, "sum") for pattern in ("sft/tokens", "*/updates", "*/skipped_updates")),
+    *((f"sampling/{name}", "sampling/groups/looked_at") for name in ("accuracy", "keep_rate")),
+    *((f"{part}/*", "sampling/groups/trained") for part in ("score", "length")),
+    *((f"{part}/*", f"{part}/updates") for part in ("actor", "critic")),
+    *((f"{part}/*", "sampling/tokens/trained") for part in ("mismatch", "correction")),
+    ("throughput/*", STEP_S),
+)
+"""Patterns of figures, the first that fits counts, and how neighbours are put together: by their
+sum, maximum, minimum or mean, or by the mean that another figure of the record weighs. All others
+by their mean."""
 _TAIL_BYTES = 1 << 16
 _PROOF_BYTES = 256
 """Bytes before the end of the last reading, by which a file that was cut back is noticed."""
@@ -113,40 +133,70 @@ class MetricsColumns:
             ]  # fmt: skip
 
     def curves(self, patterns: Iterable[str]) -> dict[str, Any]:
-        """Return steps, tokens and seconds up to each, and the figures that match a pattern.
+        """Return the figures that match a pattern, and the steps, tokens and seconds up to each.
 
-        Example: `{"step": [1, 2], "tokens": [9, 20], "time_s": [1, 2], "values": {…}}`.
+        Of more than `_MOST_POINTS` rows, `every` neighbours make a point, whose `step` is the last
+        of them. `totals` are sums over all rows, of those figures that can be summed.
+
+        Example: `{"step": [2, 4, 5], "rows": [2, 2, 1], "steps": 5,
+        "tokens": [9, 20, 31], "time_s": [1, 2, 3], "every": 2, "values": {…}, "totals": {…}}`.
         """
         with self._lock:  # no row comes in between
             return self._curves(list(patterns))
 
-    def _curves(self, wanted: list[str]) -> dict[str, Any]:
-        names = [n for n in self.names if any(fnmatchcase(n, each) for each in wanted)]
+    def _curves(self, patterns: list[str]) -> dict[str, Any]:
+        names = [n for n in self.names if any(fnmatchcase(n, each) for each in patterns)]
         steps = self.steps
         every = -(-len(steps) // _MOST_POINTS) or 1
-        last = len(steps) - 1
+        starts = list(range(0, len(steps), every))
+        lasts = [min(start + every, len(steps)) - 1 for start in starts]
 
-        def thin(values: Iterable[Any]) -> list[Any]:
-            kept = enumerate(values)
-            return [v for i, v in kept if i % every == 0 or i == last]
-
-        def total(name: str) -> list[float]:
-            return list(accumulate(value or 0.0 for value in self.column(name)))
+        def up_to(name: str) -> list[float | None]:
+            sums = list(accumulate(value or 0.0 for value in self.column(name)))
+            return [short(sums[row], 15) for row in lasts]
 
         return {
-            "step": thin(steps),
-            "tokens": thin(total(GENERATED_TOKENS)),
-            "time_s": [short(each) for each in thin(total(STEP_S))],
+            "step": [steps[row] for row in lasts],
+            "rows": [last - start + 1 for start, last in zip(starts, lasts, strict=True)],
+            "steps": sum(step > 0 for step in steps),
+            "tokens": up_to(GENERATED_TOKENS),
+            "time_s": up_to(STEP_S),
             "every": every,
-            "values": {name: [short(v) for v in thin(self.column(name))] for name in names},
+            "values": {name: [short(v) for v in self._bins(name, starts)] for name in names},
+            "totals": {
+                name: short(sum(value or 0.0 for value in self.column(name)), 15)
+                for name in names
+                if _reduction(name) == "sum"
+            },
         }
 
+    def _bins(self, name: str, starts: list[int]) -> Iterable[float | None]:
+        """Put the rows from each start to the next together."""
+        if len(starts) == len(self._steps):
+            return self.column(name)
+        how, values = _reduction(name), np.array(self.column(name), float)
+        if how in ("max", "min"):
+            extreme = np.fmax if how == "max" else np.fmin
+            return map(float, extreme.reduceat(values, starts))
+        is_there = ~np.isnan(values)
+        weights = np.array(self.column(how), float)
+        weights = np.where(is_there, np.where(weights > 0, weights, 1.0), 0.0)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            totals = np.add.reduceat(np.where(is_there, values * weights, 0.0), starts)
+            # A point without any value divides by 0, and is none.
+            divisor = (np.logical_or if how == "sum" else np.add).reduceat(weights, starts)
+            return map(float, totals / divisor)
 
-def short(value: float | None) -> float | None:
-    """Round to six digits, as a page shows no more; None where it is no number."""
+
+def _reduction(name: str) -> str:
+    return next((how for pattern, how in _REDUCTIONS if fnmatchcase(name, pattern)), "mean")
+
+
+def short(value: float | None, digits: int = 6) -> float | None:
+    """Round to some digits, of which a page shows six at most; None where it is no number."""
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:.6g}")
+    return float(f"{value:.{digits}g}")
 
 
 def last_record(files: RunFiles, size: int) -> Mapping[str, float]:

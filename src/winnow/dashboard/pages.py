@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
+from pydantic import ValidationError
 
+from winnow.config.files import parse_layer
+from winnow.config.roles import ROLES, Roles
+from winnow.config.root import Config
 from winnow.dashboard import answers
 from winnow.dashboard.alarms import Alarms
 from winnow.dashboard.columns import MetricsColumns, last_record, short
 from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, follow
 from winnow.dashboard.runs import CONFIG, Entry, GoneError, RunFiles, RunSet, UnreadableError
 from winnow.dashboard.times import LOG, TRACE, Timeline, log_lines
+from winnow.errors import ConfigError
 from winnow.observe import metrics
+from winnow.observe.diagnosis import too_short
 from winnow.observe.files import TOKENIZER
 from winnow.observe.jsonl import METRICS_FILE, evaluations
 
@@ -28,6 +35,8 @@ _LIVE_S, _LIVE_STEPS = 90.0, 3.0
 """A run that wrote nothing for so long, and for so many times its last step's, is not live."""
 _MOST_COLUMNS = 400
 """Steps side by side in a histogram over time; of more, neighbours are summed."""
+_MOST_CONFIG_BYTES = 100_000
+"""Most bytes of a config.yaml, of which a run writes about 5,000: each is some 20 µs of reading."""
 _ABSENT = Entry(0, "", False, None)
 T = TypeVar("T")
 
@@ -81,10 +90,15 @@ class RunPages:
         return self._newest.get("flat", stamp, lambda: dict(_flat(self._tree(stamp), "")))
 
     def _tree(self, stamp: str) -> dict[str, Any]:
-        return self._newest.get(CONFIG, stamp, self._read_config)
+        found = self._newest.get(CONFIG, stamp, self._read_config)
+        if isinstance(found, str):
+            raise UnreadableError(found)
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Return a row of the list of runs, from the last line of metrics.jsonl alone.
+
+        `waiting` says of a run without a record why it has none.
 
         Raises:
             UnreadableError: a file is damaged.
@@ -98,7 +112,7 @@ class RunPages:
         held_out = {source: short(each.accuracy) for source, each in evaluations(record).items()}
         times = (root.get(n, _ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
         changed = max((each for each in times if each is not None), default=None)
-        steps = int(config.get("trainer.steps") or 0)
+        steps = _count(config, "trainer.steps", 0)
         step = int(record.get("step", 0))
         patience_s = max(_LIVE_S, _LIVE_STEPS * record.get(metrics.STEP_S, 0.0))
         is_live = changed is not None and time.time() - changed < patience_s
@@ -108,11 +122,21 @@ class RunPages:
             "step": step,
             "steps": steps,
             "state": "done" if steps and step >= steps else "live" if is_live else "idle",
+            "waiting": None if record else self._waiting(root, config, is_live),
             "changed_s": changed,
             "accuracy": short(record.get(metrics.ACCURACY)),
             "held_out": held_out,
             "problem": None,
         }
+
+    def _waiting(self, root: Mapping[str, Entry], config: Mapping[str, Any], is_live: bool) -> str:
+        """Say what a run without a record does, or where it stopped."""
+        # The tokenizer is written when the model is loaded.
+        is_warm = config.get("warm_start.name") != "sft" or TOKENIZER in root
+        place = "first step" if is_warm else f"warm-up of {config.get('warm_start.steps')} steps"
+        lines = log_lines(self.files, root.get(LOG))["lines"]
+        last = f"; the last line of its log: {lines[-1]['text'].splitlines()[0]}" if lines else ""
+        return f"{self.files.name} {'is still' if is_live else 'stopped'} in its {place}{last}"
 
     def steps(self) -> dict[str, Any]:
         """List the steps that have answers, for training and held-out ones.
@@ -129,7 +153,8 @@ class RunPages:
             UnreadableError: the step has no file, or a damaged one.
         """
         name = self.answers_file(kind, step)
-        return answers.group_table(self.files, name)
+        with self.files.reading(name):
+            return answers.group_table(self.files, name)
 
     def found(self, kind: str, step: int, text: str) -> dict[str, Any]:
         """Search the texts of a step.
@@ -137,7 +162,9 @@ class RunPages:
         Raises:
             UnreadableError: the step has no file, or a damaged one.
         """
-        return answers.search(self.files, self.answers_file(kind, step), text)
+        name = self.answers_file(kind, step)
+        with self.files.reading(name):
+            return answers.search(self.files, name, text)
 
     def group(self, kind: str, step: int, group: int) -> dict[str, Any]:
         """Return a group's answers, and why tokens are not shown where they are not.
@@ -150,7 +177,9 @@ class RunPages:
             pieces = self._pieces()
         except UnreadableError as error:
             pieces, why = None, str(error)
-        found = answers.group_answers(self.files, self.answers_file(kind, step), group, pieces)
+        name = self.answers_file(kind, step)
+        with self.files.reading(name):
+            found = answers.group_answers(self.files, name, group, pieces)
         return {"answers": found, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
 
     def prompt(self, kind: str, prompt_uid: str) -> dict[str, Any]:
@@ -209,10 +238,11 @@ class RunPages:
                 f"{self.files.name} has no {TRACE}: observe.trace is false, or its first step is "
                 "not done"
             )
-        self._timeline.refresh(entry.size)
-        steps = self._timeline.steps
-        step = (steps[-1] if steps else 0) if step is None else step
-        return {"step": step, "steps": steps, **self._timeline.window(step)}
+        with self.files.reading(TRACE):
+            self._timeline.refresh(entry.size)
+            steps = self._timeline.steps
+            step = (steps[-1] if steps else 0) if step is None else step
+            return {"step": step, "steps": steps, **self._timeline.window(step)}
 
     def alarms(self) -> dict[str, Any]:
         """Return what the rules of `winnow doctor` find, and the last step they looked at.
@@ -226,6 +256,7 @@ class RunPages:
         return {
             "findings": found,
             "steps": max(columns.steps, default=0),
+            "too_short": too_short(max(columns.steps, default=0)),
             "problems": columns.problems,
         }
 
@@ -235,16 +266,18 @@ class RunPages:
         Raises:
             UnreadableError: a file is damaged.
         """
-        root, config = self._root(), self.config()
+        root = self._root()
+        tree = self._tree(root.get(CONFIG, _ABSENT).stamp)
         starts: list[dict[str, Any]] = []
         if TRACE in root:
-            self._timeline.refresh(root[TRACE].size)
-            starts = self._timeline.starts
+            with self.files.reading(TRACE):
+                self._timeline.refresh(root[TRACE].size)
+                starts = self._timeline.starts
         names = [*(name for name in self.files.entries("checkpoints") if name.startswith("step-"))]
         kept = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
         machine = self._manifest(kept[-1]).get("machine") if kept else None
         return {
-            "processes": list(_processes(config)),
+            "processes": list(_processes(tree, self.config())),
             "starts": starts,
             "checkpoints": kept,
             "machine": machine if isinstance(machine, dict) else {},
@@ -257,22 +290,22 @@ class RunPages:
         return dict(self._newest.get("manifest", name, lambda: self._json(name)))
 
     def _json(self, name: str) -> dict[str, Any]:
-        try:
-            found = json.loads(self.files.read(name))
-        except ValueError as error:
-            raise UnreadableError(f"{name} of {self.files.name} is no JSON: {error}") from error
+        with self.files.reading(name):
+            found = json.loads(self.files.read(name), parse_constant=str)
         return found if isinstance(found, dict) else {}
 
     def _root(self) -> dict[str, Entry]:
         return self.files.entries()
 
-    def _read_config(self) -> dict[str, Any]:
+    def _read_config(self) -> dict[str, Any] | str:
+        """Read the recipe; returns what is wrong with one that is none, which is kept as well."""
+        content = self.files.read(CONFIG, 0, _MOST_CONFIG_BYTES + 1)
+        if len(content) > _MOST_CONFIG_BYTES:
+            return f"{CONFIG} of {self.files.name} has more than {_MOST_CONFIG_BYTES:,} bytes"
         try:
-            tree = yaml.load(self.files.read(CONFIG), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (yaml.YAMLError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UnreadableError(f"{CONFIG} of {self.files.name} is no YAML: {reason}") from error
-        return tree if isinstance(tree, dict) else {}
+            return parse_layer(content, f"{CONFIG} of {self.files.name}").tree
+        except ConfigError as error:
+            return str(error)
 
     def answers_file(self, kind: str, step: int) -> str:
         """Name the file of a step's answers.
@@ -285,7 +318,7 @@ class RunPages:
     def _indexed(self, kind: str) -> AnswerIndex:
         with self._index_lock:
             if kind not in self._indexes:
-                longest = int(self.config().get("rollout.max_response_tokens") or 1024)
+                longest = _count(self.config(), "rollout.max_response_tokens", 1024)
                 self._indexes[kind] = AnswerIndex(self.files, _folder(kind), longest)
             return self._indexes[kind]
 
@@ -358,7 +391,8 @@ class Pages:
         rows = []
         for name, reader in self.all().items():
             try:
-                rows.append(reader.summary())
+                with reader.files.reading("a file"):
+                    rows.append(reader.summary())
             except UnreadableError as error:
                 rows.append({"name": name, "place": reader.files.root, "problem": str(error)})
         return rows
@@ -382,7 +416,8 @@ class Pages:
                 columns = reader.columns()
                 out[reader.files.name] = {**columns.curves(figures), "problems": columns.problems}
             except UnreadableError as error:
-                out[reader.files.name] = {"problems": [str(error)], "step": [], "values": {}}
+                nothing = MetricsColumns(reader.files).curves(())
+                out[reader.files.name] = {**nothing, "problems": [str(error)]}
         return out
 
     def difference(self, a: str, b: str) -> list[dict[str, Any]]:
@@ -421,6 +456,16 @@ class Pages:
         return {"step": step, "steps": common, **found}
 
 
+def first_shown(rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """Name the run to show unasked: one that is live, else the newest that has a record."""
+
+    def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
+        return row["state"] == "live", not row["waiting"], row["changed_s"] or 0.0
+
+    readable = [row for row in rows if not row["problem"]]
+    return max(readable, key=rank)["name"] if readable else None
+
+
 def _compared(readers: Sequence[RunPages], step: int) -> dict[str, Any]:
     from winnow.evaluation.compare import answers_of, compare, figures_of
 
@@ -443,18 +488,24 @@ def _flat(tree: Mapping[Any, Any], before: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{before}{key}.")
         else:
-            is_plain = isinstance(value, str | int | float | bool | None)
+            is_float = isinstance(value, float)
+            is_plain = math.isfinite(value) if is_float else isinstance(value, str | int | None)
             yield f"{before}{key}", value if is_plain else json.dumps(value, default=str)
 
 
-def _processes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """List the kinds of process that a recipe asks for, and how many of each."""
+def _count(config: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a positive number of a recipe; the default where it has none, or something else."""
+    value = config.get(key)
+    return value if type(value) is int and 0 < value < 1 << 31 else default
+
+
+def _processes(tree: Mapping[str, Any], flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the kinds of process that a recipe asks for, and how many of each."""
     yield {"name": "driver", "count": 1, "field": None}
-    for name, field in (
-        ("ranks", "trainer.strategy.ranks"),
-        ("engines", "rollout.engine.processes"),
-        ("scorers", "reward.processes"),
-    ):
-        count = config.get(field)
-        if isinstance(count, int) and count > 0:
-            yield {"name": name, "count": count, "field": field}
+    try:
+        roles = list(Roles(Config.model_validate(tree)))
+    except (ValidationError, OverflowError):  # another version's, or values of the environment
+        counts = ((role, flat.get(role.key)) for role in ROLES)
+        roles = [replace(role, count=n) for role, n in counts if isinstance(n, int) and n > 0]
+    for role in roles:
+        yield {"name": role.plural, "count": role.count, "field": role.key}

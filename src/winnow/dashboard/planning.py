@@ -6,7 +6,7 @@ import asyncio
 import json
 import resource
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,7 +95,7 @@ class Planner:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def lines(self, files: RunFiles, form: PlanForm) -> AsyncIterator[str]:
+    async def lines(self, files: RunFiles, form: PlanForm) -> AsyncGenerator[str]:
         """Plan a run's recipe; yields lines of JSON, and ends the process if nobody reads on.
 
         Yields:
@@ -113,7 +113,7 @@ class Planner:
             finally:
                 self._end()
 
-    async def _made(self, files: RunFiles, form: PlanForm, folder: Path) -> AsyncIterator[str]:
+    async def _made(self, files: RunFiles, form: PlanForm, folder: Path) -> AsyncGenerator[str]:
         await anyio.to_thread.run_sync(_lay_out, files, form, folder)
         with (folder / "plan.json").open("wb") as out:
             self._process = process = await asyncio.create_subprocess_exec(

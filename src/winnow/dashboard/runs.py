@@ -89,30 +89,38 @@ class RunFiles:
         Raises:
             UnreadableError: it is not there, or cannot be read.
         """
-        with self._told(name):
-            return bytes(self._system.cat_file(f"{self.root}/{name}", start=start, end=end))
+        with self.reading(name):
+            return bytes(self._system.cat_file(self._path(name), start=start, end=end))
 
     @contextmanager
     def parquet(self, name: str) -> Iterator[pq.ParquetFile]:
-        """Open a parquet file; what goes wrong within the block is told of the file.
-
-        Raises:
-            UnreadableError: instead of any error of reading.
-        """
-        path = f"{self.root}/{name}"
-        with self._told(name), ExitStack() as opened:
+        """Open a parquet file; errors are those of `reading`."""
+        with self.reading(name), ExitStack() as opened:
+            path = self._path(name)
             source = path if self.is_local else opened.enter_context(self._system.open(path))
             yield opened.enter_context(pq.ParquetFile(source))
 
+    def _path(self, name: str) -> str:
+        path = f"{self.root}/{name}"
+        # A pipe would be waited for without an end.
+        if self.is_local and os.path.exists(path) and not os.path.isfile(path):
+            raise UnreadableError(f"{name} of {self.name} is not a regular file")
+        return path
+
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
+    def reading(self, name: str) -> Iterator[None]:
+        """Report what goes wrong within the block as an error of one file.
+
+        Raises:
+            UnreadableError: instead of any error of reading, or of what the file holds.
+        """
         try:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:
             raise UnreadableError(f"{self.name} has no {name} yet, or no longer") from error
         except WinnowError:
             raise
-        # Each file system has errors of its own.
+        # Each file system has errors of its own, and a file may hold anything.
         except (Exception, pa.ArrowException) as error:
             raise UnreadableError(f"cannot read {name} of {self.name}: {_reason(error)}") from error
 

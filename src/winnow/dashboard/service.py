@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from winnow.dashboard.pages import Pages, RunPages
+from winnow.dashboard.pages import Pages, RunPages, first_shown
 from winnow.dashboard.planning import MOST_BYTES, PlanForm, Planner
 from winnow.dashboard.runs import GoneError, RunSet
 from winnow.errors import WinnowError
@@ -68,9 +68,10 @@ class Dashboard:
         self._pages = Pages(RunSet(places))
         self._closing, self._planner = asyncio.Event(), Planner()
         self.connections = connection_limit(_RESERVE)
+        self._streams = 0
         pages = self._pages
         routes: dict[str, Callable[[_Query], Any]] = {
-            "runs": lambda ask: {"runs": pages.rows()},
+            "runs": lambda ask: {"runs": (rows := pages.rows()), "first": first_shown(rows)},
             "series": lambda ask: pages.curves(ask.names("runs"), ask.names("names")),
             "names": lambda ask: sorted(
                 {name for run in pages.of(ask.names("runs")) for name in run.columns().names}
@@ -127,12 +128,29 @@ class Dashboard:
         except WinnowError as error:
             return _json({"error": str(error)}, 404 if isinstance(error, GoneError) else 422)
         lines = self._planner.lines(runs[0].files, form)
-        return StreamingResponse(lines, media_type="application/x-ndjson")
+        return self._streaming(lines, "application/x-ndjson")
 
     async def _events(self, request: Request) -> Response:
-        return StreamingResponse(self._changes(), media_type="text/event-stream")
+        return self._streaming(self._changes(), "text/event-stream")
 
-    async def _changes(self) -> AsyncIterator[str]:
+    def _streaming(self, lines: AsyncGenerator[str], kind: str) -> Response:
+        """Stream lines, unless half of the connections do: the others are for short requests."""
+
+        async def counted() -> AsyncIterator[str]:
+            self._streams += 1
+            try:
+                async with aclosing(lines):
+                    async for line in lines:
+                        yield line
+            finally:
+                self._streams -= 1
+
+        if self._streams < self.connections // 2:
+            return StreamingResponse(counted(), media_type=kind)
+        line = f"{self._streams} pages are open already, which is the limit; close one"
+        return _json({"error": line}, 503)
+
+    async def _changes(self) -> AsyncGenerator[str]:
         """Tell what changed since the last look, until the client goes or the server closes."""
         seen: dict[str, str] | None = None
         pause_s, quiet_s = _POLL_S[self._pages.runs.is_local], 0.0
@@ -179,7 +197,7 @@ class _Query:
         return str(self._words[name])
 
     def names(self, name: str) -> list[str]:
-        return [each for each in self._words.getlist(name) if each]
+        return [each for each in dict.fromkeys(self._words.getlist(name)) if each]
 
     def number(self, name: str) -> int | None:
         given = self._words.get(name, "")

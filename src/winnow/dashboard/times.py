@@ -12,9 +12,11 @@ from typing import Any
 from winnow.dashboard.runs import Entry, RunFiles
 
 TRACE, LOG = "trace.json", "log.txt"
-_MARK = re.compile(rb'^\{"name":"([^"\n]{1,60})","ph":"i"[^\n]*"ts":(\d+)[^\n]*$', re.MULTILINE)
+_MARK = re.compile(
+    rb'^\{"name":"([^"\n]{1,60})","ph":"i"[^\n]*"ts":(\d{1,18})[^\n]*$', re.MULTILINE
+)
 _TRACK = re.compile(
-    rb'^\{"name":"thread_name","ph":"M",[^\n]*"tid":(\d+),"args":\{"name":("[^"\n]*")\}',
+    rb'^\{"name":"thread_name","ph":"M",[^\n]*"tid":(\d{1,18}),"args":\{"name":("[^"\n]*")\}',
     re.MULTILINE,
 )
 _STEP = re.compile(r"step (\d+)")

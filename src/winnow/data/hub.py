@@ -23,7 +23,7 @@ from winnow.data.columns import excerpt
 from winnow.errors import DataError
 from winnow.models.fetch import hub_fault
 
-FORMATS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
+FORMATS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv")
 _URL = re.compile(r"hf://(?:datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
 _REMEDY = "name a file (PATH or a pattern with *), CONFIG/SPLIT or SPLIT"
 
@@ -63,11 +63,12 @@ def pinned(url: str) -> tuple[str, ...]:
     if rest.endswith(FORMATS) or "*" in rest:
         files = [file for file in known if fnmatchcase(file, rest)]
     else:
-        files = _split(url, listing.configs, known, rest)
+        rows = [file for file in known if not file.endswith(".csv")]  # else a copy of the same rows
+        files = _split(url, listing.configs, rows or known, rest)
     if not files:
         some = ", ".join(excerpt(name, 60) for name in listing.files[:5]) or "none"
         more = ", …" if len(listing.files) > 5 else ""
-        raise DataError(f"{url}: no such parquet or JSONL file; it has {some}{more}; {_REMEDY}")
+        raise DataError(f"{url}: no such file of a known format; it has {some}{more}; {_REMEDY}")
     return tuple(f"hf://datasets/{repo}@{listing.commit}/{file}" for file in files)
 
 

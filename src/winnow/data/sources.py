@@ -1,10 +1,10 @@
 """Reading of data files, local or remote, into checked rows.
 
-Formats are told apart by name: `.parquet`, and one JSON object a line in `.jsonl`, `.json`,
-`.jsonl.gz`, `.json.gz`. A path with `://` is opened by fsspec. A row is checked when it is read, so
-that a fault is met before training and is named by its file, row and field. Rows count from 1.
-`winnow.data.columns` knows which columns count, and `winnow.data.prompts` turns a row's messages
-into tokens.
+Formats are told apart by name: `.parquet`, `.csv` (whose values all stay texts), and one JSON
+object a line in `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz`. A path with `://` is opened by fsspec.
+A row is checked when it is read, so that a fault is met before training and is named by its file,
+row and field. Rows count from 1. `winnow.data.columns` knows which columns count, and
+`winnow.data.prompts` turns a row's messages into tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from winnow.data.hub import FORMATS, fetch, is_on_hub, pinned, repo_of
 from winnow.errors import DataError
 
 Message = Mapping[str, Any]
-_PARQUET = ".parquet"
+_TABLES = ".parquet", ".csv"
 MOST_BYTES_A_LINE = 64 << 20
 """Most bytes of a JSON line."""
-_FORMAT = re.compile(r"\.(?:parquet|jsonl?(?:\.gz)?)$")
+_MISSING = "no such file; check the path"
+_FORMAT = re.compile(r"\.(?:parquet|jsonl?(?:\.gz)?|csv)$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +150,17 @@ def _messages(record: Record, origin: str, prompt_key: str) -> tuple[Message, ..
     return tuple(messages)
 
 
+def check_files(paths: Sequence[str]) -> None:
+    """Refuse local files that are not there, before anything of a run is made.
+
+    Raises:
+        DataError: one is missing.
+    """
+    for path in paths:
+        if "://" not in path and not Path(path).expanduser().exists():
+            raise DataError(f"{path}: {_MISSING}")
+
+
 def read_records(path: str) -> Iterator[tuple[int, Record]]:
     """Yield each record of a file with its number from 1; blank lines count but are skipped.
 
@@ -163,7 +175,7 @@ def read_records(path: str) -> Iterator[tuple[int, Record]]:
     content = _read(path)
     if not content:
         raise DataError(f"{path}: the file is empty; download or write it again")
-    records = _parquet(path, content) if path.endswith(_PARQUET) else _lines(path, content)
+    records = _columnar(path, content) if path.endswith(_TABLES) else _lines(path, content)
     for number, record in records:
         if not isinstance(record, dict):
             raise DataError(
@@ -184,7 +196,7 @@ def _read(path: str) -> bytes:
         with fsspec.open(path, "rb") as stream:
             return bytes(stream.read())
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; check the path") from error
+        raise DataError(f"{path}: {_MISSING}") from error
     except ImportError as error:
         raise DataError(f"{path}: its protocol needs a package: {said(error)}") from error
     # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
@@ -236,7 +248,7 @@ def _split(path: str, content: bytes) -> Iterator[bytes]:
         ) from error
 
 
-def _parquet(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
+def _columnar(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
 
     # Dates out of Python's range, text that is not UTF-8, and whatever a type may hold that
@@ -264,12 +276,22 @@ def _batches(path: str, content: bytes) -> Iterator[Any]:
     """Yield a file's rows in batches: many copies of a row take little space while packed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from pyarrow import csv
 
+    kind = path.rpartition(".")[2]
     try:
+        if kind == "csv":
+            # Numbers stay as they are written: a truth of 007 or 1e5 is a text.
+            lines = csv.ParseOptions(newlines_in_values=True)
+            names = csv.open_csv(io.BytesIO(content), parse_options=lines).schema.names
+            texts = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+            table = csv.read_csv(io.BytesIO(content), None, lines, texts)
+            yield from table.to_batches(max_chunksize=1024)
+            return
         yield from pq.ParquetFile(io.BytesIO(content)).iter_batches(batch_size=1024)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(
-            f"{path}: not a readable parquet file ({said(error)}); download or write it again"
+            f"{path}: not a readable {kind} file ({said(error)}); download or write it again"
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.errors import ModelError
-from winnow.models.fetch import brief, check_hub, local_folder, may_be_hub_name
+from winnow.models.fetch import brief, check_hub, check_place, local_folder, remedy_of
 from winnow.types import IntArray
 
 if TYPE_CHECKING:
@@ -44,13 +44,10 @@ def load_tokenizer(
 
     from winnow.models.causal_lm import quiet_transformers
 
+    check_place(path, field)
     here = local_folder(path, field)
     folder = Path(here).expanduser()
     is_folder = folder.is_dir()
-    if not is_folder and not may_be_hub_name(path):
-        raise ModelError(
-            f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
-        )
     if is_folder and not has_tokenizer(here):
         raise ModelError(
             f"{field} {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
@@ -67,7 +64,7 @@ def load_tokenizer(
     except Exception as error:
         remedy = "mend its files" if is_folder else "check the name and your access to it"
         raise ModelError(
-            f"{field} {path}: cannot load its tokenizer: {brief(error)}; {remedy}"
+            f"{field} {path}: cannot load its tokenizer: {brief(error)}; {remedy_of(error, remedy)}"
         ) from error
     if ends_answers and tokenizer.eos_token_id is None:
         raise ModelError(

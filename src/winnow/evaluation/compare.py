@@ -31,7 +31,7 @@ from rich.text import Text
 from winnow.errors import DataError, WinnowError
 from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
 from winnow.evaluation.statistics import LEVEL, two_sided_bound, two_sided_p
-from winnow.observe.figures import WIDTH, figure_table, print_table, share
+from winnow.observe.figures import WIDTH, figure_table, print_table, printable, share
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import read_rollouts
 
@@ -285,13 +285,13 @@ def _paired(a: Answers, b: Answers, problems: Sequence[str]) -> Paired:
 def _print(found: Comparison, console: Console) -> None:
     console.print()
     for name, answers in (("A", found.a), ("B", found.b)):
-        console.print(Text(f"{name}  {answers.file}"), soft_wrap=True)
+        console.print(Text(printable(f"{name}  {answers.file}")), soft_wrap=True)
     console.print()
     table = figure_table("A", "B", "B - A", "95 %", "p", "won/tied/lost")
     rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
     for label, pair in rows.items():
         table.add_row(
-            Text(label),
+            Text(printable(label)),
             share(pair.a, 1),
             share(pair.b, 1),
             f"{100 * pair.difference:+.1f}",
@@ -301,7 +301,7 @@ def _print(found: Comparison, console: Console) -> None:
         )
     print_table(table, console)
     for line in [*notes(found), verdict(found.deciding)]:
-        console.print(Text(line), width=min(WIDTH, console.width))
+        console.print(Text(printable(line)), width=min(WIDTH, console.width))
 
 
 def notes(found: Comparison) -> list[str]:

@@ -24,7 +24,16 @@ from winnow.evaluation.statistics import (
     figures_of,
     summarise,
 )
-from winnow.observe.figures import WIDTH, count, duration, figure_table, number, print_table, share
+from winnow.observe.figures import (
+    WIDTH,
+    count,
+    duration,
+    figure_table,
+    number,
+    print_table,
+    printable,
+    share,
+)
 
 ANSWERS, REPORT = "answers.parquet", "report.json"
 """Files in the folder of an evaluation."""
@@ -132,7 +141,7 @@ def _averages(rows: Mapping[str, SourceFigures]) -> Table:
         best = [share(source.greedy.mean if source.greedy else None, 1)] if greedy else []
         low, high = source.average.interval
         table.add_row(
-            Text(label),
+            Text(printable(label)),
             count(len(source.prompts)),
             share(source.average.mean, 1),
             f"{100 * low:.1f} .. {100 * high:.1f}",
@@ -151,7 +160,7 @@ def _by_k(rows: Mapping[str, SourceFigures]) -> Table:
             found = [source.figures.get(f"{kind}@{k}") for k in ks]
             if any(found):
                 cells = [share(value.mean if value else None, 1) for value in found]
-                table.add_row(Text(f"{label} {kind}@k"), *cells)
+                table.add_row(Text(printable(f"{label} {kind}@k")), *cells)
     return table
 
 

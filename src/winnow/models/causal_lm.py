@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import brief, is_elsewhere, local_folder
+from winnow.models.fetch import brief, is_elsewhere, local_folder, remedy_of
 from winnow.observe.files import system_error
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def failures_told(
         *(OSError, ValueError, KeyError, RuntimeError),
         *(SafetensorError, UnpicklingError),
     ) as error:
-        raise ModelError(f"{fault}: {brief(error)}; {remedy}") from error
+        raise ModelError(f"{fault}: {brief(error)}; {remedy_of(error, remedy)}") from error
 
 
 def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:

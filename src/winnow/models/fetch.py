@@ -183,6 +183,23 @@ def fetched_bytes() -> int:
     return 0
 
 
+def check_place(path: str, field: str) -> None:
+    """Refuse a path that can be no model's: neither a folder, nor a URL, nor a hub name.
+
+    Raises:
+        ModelError: names what is wrong with it.
+    """
+    if path.lower().endswith(".gguf"):
+        raise ModelError(
+            f"{field} {path}: GGUF is the format of llama.cpp, which cannot be trained; give the "
+            "Hugging Face folder that it was converted from"
+        )
+    if not (is_elsewhere(path) or may_be_hub_name(path) or Path(path).expanduser().is_dir()):
+        raise ModelError(
+            f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
+        )
+
+
 def may_be_hub_name(path: str) -> bool:
     """Return whether a path is `name` or `owner/name`, and lies in no folder that is here."""
     if path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path:
@@ -232,6 +249,13 @@ def hub_fault(error: Exception) -> str:
 def brief(error: Exception) -> str:
     """Cut another library's message to one short line without its full stop."""
     return shorten(one_line(error), 200, placeholder=" …").rstrip(".")
+
+
+def remedy_of(error: Exception, otherwise: str) -> str:
+    """Return what helps where a folder cannot be read: its code must be trusted, or `otherwise`."""
+    if "trust_remote_code" not in str(error):
+        return otherwise
+    return "it brings its own Python code, which model.trust_remote_code=true runs"
 
 
 def _pinned(path: str) -> re.Match[str] | None:

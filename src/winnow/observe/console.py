@@ -6,6 +6,7 @@ above it every few steps. Only figures that steer a decision are shown; metrics.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow.observe import metrics
-from winnow.observe.figures import count, duration, number, share
+from winnow.observe.figures import count, duration, message, number, share
 from winnow.observe.jsonl import Evaluation, evaluations
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
@@ -29,6 +30,8 @@ _LINES_OF_A_RUN = 16
 """Lines that the live view leaves behind, about."""
 _LINES_OF_A_WARM_UP = 10
 _LEFT_WIDTH = 8
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class ConsoleSink:
 
     def log(self, step: int, record: Record) -> None:
         self._logged = self._clock()
+        if self._info.kind == "warm_up" and self._is_tenth(step):
+            log.info("warm-up: step %d of %d", step, self._info.steps)
         if step < self._info.first_step:
             self._steps_began = self._logged
         elif self._has_line(step):
@@ -95,7 +100,9 @@ class ConsoleSink:
     def note(self, text: str) -> None:
         """Print a line for good: a warning, a result."""
         # A log is wider than rich believes: never fold.
-        self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
+        self._console.print(
+            Text(message(text, self._console.encoding)), soft_wrap=not self._console.is_terminal
+        )
 
     def status(self, text: str) -> None:
         """Show the progress within a step, where the view is live."""
@@ -104,8 +111,9 @@ class ConsoleSink:
         pass
 
     def _has_line(self, step: int) -> bool:
-        if self._info.kind != "warm_up":
-            return True
+        return self._info.kind != "warm_up" or self._is_tenth(step)
+
+    def _is_tenth(self, step: int) -> bool:
         return step % max(self._info.steps // _LINES_OF_A_WARM_UP, 1) == 0
 
     def _print_step(self, step: int, record: Record) -> None:
@@ -118,13 +126,13 @@ class ConsoleSink:
         ):
             columns.pop()  # the last ones can be done without
         if not self._has_header:
-            titles = "".join(f"  {column.title:>{column.width}}" for column in columns)
-            self._print_row(Text(f"{'step':>{width}}{titles}      left", style="bold"))
+            titles = "".join(f" {column.title:>{column.width}}" for column in columns)
+            self._print_row(Text(f"{'step':>{width}}{titles}     left", style="bold"))
             self._has_header = True
-        cells = "".join(f"  {column.cell(record):>{column.width}}" for column in columns)
+        cells = "".join(f" {column.cell(record):>{column.width}}" for column in columns)
         left = duration(self._seconds_left(step, self._logged))
         self._print_row(
-            Text(f"{f'{step}/{self._info.steps}':>{width}}{cells}  {left:>{_LEFT_WIDTH}}")
+            Text(f"{f'{step}/{self._info.steps}':>{width}}{cells} {left:>{_LEFT_WIDTH}}")
         )
 
     def _print_row(self, row: Text) -> None:
@@ -206,7 +214,7 @@ class LiveConsole(ConsoleSink):
 
 
 def _row_width(step: int, columns: Sequence[Column]) -> int:
-    return step + sum(2 + column.width for column in columns) + 2 + _LEFT_WIDTH
+    return step + sum(1 + column.width for column in columns) + 1 + _LEFT_WIDTH
 
 
 def columns_of(info: RunInfo) -> tuple[Column, ...]:

@@ -21,6 +21,8 @@ from winnow.observe.metrics import Record
 WINDOW = 5
 """Steps over which a figure is averaged before a rule looks at it."""
 _ENOUGH = 2 * WINDOW
+_PROOF = 16
+"""Answers all alike that are no chance: a run may be judged by them before it has a window."""
 _PARTS = ("score/", "sampling/", "length/", "actor/", "mismatch/", "scoring/", "time/", "overlap/")
 """Beginnings of the figures that rules ask for."""
 _KEPT = 21
@@ -62,6 +64,8 @@ class Course:
         self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self.seen = Counter[str]()
         """Values that each figure has had."""
+        self.not_finite = Counter[str]()
+        """Steps in which each figure was NaN or infinite."""
         self.held_out: list[tuple[float, float]] = []
         """Accuracy of each evaluation, and its standard error."""
 
@@ -73,6 +77,7 @@ class Course:
         other = (record.get(f"time/{name}_s", 0.0) for name in ("evaluate", "checkpoint"))
         figures[_WORK] = record.get(metrics.STEP_S, math.nan) - sum(other)
         for name, value in figures.items():
+            self.not_finite[name] += name in record and not math.isfinite(value)
             if math.isfinite(value):
                 self.seen[name] += 1
                 self._last[name].append(_bounded(value))
@@ -100,6 +105,12 @@ class Course:
         spent, total = (math.fsum(self.last(each)) for each in (name, _WORK))
         return spent / total if total > 0 and self.seen[name] >= WINDOW else math.nan
 
+    def is_proof(self, values: Sequence[float]) -> bool:
+        """Return whether values alike, one a step, are a window, or of many answers from the first
+        step on."""
+        answers = self.setting("sampling.groups_per_step", 64) * self.setting("rollout.n", 8)
+        return len(values) == WINDOW or len(values) * answers >= _PROOF
+
     def setting(self, key: str, default: Any) -> Any:
         """Return a key of the recipe; what an older recipe lacks, or has as another type, is the
         default."""
@@ -121,6 +132,8 @@ class Rule(NamedTuple):
     check: Check
     cause: str
     remedy: str
+    steps: int = WINDOW
+    """Steps of a run before it can be found, but for extremes."""
 
 
 # Rewards and groups
@@ -130,11 +143,13 @@ def _flat(is_right: bool) -> Check:
     def check(course: Course) -> str | None:
         task = "score/task_reward" if course.seen["score/task_reward/min"] else "score/reward"
         lows, highs = course.last(f"{task}/min"), course.last(f"{task}/max")
-        is_known = min(len(lows), len(highs)) == WINDOW
-        if not is_known or max(highs) - min(lows) > 1e-9 * max(1.0, abs(lows[0])):
+        if len(lows) != len(highs) or not course.is_proof(lows):
             return None
-        said = f"every answer of the last {WINDOW} steps has the reward {lows[0]:g}"
-        accuracy = course.mean("sampling/accuracy")
+        if max(highs) - min(lows) > 1e-9 * max(1.0, abs(lows[0])):
+            return None
+        steps = f"last {len(lows)} steps" if len(lows) > 1 else "first step"
+        said = f"every answer of the {steps} has the reward {lows[0]:g}"
+        accuracy = course.mean("sampling/accuracy", len(lows))
         return f"{said}; {accuracy:.0%} count as right" if (accuracy >= 0.5) == is_right else None
 
     return check
@@ -160,6 +175,7 @@ def _cut_off(course: Course) -> str | None:
         f"{_mean(shares):.1%} of the answers trained on were ended by the limit of {limit:,} tokens"
     )
     is_sick = len(shares) == WINDOW and _mean(shares) > bound
+    is_sick = is_sick or (course.is_proof(shares) and min(shares) == 1)
     return f"{said}; mean length {length:,.0f}" if is_sick else None
 
 
@@ -268,6 +284,12 @@ def _hacking(reward: tuple[float, float], held_out: tuple[float, float]) -> str:
 # Sampler, trainer, and who waits for whom
 
 
+def _not_comparable(course: Course) -> str | None:
+    steps = course.not_finite["mismatch/abs_delta"]
+    said = f"mismatch/abs_delta was NaN or infinite in {steps} step{'s' * (steps > 1)}"
+    return said if steps else None
+
+
 def _mismatch(course: Course) -> str | None:
     own = "mismatch/age_0/abs_delta"  # older tokens differ because the policy has moved on
     name = own if course.seen[own] else "mismatch/abs_delta"
@@ -304,12 +326,12 @@ def _starves(figure: str, words: str) -> Check:
 RULES: tuple[Rule, ...] = (
     Rule("reward_flat_wrong", "critical", _flat(False),
          "the scorer wants another format than the model writes, or the task is too hard",
-         "ask `winnow reward try FILE --row 0 --answer TEXT` with a right answer; if it scores as "
-         "wrong, mend the scorer or the prompt, else use easier prompts or a stronger model"),
+         "ask `winnow reward try FILE --row 1 --answer TEXT` with a right answer; if it scores as "
+         "wrong, mend the scorer or the prompt, else use easier prompts or a stronger model", 1),
     Rule("reward_flat_right", "critical", _flat(True),
          "the scorer finds any answer right, or the task is solved",
-         "ask `winnow reward try FILE --row 0 --answer nonsense`; if that scores as right, mend "
-         "the scorer (reward.function.path, reward.scorers), else use harder prompts"),
+         "ask `winnow reward try FILE --row 1 --answer nonsense`; if that scores as right, mend "
+         "the scorer (reward.function.path, reward.scorers), else use harder prompts", 1),
     Rule("filtered", "critical", _filtered,
          "answers to a prompt rarely differ: it is too hard or too easy, or labels are wrong",
          "all wrong: easier prompts, a right answer tried with `winnow reward try`; all right: "
@@ -317,7 +339,7 @@ RULES: tuple[Rule, ...] = (
     Rule("scoring_fails", "warning", _scoring_fails,
          "the scorer raises, runs out of time or memory, or a sandbox or service is not there",
          "read the error in the column scorer_error of rollouts/, then mend the scorer, or raise "
-         "reward.timeout_s; reward.on_failure says what becomes of such groups"),
+         "reward.timeout_s; reward.on_failure says what becomes of such groups", 1),
     Rule("cut_off", "warning", _cut_off,
          "answers are longer than the limit, or the model does not end them",
          "raise rollout.max_response_tokens; if answers go round in circles, penalise length "
@@ -325,27 +347,33 @@ RULES: tuple[Rule, ...] = (
     Rule("entropy_collapse", "warning", _entropy_collapse,
          "the policy writes the same answer again and again, so that groups say ever less",
          "raise algorithm.policy_loss.clip_high (0.28 in DAPO), lower optim.lr, or set "
-         "algorithm.entropy_coef to a small positive number"),
+         "algorithm.entropy_coef to a small positive number", _ENOUGH),
     Rule("entropy_blow_up", "warning", _entropy_blow_up,
          "the policy comes apart: updates are too large, or entropy is paid for",
-         "lower optim.lr and algorithm.entropy_coef, or set algorithm/kl/loss=fixed"),
+         "lower optim.lr and algorithm.entropy_coef, or set algorithm/kl/loss=fixed", 6),
     Rule("clip_never", "warning", _clip_never,
          "updates are so small that the policy stays where it is",
-         "raise optim.lr; look at optim.grad_clip, and whether rewards differ within groups"),
+         "raise optim.lr; look at optim.grad_clip, and whether rewards differ within groups",
+         _ENOUGH),
     Rule("clip_often", "warning", _clip_often,
          "updates are too large for the clip range: most of a step's gradient is thrown away",
          "lower optim.lr or trainer.epochs, or raise trainer.mini_batch_groups"),
     Rule("gradient_spikes", "warning", _gradient_spikes,
          "rewards with outliers and without normalisation, or a learning rate that is too high",
-         "bound the reward, set algorithm.advantage.std_normalization=group, lower optim.lr"),
+         "bound the reward, set algorithm.advantage.std_normalization=group, lower optim.lr", 6),
     Rule("length_hacking", "critical", _length_hacking,
          "the reward pays for length, or the loss favours long answers",
          "take length out of the score, set reward.overlong.enabled=true, try another "
-         "algorithm.aggregation"),
+         "algorithm.aggregation", _ENOUGH),
     Rule("reward_hacking", "critical", _reward_hacking,
          "the reward pays for something other than right answers, or prompts are known by heart",
          "read the best rewarded answers; weigh the parts of the reward anew (reward.weights.task) "
-         "or use more prompts if the data has been round often (data/epoch)"),
+         "or use more prompts if the data has been round often (data/epoch)", _ENOUGH),
+    Rule("not_comparable", "critical", _not_comparable,
+         "the engine or the trainer gives log-probs that are not finite: their weights or logits "
+         "are NaN or infinite",
+         "try `winnow check-engine`; go on from a checkpoint before these steps with a lower "
+         "optim.lr, or another model.dtype", 1),
     Rule("mismatch", "warning", _mismatch,
          "the engine samples from another policy: precision, kernels, cut sampling, old weights",
          "set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0, try `winnow check-engine`, or "
@@ -386,7 +414,7 @@ class Diagnosis:
             evidence = rule.check(self._course)
             if evidence is None:
                 continue
-            name, severity, _, cause, remedy = rule
+            name, severity, _, cause, remedy, _ = rule
             first = self._found[name].first_step if name in self._found else step
             found = RunFinding(name, severity, first, step, evidence, cause, remedy)
             new += [] if name in self._found else [found]
@@ -404,6 +432,17 @@ def diagnose(records: Iterable[Record], settings: Mapping[str, Any]) -> list[Run
     for record in records:
         diagnosis.add(int(record["step"]), record)
     return diagnosis.findings()
+
+
+def too_short(steps: int) -> str:
+    """Say which rules a run is too short for, and how many steps they need; empty if for none."""
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for rule in RULES:
+        if rule.steps > steps:
+            names[rule.steps].append(rule.name)
+    count = sum(map(len, names.values()))
+    needs = "; ".join(f"{', '.join(names[need])} need {need}" for need in sorted(names))
+    return f"{steps} steps: too few for {count} of {len(RULES)} rules ({needs})" if count else ""
 
 
 def advice(all_right: int, all_wrong: int, failed: int, truncated: float) -> str:

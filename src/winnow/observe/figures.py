@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 
 from rich import box
@@ -76,6 +77,11 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     """Make a model's text safe to print: no control codes, nothing beyond the encoding."""
     shown = "".join(c if _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def message(text: str, encoding: str = "utf-8") -> str:
+    """Make a line for the user safe to print, without the passwords of addresses in it."""
+    return printable(re.sub(r"://[^/\s:@]*:[^/\s@]+@", "://***@", text), encoding)
 
 
 def shorten(text: str, limit: int) -> str:

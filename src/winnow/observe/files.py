@@ -2,8 +2,6 @@
 
 `config.yaml`, `tokenizer.json`, `model.json`, `metrics.jsonl`, `ledger.parquet/`, `rollouts/`,
 `checkpoints/`, `eval/`, `log.txt`, `trace.json`, `findings.jsonl`, `trackers/`, `curve.png`.
-
-The folder may be a stranger's: `require_trust` asks before the model's own Python runs.
 """
 
 from __future__ import annotations
@@ -16,17 +14,21 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
-from winnow.config.root import Config
-from winnow.errors import ConfigError, FolderGoneError, WinnowError
+from winnow.errors import ConfigError, FolderGoneError, PassingError, WinnowError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_PASSING = {
+    *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT),
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO),
+}
+"""Errors of disks and file servers that may be over with the next try."""
 _TOLD = re.compile(r"\(os error (\d+)\)")
-_TRUST = "model.trust_remote_code"
 TOKENIZER = "tokenizer.json"
 """The tokenizer in a run's folder, by which token ids can be read."""
 MODEL = "model.json"
@@ -37,7 +39,16 @@ PARTIAL = ".partial"
 
 def disk_error(path: Path, error: OSError) -> WinnowError:
     """Word the error for a `path` that cannot be written: file, reason, remedy."""
-    return WinnowError(f"cannot write {path}: {reason_and_remedy(error)}")
+    return disk_errors(error)(f"cannot write {path}: {reason_and_remedy(error)}")
+
+
+def disk_errors(error: OSError, otherwise: type[WinnowError] = WinnowError) -> type[WinnowError]:
+    """Return the type of the error for a system's error: `PassingError` where it may be over soon.
+
+    Args:
+        otherwise: the type of all others.
+    """
+    return PassingError if error.errno in _PASSING else otherwise
 
 
 def reason_and_remedy(error: OSError) -> str:
@@ -47,6 +58,8 @@ def reason_and_remedy(error: OSError) -> str:
         remedy = "free some space, or put the run on another disk with run.dir=FOLDER"
     elif error.errno in _REFUSED:
         remedy = "choose a folder that you may write to with run.dir=FOLDER"
+    elif error.errno in _PASSING:
+        remedy = "try again, or put the run on another disk with run.dir=FOLDER"
     else:
         remedy = "check the path, or choose another folder with run.dir=FOLDER"
     return f"{reason}; {remedy}"
@@ -89,7 +102,16 @@ def refusals_told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         named = error.filename if isinstance(error.filename, str) else path
-        raise WinnowError(f"cannot use {named}: {reason_and_remedy(error)}") from error
+        raise disk_errors(error)(f"cannot use {named}: {reason_and_remedy(error)}") from error
+
+
+def open_no_link(path: Path, mode: Literal["wb", "ab"], buffering: int = -1) -> IO[bytes]:
+    """Open a file for writing; a link in its place is an OSError, wherever it leads."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, mode, buffering, opener=opener)
 
 
 def sync(path: Path) -> None:
@@ -114,7 +136,8 @@ def write_atomic(path: Path, data: bytes, draft: Path | None = None) -> None:
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(data)
+            with open_no_link(partial, "wb") as file:
+                file.write(data)
             sync(partial)
             partial.replace(path)
         except BaseException:  # Ctrl-C leaves nothing half-written either
@@ -159,7 +182,7 @@ class AppendFile:
         self.path = path
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
+            self._file = open_no_link(path, "ab", 0)
 
     @property
     def size(self) -> int:
@@ -220,8 +243,7 @@ class RunFolder:
             ConfigError: another run has that name.
             WinnowError: the folder cannot be made or written to.
         """
-        stem = re.sub(r"\.ya?ml$", "", Path(recipe).name)
-        path = free_path(Path(runs), stem) if name is None else Path(runs) / name
+        path = free_path(Path(runs), recipe_stem(recipe)) if name is None else Path(runs) / name
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             is_taken = any(path.iterdir())
@@ -347,6 +369,11 @@ class _LogFile(logging.Handler):
         self._file.close()
 
 
+def recipe_stem(recipe: str | Path) -> str:
+    """Return a recipe's name, or its file's without the ending."""
+    return re.sub(r"\.ya?ml$", "", Path(recipe).name)
+
+
 def free_path(folder: Path, name: str) -> Path:
     """Name a folder NAME-DATE-TIME that is not there yet."""
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -355,22 +382,3 @@ def free_path(folder: Path, name: str) -> Path:
         number += 1
         path = folder / f"{stem}-{number}"
     return path
-
-
-def require_trust(config: Config, overrides: Sequence[str], run: str | Path, say: str) -> None:
-    """Refuse a run's recipe that trusts a model's own code, unless the user says so, too.
-
-    Args:
-        config: the run's recipe under the overrides.
-        say: what the user would type, for the message.
-
-    Raises:
-        ConfigError: only the recipe says so.
-    """
-    if config.model.trust_remote_code and not any(
-        word.lstrip("+").partition("=")[0] == _TRUST for word in overrides
-    ):
-        raise ConfigError(
-            f"{run} has {_TRUST}=true in its recipe, which runs Python code that comes with the "
-            f"model; if you trust whoever made it, say so with {say}"
-        )

@@ -90,15 +90,18 @@ def parse_record(line: bytes) -> dict[str, Number]:
     Raises:
         ValueError: it is none.
     """
-    record = json.loads(line)
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("no step")
     odd = record.pop(_NON_FINITE, {})
     if not isinstance(odd, dict):
         raise ValueError(f"{_NON_FINITE} is no object")
-    figures = record | {name: float(text) for name, text in odd.items()}
+    figures = record | {name: float(str(text)) for name, text in odd.items()}
     for name, value in figures.items():
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 1e300):
             raise ValueError(f"{name} is no number")
     return figures
 

@@ -26,7 +26,7 @@ admitted and has no row is open: unfinished, waiting for a cut, or cut and not l
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -39,7 +39,7 @@ from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, RunFolder, write_atomic
 from winnow.observe.metrics import Outcome
 from winnow.observe.rollouts import problem_id, rollout_files
-from winnow.types import Group
+from winnow.types import Group, IntArray
 
 _INT, _TEXT = pa.int32(), pa.string()
 SCHEMA = pa.schema(
@@ -171,14 +171,17 @@ def _versions(group: Group) -> list[int]:
 
 
 def _token_crc(group: Group) -> int | None:
-    """Digest the token ids of the answers, answer by answer, however they are cut into segments."""
+    answers = [[each.token_ids for each in a.trajectory.segments] for a in group.scored]
+    is_here = all(type(ids) is np.ndarray for segments in answers for ids in segments)
+    return token_crc(answers) if is_here else None
+
+
+def token_crc(answers: Iterable[Iterable[IntArray]]) -> int:
+    """Digest the token ids of answers, one by one, however they are cut into segments."""
     crc, lengths = 0, []
-    for answer in group.scored:
+    for segments in answers:
         length = 0
-        for segment in answer.trajectory.segments:
-            ids = segment.token_ids
-            if type(ids) is not np.ndarray:
-                return None
+        for ids in segments:
             crc = crc32(ids.data, crc)
             length += len(ids)
         lengths.append(length)
@@ -186,5 +189,10 @@ def _token_crc(group: Group) -> int | None:
 
 
 def _score_crc(group: Group) -> int:
-    marks = [mark for a in group.scored for mark in (a.score.reward, a.score.accuracy)]
+    return score_crc((a.score.reward, a.score.accuracy) for a in group.scored)
+
+
+def score_crc(scores: Iterable[tuple[float, float]]) -> int:
+    """Digest reward and accuracy of a group's answers, bit for bit."""
+    marks = [mark for score in scores for mark in score]
     return crc32(struct.pack(f"{len(marks)}d", *marks))

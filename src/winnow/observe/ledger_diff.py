@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from winnow.errors import WinnowError
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.ledger import read_ledger
+from winnow.observe.ledger import read_ledger, score_crc, token_crc
 from winnow.observe.metrics import OUTCOMES
+from winnow.observe.rollouts import read_rollouts
 from winnow.types import BoolArray, IntArray
 
 ASPECTS: Mapping[str, tuple[str, ...]] = {
@@ -38,6 +39,11 @@ ASPECTS: Mapping[str, tuple[str, ...]] = {
 TIMES = ("step", "admitted_version", "staleness")
 """Columns of what may happen at another time and change nothing that is learnt: admission, and the
 end of a group that is not trained. They are told, and make no difference."""
+_SUMMED = ["step", "group", "answers", "tokens", "versions", "token_crc", "score_crc"]
+_ANSWERS = [
+    *("group", "reward", "accuracy", "response_tokens"),
+    *("oldest_version", "newest_version", "token_ids", "versions"),
+]
 SHOWN = 3
 """Examples kept of each kind of difference."""
 
@@ -147,7 +153,7 @@ def open_ledger(path: str | Path, until: int | None = None) -> LedgerRun:
 
 
 def check(run: LedgerRun) -> LedgerReport:
-    """Check a ledger against itself and against metrics.jsonl: nothing lost, nothing twice."""
+    """Check a ledger against itself, metrics.jsonl and rollouts/: nothing lost, nothing twice."""
     table = run.table
     groups = _ints(table, "group")
     fates, tokens = np.array(table["fate"].to_pylist()), _ints(table, "tokens")
@@ -167,7 +173,10 @@ def check(run: LedgerRun) -> LedgerReport:
                     [f"{admitted} admitted, {waiting} have no row, and {carried} wait for a cut"],
                 )
             )
-    faults += _accounts(run, fates, tokens)
+    faults += [
+        *_accounts(run, fates, tokens),
+        _fault("groups unlike rollouts/", [*_unlike_rollouts(run)]),
+    ]
     return LedgerReport(
         str(run.folder),
         run.steps,
@@ -314,6 +323,46 @@ def _accounts(
                         f"step {step}: {booked[step]} {what} {fate}, {int(noted)} in metrics.jsonl"
                     )
     yield _fault("sums that metrics.jsonl has otherwise", unlike)
+
+
+def _unlike_rollouts(run: LedgerRun) -> Iterator[str]:
+    """Compare each group with its answers in rollouts/, as far as these keep what it sums up."""
+    folder = RunFolder(run.folder)
+    by_step = dict[int, list[dict[str, Any]]]()
+    for row in run.table.select(_SUMMED).to_pylist():
+        by_step.setdefault(row["step"], []).append(row)
+    for step, rows in by_step.items():
+        if not folder.rollout(step).is_file():
+            continue
+        answers = dict[int, list[dict[str, Any]]]()
+        for answer in read_rollouts(folder.rollout(step)).select(_ANSWERS).to_pylist():
+            answers.setdefault(answer["group"], []).append(answer)
+        for row in rows:
+            unlike = [*_unlike_answers(row, answers.get(row["group"], []))]
+            if unlike:
+                yield f"group {row['group']} (step {step}): {', '.join(unlike)}"
+
+
+def _unlike_answers(row: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if row["answers"] != len(answers):
+        yield f"answers {row['answers']} | {len(answers)}"
+        return
+    if row["score_crc"] != score_crc((each["reward"], each["accuracy"]) for each in answers):
+        yield "score_crc"
+    if row["tokens"] < sum(each["response_tokens"] for each in answers):
+        yield "tokens"
+    if any(each["token_ids"] is None for each in answers):
+        wrote = {each[end] for each in answers for end in ("oldest_version", "newest_version")}
+        known = {min(row["versions"], default=None), max(row["versions"], default=None)}
+        wrote = {min(wrote - {None}, default=None), max(wrote - {None}, default=None)}
+    else:
+        ids = [[np.array(each["token_ids"], np.int64)] for each in answers]
+        if row["token_crc"] not in (None, token_crc(ids)):
+            yield "token_crc"
+        known = {*row["versions"]}
+        wrote = {version for each in answers for version in each["versions"]} - {-1}
+    if known != wrote:
+        yield "versions"
 
 
 def _ints(table: pa.Table, name: str) -> IntArray:

@@ -26,8 +26,13 @@ class Metric(NamedTuple):
 
 _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Scores of the answers trained on": (
-        ("score/reward/SPREAD", "", "reward, all parts by their weights", "critic/rewards/SPREAD"),
-        ("score/task_reward/SPREAD", "", "the task's own part", "critic/score/SPREAD"),
+        (
+            "score/reward/SPREAD",
+            "",
+            "reward, all parts by their weights, overlong penalty included; before a KL",
+            "critic/score/SPREAD; critic/rewards/SPREAD where no KL is in the reward",
+        ),
+        ("score/task_reward/SPREAD", "", "the task's own part, without penalties"),
         ("score/accuracy/SPREAD", "share", "accuracy, 0 to 1"),
         ("score/advantage/SPREAD", "", "advantage", "critic/advantages/SPREAD"),
         ("score/parts/NAME/SPREAD", "", "each part of the reward, before weights"),
@@ -88,7 +93,12 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "Lengths of the answers trained on": (
         ("length/response/SPREAD", "tokens", "of an answer", "response_length/SPREAD"),
-        ("length/prompt/SPREAD", "tokens", "of a prompt", "prompt_length/SPREAD"),
+        (
+            "length/prompt/SPREAD",
+            "tokens",
+            "of a prompt; a run says at its start how many data.max_prompt_tokens cut or left out",
+            "prompt_length/SPREAD, prompt_length/clip_ratio",
+        ),
         ("length/truncated", "share", "answers that the limit ended", "response_length/clip_ratio"),
     ),
     "Policy, means over the updates of a step": (

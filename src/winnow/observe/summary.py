@@ -33,6 +33,7 @@ _ANSWER_CHARACTERS = 240
 _SAMPLE_COLUMNS = ("group", "answer", "outcome", "accuracy", "prompt", "response")
 _TOKEN_CLASSES = {
     "trained": "trained on",
+    "no_advantage": "trained on, no signal",
     "all_right": "all right, no signal",
     "all_wrong": "all wrong, no signal",
     "surplus": "surplus, dropped",
@@ -40,6 +41,9 @@ _TOKEN_CLASSES = {
     "failed": "failed",
     "in_progress": "in progress at the end",
 }
+
+_ADVANTAGE = "score/advantage/"
+_NOTHING_LEARNT = "Nothing was learnt: no answer was better than another (see winnow doctor RUN)"
 
 
 @dataclass(frozen=True)
@@ -104,16 +108,23 @@ def print_summary(
     found = [(step, by_source) for step, by_source in evaluated if by_source]
     before = found[0][1] if found and found[0][0] == 0 else {}
     after = found[-1][1] if found and found[-1][0] > 0 else {}
+    steps = [record for record in records if record["step"] > 0]
+    flat = [r for r in steps if r.get(f"{_ADVANTAGE}min") == r.get(f"{_ADVANTAGE}max") == 0]
+    tokens = token_account(records)
+    if flat:
+        tokens["no_advantage"] = token_account(flat)["trained"]
+        tokens["trained"] -= tokens["no_advantage"]
     parts: list[RenderableType] = [
         "",
         Text(printable(title, console.encoding), style="bold"),
         Text(line * width, style="dim", no_wrap=True),
+        *([Text(_NOTHING_LEARNT, style="red")] if flat and len(flat) == len(steps) else []),
         *(
             _accuracy_table(source, before.get(source), after.get(source))
             for source in dict.fromkeys([*before, *after])
         ),
         *(_sample_table(sample, console.encoding) for sample in samples),
-        *_costs(console, token_account(records), phase_seconds(records), width),
+        *_costs(console, tokens, phase_seconds(records), width),
         *_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
         *_next(console, commands or {}, width),
     ]
@@ -126,7 +137,7 @@ def _costs(
     """Make the tables of tokens and time, side by side where they fit."""
     tables: list[RenderableType] = []
     if sum(tokens.values()):
-        uses = {words: tokens.get(name, 0) for name, words in _TOKEN_CLASSES.items()}
+        uses = {words: tokens[name] for name, words in _TOKEN_CLASSES.items() if name in tokens}
         tables.append(_share_table("Tokens generated", "tokens", uses, lambda n: f"{n:,}"))
     if seconds:
         phases = {phase.replace("_", " "): value for phase, value in seconds.items()}

@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
+from winnow.config.load import plain_values
 from winnow.config.root import Config, TrackerName
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, one_line, write_atomic
@@ -56,7 +57,7 @@ class TrackedRun:
     @property
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe, in sections."""
-        return self.config.model_dump(mode="json")
+        return plain_values(self.config)
 
     def settings(self) -> dict[str, str | int | float | bool]:
         """Return the recipe as flat hyper-parameters, such as `optim.lr`."""

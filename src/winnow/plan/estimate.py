@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from winnow.config.model import NoAdapter
+from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens, workers_of
-from winnow.config.trainer import Fsdp2, Megatron, RayCluster
+from winnow.config.rules import longest_tokens
+from winnow.config.trainer import Fsdp2, Megatron, Sharded
 from winnow.errors import ConfigError
-from winnow.learning.balance import deal, work
+from winnow.learning.balance import Deal, deal, work
 from winnow.learning.batch import cut_updates
 from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.causal_lm import torch_dtype
@@ -172,11 +173,8 @@ def learning_figures(
     """Deal a step's samples out; return lockstep, and a rank's FLOP, traffic and seconds a step."""
     strategy, trainer, width = config.trainer.strategy, config.trainer, rank.shape.hidden_size
     assert isinstance(strategy, Fsdp2 | Megatron)
-    groups, n = config.sampling.groups_per_step, config.rollout.n
-    updates = cut_updates(groups, trainer.mini_batch_groups or groups, (config.run.seed, 1, 0))
-    own = (np.sort(lengths_B.reshape(groups, n)[update].ravel())[::-1] for update in updates)
     ranks, most = shares_of(strategy), trainer.microbatch_tokens
-    deals = [deal(lengths, most, ranks, width) for lengths in own]
+    updates = deals = _deals(config, lengths_B, ranks, most, width)
     rounds = sum(found.work.shape[1] for found in deals)
     levels = sum(int(found.work.max(0).sum()) for found in deals)
     full = work(np.array(micro_lengths(config, most)), width).sum()
@@ -210,13 +208,21 @@ def learning_figures(
     }
 
 
+def _deals(config: Config, lengths_B: IntArray, ranks: int, most: int, width: int) -> list[Deal]:
+    """Deal the samples of each update of a step out to ranks."""
+    groups, n = config.sampling.groups_per_step, config.rollout.n
+    updates = cut_updates(groups, config.groups_per_update, (config.run.seed, 1, 0))
+    own = (np.sort(lengths_B.reshape(groups, n)[update].ravel())[::-1] for update in updates)
+    return [deal(lengths, most, ranks, width) for lengths in own]
+
+
 def shares_of(strategy: Fsdp2 | Megatron) -> int:
     """Return the number of shares that an update's samples are dealt to."""
     return strategy.data if isinstance(strategy, Megatron) else strategy.ranks // strategy.sequence
 
 
 def _exchange(
-    strategy: Fsdp2 | Megatron, machine: Machine, kind: str, size: float
+    strategy: Sharded | Megatron, machine: Machine, kind: str, size: float
 ) -> tuple[bool, float]:
     """Return whether arithmetic waits for a collective of so many bytes, and its seconds."""
     if isinstance(strategy, Megatron):
@@ -227,7 +233,7 @@ def _exchange(
         over = strategy.expert if kind.startswith("alltoall") else strategy.tensor
         return True, (1 + kind.startswith("allreduce")) * size / machine.rate(over)
     if kind.startswith("alltoall"):
-        return True, size / machine.rate(strategy.sequence)
+        return True, size / machine.rate(getattr(strategy, "sequence", 1))
     if kind.startswith("allreduce"):  # by all ranks of a node, over the replicas of each
         return False, 2 * size / machine.rate(strategy.ranks)
     # In rings through whole nodes.
@@ -238,43 +244,48 @@ def _exchange(
 def apart_figures(
     role: str, rank: RankPlan, config: Config, machine: Machine, lengths_B: IntArray
 ) -> Figures:
-    """Return what a rank of a frozen model apart holds in its pass, and its seconds a step."""
+    """Return what a rank of a model apart holds at its peak, and its seconds a step."""
     tracker, strategy = rank.apart[role], sharding_apart(config, role)
-    without = ON_HOST if strategy.offload else ()
-    peak, phase = tracker.peak(role, without), tracker.phases[role]
+    without, trainer = ON_HOST if strategy.offload else (), config.trainer
     width, most = rank.shape.hidden_size, tokens_apart(config, role)
-    dealt = deal(np.sort(lengths_B)[::-1], most, strategy.ranks, width)
-    levels = int(dealt.work.max(0).sum()) / work(np.array(micro_lengths(config, most)), width).sum()
-    sent = sum(phase.sent.values()) * dealt.work.shape[1]
-    shards = strategy.ranks // strategy.replicas
-    seconds = sent / machine.rate(shards, machine.per_node)
+    whole = [deal(np.sort(lengths_B)[::-1], most, strategy.ranks, width)]
+    updates = _deals(config, lengths_B, strategy.ranks, most, width)
+    full = work(np.array(micro_lengths(config, most)), width).sum()
+    peak = seconds = 0.0
+    for name, phase in list(tracker.phases.items())[1:]:
+        deals = updates if name.endswith("update") else whole
+        times = float(sum(each.work.shape[1] for each in deals))
+        scale = sum(int(each.work.max(0).sum()) for each in deals) / full
+        if name.endswith("update"):
+            passes = trainer.epochs / update_micro_batches(config)
+            times, scale = times * passes, scale * passes
+        elif name.endswith("optimizer"):
+            times = scale = len(updates) * trainer.epochs
+        sent = phase.sent.items()
+        sending = sum(_exchange(strategy, machine, kind, size * times)[1] for kind, size in sent)
+        seconds += max(machine.seconds(phase) * scale, sending)
+        peak = max(peak, tracker.peak(name, without).bytes / GIB)
+    roles = Roles(config)
     return {
         "ranks": strategy.ranks,
-        "peak_gib": peak.bytes / GIB,
-        "beside_policy": pool_of(config, role) == pool_of(config, "policy"),
-        "seconds": max(machine.seconds(phase) * levels, seconds),
+        "peak_gib": peak,
+        "beside_policy": roles[role].place == roles["policy"].place,
+        "seconds": seconds,
     }
-
-
-def pool_of(config: Config, role: str) -> str:
-    """Return the pool that a role's processes have GPUs of; each has its own unless they share."""
-    roles = config.cluster.roles if isinstance(config.cluster, RayCluster) else None
-    return getattr(roles, role, None) or role
 
 
 def shares_gpus(config: Config) -> bool:
     """Return whether an engine's GPU holds a rank as well."""
-    is_colocated = pool_of(config, "policy") == pool_of(config, "rollout")
-    return is_colocated or not workers_of(config)["rollout"]
+    roles = Roles(config)
+    return roles["policy"].place == roles["rollout"].place or "rollout" not in roles
 
 
 def gpus_beside(config: Config) -> dict[str, int]:
     """Return the GPUs that ranks of the policy leave to others, by pool; most of its roles."""
-    counts, found = workers_of(config), dict[str, int]()
-    split = getattr(config.rollout.engine, "tensor_parallel", 1)
-    for role, width in {"rollout": split, "reference": 1, "reward_model": 1}.items():
-        if counts[role] and (pool := pool_of(config, role)) != pool_of(config, "policy"):
-            found[pool] = max(found.get(pool, 0), counts[role] * width)
+    roles, found = Roles(config), dict[str, int]()
+    for role in roles:
+        if role.gpus and role.place != roles["policy"].place:
+            found[role.place] = max(found.get(role.place, 0), role.gpus)
     return found
 
 
@@ -299,7 +310,7 @@ def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: f
     cache = getattr(engine, "cache_gib", None) or max(room - weights, 0.0)
     fits = weights + max(cache, row) <= room
     return {
-        "engines": max(workers_of(config)["rollout"], 1),
+        "engines": max(Roles(config)["rollout"].count, 1),
         "gpus_each": split,
         "gpus_advised": next(enough, None),
         "weights_gib": weights,
@@ -376,9 +387,15 @@ def transfer_figures(rank: RankPlan, config: Config, machine: Machine) -> Figure
     nodes = math.ceil(strategy.ranks / machine.per_node)
     gathered = sent / machine.rate(strategy.ranks, machine.per_node)
     written = (state + 2 * model) / (nodes * DISK_GB_S * 1e9)
+    seconds = written + hashed / (HASH_GB_S * 1e9)
+    if "critic" in rank.apart:  # whose ranks write after the others: masters and two moments
+        saved, ranks = 12 * rank.parameters["critic"], sharding_apart(config, "critic").ranks
+        state += saved
+        disks = math.ceil(ranks / machine.per_node) * DISK_GB_S
+        seconds += saved / (disks * 1e9) + saved / ranks / (HASH_GB_S * 1e9)
     return {
         "publication_gib": sent / GIB,
         "publication_seconds": gathered + sent / (ENGINE_GB_S * 1e9),
         "checkpoint_gib": (state + model) / GIB,
-        "checkpoint_seconds": written + hashed / (HASH_GB_S * 1e9),
+        "checkpoint_seconds": seconds,
     }

@@ -5,6 +5,7 @@ recipe ─► ranks of the machine ─► run_rank (fake tensors) ─► figures
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,20 @@ from textwrap import fill
 
 from winnow.config.data import Demonstrations
 from winnow.config.load import load_recipe
+from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import COUNTS, longest_tokens, workers_of
+from winnow.config.rules import longest_tokens
 from winnow.config.trainer import Fsdp2, Megatron
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
 from winnow.plan.estimate import Figures, Machine, gpus_beside, shares_gpus
 from winnow.plan.rank import RankPlan, run_rank, stages_of
 from winnow.runs.metrics import StepTokens
+from winnow.runs.strangers import require_trusted_start
 from winnow.types import IntArray
 
-_WORDS = {"rollout": "engines", "reference": "the reference", "reward_model": "the reward model"}
+_SHAPES = Path(__file__).with_name("shapes")
+"""Folders with a config.json each: what published models' say of their shape."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class PlanRequest:
     """Price of a GPU for an hour."""
     tell: Callable[[str], object] = str
     """Is told what is being run."""
+    trusts: bool = False
+    """The user trusts whoever made the run that the recipe is of."""
 
 
 def make_plan(request: PlanRequest) -> Figures:
@@ -52,9 +58,10 @@ def make_plan(request: PlanRequest) -> Figures:
         ModelError: a model cannot be described.
     """
     machine, (given, config) = request.machine, _laid_out(request)
-    path = _described(config)
-    request.tell(f"running one of {workers_of(config)['policy']} ranks on fake tensors")
-    stages = _run_stages(config, path)
+    require_trusted_start(config, request.recipe, request.overrides, request.trusts)
+    described = _described(config, request.tell)
+    request.tell(f"running one of {Roles(config)['policy'].count} ranks on fake tensors")
+    stages = _run_stages(described)
     plan: Figures = {
         "recipe": request.recipe,
         "machine": {"gpu": machine.name, "nodes": machine.nodes, "gpus_each": machine.per_node},
@@ -63,16 +70,17 @@ def make_plan(request: PlanRequest) -> Figures:
         **_figures(request, config, stages),
     }
     if plan["faults"]:
-        plan["change"] = _change(request, config, path, stages, plan)
+        plan["change"] = _change(request, config, stages, plan)
     return plan
 
 
-def _run_stages(config: Config, path: str) -> list[RankPlan]:
+def _run_stages(config: Config) -> list[RankPlan]:
     """Run a rank of the first stage, and of the last if that is another.
 
     Those between hold no more than the first: as many layers or one less, and fewer micro-batches.
     """
     last = stages_of(config.trainer.strategy) - 1
+    path = str(Path(config.model.path or "").expanduser())
     return [run_rank(config, path, stage=stage) for stage in sorted({0, last})]
 
 
@@ -89,10 +97,11 @@ def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[st
     beside = gpus_beside(config)
     ranks = machine.nodes * machine.per_node - sum(beside.values())
     if ranks < 1:
-        others = " and ".join(f"{count} of {_WORDS.get(p, p)}" for p, count in beside.items())
+        neighbours = [role for role in Roles(config) if role.gpus and role.place in beside]
         raise ConfigError(
             f"--nodes {machine.nodes} --gpus {machine.per_node} leave no GPU for ranks beside "
-            f"{others}; give more, or lower {', '.join(COUNTS.get(p, p) for p in beside)}"
+            f"{' and '.join(role.count_text for role in neighbours)}; give more, or lower "
+            f"{', '.join(role.key for role in neighbours)}"
         )
     if not isinstance(config.trainer.strategy, Fsdp2 | Megatron):
         given.append("trainer/strategy=fsdp2")
@@ -100,20 +109,40 @@ def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[st
     return given, load_recipe(request.recipe, given)
 
 
-def _described(config: Config) -> str:
-    """Return the folder of the policy's model; all models have a config.json at least."""
+def _described(config: Config, tell: Callable[[str], object] = str) -> Config:
+    """Return the recipe with the folder of a config.json for each model, published ones' of ours.
+
+    Raises:
+        ModelError: a model has none.
+    """
     paths = {role: getattr(config, role).path for role in ("model", "critic", "reference")}
-    if workers_of(config)["reward_model"]:
+    if "reward_model" in Roles(config):
         paths["reward.model"] = getattr(config.reward.model, "path", None)
     for role, path in paths.items():
         is_needed = path is not None or role == "model"
-        if is_needed and not Path(path or "", "config.json").expanduser().is_file():
+        if not is_needed or Path(path or "", "config.json").expanduser().is_file():
+            continue
+        shape = published_shape(path or "") if role != "reward.model" else None
+        if shape is None:
             own_start = "" if path else " warm_start=none"
             raise ModelError(
                 f"{role}.path={path or 'null'} is no folder with a config.json, which is all that "
                 f"a plan needs of a model (no weights); set {role}.path=FOLDER{own_start}"
             )
-    return str(Path(config.model.path or "").expanduser())
+        tell(f"{role}.path={path} is not here: planned with the published shape of {shape.name}")
+        section = getattr(config, role).model_copy(update={"path": str(shape)})
+        config = config.model_copy(update={role: section})
+    return config
+
+
+def published_shape(path: str) -> Path | None:
+    """Return the folder of ours with the config.json of a published model, by its path's last part.
+
+    Bases and their instruction-tuned kin have one shape.
+    """
+    name = Path(path).name.lower().partition("@")[0].removeprefix("meta-")
+    folder = _SHAPES / re.sub(r"-(instruct|base|rl)$", "", name)
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _figures(request: PlanRequest, config: Config, stages: Sequence[RankPlan]) -> Figures:
@@ -141,16 +170,17 @@ def _figures(request: PlanRequest, config: Config, stages: Sequence[RankPlan]) -
     if engine["fits"]:
         seconds = estimate.rollout_seconds(engine, rank, config, machine, prompts, answers)
         engine["rollout_seconds"] = seconds
-        ranks, beside = workers_of(config)["policy"], gpus_beside(config)
+        ranks, beside = Roles(config)["policy"].count, gpus_beside(config)
         devices = ranks + sum(beside.values())
         asked = Counter({role: each["seconds"] for role, each in apart.items()})
         step = sum(learning["seconds"].values()) + transfers["publication_seconds"]
-        # Answers are scored while others are written, and the reference waits for all of them.
-        step += max(seconds, asked["reward_model"]) + asked["reference"]
+        # Answers are scored while others are written; reference and critic wait for all of them.
+        step += max(seconds, asked["reward_model"]) + asked["reference"] + asked["critic"]
         tokens = StepTokens(written, packed, prompts.tolist(), answers.tolist())
         peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
         run["step_seconds"] = step
-        counted = ranks + beside.get(estimate.pool_of(config, "rollout"), 0)
+        places = {Roles(config)[name].place for name in ("rollout", "critic")}
+        counted = ranks + sum(beside.get(place, 0) for place in places)
         run["mfu"] = rank.learning.passes.flop(tokens) / (step * counted * peak * 1e12)
         run["hours"] = step * config.trainer.steps / 3600
         run["gpu_hours"] = run["hours"] * devices
@@ -212,7 +242,7 @@ def _faults(
 
 
 def _change(
-    request: PlanRequest, config: Config, path: str, stages: list[RankPlan], plan: Figures
+    request: PlanRequest, config: Config, stages: list[RankPlan], plan: Figures
 ) -> Figures | None:
     """Find the first change after which all fits; None if none is found."""
     machine, is_full = request.machine, plan["memory"]["peak_gib"] > request.machine.limit_gib
@@ -227,7 +257,7 @@ def _change(
                     _, tried = _laid_out(request, words)
                 if (tried.trainer, tried.model) != (ran.trainer, ran.model):
                     request.tell(f"trying {' '.join(words)}")
-                    ran, found = tried, _run_stages(tried, path)
+                    ran, found = tried, _run_stages(_described(tried))
             except (ConfigError, ModelError):
                 break  # heads or ranks do not divide
             figures = _figures(request, tried, found)

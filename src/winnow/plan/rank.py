@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -26,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from winnow.config.judge import SequenceClassifier, sharding_of
+from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import workers_of
 from winnow.config.trainer import Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
@@ -36,11 +37,13 @@ from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import Stats, Strategy
 from winnow.models.causal_lm import load_causal_lm, torch_dtype
-from winnow.models.value import load_reward_model
+from winnow.models.value import load_reward_model, load_value_model
 from winnow.plan.megatron import planned_megatron
 from winnow.plan.tracker import DeviceTracker
 from winnow.runs.build_learner import (
     Learning,
+    critic_options,
+    critic_passes,
     load_role,
     make_learner,
     make_objective,
@@ -112,7 +115,7 @@ class RankPlan:
     refusal: str | None
     """Why GPUs could not compute the policy's attention."""
     apart: dict[str, DeviceTracker]
-    """By role, a rank of each frozen model on ranks of its own, in a pass: its only phase."""
+    """By role, a rank of each model on ranks of its own."""
 
 
 def run_rank(
@@ -147,9 +150,13 @@ def run_rank(
     with exact:
         learning, parameters = _learn(config, model, path, strategy, tracker, stage)
     apart = {}
-    for role in ("reference", "reward_model"):
-        if workers_of(config)[role]:
-            apart[role], parameters[role] = _run_frozen(config, role, path)
+    for role in Roles(config):
+        if role.kind == "ranks" and role.name != "policy":
+            apart[role.name], held = _run_apart(config, role.name, path)
+            parameters[role.name] = held.parameters
+            if role.name == "critic":
+                passes = replace(learning.passes, **critic_passes(held))
+                learning = replace(learning, passes=passes)
     return RankPlan(tracker, learning, parameters, model.config, refusal, apart)
 
 
@@ -167,12 +174,6 @@ def _learn(
     full = full_micro_batches(config)
     if isinstance(chosen, Megatron):
         planned = planned_megatron(chosen, model.config, Planned, strategy.kernels)
-
-    def assign(what: str, role: str, held: Strategy) -> None:
-        assert isinstance(held, Planned)
-        named = held.gradients() if what == "gradients" else held.moments()
-        tracker.assign(what, ((f"{role} {name}", tensor) for name, tensor in named))
-
     try:
         mesh = _fake_mesh(cast("Sharded | Megatron", chosen), stage)
         with planned as kind:
@@ -187,7 +188,7 @@ def _learn(
             with fake, tracker:
                 for role, each in held.items():
                     tracker.know(each.held_modules, role)
-                take_steps(config, learning, full, tracker.begin, assign)
+                take_steps(config, learning, full, tracker.begin, partial(_assign, tracker))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
             f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction asks "
@@ -199,49 +200,60 @@ def _learn(
     return learning, {role: each.parameters for role, each in held.items()}
 
 
-def _run_frozen(config: Config, role: str, path: str) -> tuple[DeviceTracker, int]:
-    """Run a pass of a model that only answers, as the first of its own ranks.
+def _run_apart(config: Config, role: str, path: str) -> tuple[DeviceTracker, PlannedStrategy]:
+    """Run the passes of a model, and its update if it learns, as the first of its own ranks.
 
     Returns:
-        What the rank held and did, and the model's parameters.
+        What the rank held and did, and the strategy that holds the model.
     """
-    cpu, scorer, readout = torch.device("cpu"), config.reward.model, dict[str, Any]()
-    most, outputs = tokens_apart(config, role), frozenset[Output]({"logprob"})
+    cpu, scorer, options = torch.device("cpu"), config.reward.model, dict[str, Any]()
     if role == "reference":
-        model = load_role(load_causal_lm, config, "reference", path, cpu, "shapes")
-        readout = readout_options(config, cast(Any, model).config.vocab_size)
+        model = load_role(load_causal_lm, config, role, path, cpu, "shapes")
+        options = readout_options(config, cast(Any, model).config.vocab_size)
+    elif role == "critic":
+        model = load_role(load_value_model, config, role, path, cpu, "shapes")
+        options = critic_options(config)
     else:
         assert isinstance(scorer, SequenceClassifier)
         dtype = torch_dtype(scorer.dtype or config.model.dtype)
         model = load_reward_model(scorer.path, dtype, cpu, hollow="shapes")
-        outputs = frozenset({"score"})
     sharding, fake = sharding_apart(config, role), FakeTensorMode(allow_non_fake_inputs=True)
+    most = tokens_apart(config, role)
     tracker = DeviceTracker(_attention_flop(config, model, most))
     micro = full_micro_batch(config, most)
     try:
         mesh = _fake_mesh(sharding)
         with fake, tracker:
             held = Sharding(offload=sharding.offload)
-            strategy = PlannedStrategy(model.requires_grad_(False), mesh, held, **readout)
+            model.requires_grad_(role == "critic")
+            strategy = PlannedStrategy(model, mesh, held, **options)
             tracker.know(strategy.model, role)
-            tracker.begin(role)
-            strategy.forward([micro], outputs)
+            if role == "critic":
+                assign = partial(_assign, tracker)
+                _fill_optimizer(role, strategy, assign)
+                _train_role(config, role, strategy, micro, tracker.begin, assign)
+            else:
+                tracker.begin(role)
+                outputs: set[Output] = {"logprob" if role == "reference" else "score"}
+                strategy.forward([micro], frozenset(outputs))
     finally:
         dist.destroy_process_group()
-    return tracker, strategy.parameters
+    return tracker, strategy
 
 
 def sharding_apart(config: Config, role: str) -> Sharded:
-    """Return how a frozen model with ranks of its own is sharded over them."""
-    found = config.reference.strategy if role == "reference" else sharding_of(config.reward.model)
+    """Return how a model with ranks of its own is sharded over them."""
+    found = sharding_of(config.reward.model)
+    if role != "reward_model":
+        found = getattr(config, role).strategy
     assert isinstance(found, Sharded)
     return found
 
 
 def tokens_apart(config: Config, role: str) -> int:
-    """Return the most tokens that ranks of a frozen model run at once."""
-    own = getattr(config.reward.model, "microbatch_tokens", None) if role != "reference" else None
-    return own or config.trainer.microbatch_tokens
+    """Return the most tokens that ranks of a model apart run at once."""
+    section = {"critic": config.critic, "reward_model": config.reward.model}.get(role)
+    return getattr(section, "microbatch_tokens", None) or config.trainer.microbatch_tokens
 
 
 def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[int], float]:
@@ -311,27 +323,49 @@ def take_steps(
     """
     learners: dict[str, Any] = {**learning.others, "policy": learning.policy}
     for role, strategy in learners.items():
-        # As after a resume: an update that has moments to step with.
-        moments = strategy.blank_state()["optimizer"]
-        strategy.load_state_dict(strategy.state_dict() | {"optimizer": moments})
-        del moments
-        assign("optimizer state", role, strategy)
-    objective = make_objective(config)
-    if objective.old == "pass":
+        _fill_optimizer(role, strategy, assign)
+    if make_objective(config).old == "pass":
         begin("old log-probs")
         learning.policy.forward(full[:1], frozenset({"logprob", "entropy"}))
     if learning.reference is not None:
         begin("reference")
         learning.reference.forward(full[:1], frozenset({"logprob"}))
     for role, strategy in learners.items():
-        micro, loss = full[0], cast(Any, objective)
-        if role == "critic":
-            micro, loss = full[1], make_value_objective(config)
-            begin("values")
-            strategy.forward([micro], loss.outputs)
-        begin(f"{role} update")
-        # The same again and again: gradients of the second are added to those of the first.
-        strategy.forward_backward([micro] * update_micro_batches(config), loss.outputs, loss)
-        assign("gradients", role, strategy)
-        begin(f"{role} optimizer")
-        strategy.optimizer_step(1e-6)
+        _train_role(config, role, strategy, full[role == "critic"], begin, assign)
+
+
+def _fill_optimizer(role: str, strategy: Any, assign: Assign) -> None:
+    """Give a model the moments that it has after a resume, for an update to step with."""
+    moments = strategy.blank_state()["optimizer"]
+    strategy.load_state_dict(strategy.state_dict() | {"optimizer": moments})
+    del moments
+    assign("optimizer state", role, strategy)
+
+
+def _train_role(
+    config: Config,
+    role: str,
+    strategy: Strategy,
+    micro: MicroBatch,
+    begin: Callable[[str], object],
+    assign: Assign,
+) -> None:
+    """Take an update of a model, behind a critic's pass for its values."""
+    loss = cast(Any, make_objective(config))
+    if role == "critic":
+        loss = make_value_objective(config)
+        begin("values")
+        strategy.forward([micro], loss.outputs)
+    begin(f"{role} update")
+    # The same again and again: gradients of the second are added to those of the first.
+    strategy.forward_backward([micro] * update_micro_batches(config), loss.outputs, loss)
+    assign("gradients", role, strategy)
+    begin(f"{role} optimizer")
+    strategy.optimizer_step(1e-6)
+
+
+def _assign(tracker: DeviceTracker, what: str, role: str, held: Strategy) -> None:
+    """Book what a strategy's gradients or moments are for."""
+    assert isinstance(held, Planned)
+    named = held.gradients() if what == "gradients" else held.moments()
+    tracker.assign(what, ((f"{role} {name}", tensor) for name, tensor in named))

@@ -207,13 +207,14 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._collective(name, max(map(local_bytes, given), default=0))
             return
         flop = 0
-        if name.startswith("varlen_attn"):
-            query = next(t for t in given if t.ndim == 3)
-            flop = int(self._attention_flop(query.shape[1] * query.shape[2]))
-            flop = flop * 5 // 2 if "backward" in name else flop
+        if name.startswith(("varlen_attn", "scaled_dot_product_flash")):  # the latter of float32
+            q = next(t for t in given if t.ndim > 2).shape  # [T, N, D], or [B, N, T, D]
+            once = self._attention_flop(q[1] * q[2]) if len(q) < 4 else 2 * q.numel() * (q[2] + 1)
+            flop = int(once * (2.5 if "backward" in name else 1))
         elif name == "grouped_mm":  # of experts; torch counts none
             flop = 2 * args[0].numel() * args[1].shape[-1]
-        elif (counted := flop_registry.get(func._overloadpacket)) is not None:
+        # What works in place, such as `addmm_`, is counted as what does not.
+        elif counted := flop_registry.get(getattr(torch.ops.aten, name, func._overloadpacket)):
             flop = counted(*args, **kwargs, out_val=out)
         moved = sum(map(local_bytes, {id(t): t for t in (*given, *made)}.values()))
         self._phase.work[flop, moved, any(t.dtype in HALF for t in given)] += 1

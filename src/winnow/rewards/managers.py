@@ -214,7 +214,8 @@ class FunctionCalls(Manager):
     def __init__(self, config: RewardConfig) -> None:
         self._user: UserScorer | None = None
         if rules_place(config) == "here":
-            self._user = UserScorer(config.function)
+            user = config.function
+            self._user = UserScorer(str(user.path), user.name, user.kwargs)
         else:
             from winnow.rewards.pool import ScorerPool
 

@@ -417,8 +417,9 @@ class ScorerPool:
         """Start processes in place of those that are gone."""
         while len(self._scorers) < self._workers and self._broken is None:
             scorer = _Scorer()
+            user = self._function
             job = ScorerJob(
-                self._function,
+                (user.path, user.name, user.kwargs) if user and user.path else None,
                 self._most_in_call > 0,
                 self._config.timeout_s,
                 self._memory_bytes,

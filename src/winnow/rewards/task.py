@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
-from winnow.config.reward import UserFunction
 from winnow.errors import RewardError
 from winnow.rewards.scorers import Scorer
 from winnow.types import Score
@@ -54,8 +53,8 @@ Outcome = Score | Failure
 class ScorerJob:
     """The first message to a process of the pool; a `Ready` answers it."""
 
-    function: UserFunction | None
-    """None: the built-in scorers."""
+    function: tuple[str, str, dict[str, Any]] | None
+    """Arguments of `UserScorer`; None: the built-in scorers."""
     batched: bool
     """True if the function takes many answers in a call."""
     timeout_s: float
@@ -104,6 +103,9 @@ class UserScorer:
     else.
 
     Args:
+        path: the file.
+        name: the function's.
+        kwargs: passed to each call.
         batched: it is called with lists, as `compute_score(data_sources=…, solution_strs=…,
             ground_truths=…, extra_infos=…, **kwargs)`, and returns a list of such results.
 
@@ -111,22 +113,21 @@ class UserScorer:
         RewardError: the file cannot be imported, or has no such function.
     """
 
-    def __init__(self, config: UserFunction, batched: bool = False) -> None:
+    def __init__(self, path: str, name: str, kwargs: dict[str, Any], batched: bool = False) -> None:
         from winnow.user_code import load_user_object
 
-        assert config.path is not None
-        self.file = str(Path(config.path).expanduser().absolute())
+        self.file = str(Path(path).expanduser().absolute())
         self.batched = batched
-        self._kwargs = config.kwargs
+        self._kwargs = kwargs
         self._names = [f"{name}s" for name in _ARGUMENTS] if batched else list(_ARGUMENTS)
-        self._function = function = load_user_object(config.path, _FIELD, RewardError, config.name)
+        self._function = function = load_user_object(path, _FIELD, RewardError, name)
         try:
-            inspect.signature(function).bind(**dict.fromkeys(self._names), **config.kwargs)
+            inspect.signature(function).bind(**dict.fromkeys(self._names), **kwargs)
         except TypeError as error:
             raise RewardError(
-                f"{_FIELD} {config.path}: {config.name}{inspect.signature(function)} cannot be "
-                f"called with {', '.join([*self._names, *config.kwargs])} ({error}); change its "
-                "arguments, or reward.function.kwargs"
+                f"{_FIELD} {path}: {name}{inspect.signature(function)} cannot be called with "
+                f"{', '.join([*self._names, *kwargs])} ({error}); change its arguments, or "
+                "reward.function.kwargs"
             ) from error
         called = getattr(function, "__call__", None)  # noqa: B004  an object's own
         self.is_async = any(map(inspect.iscoroutinefunction, (function, called)))
@@ -258,7 +259,8 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
     own = [frame for frame in foreign if frame.filename == user_file] or foreign
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     line = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
-    trace = "".join(traceback.format_exception(type(error), error, below))
+    # A fault in what was returned, such as None, has no place in the user's file.
+    trace = "".join(traceback.format_exception(type(error), error, below)) if foreign else line
     from winnow.sandbox.program import SandboxError
 
     return Failure(line, trace, outside=isinstance(error, SandboxError))

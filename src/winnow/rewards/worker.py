@@ -126,7 +126,7 @@ def main() -> None:
     cell = os.open(job.cell, os.O_WRONLY)
     sys.path[:] = job.python_path
     try:
-        user = UserScorer(job.function, job.batched) if job.function else None
+        user = UserScorer(*job.function, job.batched) if job.function else None
     except RewardError as error:
         _tell(channel, 0, Ready(False, str(error)))
         return

@@ -98,6 +98,26 @@ class CompletionEvent:
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Arrays that a finished answer's trajectory gets."""
 
+    def __post_init__(self) -> None:
+        """Refuse a finished answer that must not be learned from, where its engine reports it.
+
+        Raises:
+            TrainingError: a token has no log-prob that is a finite number.
+        """
+        ids, logprobs = self.segment.token_ids, self.segment.logprobs
+        # A reference to arrays elsewhere is one to an event that was checked there.
+        if self.kind != "finished" or not isinstance(logprobs, np.ndarray):
+            return
+        place = int(np.append(np.isfinite(logprobs), False).argmin())
+        if not place == len(logprobs) == len(ids):
+            said = logprobs[place] if place < len(logprobs) else "nothing"
+            raise TrainingError(
+                f"the engine gave {said} as the log-prob of token {place} of answer {self.answer} "
+                f"of group {self.group_id}: its model's weights or logits are not finite, or it is "
+                "broken; go on from an earlier checkpoint with a lower optim.lr or another "
+                "model.dtype, or mend the engine"
+            )
+
     @property
     def key(self) -> tuple[int, int]:
         """Group and answer."""

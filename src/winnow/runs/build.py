@@ -357,5 +357,10 @@ def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterato
         yield ("Warning: " if 2 * found.filtered > found.size else "") + "; ".join(notes)
     rule, reward = config.sampling.filter, config.reward
     is_theirs = reward.function.path is not None or reward.manager.name in ("remote", "custom")
+    if "math" in source.data_sources and not is_theirs and "math" not in reward.scorers:
+        yield (
+            "Data source math is scored by math_verify (\\boxed{}); verl scores it by the line "
+            "Answer:, which is reward.scorers={math: dapo_math}"
+        )
     if isinstance(rule, VarianceFilter) and rule.metric == "accuracy" and is_theirs:
         yield "Groups are kept whose answers differ in acc, or in score if your scorer gives none"

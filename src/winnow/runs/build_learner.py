@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,8 +24,8 @@ from winnow.config.algorithm import (
 )
 from winnow.config.data import Demonstrations
 from winnow.config.model import NoAdapter
+from winnow.config.roles import Roles, needs_reference
 from winnow.config.root import Config
-from winnow.config.rules import needs_reference, workers_of
 from winnow.config.trainer import Fsdp2, Megatron, OptimConfig, WholeModels
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
@@ -115,10 +115,10 @@ def make_learner(
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
         return Learning(imitator, policy, Passes(policy.active_parameters, epochs=1, forwards=0))
     critic = None
-    if "values" in needs_of(config) and not workers_of(config)["critic"]:
+    if "values" in needs_of(config) and "critic" not in Roles(config):
         critic = make_critic(config, start, policy.device, hollow, hold)
     reference = None
-    if needs_reference(config) and not workers_of(config)["reference"]:
+    if needs_reference(config) and "reference" not in Roles(config):
         # With a new adapter, unless another folder is named, the policy's own model without it.
         reference, own = policy, config.reference.path
         if own is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
@@ -159,10 +159,13 @@ def make_critic(
     from winnow.models.value import load_value_model
 
     model = load_role(load_value_model, config, "critic", start, device, hollow)
-    own = config.critic
-    options = _adamw_options(own.optim)
-    strategy = hold(model, gradient_checkpointing=own.gradient_checkpointing, **options)
-    return Critic(strategy, make_value_objective(config))
+    return Critic(hold(model, **critic_options(config)), make_value_objective(config))
+
+
+def critic_options(config: Config) -> dict[str, Any]:
+    """Return what a critic's strategy is made with besides its model."""
+    checkpointing = config.critic.gradient_checkpointing
+    return {"gradient_checkpointing": checkpointing, **_adamw_options(config.critic.optim)}
 
 
 def critic_passes(strategy: Strategy) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def make_settings(config: Config) -> LearnerSettings:
     trainer, algorithm = config.trainer, config.algorithm
     has_critic = "values" in needs_of(config)
     return LearnerSettings(
-        groups_per_update=trainer.mini_batch_groups or config.sampling.groups_per_step,
+        groups_per_update=config.groups_per_update,
         epochs=trainer.epochs,
         microbatch_tokens=trainer.microbatch_tokens,
         overlong_filtering=algorithm.overlong_filtering,
@@ -232,7 +235,7 @@ def old_source(config: Config) -> OldSource:
         return "current"
     loss, kl = POLICY_LOSSES.get(algorithm.policy_loss.name), algorithm.kl
     groups = config.sampling.groups_per_step
-    one_update = trainer.epochs == 1 and (trainer.mini_batch_groups or groups) == groups
+    one_update = trainer.epochs == 1 and config.groups_per_update == groups
     weighs_kl = isinstance(kl.loss, LossKl) and kl.loss.importance_weight
     in_updates = not one_update and (loss is None or loss.uses_old or weighs_kl)
     before_updates = (
@@ -258,7 +261,7 @@ def _rate(config: Config, optim: OptimConfig) -> Any:
 def load_role(
     load: Callable[..., nn.Module],
     config: Config,
-    role: Literal["critic", "reference"],
+    role: str,
     start: str | None,
     device: torch.device,
     hollow: Hollow,

@@ -15,6 +15,7 @@ that a crash left.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -30,13 +31,15 @@ from typing import Any
 
 import numpy
 import torch
-import transformers
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 
 from winnow import __version__
-from winnow.errors import CheckpointError
+from winnow.config.roles import POLICY_STATE
+from winnow.errors import CheckpointError, WinnowError
 from winnow.observe.files import (
     atomic_folder,
+    disk_errors,
     reason_and_remedy,
     refusals_told,
     system_error,
@@ -67,13 +70,8 @@ STATE_CLASSES = (
 """Classes of which a state holds objects."""
 
 CONFIG = "config.yaml"
-RANKS = {"policy": "ranks", "critic": "critic"}
-"""A checkpoint's folder of the state that the ranks of a role hold."""
-_SHARES = {
-    "policy": re.compile(r"ranks/[^/]*\.distcp|model/[^/]*\.safetensors"),
-    "critic": re.compile(r"critic/[^/]*\.distcp"),
-}
-"""Files that the ranks of a role read."""
+PATIENCE = 3
+"""Checkpoints in a row that may fail to be written or copied; the next that works brings all."""
 _HASHED_AT_ONCE = min(16, os.cpu_count() or 1)
 FileEntry = Mapping[str, Any]
 """Bytes and sha256 of a file, in a manifest."""
@@ -96,6 +94,8 @@ class Checkpoint:
 class Manifest:
     """The facts about a checkpoint, in manifest.json."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     step: int = 0
     evaluated: bool = True
     """False when the step's evaluation, and so its line of metrics, is still to come."""
@@ -109,6 +109,9 @@ class Manifest:
     """sha256 of the user's Python files, by the keys of the recipe that name them."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Bytes and sha256 by path; filled in when the checkpoint is written."""
+
+
+_MANIFESTS = TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +129,8 @@ class Snapshot:
 
 def this_machine(device: torch.device) -> dict[str, str | int]:
     """Return what the bits of a run depend on, its recipe aside."""
+    import transformers  # which takes a second, and the run has said where it goes by now
+
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -165,7 +170,7 @@ def save_checkpoint(
         cause = system_error(error)
         if cause is None:
             raise
-        raise CheckpointError(
+        raise disk_errors(cause, CheckpointError)(
             f"cannot save the checkpoint {target}: {reason_and_remedy(cause)}"
         ) from error
     return Checkpoint(target, manifest.step)
@@ -256,36 +261,62 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         version, digest = entries.pop("format"), entries.pop("sha256")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a manifest"
-        raise CheckpointError(f"{path} cannot be read: {reason}; use another checkpoint") from error
+        is_whole = digest == _digest(entries)
+        manifest = _MANIFESTS.validate_python(entries) if is_whole and version == _FORMAT else None
+        if manifest and any(
+            {"bytes", "sha256"} - entry.keys() for entry in manifest.files.values()
+        ):
+            raise ValueError("an entry lacks its checksum")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: not a manifest; use another checkpoint"
+        ) from error
     if version != _FORMAT:
         raise CheckpointError(
             f"{path} has format {version}, this version reads {_FORMAT}; use the version of winnow "
             "that wrote it, or the model folder beside it"
         )
-    if digest != _digest(entries):
+    if manifest is None:
         raise CheckpointError(f"{path} is damaged (checksum differs); use another checkpoint")
-    return Manifest(**entries)
+    return manifest
+
+
+def _unreadable(path: Path, error: OSError) -> WinnowError:
+    # Of a bad sector the checkpoint before can take the place; a file server may be back.
+    kind = CheckpointError if error.errno == errno.EIO else disk_errors(error, CheckpointError)
+    return kind(f"{path} cannot be read: {error.strerror}; use another checkpoint")
 
 
 def verify(checkpoint: Checkpoint, checked_by: Collection[str] = ()) -> Manifest:
     """Check that every file is there and is what was written; return the manifest.
 
     Args:
-        checked_by: roles whose ranks check the content of what they read (`verify_share`), and not
-            this process, which checks its size.
+        checked_by: folders (`Role.saved_in`) of ranks that check the content of what they read
+            (`verify_share`), where this process checks its size.
 
     Raises:
         CheckpointError: names the file.
     """
-    manifest = read_manifest(checkpoint)
-    _check_files(checkpoint.path, manifest.files, checked_by)
+    manifest, path = read_manifest(checkpoint), checkpoint.path
+    there = {str(p.relative_to(path)): p for p in path.rglob("*") if not p.is_dir()}
+    for name in sorted(manifest.files.keys() - there.keys()):
+        raise _unreadable(path / name, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+    for name in sorted(there.keys() - manifest.files.keys() - {MANIFEST}):
+        if not there[name].name.startswith(".nfs"):  # a file server's, of one still open
+            raise CheckpointError(
+                f"{there[name]} was added to the checkpoint; remove it, or use another checkpoint"
+            )
+    _check_files(path, manifest.files, checked_by)
     return manifest
 
 
-def verify_share(checkpoint: Path, rank: int, ranks: int, role: str = "policy") -> None:
+def verify_share(checkpoint: Path, rank: int, ranks: int, folder: str = POLICY_STATE) -> None:
     """Check the weights and shards that fall to one of a role's ranks, as many bytes as to others.
+
+    Args:
+        folder: of the role's state (`Role.saved_in`).
 
     Raises:
         CheckpointError: names a file that is not what was written.
@@ -293,13 +324,18 @@ def verify_share(checkpoint: Path, rank: int, ranks: int, role: str = "policy") 
     files = read_manifest(Checkpoint(checkpoint, 0)).files
     shares: list[dict[str, FileEntry]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
-    for name in sorted(
-        filter(_SHARES[role].fullmatch, files), key=lambda n: (-files[n]["bytes"], n)
-    ):
+    theirs = (name for name in files if _is_read_by(folder, name))
+    for name in sorted(theirs, key=lambda n: (-files[n]["bytes"], n)):
         least = loads.index(min(loads))
         shares[least][name] = files[name]
         loads[least] += files[name]["bytes"]
     _check_files(checkpoint, shares[rank])
+
+
+def _is_read_by(folder: str, name: str) -> bool:
+    """Return whether the ranks whose state lies in a folder read a file."""
+    model = r"|model/[^/]*\.safetensors" if folder == POLICY_STATE else ""
+    return re.fullmatch(rf"{folder}/[^/]*\.distcp{model}", name) is not None
 
 
 def _check_files(
@@ -307,14 +343,12 @@ def _check_files(
 ) -> None:
     def check(name: str) -> None:
         part, entry = folder / name, files[name]
-        is_theirs = any(_SHARES[role].fullmatch(name) for role in checked_by)
+        is_theirs = any(_is_read_by(each, name) for each in checked_by)
         try:
-            is_whole = part.stat().st_size == entry["bytes"]
+            is_whole = part.is_file() and part.stat().st_size == entry["bytes"]
             is_whole = is_whole and (is_theirs or _sha256(part) == entry["sha256"])
         except OSError as error:
-            raise CheckpointError(
-                f"{part} cannot be read: {error.strerror}; use another checkpoint"
-            ) from error
+            raise _unreadable(part, error) from error
         if not is_whole:
             raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
 

@@ -14,11 +14,8 @@ import fsspec
 
 from winnow.errors import CheckpointError
 from winnow.observe.files import PARTIAL, atomic_folder, one_line
-from winnow.runs.checkpoint import MANIFEST, Checkpoint, checkpoints_in
+from winnow.runs.checkpoint import MANIFEST, PATIENCE, Checkpoint, checkpoints_in
 from winnow.runs.state_file import SHARD_INDEX
-
-PATIENCE = 3
-"""Checkpoints in a row that may fail to be copied; the next that works brings all of them."""
 
 log = logging.getLogger(__name__)
 

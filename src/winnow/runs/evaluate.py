@@ -58,7 +58,7 @@ from winnow.evaluation.report import (
 from winnow.http.client import RemoteError
 from winnow.models.causal_lm import ADAPTER_CONFIG
 from winnow.models.fetch import is_elsewhere, may_be_hub_name
-from winnow.observe.files import RunFolder, free_path, refusals_told, require_trust, write_atomic
+from winnow.observe.files import RunFolder, free_path, refusals_told, write_atomic
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import Engine, WeightUpdate
 from winnow.rollout.http_engine import HttpEngine
@@ -73,6 +73,7 @@ from winnow.runs.checkpoint import (
 )
 from winnow.runs.loading import Policies, load_policy
 from winnow.runs.process import ShutdownSignal, Stopped
+from winnow.runs.strangers import require_trust
 from winnow.runs.topology import (
     adapter_alone,
     check_engine,
@@ -90,6 +91,7 @@ _LONG = 20
 """Characters from which on the words of a template are an instruction."""
 _OF_RUNS = "model", "rollout/engine", "rollout.engine"
 """Settings that a run brings along although a recipe says how it is asked."""
+_ENGINE = ("rollout.engine.",)
 _NO_PROMPTS = "no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task"
 
 
@@ -107,6 +109,8 @@ class EvalRequest:
     """Folder of the answers and figures."""
     step: int | None = None
     """Step of a run's checkpoint; None is the last."""
+    trusts: bool = False
+    """The user trusts whoever made the run."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
         WinnowError: no such run, checkpoint or model, or nothing to evaluate on.
         Stopped: a signal ended it; nothing of it is left.
     """
-    stop = ShutdownSignal(notice="")
+    stop = ShutdownSignal(speaks=False)
     with stop.listening():
         subject = subject_of(request)
         folder = subject.answers.parent
@@ -427,7 +431,8 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, given:
         config = config.model_copy(update={"rollout": rollout})
     is_told = any(_is_of(override, _OF_RUNS[1:]) for override in overrides)
     config, note = _writing(_asking(request, config, own.model), is_told)
-    require_trust(config, overrides, run.path, "model.trust_remote_code=true")
+    asked = ("rollout.", "data.task.", "reward.") if request.recipe is None else _ENGINE
+    require_trust(run.path, config, overrides, request.trusts, ("model.", *asked))
     name = f"checkpoint-{checkpoint.step}"
     answers, report = _places(request.out, run if run.config.is_file() else None, name)
     title = f"{run.name}, step {checkpoint.step}"

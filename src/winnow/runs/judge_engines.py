@@ -25,6 +25,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from winnow.config.judge import EngineJudge, NoRewardModel, told_of_judge
+from winnow.config.roles import Roles
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
@@ -283,6 +284,12 @@ def _own_engines(config: Config, model: JudgeModel) -> Iterator[Sequence[WorkerG
     reward = config.reward.model_copy(update={"model": NoRewardModel()})
     alone = Config(run=config.run, model=config.model, reward=reward)
     check_engine(alone)
-    numbers = range(model.section.engine.processes)
-    with contextlib.closing(WorkerGroups()) as groups, launcher(alone, groups, False) as launch:
-        yield groups.start(*(launch("judge", {"config": alone}, number) for number in numbers))
+    roles = Roles(alone)
+    with (
+        contextlib.closing(WorkerGroups()) as groups,
+        launcher(alone, roles, groups, False) as launch,
+    ):
+        numbers = range(roles["judge"].count)
+        yield groups.start(
+            *(launch(roles["judge"], {"config": alone}, number) for number in numbers)
+        )

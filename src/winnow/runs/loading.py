@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.judge import EngineJudge, SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
+from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import Fsdp2, Megatron
+from winnow.config.trainer import Fsdp2, LocalCluster, Megatron
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
 from winnow.errors import ConfigError, ModelError, TrainingError, WinnowError, WorkerError
@@ -168,6 +169,14 @@ def load_policy(
     if not hollow:
         check_finite(path, model.named_parameters())
     check_positions(config, path, model)
+    engine = config.rollout.engine
+    # Options of the user's own may change what vLLM makes of a model; it checks that itself.
+    if isinstance(engine, VllmEngineConfig) and not engine.extra:
+        from winnow.rollout.vllm_start import check_vllm_model
+
+        is_here = isinstance(config.cluster, LocalCluster)
+        on_cpu = is_here and device.type == "cpu" and not torch.cuda.is_available()
+        check_vllm_model(path, model.config, longest_tokens(config), on_cpu)
     strategy = config.trainer.strategy
     if isinstance(strategy, Fsdp2):
         from winnow.learning.sequence import check_model

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 
 import torch
 
+from winnow.config.data import Demonstrations
 from winnow.config.model import LoraAdapter
+from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import workers_of
 from winnow.config.trainer import Megatron, RayCluster
+from winnow.data.sources import check_files
 from winnow.errors import ConfigError, RewardError
+from winnow.models.fetch import check_place
 from winnow.observe.profile import check_profile
 from winnow.runs.resume import user_files
 from winnow.runs.topology import check_engine
@@ -48,17 +52,33 @@ def check_start(config: Config) -> None:
         check_installed()
         if not has_gpu:
             import_megatron(torch.device("cpu"))
-    for key, value in user_files(config.model_dump(), ""):
-        if not key.endswith(".path") or isinstance(config.cluster, RayCluster):
-            continue  # options of the user's own; files of other nodes
+    for key, value in () if isinstance(config.cluster, RayCluster) else user_files(config):
+        if not re.fullmatch(r".+\.py(:\w+)?", value):
+            continue
         place, _, name = value.rpartition(":") if value[-3:] != ".py" else (value, "", None)
         name = config.reward.function.name if key == _REWARD else name
         error = RewardError if key.startswith("reward.") else ConfigError
         check_user_file(place, f"{key} {value}", error, name)
 
 
+def check_places(config: Config, has_checkpoint: bool) -> None:
+    """Refuse data files and a model that are not here, before a run says where it goes.
+
+    Raises:
+        WinnowError: names the first.
+    """
+    data = config.sft if isinstance(config.sft, Demonstrations) else config.data
+    check_files([*data.train_files, *data.eval_files, *config.data.eval_files])
+    if config.model.path is not None and not has_checkpoint:
+        check_place(config.model.path, "model.path")
+
+
 def starting(config: Config) -> list[str]:
-    """Say which processes are about to start; nothing where all is done in this one."""
-    what = [f"{number} for {role}" for role, number in workers_of(config).items() if number]
-    words = ", ".join(what).replace("_", " ")
-    return [f"Starting processes, {words}: half a minute, longer for large models"] if what else []
+    """Say which processes are about to start, if any, and where checkpoints go besides."""
+    words = ", ".join(role.count_text for role in Roles(config))
+    lines = (
+        [f"Starting processes, {words}: half a minute, longer for large models"] if words else []
+    )
+    if (url := config.trainer.checkpoint_url) is not None:
+        lines.append(f"Each checkpoint is copied to {url} (trainer.checkpoint_url)")
+    return lines

@@ -158,13 +158,11 @@ class ShutdownSignal:
     """Takes the signals of a process and passes a request on where it does no harm.
 
     Args:
-        notice: what the terminal is told at a Ctrl-C that is only noted; "" for nothing.
+        speaks: say at once, on the error stream, what a request that is only noted waits for.
     """
 
-    def __init__(
-        self, notice: str = "\nwinnow: stopping; saving first (Ctrl-C again ends at once)\n"
-    ) -> None:
-        self._notice = notice
+    def __init__(self, speaks: bool = True) -> None:
+        self._speaks = speaks
         self._signal: int | None = None
         self._reason = ""
         self._end: MachineEnd | None = None
@@ -266,10 +264,13 @@ class ShutdownSignal:
         if not self._is_deferring:
             self._signal = number
             raise Stopped(number)
-        if number == signal.SIGINT:
+        if self._speaks:
+            what = "finishing the step under way" if self._task is None else "dropping open answers"
+            hint = " (Ctrl-C again ends at once)" if number == signal.SIGINT else ""
+            line = f"\nwinnow: {signal.Signals(number).name}: {what}, then saving{hint}\n"
             # Not through the console: a handler may interrupt it halfway through a line.
             with contextlib.suppress(OSError):
-                os.write(2, self._notice.encode())
+                os.write(2, line.encode())
         self._ask(number)
 
     def _ask(self, number: int, reason: str = "") -> None:

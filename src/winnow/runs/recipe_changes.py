@@ -18,9 +18,9 @@ from typing import Any
 
 from winnow.config.algorithm import GaeAdvantage, NoKl
 from winnow.config.judge import ShardedScorer
-from winnow.config.load import ABSENT, differing_keys
+from winnow.config.load import ABSENT, differing_keys, without_secrets
+from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import workers_of
 from winnow.config.schema import show
 from winnow.config.trainer import Fsdp2, Megatron, ProfileConfig, Sharded
 from winnow.errors import CheckpointError, ConfigError
@@ -160,7 +160,7 @@ def _has_critic(config: Config) -> bool:
 
 def _differing(config: Config, saved: Config) -> Iterator[tuple[str, str]]:
     """Yield the keys that differ, each with a line that says how."""
-    same_engines = workers_of(saved)["rollout"] == workers_of(config)["rollout"]
+    same_engines = Roles(saved)["rollout"].count == Roles(config)["rollout"].count
     for key, was, now in differing_keys(saved, config):
         if key == "rollout.engine.processes" and same_engines:
             continue  # null, and the number that it stands for
@@ -170,7 +170,8 @@ def _differing(config: Config, saved: Config) -> Iterator[tuple[str, str]]:
             continue
         if key.startswith("trainer.strategy.") and ABSENT in (was, now):
             continue  # of another strategy, whose name differs
-        yield key.replace("/", "."), f"{key} was {show(was)} and is {show(now)}"
+        line = f"{key} was {show(was)} and is {show(now)}"
+        yield key.replace("/", "."), without_secrets(line, config, saved)
 
 
 def _is_same_origin(was: str | None, now: str | None) -> bool:
@@ -189,7 +190,7 @@ def _may_change(key: str, both: Sequence[Config]) -> bool:
     section, _, name = key.rpartition(".")
     is_free = key.partition(".")[0] in _FREE
     # Ranks of any strategy write the same tensors, and read their own parts of them.
-    is_free |= key == _STRATEGY and all(workers_of(config)["policy"] for config in both)
+    is_free |= key == _STRATEGY and all("policy" in Roles(config) for config in both)
     return is_free or key in _SILENT or name in _MAY_CHANGE.get(section, ())
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from winnow.config.roles import POLICY_STATE, Roles
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, Megatron
 from winnow.data.tokenizer import load_tokenizer
@@ -48,7 +49,6 @@ from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.weights import BUCKET_BYTES, buckets, store_bucket, tensors
 from winnow.runs.build_learner import make_learner
 from winnow.runs.checkpoint import (
-    RANKS,
     FileEntry,
     Snapshot,
     file_entry,
@@ -100,10 +100,11 @@ class SavingRank:
     """A rank of strategies that learn, which a subclass makes; a worker of a `WorkerGroup`."""
 
     role: ClassVar[str]
-    """A key of `RANKS`."""
+    """Its name in `Roles`."""
 
     def __init__(self, rank: RankInfo, config: Config, replicas: int) -> None:
         self._is_first, self._rank, self._ranks = rank.rank == 0, rank.rank, rank.size
+        self._folder = Roles(config)[self.role].saved_in or self.role
         joined = join_ranks(rank, config.run.threads, replicas)
         self._mesh, self._host_mesh = joined
         # Of its own, so that saving and the next step do not take each other's messages.
@@ -140,7 +141,7 @@ class SavingRank:
     def _written(self, checkpoint: Path) -> list[Path]:
         """Write what was copied, and forget it; returns this rank's files."""
         copied, self._copied = self._copied, {}
-        folder = checkpoint / RANKS[self.role]
+        folder = checkpoint / self._folder
         write_shards(copied, folder, self._saving)
         metadata = [folder / ".metadata"] if self._is_first else []
         return [*folder.glob(f"__{self._rank}_*"), *metadata]
@@ -153,13 +154,13 @@ class SavingRank:
         """
         fault: CheckpointError | None = None
         try:
-            verify_share(Path(checkpoint), self._rank, self._ranks, self.role)
+            verify_share(Path(checkpoint), self._rank, self._ranks, self._folder)
         except CheckpointError as error:
             fault = error
         raise_on_all(fault, self._saving)
         mesh, strategies = self._host_mesh, self._strategies
         blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
-        read_shards(blank, Path(checkpoint) / RANKS[self.role], self._saving)
+        read_shards(blank, Path(checkpoint) / self._folder, self._saving)
         for role, strategy in strategies.items():
             strategy.load_state_dict(blank[role])
 
@@ -446,9 +447,9 @@ class RemoteLearner:
         return Snapshot({}, save_model=lambda folder: None, save_ranks=write)
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        if not (checkpoint / RANKS["policy"]).is_dir():
+        if not (checkpoint / POLICY_STATE).is_dir():
             raise CheckpointError(
-                f"{checkpoint} has no {RANKS['policy']}: it was saved by trainer/strategy=single; "
+                f"{checkpoint} has no {POLICY_STATE}: it was saved by trainer/strategy=single; "
                 "use that, or another checkpoint"
             )
         self.call("restore", str(checkpoint))

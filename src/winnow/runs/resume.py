@@ -34,10 +34,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from winnow.config.base import CODE, reaching
 from winnow.config.data import Demonstrations
 from winnow.config.load import dump_config, load_recipe
+from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import workers_of
 from winnow.data.hub import is_on_hub, pinned
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import local_folder, may_be_hub_name
@@ -47,6 +48,7 @@ from winnow.observe.files import (
     TOKENIZER,
     RunFolder,
     disk_error,
+    open_no_link,
     refusals_told,
     writing,
 )
@@ -54,7 +56,6 @@ from winnow.observe.jsonl import METRICS_FILE, MetricsLog
 from winnow.observe.rollouts import drop_rollouts_after, rollout_files
 from winnow.runs.checkpoint import (
     CONFIG,
-    RANKS,
     Checkpoint,
     Manifest,
     checkpoints_in,
@@ -67,15 +68,15 @@ from winnow.runs.checkpoint import (
     verify,
 )
 from winnow.runs.recipe_changes import check_fork, check_same, forked_state
+from winnow.runs.strangers import MARK, mark_as_begun
 
 LOCK_FILE = ".lock"
 """Its name in a run's folder. It stays there: a lock file that comes and goes can be held twice."""
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
-_PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BEFORE_THE_START = {
-    *(LOCK_FILE, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
+    *(LOCK_FILE, MARK, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
     *(name + end for name in (TOKENIZER, MODEL) for end in ("", PARTIAL)),
 }
 """Files of a run before there is anything to lose."""
@@ -177,8 +178,9 @@ def locked(folder: Path) -> Iterator[None]:
             raise disk_error(path, error) from error
         log.warning("%s lies on a file system without locks: start one process only", folder)
     try:
-        with contextlib.suppress(OSError):  # a full disk: only the message above would miss it
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        # A full disk: only the message above would miss it.
+        with contextlib.suppress(OSError), open_no_link(path, "wb") as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
         lock.release()
@@ -259,7 +261,8 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
         if run.resume == "auto" and url is not None and not named.path.exists():
             from winnow.runs.checkpoint_upload import CheckpointUpload
 
-            CheckpointUpload(url, named.path).fetch()
+            if CheckpointUpload(url, named.path).fetch():  # from where the user said
+                mark_as_begun(named.path)
         if named.path.is_dir():
             names = {each.name for each in named.path.iterdir()}
         # A run that ended before its first figures has nothing to lose.
@@ -278,6 +281,7 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
             shutil.rmtree(named.trackers)
         else:
             (named.path / name).unlink(missing_ok=True)
+    mark_as_begun(named.path)
     fork = None if origin is None else f"{origin.run}@{origin.checkpoint.step}"
     own = run.model_copy(update={"resume": "auto", "fork": fork})
     kept = config.model_copy(update={"run": own})
@@ -351,7 +355,7 @@ def _origin(config: Config, fork: str) -> _Origin:
     made_with = load_recipe(str(checkpoint.path / CONFIG))
     config, pinned = _as_pinned(config, made_with)
     changes = check_fork(config, made_with, str(checkpoint.path))
-    code = code_notes(config, run, manifest.code)
+    code = code_notes(config, manifest.code)
     began = f"Forked from {run} after step {checkpoint.step}"
     began += f" of now {config.trainer.steps}" if has_steps else ""
     return _Origin(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
@@ -397,8 +401,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
-    workers = workers_of(config)
-    checked_by = [role for role in RANKS if workers[role]]
+    checked_by = [role.saved_in for role in Roles(config) if role.saved_in]
     checkpoint = wanted
     if checkpoint is not None:
         verify(checkpoint, checked_by)
@@ -419,7 +422,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
             f"trainer.steps={steps} is less than the {checkpoint.step} steps that {folder.path} "
             "has trained; give more, or go on from an earlier checkpoint with run.resume=FOLDER"
         )
-    notes += code_notes(config, folder.path, manifest.code)
+    notes += code_notes(config, manifest.code)
     knows_steps = epochs is None or not _fills_others(config, made_with)
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
@@ -497,39 +500,28 @@ def code_hashes(config: Config) -> dict[str, str]:
     }
 
 
-def code_notes(config: Config, folder: Path, was: Mapping[str, str]) -> list[str]:
-    """Say which of the user's files lie in the run's folder, or are not what they were.
+def code_notes(config: Config, was: Mapping[str, str]) -> list[str]:
+    """Say which of the user's files are not what they were.
 
     Args:
         was: `code_hashes` when the checkpoint was made.
     """
-    notes, now = [], code_hashes(config)
-    for key, path in _user_paths(config):
-        if path.resolve().is_relative_to(folder.resolve()):
-            notes.append(
-                f"Warning: {key}={path} lies in the run's folder: its code runs now, with your "
-                "permissions; stop here if you do not know whose it is"
-            )
-        elif key in was and key in now and was[key] != now[key]:
-            notes.append(
-                f"Warning: {key}={path} is not what it was when the checkpoint was made: the run "
-                "goes on with what it says now"
-            )
-    return notes
+    now = code_hashes(config)
+    return [
+        f"Warning: {key}={path} is not what it was when the checkpoint was made: the run goes on "
+        "with what it says now"
+        for key, path in _user_paths(config)
+        if key in was and key in now and was[key] != now[key]
+    ]
 
 
 def _user_paths(config: Config) -> Iterator[tuple[str, Path]]:
-    for key, value in user_files(config.model_dump(), ""):
+    for key, value in user_files(config):
         yield key, Path(value.rpartition(":")[0] or value).expanduser()
 
 
-def user_files(section: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Find the values of a recipe that name Python files, FILE.py or FILE.py:NAME, by key."""
-    if isinstance(section, Mapping):
-        for name, value in section.items():
-            yield from user_files(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(section, list | tuple):
-        for index, value in enumerate(section):
-            yield from user_files(value, f"{key}.{index}")
-    elif isinstance(section, str) and _PYTHON_FILE.fullmatch(section):
-        yield key, section
+def user_files(config: Config) -> Iterator[tuple[str, str]]:
+    """Find the settings that name Python code, FILE.py, FILE.py:NAME or a module, by key."""
+    for key, value, reach in reaching(config):
+        if reach is CODE and isinstance(value, str):
+            yield key, value

@@ -42,7 +42,7 @@ from winnow.runs.build_learner import needs_start
 from winnow.runs.checkpoint import checkpoints_in, verify
 from winnow.runs.loading import Policies, fetch_models, load_policy, memory_told, start_notes
 from winnow.runs.loop import Run, train
-from winnow.runs.preflight import check_start, starting
+from winnow.runs.preflight import check_places, check_start, starting
 from winnow.runs.process import Heartbeat, MachineEnd, ShutdownSignal, Stopped
 from winnow.runs.resume import DamagedError, Opened, damage_found, opened_run
 from winnow.runs.state import seed_everything
@@ -127,8 +127,11 @@ def _run(
         config = _as_begun(config, opened)
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
+        is_finished = opened.is_finished(config.trainer.steps)
+        if not is_finished:
+            check_places(config, opened.checkpoint is not None)
         _tell(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
-        if opened.is_finished(config.trainer.steps):
+        if is_finished:
             if opened.checkpoint is not None and opened.may_be_damaged:
                 verify(opened.checkpoint)  # as no ranks will
             sink.note(_finished(config, folder))
@@ -493,6 +496,11 @@ def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, s
         commands[f"winnow train RECIPE model.path={model}"] = "go on by rewards"
     if config.data.eval_files or not isinstance(config.data.task, NoTask):
         commands[f"winnow eval {path}"] = "ask the trained model the held-out prompts again"
+    commands |= {
+        f"winnow rollouts {path}": "what the model wrote, and how it was scored",
+        f"winnow doctor {path}": "what is wrong with the run, if anything",
+        f"winnow dashboard {quote(str(folder.path.parent))}": "all of it in a browser",
+    }
     if config.run.fork is None:
         commands[f"winnow train {new} seed={other}"] = "the same with other random numbers"
     return {

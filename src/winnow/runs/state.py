@@ -25,12 +25,20 @@ import torch
 from torch import Tensor
 
 from winnow.config.trainer import TrainerConfig
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, PassingError
 from winnow.learning.strategy import Strategy
-from winnow.observe.files import RunFolder, sync
+from winnow.observe.files import RunFolder, sync, writing
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Record, Timeline, no_timeline
-from winnow.runs.checkpoint import Checkpoint, Manifest, Snapshot, clean, prune, save_checkpoint
+from winnow.runs.checkpoint import (
+    PATIENCE,
+    Checkpoint,
+    Manifest,
+    Snapshot,
+    clean,
+    prune,
+    save_checkpoint,
+)
 from winnow.workers.threads import start_thread
 
 log = logging.getLogger(__name__)
@@ -113,7 +121,8 @@ class Stateful(Protocol):
 class RunState:
     """The notes of boundaries, and a thread that writes checkpoints of them while training goes on.
 
-    A save waits for the one before; an error comes up there, or at the end of the `with` block.
+    A save waits for the one before; an error comes up there, or at the end of the `with` block. One
+    that may be over soon comes up at the end only, or the third time in a row.
 
     Args:
         tensors: models and optimizers.
@@ -147,6 +156,9 @@ class RunState:
         """Longest time that a checkpoint took to be written so far."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._passing: PassingError | None = None
+        """Why the last checkpoint could not be written, where the next one may be."""
+        self._failures = 0
         self._upload = None
         if trainer.checkpoint_url is not None:
             from winnow.runs.checkpoint_upload import CheckpointUpload
@@ -210,20 +222,26 @@ class RunState:
         """
         key = self._manifest.step, self._manifest.evaluated
         if self._states and key != self._saved:
-            self.wait()  # before the copy: ranks hold one until it is written
+            self._join()  # before the copy: ranks hold one until it is written
             copied = self._tensors.copy()
             snapshot = replace(copied, state={**self._states, **copied.state})
             write = partial(self._write, self._manifest, snapshot)
-            self._thread = start_thread(write, "checkpoint")
             self._saved = key
+            self._thread = start_thread(write, "checkpoint")
         return bool(self._states)
 
     def wait(self) -> None:
         """Wait until what was begun is on disk.
 
         Raises:
-            CheckpointError: it could not be written.
+            WinnowError: it could not be written.
         """
+        self._join()
+        if self._passing is not None:
+            raise self._passing
+
+    def _join(self) -> None:
+        """Wait for the thread; an error that may be over by the next checkpoint is not raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -261,12 +279,21 @@ class RunState:
             folder.require_there()
             # A checkpoint refers to these.
             for path in (folder.path, folder.ledger, folder.rollouts, folder.evaluations):
-                if path.is_dir():
-                    sync(path)
+                with writing(path):
+                    if path.is_dir():
+                        sync(path)
             checkpoint = save_checkpoint(folder.checkpoints, manifest, snapshot, self._recipe)
             prune(folder.checkpoints, trainer.keep_last, trainer.keep_every, trainer.keep_best)
             if self._upload is not None:
                 self._upload.push(checkpoint)
+            self._passing, self._failures = None, 0
+        except PassingError as error:
+            self._passing, self._failures = error, self._failures + 1
+            if self._failures >= PATIENCE:
+                self._error = error
+            else:
+                self._saved = None
+                log.warning("%s; the next checkpoint tries again", error)
         except BaseException as error:  # handed over to the one that waits
             self._error = error
         finally:

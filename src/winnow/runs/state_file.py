@@ -17,6 +17,7 @@ import datetime
 import json
 import math
 import pickle
+import shutil
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -68,7 +69,7 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "!date": (datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
     "!time": (datetime.time, lambda v: v.isoformat(), datetime.time.fromisoformat),
     "!decimal": (Decimal, str, Decimal),
-    "!fraction": (Fraction, str, Fraction),
+    "!fraction": (Fraction, str, lambda text: Fraction(*map(int, text.split("/")))),
     "!complex": (complex, repr, complex),
     # What JSON has no word for: NaN and infinities.
     "!float": (
@@ -94,6 +95,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     )
     save_file(writer.tensors, folder / TENSORS)
     (folder / TREE).write_text(json.dumps(tree, allow_nan=False), encoding="utf-8")
+    shutil.copymode(folder / TREE, folder / TENSORS)  # safetensors leaves it to its owner alone
 
 
 def read_state(folder: Path, classes: Iterable[type]) -> dict[str, Any]:

@@ -4,17 +4,7 @@ The learning side is in the run's process, or sharded over ranks; answers are wr
 in the run's process, or by several in processes of their own. Where neither is in the run's
 process, it holds no weights. What scores is in the run's process, or whole in each of several; a
 reward model may be sharded over ranks of its own, which the run's process asks.
-Processes are started on this machine or on a Ray cluster:
-
-| role | class | groups |
-|---|---|---|
-| policy | `LearnerWorker` | one, of the ranks that train |
-| rollout | of `ENGINES` | one an engine: it may die and leave the others |
-| reward | `PipelineWorker` | one, of whole reward pipelines |
-| reward_model | `RewardModelWorker` | one, of the ranks of the reward model |
-| judge | an engine's, by `make_judge_worker` | one an engine |
-| reference | `ReferenceWorker` | one, of the ranks of a reference apart |
-| critic | `CriticWorker` | one, of the ranks of a critic apart |
+Processes are started on this machine or on a Ray cluster, as `Roles` says.
 """
 
 from __future__ import annotations
@@ -28,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from winnow.config.judge import SequenceClassifier, engines_of, sharding_of
 from winnow.config.model import LoraAdapter
+from winnow.config.roles import Role, Roles
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
@@ -35,7 +26,7 @@ from winnow.config.rollout import (
     VllmEngineConfig,
 )
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens, workers_of
+from winnow.config.rules import longest_tokens
 from winnow.config.trainer import Fsdp2, LocalCluster, Megatron, RayCluster
 from winnow.data.tokenizer import decoder
 from winnow.learning.learner import AnyLearner
@@ -52,9 +43,7 @@ from winnow.runs.loop import Sending, Sharing
 from winnow.runs.metrics import Passes
 from winnow.runs.placement import (
     allocator_variables,
-    devices_each,
     devices_of,
-    engine_of_role,
     local_devices,
     pools_of,
     runtime_env_of,
@@ -71,21 +60,8 @@ if TYPE_CHECKING:
 WorkerProcesses = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
 """Starts a run's other processes at the first call, side by side, with their models loaded; returns
 the groups of each role. Each engine is a group: one may die and leave the others."""
-Launch = Callable[[str, Mapping[str, Any], int], "Starting"]
+Launch = Callable[[Role, Mapping[str, Any], int], "Starting"]
 """Starts a group: its role, the arguments of its workers' class, and which engine it is."""
-CLASSES = {
-    "policy": "winnow.runs.remote_learner:LearnerWorker",
-    "reward": "winnow.runs.rewarding:make_pipeline_worker",
-    "reward_model": "winnow.runs.scoring_ranks:RewardModelWorker",
-    "judge": "winnow.runs.judge_engines:make_judge_worker",
-    "reference": "winnow.runs.reference_ranks:ReferenceWorker",
-    "critic": "winnow.runs.critic_ranks:CriticWorker",
-}
-ENGINES = {
-    "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
-    "vllm": "winnow.rollout.vllm_start:make_vllm_worker",
-}
-"""Worker's class of each engine that may be in a process of its own."""
 _POSITIONS = 1024
 """The number of positions of a model that does not say how many it has."""
 
@@ -117,44 +93,49 @@ def other_processes(
     Raises:
         WinnowError: there is no room for them.
     """
-    counts = workers_of(config)
-    if not any(counts.values()):
+    roles = Roles(config)
+    if not roles:
         yield dict
         return
     from winnow.workers.group import WorkerGroups
 
-    common = {"config": config, "tokenizer": policy.tokenizer_folder}
-    model = {"path": policy.path, "start": start, "vocabulary": policy.vocabulary}
-    arguments: dict[str, Mapping[str, Any]] = {
-        "policy": common | model,
-        "reward": common,
-        "reward_model": {"config": config},
-        "judge": {"config": config},
-        "reference": {"config": config, "start": start, "vocabulary": policy.vocabulary},
-        "critic": {"config": config, "start": start},
-        "rollout": _engine_arguments(config, policy, start) if counts["rollout"] else {},
+    worker_arguments: dict[str, Any] = {
+        "config": config,
+        "tokenizer": policy.tokenizer_folder,
+        "path": policy.path,
+        "start": start,
+        "vocabulary": policy.vocabulary,
     }
-    roles = [(role, i) for role in ("rollout", "judge") for i in range(counts[role])]
-    last = "reward", "reward_model", "reference", "critic", "policy"
-    roles += [(role, 0) for role in last if counts[role]]
-    trains = counts["policy"] > 0 or policy.device.type != "cpu"
-    with contextlib.closing(WorkerGroups()) as groups, launcher(config, groups, trains) as launch:
+    engine = _engine_arguments(config, policy, start) if "rollout" in roles else {}
+    # Who learns comes last.
+    starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
+    numbered = [(r, i) for r in starts for i in range(r.count if r.kind == "engines" else 1)]
+    trains = "policy" in roles or policy.device.type != "cpu"
 
-        def own(role: str, number: int) -> Mapping[str, Any]:
-            profiler = profiler_of(config, "engine", number) if role == "rollout" else None
-            return {**arguments[role], **({} if profiler is None else {"profiler": profiler})}
+    def arguments(role: Role, number: int) -> dict[str, Any]:
+        if role.name != "rollout":
+            return {name: worker_arguments[name] for name in role.arguments}
+        profiler = profiler_of(config, "engine", number)
+        return engine if profiler is None else {**engine, "profiler": profiler}
+
+    with (
+        contextlib.closing(WorkerGroups()) as groups,
+        launcher(config, roles, groups, trains) as launch,
+    ):
 
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
-            starting = (launch(role, own(role, number), number) for role, number in roles)
-            found = list(zip(roles, groups.start(*starting), strict=True))
-            return {role: [group for (of, _), group in found if of == role] for role, _ in roles}
+            starting = (launch(role, arguments(role, number), number) for role, number in numbered)
+            found = list(zip(numbered, groups.start(*starting), strict=True))
+            return {role.name: [group for (of, _), group in found if of is role] for role in starts}
 
         yield started
 
 
 @contextlib.contextmanager
-def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Iterator[Launch]:
+def launcher(
+    config: Config, roles: Roles, groups: WorkerGroups, trains: bool = True
+) -> Iterator[Launch]:
     """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
 
     Args:
@@ -170,18 +151,16 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
     if not isinstance(cluster, RayCluster):
         from winnow.workers.group import start_local
 
-        devices, counts = local_devices(config, trains), workers_of(config)
+        devices = local_devices(roles, config.run.device, trains)
 
-        def start_here(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
-            size, own = counts[role], devices.get(role)
-            variables = environment | allocator_variables(role, bool(devices.get(role)), {})
-            if (engine := engine_of_role(config, role)) is not None:
-                width = devices_each(config, role)
-                size, own = 1, own and own[number * width : (number + 1) * width]
-                if own and isinstance(engine, VllmEngineConfig):
-                    # It takes the first ones that it sees.
+        def start_here(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
+            size, own = role.count, devices.get(role.name)
+            variables = environment | allocator_variables(role, bool(own), {})
+            if role.kind == "engines":
+                size, own = 1, own and own[number * role.width : (number + 1) * role.width]
+                if own and role.is_vllm:
                     variables, own = environment | visible_devices(own), range(1)
-            made = group_name(role, number), worker_class(config, role), arguments, size
+            made = role.group_name(number), role.worker, arguments, size
             return start_local(*made, variables, stall_timeout_s, own)
 
         yield start_here
@@ -203,15 +182,14 @@ def launcher(config: Config, groups: WorkerGroups, trains: bool = True) -> Itera
         # Not what this process sees: it may be on a node without, or kept from them.
         has_devices = any(node["GPU"] for node in offers().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
-        reserved = groups.wait(reserve(pools_of(config, has_devices)))
+        reserved = groups.wait(reserve(pools_of(roles, cluster, has_devices)))
 
-        def start_there(role: str, arguments: Mapping[str, Any], number: int) -> Starting:
-            is_engine = engine_of_role(config, role) is not None
-            place = reserved.placement(role, number if is_engine else None)
-            made = group_name(role, number), worker_class(config, role), arguments, place
+        def start_there(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
+            place = reserved.placement(role.name, number if role.kind == "engines" else None)
+            made = role.group_name(number), role.worker, arguments, place
             on_device = place.share.get("GPU", 0) > 0
             own = variables | allocator_variables(role, on_device, variables)
-            return start_ray(*made, own, stall_timeout_s, nsight_of(config, role))
+            return start_ray(*made, own, stall_timeout_s, nsight_of(config, role.name))
 
         try:
             yield start_there
@@ -240,18 +218,6 @@ def check_engine(config: Config) -> None:
         check_judge_engine()
 
 
-def worker_class(config: Config, role: str) -> str:
-    """Return the import path of a role's workers."""
-    return ENGINES[config.rollout.engine.name] if role == "rollout" else CLASSES[role]
-
-
-def group_name(role: str, number: int) -> str:
-    """Name a group in logs and errors."""
-    named = {"policy": "learner", "rollout": f"engine {number}", "reward_model": "reward model"}
-    named["judge"] = f"judge {number}"
-    return named.get(role, role)
-
-
 def placed_rewards(
     config: Config, policy: Policies, others: WorkerProcesses, training: bool = True
 ) -> Rewards:
@@ -265,9 +231,9 @@ def placed_rewards(
         WinnowError: a process cannot be started.
     """
     if not config.reward.processes:  # what is wrong with them is told before others start
-        counts = workers_of(config)
-        (ranks,) = others()["reward_model"] if counts["reward_model"] else (None,)
-        judges = (lambda: others()["judge"]) if counts["judge"] else None
+        roles = Roles(config)
+        (ranks,) = others()["reward_model"] if "reward_model" in roles else (None,)
+        judges = (lambda: others()["judge"]) if "judge" in roles else None
         return make_rewards(config, policy.device, policy.decode, training, ranks, judges)
     from winnow.rewards.remote_pipeline import RemotePipeline
 
@@ -331,7 +297,7 @@ def _placed(
         ),
         passes=learner.facts.passes,
         machine={**learner.facts.machine, "ranks": ranks.size, **_layout_facts(config)},
-        devices=devices_of(config, ranks.size),
+        devices=devices_of(Roles(config), config.cluster, ranks.size),
     )
 
 
@@ -377,7 +343,7 @@ def _learning_here(
         publish=publish,
         passes=learning.passes,
         machine=this_machine(policy.device),
-        devices=devices_of(config, 1),
+        devices=devices_of(Roles(config), config.cluster, 1),
     )
 
 
@@ -525,12 +491,12 @@ def engine_of(
 def has_engines_apart(config: Config) -> bool:
     """Return whether answers are written with other weights than those of the run's process."""
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)
-    return is_http or workers_of(config)["rollout"] > 0
+    return is_http or "rollout" in Roles(config)
 
 
 def holds_no_weights(config: Config) -> bool:
     """Return whether other processes train the policy and write its answers."""
-    return workers_of(config)["policy"] > 0 and has_engines_apart(config)
+    return "policy" in Roles(config) and has_engines_apart(config)
 
 
 def uses_device(config: Config) -> bool:

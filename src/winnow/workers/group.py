@@ -44,7 +44,7 @@ GONE_TIMEOUT_S = 30.0
 """For a killed process to leave, which gives its memory back first."""
 _LAST_WORDS_S = 1.0
 """For what a dead process wrote to be read."""
-_GRACE_S = 1.0
+_GRACE_S = 3.0
 """After an exception, for a death to be seen that it may come from."""
 _TICK_S = 0.1
 _THIS_MACHINE = "127.0.0.1"

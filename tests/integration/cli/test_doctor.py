@@ -64,19 +64,19 @@ def test_each_extra_is_there_or_told_how_to_get() -> None:
     found = {finding.name: finding for finding in doctor._packages()}
     told = metadata.metadata("winnow-rl").get_all("Provides-Extra") or []
     assert set(found) == {"packages"} | {f"extra {name}" for name in told} - {
-        "extra all", "extra dev", "extra browser", "extra trackers",
-    }  # fmt: skip
-    for name, package in (("peft", "peft"), ("ray", "ray"), ("serve", "starlette")):
+        f"extra {name}" for name in ("all", "dev", "browser", "trackers", "serve", "dashboard")
+    }
+    for name in ("peft", "ray"):
         finding = found[f"extra {name}"]
         try:
-            version = metadata.version(package)
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             assert finding.state == "note"
-            assert finding.text.startswith(f"{package} is missing")
+            assert finding.text.startswith(f"{name} is missing")
             assert finding.remedy == f"pip install 'winnow-rl[{name}]'"
         else:
             assert finding.state == "ok"
-            assert f"{package} {version}" in finding.text
+            assert f"{name} {version}" in finding.text
 
 
 BEHIND = {
@@ -126,16 +126,10 @@ def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
     assert {finding.state for finding in none} == {"note"}
 
 
-@pytest.mark.parametrize(
-    ("requirement", "said"),
-    [
-        ("numpy>=2", ""),
-        ("numpy<1", f"numpy is {metadata.version('numpy')}, needed is <1"),
-        ("no-such-package>=1", "no-such-package is missing"),
-    ],
-)
-def test_a_requirement_is_held_against_what_is_installed(requirement: str, said: str) -> None:
-    assert doctor._unmet(Requirement(requirement)) == said
+def test_a_requirement_is_held_against_what_is_installed() -> None:
+    said = f"numpy is {metadata.version('numpy')}, needed is <1"
+    wanted = {"numpy>=2": "", "numpy<1": said, "no-such-one>=1": "no-such-one is missing"}
+    assert {words: doctor._unmet(Requirement(words)) for words in wanted} == wanted
 
 
 def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
@@ -167,13 +161,9 @@ def test_a_torch_that_does_not_load_is_a_fault(tmp_path: Path) -> None:
     assert "sandbox" in run.stdout  # all else is looked at nevertheless
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)]
-)
-def test_a_containers_share_of_cores_is_read(
-    text: str, cores: float | None, tmp_path: Path
-) -> None:
+def test_a_containers_share_of_cores_is_read(tmp_path: Path) -> None:
     file = tmp_path / "cpu.max"
-    file.write_text(text)
-    assert doctor._cgroup_cores(str(file)) == cores
+    for text, cores in (("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)):
+        file.write_text(text)
+        assert doctor._cgroup_cores(str(file)) == cores
     assert doctor._cgroup_cores(str(tmp_path / "none")) is None

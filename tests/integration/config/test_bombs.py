@@ -49,11 +49,6 @@ def references(place: Path) -> list[str]:
     return []
 
 
-def typed_references(place: Path) -> list[str]:
-    (place / "bomb.yaml").touch()
-    return [f"data.prompt_template.{key}='{text}'" for key, text in texts().items()]
-
-
 def typed_lists(place: Path) -> list[str]:
     (place / "bomb.yaml").touch()
     key = "reward.function.kwargs"
@@ -67,13 +62,6 @@ def includes(place: Path) -> list[str]:
     for i in range(LEVELS):
         (place / f"part{i}.yaml").write_text(f"defaults: [{repeated(f'part{i + 1}')}]\n")
     (place / f"part{LEVELS}.yaml").touch()
-    (place / "bomb.yaml").write_text("defaults: [part0]\n")
-    return []
-
-
-def chain(place: Path) -> list[str]:
-    for i in range(2000):
-        (place / f"part{i}.yaml").write_text(f"defaults: [part{i + 1}]\n")
     (place / "bomb.yaml").write_text("defaults: [part0]\n")
     return []
 
@@ -97,17 +85,11 @@ BOMBS: list[tuple[Callable[[Path], list[str]], str]] = [
         "fewer anchors; mend the YAML there",
     ),
     (references, f"data.prompt_template.p6: {WRITTEN_OUT} its ${{…}}"),
-    (typed_references, f"data.prompt_template.p6: {WRITTEN_OUT} its ${{…}}"),
     (typed_lists, f"reward.function.kwargs.p5.7: {WRITTEN_OUT} its ${{…}}"),
     (
         includes,
         f"recipe bomb.yaml includes more than {MOST_FILES} recipes, the last of them "
         "part11.yaml; include each only once in `defaults`",
-    ),
-    (
-        chain,
-        f"recipe bomb.yaml includes more than {MOST_FILES} recipes, the last of them "
-        "part99.yaml; include each only once in `defaults`",
     ),
     (data, f"recipe bomb.yaml has more than {MOST_BYTES:,} bytes; give a recipe, not data"),
 ]

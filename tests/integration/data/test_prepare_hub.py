@@ -1,9 +1,10 @@
-"""`winnow data prepare` from the hub: a real server on this machine speaks the hub's protocol."""
+"""Data from the hub, prepared and as data files: a server on this machine speaks its protocol."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.hubs import COMMIT, Hub
+from tests.small_tokenizers import train_bpe
 
-from winnow.data.prepare import Prepared, Request, download, prepare
+from winnow.config.data import DataConfig, Demonstrations
+from winnow.config.load import load_recipe
+from winnow.config.root import Config
+from winnow.data.demonstrations import read_demonstrations
+from winnow.data.prepare import Prepared, Request, prepare
 from winnow.data.published import with_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
-
-MAIN = """
-from winnow.cli import main
-main()
-"""
+from winnow.runs.resume import opened_run
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:
@@ -107,7 +109,7 @@ def test_each_set_is_found_on_the_hub(
 def test_the_command_takes_the_hub_from_the_environment(hub: Hub, tmp_path: Path) -> None:
     publish(hub)
     run = subprocess.run(
-        [sys.executable, "-c", MAIN, "data", "prepare", "dapo-math-17k"],
+        [sys.executable, "-m", "winnow.cli.main", "data", "prepare", "dapo-math-17k"],
         capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
@@ -118,23 +120,6 @@ def test_the_command_takes_the_hub_from_the_environment(hub: Hub, tmp_path: Path
     assert len(read_rows([str(tmp_path / "data" / "dapo-math-17k.parquet")])) == 2
 
 
-def test_the_command_ends_with_2_and_one_line_when_the_hub_lacks_the_set(
-    hub: Hub, tmp_path: Path
-) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", MAIN, "data", "prepare", "gsm8k"],
-        capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120,
-    )  # fmt: skip
-    assert run.returncode == 2
-    assert run.stderr == (
-        f"winnow: hub data set openai/gsm8k at main: is not on {hub.url}, or not for you; check "
-        "the name, HF_ENDPOINT and HF_TOKEN, or download the file yourself and name it with "
-        "--from\n"
-    )
-    assert run.stdout == ""
-    assert not (tmp_path / "data").exists()
-
-
 def test_a_revision_is_resolved_once_and_files_come_from_its_commit(
     hub: Hub, tmp_path: Path
 ) -> None:
@@ -143,14 +128,6 @@ def test_a_revision_is_resolved_once_and_files_come_from_its_commit(
     assert hub.asked[0] == "GET api/datasets/openai/gsm8k/revision/v1"
     file = f"datasets/openai/gsm8k/resolve/{COMMIT}/main/train-00000-of-00001.parquet"
     assert set(hub.asked[1:]) == {f"HEAD {file}", f"GET {file}"}
-
-
-def test_a_file_that_is_in_the_cache_is_not_sent_again(hub: Hub) -> None:
-    publish(hub)
-    first = download("math-ai/aime25", ["test.jsonl"])
-    hub.asked.clear()
-    assert download("math-ai/aime25", ["test.jsonl"]) == first
-    assert not [line for line in hub.asked if "resolve" in line and line.startswith("GET")]
 
 
 def test_what_the_hub_refuses_is_said_with_a_remedy(hub: Hub, tmp_path: Path) -> None:
@@ -189,3 +166,117 @@ def test_a_hub_that_is_down_is_told_at_once(tmp_path: Path, hub: Hub) -> None:
         "hub data set openai/gsm8k at main: cannot be had from http://127.0.0.1:9 ("
     )
     assert "check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk under HF_HOME" in message
+
+
+def questions(*answers: int) -> list[dict[str, Any]]:
+    return [{"question": f"{n}?", "answer": f"#### {n}"} for n in answers]
+
+
+def lines(*answers: int) -> bytes:
+    return "\n".join(map(json.dumps, questions(*answers))).encode()
+
+
+@pytest.fixture
+def files(hub: Hub) -> Hub:
+    hub.repos["openai/gsm8k"] = {
+        "README.md": b"",
+        "main/train-00000-of-00002.parquet": parquet(questions(1, 2)),
+        "main/train-00001-of-00002.parquet": parquet(questions(3)),
+        "main/test-00000-of-00001.parquet": parquet(questions(4)),
+        "socratic/train-00000-of-00001.parquet": parquet(questions(5)),
+    }
+    configs = [
+        {"config_name": name, "data_files": [
+            {"split": split, "path": f"{name}/{split}-*"} for split in ("train", "test")]}
+        for name in ("main", "socratic")
+    ]  # fmt: skip
+    hub.cards["openai/gsm8k"] = {"configs": configs}
+    hub.repos["me/sums"] = {"train.jsonl": lines(6), "data/dev_set.jsonl": lines(7)}
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("rest", "truths"),
+    [
+        ("openai/gsm8k/main/train", "123"),
+        ("datasets/openai/gsm8k/main/test", "4"),
+        ("openai/gsm8k@v1/socratic/train", "5"),
+        (f"datasets/openai/gsm8k@{COMMIT}/main/train-00001-of-00002.parquet", "3"),
+        ("openai/gsm8k/main/t*.parquet", "4123"),
+        ("me/sums", "6"),
+        ("me/sums/data/dev_set.jsonl", "7"),
+    ],
+)
+def test_a_url_names_files_splits_and_revisions(files: Hub, rest: str, truths: str) -> None:
+    rows = read_rows([f"hf://{rest}"], DataConfig(default_source=None))
+    assert "".join(row.ground_truth for row in rows) == truths
+    assert len({row.uid for row in rows}) == len(rows)
+
+
+def test_demonstrations_lie_there_too_and_their_commit_is_kept(files: Hub, tmp_path: Path) -> None:
+    files.repos["me/sums"] = {"train.jsonl": b'{"prompt": "1?", "completion": "one"}'}
+    words = [f"run.dir={tmp_path}/runs", "run.name=a", "model.path=/nowhere"]
+    config = load_recipe("sft", [*words, "sft.train_files=[hf://me/sums]"])
+    with opened_run(config, "sft") as opened:
+        data = opened.config.data
+    pinned = f"hf://datasets/me/sums@{COMMIT}/train.jsonl"
+    assert data.hub_files == {"hf://me/sums": (pinned,)}
+    tokenizer = train_bpe(["1?one"])
+    found = read_demonstrations(["hf://me/sums"], Demonstrations(), data, tokenizer, (1,))
+    assert [prompt.uid for prompt in found.prompts.prompts] == [f"{pinned}:1"]
+
+
+def test_rows_without_a_source_are_of_the_data_set(files: Hub) -> None:
+    files.repos["me/sums"] = {"train.jsonl": b'{"prompt": "1?", "solution": "1"}'}
+    assert read_rows(["hf://me/sums"])[0].data_source == "me/sums"
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ("openai/gsm8k/train", "has the configurations main, socratic; name a file"),
+        ("openai/gsm8k/main/dev", "main has the splits train, test; name a file"),
+        ("openai/gsm8k/main/x.parquet", "no such file of a known format; it has README.md, main/"),
+        ("me/sums/validation", "no such file of a known format; it has data/dev_set.jsonl, train"),
+        ("openai/gsm8k@v9/main/train", "has no such revision; choose another revision"),
+        ("openai/none", "is not on http://127.0.0.1:"),
+        ("gsm8k", "names no data set; write hf://datasets/OWNER/NAME/PATH"),
+    ],
+)
+def test_what_the_hub_lacks_is_said_in_one_line(files: Hub, rest: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_rows([f"hf://{rest}"])
+    assert str(caught.value).startswith(f"hf://{rest}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_resumed_run_reads_the_commit_that_it_began_with(files: Hub, tmp_path: Path) -> None:
+    url = "hf://datasets/openai/gsm8k/main/train"
+
+    def config(*more: str) -> Config:
+        return load_recipe("gsm8k", [
+            *(f"run.dir={tmp_path}/runs", "run.name=a", "model.path=/nowhere"),
+            *(f"data.train_files=[{url}]", *more),
+        ])  # fmt: skip
+
+    with opened_run(config(), "gsm8k") as first:
+        began = first.config.data
+    folder = tmp_path / "runs" / "a"
+    assert began.hub_files == {url: tuple(
+        f"hf://datasets/openai/gsm8k@{COMMIT}/main/train-0000{i}-of-00002.parquet" for i in (0, 1)
+    )}  # fmt: skip
+    rows = read_rows(began.train_files, began)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    files.commit = "f" * 40
+    files.repos["openai/gsm8k"]["main/train-00000-of-00002.parquet"] = parquet(questions(8, 9))
+    files.asked.clear()
+    with opened_run(config("evaluation.every=7"), "gsm8k") as second:
+        assert second.config.data == began
+    assert repr(read_rows(began.train_files, second.config.data)) == repr(rows)
+    assert files.asked == []  # all of it is in the cache
+    assert [r.ground_truth for r in read_rows([url])] == ["8", "9", "3"]
+    with opened_run(config(f"run.resume={folder}", "data.eval_files=[hf://me/sums]"), "") as third:
+        assert third.config.data.hub_files[url] == began.hub_files[url]
+        assert third.config.data.hub_files["hf://me/sums"] == (
+            f"hf://datasets/me/sums@{files.commit}/train.jsonl",
+        )

@@ -111,35 +111,25 @@ def test_a_folder_in_memory_on_disk_and_on_a_web_server_is_copied_whole(
     memory.rm("/bucket", recursive=True)
 
 
+@pytest.mark.parametrize("is_on_the_web", [False, True])
 def test_a_copy_is_kept_until_the_weights_change_and_mended_where_it_is_damaged(
-    tmp_path: Path,
+    is_on_the_web: bool, tmp_path: Path, served: tuple[Server, str]
 ) -> None:
-    disk = write(tmp_path / "model", FILES)
-    url = f"file://{disk}"
+    disk = tmp_path / "served" / "model"
+    url = served[1] if is_on_the_web else f"file://{disk}"
     first = Path(local_folder(url))
     before = (first / "model.safetensors").stat().st_mtime_ns
-    assert again(url) == str(first)
+    assert again(f"{url}/" if is_on_the_web else url) == str(first)
     assert (first / "model.safetensors").stat().st_mtime_ns == before
     (first / "sub" / "code.py").write_bytes(b"x")
     assert read(again(url)) == FILES
     assert (first / "model.safetensors").stat().st_mtime_ns == before, "only what was damaged"
-    (disk / "model.safetensors").write_bytes(b"v" * 1000)  # of the same size
+    (disk / "model.safetensors").write_bytes(b"v" * 1000)  # of the same size: only the time tells
     os.utime(disk / "model.safetensors", (1, 1))
     assert local_folder(url) == str(first), "a process sees one version"
     second = again(url)
     assert second != str(first)
     assert read(second)["model.safetensors"] == b"v" * 1000
-
-
-def test_weights_that_change_on_a_web_server_are_fetched_anew(
-    tmp_path: Path, served: tuple[Server, str]
-) -> None:
-    weights = tmp_path / "served" / "model" / "model.safetensors"
-    first = local_folder(served[1])
-    assert again(f"{served[1]}/") == first
-    weights.write_bytes(b"v" * 1000)  # of the same size: only Last-Modified tells
-    os.utime(weights, (1, 1))
-    assert read(again(served[1]))["model.safetensors"] == b"v" * 1000
 
 
 FETCH = "import sys; from winnow.models.fetch import local_folder; print(local_folder(sys.argv[1]))"

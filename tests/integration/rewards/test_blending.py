@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from tests.reward_models import classifier, classifier_folder
 from tests.scoring import LIMIT, answer, rewards_of
-from tests.states import read_back
+from tests.scoring import ask as ask_any
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from winnow.config.judge import SequenceClassifier
 from winnow.config.model import ModelConfig
-from winnow.config.reward import OverlongConfig, PartWeights, RewardConfig, UserFunction
-from winnow.config.rollout import VarianceFilter
+from winnow.config.reward import RewardConfig
 from winnow.errors import ModelError, RewardError
 from winnow.models.causal_lm import quiet_transformers
-from winnow.rewards.model import Forward
 from winnow.rewards.pipeline import Rewards
 from winnow.runs.rewarding import make_model_scorer
-from winnow.sampling.filters import judge
-from winnow.types import Prompt, Score
+from winnow.types import Prompt
 
 MESSAGES = ({"role": "system", "content": "sort"}, {"role": "user", "content": "5391:"})
 PROMPT = Prompt("sort_digits:5391", np.array([8]), "5391:", "sort_digits", "1359", {}, MESSAGES)
+ask = partial(ask_any, prompt=PROMPT)
 ANSWERS = ["#1359", "#1395", "1|539;3|59;5|9;9|#1359", "", "9" * 60]
 
 
@@ -43,19 +43,10 @@ def service(
     return rewards_of(RewardConfig(model=section, **config), LIMIT, model=model)
 
 
-def ask(
-    service: Rewards, texts: Sequence[str], prompt: Prompt = PROMPT, *,
-    training: bool = True, length: int = 10,
-) -> list[Score]:  # fmt: skip
-    async def together() -> list[Score]:
-        asked = (service.score(prompt, answer(length), text, training) for text in texts)
-        return list(await asyncio.gather(*asked))
-
-    return asyncio.run(together())
-
-
-def by_transformers(folder: Path, texts: Sequence[str], template: str | None = None) -> list[float]:
-    """Scores of the conversations, one by one, in transformers alone."""
+def by_transformers(
+    folder: Path, texts: Sequence[str], template: str | None = None, last: int = 0
+) -> list[float]:
+    """Scores of the conversations' last tokens, one by one, in transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     found = []
@@ -65,7 +56,7 @@ def by_transformers(folder: Path, texts: Sequence[str], template: str | None = N
             turns, chat_template=template, return_tensors="pt", return_dict=True
         )["input_ids"]
         with torch.no_grad():
-            found.append(float(model(ids).logits))
+            found.append(float(model(ids[:, -last:]).logits))
     return found
 
 
@@ -83,23 +74,18 @@ def test_its_scores_are_those_of_transformers_own_class(folder: Path, determinis
 
 def test_a_template_may_be_given_or_left_out(folder: Path) -> None:
     own = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-    found = [s.parts["model"] for s in ask(service(folder, model_chat_template=own), ANSWERS)]
-    assert found == pytest.approx(by_transformers(folder, ANSWERS, own), abs=1e-5)
-
-    joined = "{{ messages[0].content }}\n{{ messages[1].content }}{{ messages[2].content }}"
-    found = [s.parts["model"] for s in ask(service(folder, model_chat_template="none"), ANSWERS)]
-    assert found == pytest.approx(by_transformers(folder, ANSWERS, joined), abs=1e-5)
-
-
-def test_padding_at_the_end_is_not_what_is_scored(folder: Path) -> None:
-    # As with a template that ends the turn with a token that is the padding's, too.
+    # A template may end the turn with the padding's token; that is not what is scored.
     ends = "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}"
-    found = [s.parts["model"] for s in ask(service(folder, model_chat_template=ends), ANSWERS)]
-    assert found == pytest.approx(by_transformers(folder, ANSWERS, ends), abs=1e-5)
+    joined = "{{ messages[0].content }}\n{{ messages[1].content }}{{ messages[2].content }}"
+    for given, same in ((own, own), (ends, ends), ("none", joined)):
+        scores = ask(service(folder, model_chat_template=given), ANSWERS)
+        wanted = pytest.approx(by_transformers(folder, ANSWERS, same), abs=1e-5)
+        assert [score.parts["model"] for score in scores] == wanted
 
 
+@pytest.mark.bits
 def test_in_a_deterministic_run_neighbours_change_no_bit(folder: Path) -> None:
-    texts = [*ANSWERS, *(f"{i}|#{i * 7}" for i in range(40))]
+    texts = [*ANSWERS, *(f"{i}|#{i * 7}" for i in range(12))]
     alone = [ask(service(folder), [text])[0].parts["model"] for text in texts]
     assert [s.parts["model"] for s in ask(service(folder), texts)] == alone
     assert [s.parts["model"] for s in ask(service(folder), texts[::-1])] == alone[::-1]
@@ -109,79 +95,14 @@ def test_in_a_deterministic_run_neighbours_change_no_bit(folder: Path) -> None:
     assert few == pytest.approx(alone, abs=1e-5)
 
 
-def counted(forward: Forward, sizes: list[int]) -> Forward:
-    """The same, with the number of sequences of each call noted."""
-
-    def run(sequences: Sequence[Any]) -> Sequence[float]:
-        sizes.append(len(sequences))
-        return forward(sequences)
-
-    return run
-
-
 def test_answers_that_wait_together_are_run_together(folder: Path) -> None:
     for deterministic, calls in ((False, [5]), (True, [1] * 5)):
         one = service(folder, deterministic=deterministic)
-        model = one._pipeline._models[0]
-        assert model is not None
-        sizes: list[int] = []
-        model._forward = counted(model._forward, sizes)
+        model: Any = one._pipeline._models[0]
+        model._forward = Mock(side_effect=model._forward)
         ask(one, ANSWERS)
-        assert sizes == calls
+        assert [len(call.args[0]) for call in model._forward.call_args_list] == calls
         assert one.scored_apart() == 5
-
-
-def test_parts_count_by_their_weights(folder: Path) -> None:
-    one = service(
-        folder,
-        weights=PartWeights(task=0.5),
-        model_weight=-2.0,
-        model_part="taste",
-        overlong=OverlongConfig(enabled=True, buffer_tokens=48),
-    )
-    right, wrong = ask(one, ANSWERS[:2], length=104)
-    taste = by_transformers(folder, ANSWERS[:2])
-    for score, task, said in ((right, 1.0, taste[0]), (wrong, -1.0, taste[1])):
-        assert score.parts == {"task": task, "taste": pytest.approx(said), "overlong": -0.5}
-        assert score.reward == pytest.approx(0.5 * task - 2.0 * said - 0.5)
-        assert score.metric("task_reward") == task
-        assert score.metric("taste") == pytest.approx(said)
-    assert (right.accuracy, wrong.accuracy) == (1.0, 0.0)
-    assert right.extra == {"pred": "1359"}
-
-
-def test_a_part_without_weight_can_be_filtered_on(folder: Path) -> None:
-    one = service(folder, model_weight=0.0)
-    one.require_metric("model", ["sort_digits"])
-    wrong = ask(one, ["#1", "#2", "#3"])
-    assert {score.reward for score in wrong} == {-1.0}
-    assert judge(wrong, VarianceFilter()) == "all_wrong"
-    assert judge(wrong, VarianceFilter(metric="model")) == "qualified"
-    same = ask(one, ["#1", "#1"])
-    assert judge(same, VarianceFilter(metric="model")) == "all_wrong"
-
-
-def test_a_users_function_mixes_as_a_rule_does(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "reward.py"
-    file.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': len(solution_str), 'acc': 0.25}\n"
-    )
-    one = service(folder, function=UserFunction(path=str(file)), workers=1)
-    try:
-        (score,) = ask(one, ["#1359"])
-    finally:
-        one.close()
-    (said,) = by_transformers(folder, ["#1359"])
-    assert score.parts == {"task": 5.0, "model": pytest.approx(said)}
-    assert (score.reward, score.accuracy) == (pytest.approx(5.0 + said), 0.25)
-
-
-def test_held_out_answers_are_scored_by_rules_unless_the_recipe_asks(folder: Path) -> None:
-    (plain,) = ask(service(folder), ["#1359"], training=False)
-    assert (plain.reward, plain.parts) == (1.0, {"task": 1.0})
-    (both,) = ask(service(folder, model_in_evaluation=True), ["#1359"], training=False)
-    assert (both.accuracy, list(both.parts)) == (1.0, ["task", "model"])
 
 
 def test_a_source_may_be_left_to_the_model_alone(folder: Path) -> None:
@@ -192,16 +113,12 @@ def test_a_source_may_be_left_to_the_model_alone(folder: Path) -> None:
     (said,) = by_transformers(folder, ["#1359"])
     assert (score.parts, score.accuracy) == ({"model": pytest.approx(said)}, 0.0)
     assert score.reward == pytest.approx(2.0 * said)
-    for metric in ("accuracy", "task", "task_reward"):
-        with pytest.raises(RewardError) as caught:
-            one.require_metric(metric, ["sort_digits", "gsm8k"])
-        assert str(caught.value) == (
-            f"sampling.filter.metric is {metric}, which no scorer of these data sources gives; "
-            "there are model, reward"
-        )
-    assert service(folder).known_metrics(["gsm8k"]) == {
-        *("accuracy", "model", "reward", "task", "task_reward")
-    }
+    with pytest.raises(RewardError) as caught:
+        one.require_metric("accuracy", ["sort_digits", "gsm8k"])
+    assert str(caught.value) == (
+        "sampling.filter.metric is accuracy, which no scorer of these data sources gives; "
+        "there are model, reward"
+    )
     one.check_sources(["gsm8k"], held_out=True)
     with pytest.raises(RewardError, match=r"^reward\.scorers leaves sort_digits to the reward mod"):
         one.check_sources(["gsm8k", "sort_digits"], held_out=True)
@@ -216,39 +133,25 @@ def test_what_the_model_cannot_score_counts_as_wrong(folder: Path) -> None:
     assert (failed.reward, failed.parts) == (-8.0, {"task": -1.0, "model": -7.0})
     assert long.failure_report.count == 1
 
-    alone = service(folder, model_max_tokens=30, model_wrong_score=-7.0,
-                    scorers={"sort_digits": "none"})  # fmt: skip
-    (failed,) = ask(alone, ["9" * 60])
-    assert (failed.reward, failed.parts) == (-7.0, {"model": -7.0})
-
-
-def test_a_rule_that_fails_leaves_the_model_no_say(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "reward.py"
-    file.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n 1/0")
-    function = UserFunction(path=str(file))
-    (failed,) = ask(service(folder, function=function, workers=0, model_wrong_score=-7.0), ["#1"])
-    assert failed.error.startswith("ZeroDivisionError: ")
-    assert (failed.reward, failed.parts) == (-8.0, {"task": -1.0, "model": -7.0})
-
 
 def test_a_long_conversation_may_lose_its_beginning(folder: Path) -> None:
     (cut,) = ask(service(folder, model_max_tokens=30, model_overlong="left"), ["9" * 60])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    turns = [*MESSAGES, {"role": "assistant", "content": "9" * 60}]
-    ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
-    assert ids.shape[1] > 30
+    (said,) = by_transformers(folder, ["9" * 60], last=30)
+    assert cut.parts["model"] == pytest.approx(said, abs=1e-5)
+    assert by_transformers(folder, ["9" * 60]) != pytest.approx([said], abs=1e-5)
+
+
+def with_head_of(value: float, folder: Path) -> None:
+    classifier_folder(folder)
+    model = classifier()
     with torch.no_grad():
-        assert cut.parts["model"] == pytest.approx(float(model(ids[:, -30:]).logits), abs=1e-5)
+        model.score.weight.fill_(value)
+    with quiet_transformers():
+        model.save_pretrained(folder)
 
 
 def test_a_score_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
-    model = classifier()
-    with torch.no_grad():
-        model.score.weight.fill_(3e38)  # finite, unlike what comes of it
-    classifier_folder(tmp_path)
-    with quiet_transformers():
-        model.save_pretrained(tmp_path)
+    with_head_of(3e38, tmp_path)  # finite, unlike what comes of it
     (score,) = ask(service(tmp_path), ["#1359"])
     assert score.error in (
         f"the reward model: its score is {value}" for value in ("inf", "-inf", "nan")
@@ -256,23 +159,7 @@ def test_a_score_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
     assert (score.reward, score.parts) == (-1.0, {"task": -1.0, "model": 0.0})
 
 
-def test_an_error_of_the_pass_reaches_everyone_who_waits(folder: Path) -> None:
-    one = service(folder, deterministic=False)
-    assert one._pipeline._models[0] is not None
-
-    def broken(_: Any) -> list[float]:
-        raise MemoryError("no room")
-
-    one._pipeline._models[0]._forward = broken
-
-    async def together() -> list[Any]:
-        asked = (one.score(PROMPT, answer(1), text, True) for text in ANSWERS)
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    found = asyncio.run(together())
-    assert [type(each) for each in found] == [MemoryError] * len(ANSWERS)
-
-
+@pytest.mark.bits
 def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: Path) -> None:
     one = service(folder)
     model = one._pipeline._models[0]
@@ -299,6 +186,8 @@ def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: P
         await asyncio.sleep(0)
         given_up.cancel()
         go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
         return [await first, await next_ones, await of(ANSWERS[:1])]
 
     assert one.takes_time(["sort_digits"])
@@ -308,12 +197,9 @@ def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: P
         wanted = by_transformers(folder, ANSWERS[:2])
         assert [s.parts["model"] for s in scored] == pytest.approx(wanted, abs=1e-5)
         assert [type(each) for each in broken] == [MemoryError] * 3
-        assert again[0].parts["model"] == scored[0].parts["model"]
+        # Alone, not beside another: the last bits depend on the company.
+        assert again[0].parts["model"] == pytest.approx(wanted[0], abs=1e-5)
     assert sizes == [2, 3, 1] * 2
-
-
-def test_messages_outlive_a_checkpoint() -> None:
-    assert read_back({"prompt": PROMPT})["prompt"].messages == MESSAGES
 
 
 def no_head(folder: Path) -> None:
@@ -321,15 +207,6 @@ def no_head(folder: Path) -> None:
     causal = AutoModelForCausalLM.from_config(classifier().config)
     with quiet_transformers():
         causal.save_pretrained(folder)
-
-
-def nan_weights(folder: Path) -> None:
-    classifier_folder(folder)
-    model = classifier()
-    with torch.no_grad():
-        model.score.weight[0, 3] = float("nan")
-    with quiet_transformers():
-        model.save_pretrained(folder)
 
 
 RAISES = "{{ raise_exception('no system role') }}"
@@ -348,7 +225,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
      r"scored: \d+ tokens with the prompt, the reward model takes 5; lower "),
     (lambda f: classifier_folder(f, vocab_size=100), {}, r"the tokenizer has \d+ tokens, the model "
      "only 100"),
-    (nan_weights, {}, "score.weight holds NaN or infinity"),
+    (partial(with_head_of, float("nan")), {}, "score.weight holds NaN or infinity"),
 ]  # fmt: skip
 
 

@@ -1,10 +1,14 @@
-"""Code scored by its tests: formats, outcomes, and answers that try to pass without solving."""
+"""Code scored by its tests: formats, outcomes, and answers that try to pass without solving.
+
+HumanEval and MBPP as published: their own solutions pass.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from tests.sandboxes import need_bubblewrap
 
 import winnow.sandbox
 from winnow.config.reward import SandboxConfig
-from winnow.rewards.scorers import SCORERS, code
+from winnow.rewards.scorers import code
 from winnow.rewards.scorers.code import CodeTests, code_of, read_tests
 from winnow.types import Score
 
@@ -38,10 +42,10 @@ def _sandbox() -> Iterator[None]:
 
 
 @pytest.fixture
-def shares() -> Iterator[None]:
-    """Rewards are shares while a test runs."""
+def other(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Another sandbox while a test runs."""
     before = winnow.sandbox.current().config
-    winnow.sandbox.start(before.model_copy(update={"credit": "share"}))
+    winnow.sandbox.start(SandboxConfig(**request.param))
     yield
     winnow.sandbox.start(before)
 
@@ -70,55 +74,29 @@ def test_a_program_that_prints_what_is_expected_passes(truth: Any) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ("print(2 * int(input()) + 1)", "wrong"),
         ("print(' ', 2 * int(input()))", "wrong"),
         ("print(4)", "wrong"),
-        ("", "compile_error"),
-        ("print(", "compile_error"),
-        ("  x = 1\n y = 2", "compile_error"),
-        ("raise ValueError", "runtime_error"),
         ("print(2 * int(input())); raise SystemExit(1)", "runtime_error"),
-        ("import os; print(4, flush=True); os._exit(3)", "runtime_error"),
-        ("while True: print('x' * 1000)", "output_limit"),
     ],
 )
 def test_a_program_that_does_not_is_told_apart(program: str, expected: str) -> None:
     assert outcome(program, DOUBLE) == expected
 
 
-@pytest.mark.parametrize("truth", [ADD, ASSERTS, CHECK], ids=["calls", "asserts", "check"])
-def test_a_function_that_returns_what_is_expected_passes(truth: Any) -> None:
-    assert outcome(RIGHT, truth) == "pass"
-    assert outcome(f"<think>```python\nx\n```</think>```py\n{RIGHT}```", truth) == "pass"
-    assert outcome("class Solution:\n    def add(self, a, b): return a + b", ADD) == "pass"
-
-
 CHEATS = {
-    "nothing": "def add(a, b): return None",
     "fresh object": "class Box:\n    def __init__(self, x): self.x = x\n"
     "def add(a, b): return Box(a + b)",
-    "equal to all": "class All:\n    def __eq__(self, other): return True\n"
-    "    def __ne__(self, other): return False\n    def __bool__(self): return True\n"
-    "def add(a, b): return All()",
     "equal to all, of a kind": "class All(int):\n    def __eq__(self, other): return True\n"
     "    __hash__ = None\ndef add(a, b): return All(7)",
-    "exit at once": "import os, sys\nos._exit(0)",
     "exit when called": "import sys\ndef add(a, b): sys.exit(0)",
     "end when called": "import os\ndef add(a, b): os._exit(0)",
-    "claims a verdict": "import os\ndef add(a, b):\n    for n in range(64):\n        try:\n"
-    '            os.write(n, b\'{"d":[["passed",2],["of",2],["outcome","pass"],\'\n'
-    '                        b\'["text",""]]}\\n\')\n'
-    "        except OSError: pass\n    os._exit(0)",
     "patches equality": "import builtins\nbuiltins.AssertionError = None\n"
     "builtins.isinstance = lambda *_: True\ndef add(a, b): return 'x'",
-    "raises what asserts raise": "def add(a, b): raise AssertionError",
     "reads the tests": "import sys, os\ndef add(a, b):\n    said = sys.stdin.read()\n"
     "    try: said += open('main.py').read()\n    except OSError: pass\n"
     "    return 3 if 'candidate' in said or 'assert add' in said else None",
     "shadows a module of the tests": "open('json.py', 'w').write('raise SystemExit')\n"
     "open('math.py', 'w').write('import os; os._exit(0)')\ndef add(a, b): return None",
-    "kills the tests": "import os, signal\ndef add(a, b): os.kill(os.getppid(), signal.SIGKILL)",
-    "flat no": "def sub(a, b): return a - b",
 }
 
 
@@ -130,14 +108,7 @@ def test_an_answer_that_only_looks_right_fails(name: str, truth: Any) -> None:
     assert found.extra["passed"] == 0
 
 
-def test_a_solution_does_not_lend_the_tests_its_own_builtins() -> None:
-    truth = {"assert_case": ["assert set(add([1], [2])) == set([1, 2])",
-                             "assert sorted(add([2], [1])) == [1, 2]"]}  # fmt: skip
-    assert outcome(RIGHT, truth) == "pass"
-    lies = "def add(a, b): return []\ndef set(x): return 1\ndef sorted(x): return [1, 2]"
-    assert outcome(lies, truth) == "wrong"
-
-
+LOOPS = {"assert_case": ["assert all(map(lambda n: f(n) == n, range(3)))"]}
 HELPED = {
     "prompt": "BASE = 10\n\ndef encode(x):\n    return x + BASE\n\ndef stub(x):\n    '''Do.'''\n\n"
     "def decode(x):\n",
@@ -145,48 +116,50 @@ HELPED = {
     "test": "def check(candidate):\n    for n in range(9):\n"
     "        assert candidate(encode(n)) == n and stub(n) == n",
 }
+WHOLE = {**HELPED, "prompt": HELPED["prompt"] + "    '''Doc.'''\n"}
+DECODE = "def stub(x):\n    return x\ndef decode(x):\n    return x - 10"
+OWN_ENCODE = "def encode(x): return x\n" + DECODE.replace(" - 10", "")
+ALMOST = {
+    "the solution's own builtins": (
+        {"assert_case": ["assert set(add([1], [2])) == set([1, 2])",
+                         "assert sorted(add([2], [1])) == [1, 2]"]},
+        RIGHT,
+        "def add(a, b): return []\ndef set(x): return 1\ndef sorted(x): return [1, 2]",
+    ),
+    "what the tests are given to use": (
+        {"assert_case": ["assert Counter(f([2, 2])) == Counter([2, 2])",
+                         "assert abs(sqrt(f([4])[0]) - 2) < 1e-6"]},
+        "def f(x): return x",
+        "def f(x): return [0]\ndef Counter(x): return 1\ndef sqrt(x): return 2",
+    ),
+    "a name of theirs that they call alone": (
+        {"assert_case": ["assert abs(sqrt(4.0) - 7) < 1e-6"]},
+        "def sqrt(x): return 7",
+        "def other(x): return 7",
+    ),
+    "a builtin's name, if they call nothing else": (
+        {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 1) == 2"], "prompt": ""},
+        "def sum(a, b): return a + b",
+        "def add(a, b): return a + b",
+    ),
+    "a helper of the prompt": (HELPED, DECODE, OWN_ENCODE),
+    "a helper of the whole prompt": (WHOLE, DECODE, OWN_ENCODE),
+    "the end of a loop": (LOOPS, "def f(x): return x", "def f(x): raise StopIteration"),
+    "the end of an async loop": (LOOPS, "def f(x): return x", "def f(x): raise StopAsyncIteration"),
+    "a result that is no JSON": (
+        {"fn_name": "f", "inputs": [["a"]], "outputs": ["12"]},
+        "def f(x): return '12'",
+        "def f(x): return 12",
+    ),
+}  # fmt: skip
 
 
-def test_a_helper_of_the_prompt_cannot_be_redefined_for_the_tests() -> None:
-    right = "def stub(x):\n    return x\ndef decode(x):\n    return x - 10"
-    assert outcome(right, HELPED) == "pass"
-    assert outcome("def encode(x): return x\n" + right.replace(" - 10", ""), HELPED) == "wrong"
-    whole = {**HELPED, "prompt": HELPED["prompt"] + "    '''Doc.'''\n"}
-    assert outcome("def encode(x): return x\n" + right.replace(" - 10", ""), whole) == "wrong"
-
-
-def test_what_the_tests_are_given_to_use_cannot_be_redefined() -> None:
-    truth = {"assert_case": ["assert Counter(f([2, 2])) == Counter([2, 2])",
-                             "assert abs(sqrt(f([4])[0]) - 2) < 1e-6"]}  # fmt: skip
-    assert outcome("def f(x): return x", truth) == "pass"
-    lies = "def f(x): return [0]\ndef Counter(x): return 1\ndef sqrt(x): return 2"
-    assert outcome(lies, truth) == "wrong"
-    alone = {"assert_case": ["assert abs(sqrt(4.0) - 7) < 1e-6"]}
-    assert outcome("def sqrt(x): return 7", alone) == "pass"
-    assert outcome("def other(x): return 7", alone) != "pass"
-
-
-REDEFINED = {
-    "HumanEval/32": "def poly(xs, x): return 0.0\ndef find_zero(xs): return 0.0",
-    "HumanEval/38": "def encode_cyclic(s): return s\ndef decode_cyclic(s): return s",
-    "HumanEval/50": "def encode_shift(s): return s\ndef decode_shift(s): return s",
-}
-
-
-@pytest.mark.parametrize("task", REDEFINED)
-def test_published_helpers_cannot_be_redefined_for_the_tests(task: str, shared_data: Path) -> None:
-    lines = gzip.decompress((shared_data / "code/HumanEval.jsonl.gz").read_bytes()).splitlines()
-    (row,) = (row for row in map(json.loads, lines) if row["task_id"] == task)
-    truth = {key: row[key] for key in ("prompt", "test", "entry_point")}
-    assert outcome(row["canonical_solution"], truth) == "pass"
-    assert outcome(REDEFINED[task], truth) == "wrong"
-
-
-@pytest.mark.parametrize("name", ["StopIteration", "StopAsyncIteration"])
-def test_an_exception_that_ends_loops_does_not_end_those_of_the_tests(name: str) -> None:
-    truth = {"assert_case": ["assert all(map(lambda n: f(n) == n, range(3)))"]}
-    assert outcome("def f(x): return x", truth) == "pass"
-    assert outcome(f"def f(x): raise {name}", truth) == "runtime_error"
+@pytest.mark.parametrize(("truth", "right", "lie"), ALMOST.values(), ids=ALMOST)
+def test_tests_see_through_what_a_solution_brings_of_its_own(
+    truth: Any, right: str, lie: str
+) -> None:
+    assert outcome(right, truth) == "pass"
+    assert outcome(lie, truth) == ("runtime_error" if truth is LOOPS else "wrong")
 
 
 def test_a_solution_that_forges_why_it_was_not_loaded_gets_no_outcome_of_its_own() -> None:
@@ -202,10 +175,12 @@ def test_a_solution_that_forges_why_it_was_not_loaded_gets_no_outcome_of_its_own
         {"assert_case": ["import nowhere_to_be_found\nassert add(1, 2) == 3"]},
         {**CHECK, "prompt": "import nowhere_to_be_found\n" + CHECK["prompt"]},
         {**ADD, "prompt": "from nowhere_to_be_found import x\n"},
+        {"assert_case": ["assert add(1"]},
     ],
 )
-def test_a_module_that_the_tests_lack_is_no_fault_of_the_answer(truth: Any) -> None:
-    with pytest.raises(ValueError, match="tests of this row cannot run: ModuleNotFoundError"):
+def test_tests_that_cannot_run_are_no_fault_of_the_answer(truth: Any) -> None:
+    says = "tests of this row cannot run: (ModuleNotFound|Syntax)Error"
+    with pytest.raises(ValueError, match=says):
         score(RIGHT, truth)
 
 
@@ -216,16 +191,8 @@ def test_a_module_that_the_answer_lacks_is_its_own_fault() -> None:
         assert outcome(inside, truth) == "runtime_error"
 
 
-def test_a_result_beside_a_list_of_arguments_is_no_json() -> None:
-    truth = {"fn_name": "f", "inputs": [["a"]], "outputs": ["12"]}
-    assert outcome("def f(x): return '12'", truth) == "pass"
-    assert outcome("def f(x): return 12", truth) == "wrong"
-
-
-def test_a_function_may_have_the_name_of_a_builtin_where_the_tests_call_nothing_else() -> None:
-    truth = {"test_list": ["assert sum(10, 15) == 25", "assert sum(1, 1) == 2"], "prompt": ""}
-    assert outcome("def sum(a, b): return a + b", truth) == "pass"
-    assert outcome("def add(a, b): return a + b", truth) != "pass"
+def test_a_function_may_be_a_method_of_a_class_that_is_called_solution() -> None:
+    assert outcome("class Solution:\n    def add(self, a, b): return a + b", ADD) == "pass"
 
 
 @pytest.mark.parametrize(
@@ -263,24 +230,8 @@ def test_exceptions_come_to_the_tests_by_name() -> None:
     assert outcome(own, {"assert_case": ["assert f()"]}) == "runtime_error"
 
 
-def test_an_endless_call_ends_at_its_time_and_costs_the_cases_behind_it() -> None:
-    before = winnow.sandbox.current().config
-    winnow.sandbox.start(before.model_copy(update={"time_s": 1.0, "credit": "share"}))
-    try:
-        text = "def add(a, b):\n    while a == 1: pass\n    return a + b"
-        truth = {"assert_case": ["assert add(2, 2) == 4", "assert add(1, 2) == 3",
-                                 "assert add(3, 3) == 6"]}  # fmt: skip
-        found = score(text, truth)
-        assert (found.extra["pred"], found.extra["passed"]) == ("time_limit", 1)
-        program = "x = int(input())\nwhile x == 2: pass\nprint(2 * x)"
-        found = score(program, DOUBLE)
-        assert (found.extra["pred"], found.extra["passed"], found.reward) == ("time_limit", 1, 0.5)
-        assert outcome("while True: pass", ADD) == "time_limit"
-    finally:
-        winnow.sandbox.start(before)
-
-
-@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize("other", [{"credit": "share"}], indirect=True)
+@pytest.mark.usefixtures("other")
 def test_the_share_of_cases_that_pass_can_be_the_reward() -> None:
     found = score("print(4)", DOUBLE)
     assert (found.reward, found.accuracy, found.extra["passed_share"]) == (0.5, 0, 0.5)
@@ -303,15 +254,6 @@ def test_the_share_of_cases_that_pass_can_be_the_reward() -> None:
 )
 def test_an_answer_may_go_on_from_the_prompt_or_be_whole(answer: str, passes: bool) -> None:
     assert (outcome(answer, CHECK) == "pass") == passes
-
-
-def test_helpers_of_the_prompt_are_there_for_the_answer_and_the_tests() -> None:
-    truth = {
-        "prompt": "import math\n\ndef double(x):\n    return 2 * x\n\ndef f(x):\n    '''Doc.'''\n",
-        "entry_point": "f",
-        "test": "def check(candidate):\n    assert double(candidate(3)) == math.floor(12.5)",
-    }
-    assert outcome("def f(x):\n    return double(x)", truth) == "pass"
 
 
 @pytest.mark.parametrize(
@@ -352,11 +294,6 @@ def test_a_row_without_usable_tests_is_a_failed_scoring(truth: Any, said: str) -
         score(RIGHT, truth)
 
 
-def test_tests_that_are_no_python_are_no_fault_of_the_answer() -> None:
-    with pytest.raises(ValueError, match="cannot run: SyntaxError"):
-        score(RIGHT, {"assert_case": ["assert add(1"]})
-
-
 def test_usual_forms_of_rows_are_read() -> None:
     assert read_tests({"input": ["1"], "output": ["2"]}) == CodeTests("programs", [("1", "2")])
     assert read_tests({"inputs": [["1", "2"]], "outputs": [[3]]}) == CodeTests(
@@ -366,6 +303,24 @@ def test_usual_forms_of_rows_are_read() -> None:
     assert calls == CodeTests("calls", [[[[1], 2], [3]]], "f", "")
 
 
-def test_the_metrics_of_the_scorer_are_in_each_score() -> None:
-    for answer in ("", RIGHT):
-        assert SCORERS["code"].metrics <= score(answer, ADD).extra.keys()
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:.*invalid escape:")
+@pytest.mark.parametrize("other", [{"time_s": 60, "sample_s": 60}], indirect=True, ids=[""])
+@pytest.mark.parametrize(
+    ("name", "count"), [("HumanEval.jsonl.gz", 164), ("mbpp_sanitized.jsonl", 427)]
+)
+@pytest.mark.usefixtures("other")
+def test_every_canonical_solution_passes(name: str, count: int, shared_data: Path) -> None:
+    raw = (shared_data / "code" / name).read_bytes()
+    text = (gzip.decompress(raw) if name.endswith(".gz") else raw).decode()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == count
+
+    def said(row: dict[str, str]) -> Any:
+        truth = {key: row[key] for key in ("prompt", "test", "entry_point")}
+        return score(row["canonical_solution"], truth).extra
+
+    with ThreadPoolExecutor(winnow.sandbox.current().slots) as threads:
+        found = zip((row["task_id"] for row in rows), threads.map(said, rows), strict=True)
+        assert {task: extra for task, extra in found if extra["pred"] != "pass"} == {}

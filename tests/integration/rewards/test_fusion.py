@@ -5,26 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.faulty_http import (
-    Served,
-    Step,
-    cut,
-    dripping,
-    flood,
-    hang_up,
-    noise,
-    ok,
-    reply,
-    serving,
-    together,
-)
+from tests.faulty_http import Served, Step, hang_up, ok, reply, serving
 from tests.sandboxes import need_bubblewrap, served
 from tests.winnow_command import in_this_process
 
@@ -119,29 +106,15 @@ def test_cases_that_are_right_pass_one_by_one() -> None:
 
 FAULTS: list[tuple[Step, str]] = [
     (reply(504), "answered 504"),
-    (reply(500, raw=b"oops"), "answered 500: oops"),
-    (reply(404), "answered 404"),
-    (cut, "cut its answer off"),
     (hang_up, "cannot be reached"),
-    (noise, "cannot be reached"),
-    (flood, "answered with more than"),
-    (reply(200, raw=b"<html>"), "no JSON"),
     (ok(None), "the body: Input should be a valid dict"),
-    (ok([]), "the body: Input should be a valid dict"),
     (ok({}), "status: Field required"),
-    (ok({"status": ["Success"]}), "status: Input should be"),
     (ok({"status": "Success"}), "answered without a run_result"),
     (ok(answer(status="SandboxError", message="no disk")), "the service says: no disk"),
-    (ok(answer(status="SandboxError", message=3)), "the service says: 3"),
-    (ok({"status": "Failed", "run_result": [1]}), "run_result: Input should be"),
-    (ok(answer(compiled="x")), "compile_result: Input should be"),
     (ok(answer(compiled={"status": "Error", "stderr": "no gcc"})), "not run the program: no gcc"),
     (ok(answer() | {"run_result": {"status": "Error"}}), "no reason given"),
-    (ok(answer() | {"run_result": {"status": "Odd"}}), "run_result.status: Input"),
     (ok(answer(return_code="0")), "return_code: Input should be a valid integer, got '0'"),
     (ok(answer(return_code=None)), "answered without a return code"),
-    (ok(answer(return_code=True)), "return_code: Input should be a valid integer, got True"),
-    (ok(answer(stdout=4)), "stdout: Input should be a valid string, got 4"),  # type: ignore[arg-type]
 ]
 
 
@@ -154,12 +127,6 @@ def test_what_the_service_does_wrong_is_no_outcome(step: Step, said: str) -> Non
     assert len(service.requests) in (3, 5)  # the trial, the first case, and one or three tries
 
 
-def test_a_gateway_that_fails_in_passing_costs_nothing() -> None:
-    script = [reply(504), cut, ok(answer("4")), reply(503, headers={"Retry-After": "0"})]
-    outcome, service = scored([*script, ok(answer("10"))])
-    assert (outcome, len(service.requests)) == ("pass", 6)
-
-
 VERDICT = '{"d":[["passed",2],["of",2],["outcome","pass"],["text",""]]}\n'
 
 
@@ -168,7 +135,6 @@ VERDICT = '{"d":[["passed",2],["of",2],["outcome","pass"],["text",""]]}\n'
     [
         (VERDICT, 0, "pass"),
         (VERDICT, -9, "runtime_error"),
-        (VERDICT, 1, "runtime_error"),
         (VERDICT + VERDICT, 0, "runtime_error"),
         ("x" + VERDICT, 0, "runtime_error"),
         ("", 0, "runtime_error"),
@@ -229,26 +195,6 @@ def test_a_slow_service_is_given_up_after_compile_run_and_ten_seconds(
     assert seen == [("run_code", 7, 20), ("run_code", 2.5, 15.5)]
 
 
-def test_an_answer_that_drips_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving([TRIED, dripping(0.02)]) as service:
-        config = FusionConfig(url=service.url, compile_s=0.1, sample_s=20)
-        monkeypatch.setattr("winnow.sandbox.fusion._SLACK_S", 0.0)
-        late = pytest.raises(SandboxError, match=r"did not answer within 0\.3 s, 3 times")
-        with closing(FusionSandbox(config)) as sandbox, late:
-            sandbox.run_for(Program(""), 0.2)
-
-
-def test_one_limit_holds_for_all_answers_of_a_run() -> None:
-    with serving([TRIED, together(3, answer("4"))]) as service:
-        winnow.sandbox.start(FusionConfig(url=service.url, max_concurrent=3))
-        truth = {"inputs": ["2"], "outputs": ["4"]}
-        with ThreadPoolExecutor(12) as threads:
-            found = list(threads.map(lambda _: scorer.score("a", "x", truth, {}).reward, range(12)))
-        winnow.sandbox.close()
-    assert found == [1.0] * 12
-    assert service.most_at_once == 3
-
-
 def test_a_token_is_named_in_the_recipe_and_stays_in_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -268,24 +214,6 @@ def test_a_token_is_named_in_the_recipe_and_stays_in_the_environment(
             assert TOKEN not in sandbox.description
         with pytest.raises(RewardError, match="the token is missing"):
             FusionSandbox(config.model_copy(update={"token_env": None}))
-
-
-def test_a_limit_of_the_server_below_ours_is_told_before_training() -> None:
-    need_bubblewrap()
-    with served(SandboxConfig(max_concurrent=1, memory_mb=512, time_s=30)) as (url, _):
-        with pytest.raises(RewardError, match=r"memory_limit_MB: must lie in \[64, 512\] here"):
-            FusionSandbox(FusionConfig(url=url))
-        with pytest.raises(RewardError, match=r"run_timeout: must lie in \(0, 30\] seconds here"):
-            FusionSandbox(FusionConfig(url=url, memory_mb=512, sample_s=31))
-
-
-def test_a_server_that_lets_programs_write_less_is_told_before_training() -> None:
-    need_bubblewrap()
-    ours = SandboxConfig(max_concurrent=1, memory_mb=1024, time_s=30, output_kb=64)
-    with served(ours) as (url, _):
-        with pytest.raises(RewardError, match=r"write less than reward\.sandbox\.output_kb=65; "):
-            FusionSandbox(FusionConfig(url=url, output_kb=65))
-        FusionSandbox(FusionConfig(url=url, output_kb=64)).close()
 
 
 def test_a_fault_of_the_service_is_a_failed_scoring_and_no_wrong_answer() -> None:
@@ -313,25 +241,8 @@ def test_a_whole_command_scores_by_a_service_and_says_so(tmp_path: Path) -> None
     assert f"reward.sandbox.url is {url}, and it runs no program: {url} cannot be" in gone.err
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("url=127.0.0.1:80", "reward.sandbox.url must be an address such as http://127.0.0.1"),
-        ("url=ftp://a", "must be an address"),
-        ("url=http://", "must be an address"),
-        ("url=http://a:b", "must be an address"),
-        ("url='http://[a'", "must be an address"),
-        ("url='http://a/?x=1'", "must be an address"),
-        ("url='http://a b'", "must be an address"),
-        ("url=http://me:pa55@a", "must hold no user and password"),
-        ("max_concurrent=0", "reward.sandbox.max_concurrent"),
-        ("memory_mb=1", "reward.sandbox.memory_mb"),
-        ("backend=landlock", "reward.sandbox.backend"),
-    ],
-)
-def test_a_wrong_setting_is_refused_in_one_line(word: str, said: str) -> None:
-    base = ["reward/sandbox=fusion", *([] if "url" in word else ["reward.sandbox.url=http://a"])]
-    with pytest.raises(ConfigError, match=said) as caught:
-        load_recipe("quickstart", [*base, f"reward.sandbox.{word}"])
+@pytest.mark.parametrize("url", ["ftp://a", "'http://a/?x=1'"])
+def test_a_wrong_url_is_refused_in_one_line(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be an address") as caught:
+        load_recipe("quickstart", ["reward/sandbox=fusion", f"reward.sandbox.url={url}"])
     assert "\n" not in str(caught.value)
-    assert "pa55" not in str(caught.value)

@@ -1,20 +1,21 @@
-"""Further scorers as weighted parts of the reward, and what length adds: counted, kept, named."""
+"""Scorers and judges as weighted parts of the reward, and what length adds."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from tests.scoring import LIMIT, PROMPT, UserRewards, answer, rewards_of
+from tests.faulty_http import Step, reply, serving
+from tests.judges import judging, says
+from tests.scoring import LIMIT, UserRewards, ask, rewards_of
 
+from winnow.config.judge import OpenAiJudge
 from winnow.config.reward import (
     CosineConfig,
     DapoManager,
-    NaiveManager,
     OverlongConfig,
-    ParallelManager,
     PartConfig,
     PartWeights,
     RewardConfig,
@@ -22,11 +23,11 @@ from winnow.config.reward import (
 from winnow.config.rollout import VarianceFilter
 from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
+from winnow.rewards.judge import Judge
 from winnow.rewards.pipeline import Rewards
 from winnow.rewards.scorers import SCORERS
 from winnow.runs.metrics import _record_parts
 from winnow.sampling.filters import judge
-from winnow.types import Prompt, Score
 
 TAGGED = "<think>so</think><answer>#1359</answer>"
 FORMAT = {"format": PartConfig(scorer="think_answer", weight=0.2)}
@@ -34,17 +35,6 @@ FORMAT = {"format": PartConfig(scorer="think_answer", weight=0.2)}
 
 def service(**config: Any) -> Rewards:
     return rewards_of(RewardConfig(**config), LIMIT)
-
-
-def ask(
-    one: Rewards, texts: Sequence[str], *, length: int = 10, training: bool = True,
-    prompt: Prompt = PROMPT,
-) -> list[Score]:  # fmt: skip
-    async def together() -> list[Score]:
-        asked = (one.score(prompt, answer(length), text, training) for text in texts)
-        return list(await asyncio.gather(*asked))
-
-    return asyncio.run(together())
 
 
 def test_parts_are_kept_as_they_are_and_count_by_their_weights() -> None:
@@ -82,28 +72,6 @@ def test_held_out_answers_have_the_parts_that_ask_for_it() -> None:
     assert list(score.parts) == ["task", "seen", "unseen", "cosine"]
 
 
-def test_a_users_function_has_parts_beside_it(user_service: UserRewards) -> None:
-    one = user_service("return {'score': 3, 'acc': 0.25}", parts=FORMAT, workers=1)
-    plain, tagged = ask(one, ["#1359", TAGGED])
-    assert plain.parts == {"task": 3.0, "format": 0.0}
-    assert (tagged.reward, tagged.accuracy) == (pytest.approx(3.2), 0.25)
-    assert one.takes_time(["x"])
-
-
-@pytest.mark.parametrize("manager", [NaiveManager(), ParallelManager()])
-def test_where_parts_are_scored_changes_no_number(manager: Any) -> None:
-    parts = FORMAT | {"value": PartConfig(scorer="math_verify")}
-    one = service(parts=parts, manager=manager)
-    one.check_sources(["sort_digits"])
-    try:
-        (score,) = ask(one, [r"<think>so</think><answer>\boxed{1359}</answer>"])
-        # In workers: the source's rule, which is quick, and both parts.
-        assert one.scored_apart() == (3 if isinstance(manager, ParallelManager) else 0)
-    finally:
-        one.close()
-    assert (score.parts["format"], score.parts["value"], score.error) == (1.0, 1.0, "")
-
-
 def test_a_part_that_wants_a_process_apart_gets_one_beside_quick_rules() -> None:
     quick = service(parts=FORMAT)
     assert not quick.takes_time(["sort_digits"])
@@ -126,35 +94,16 @@ def test_a_part_that_fails_makes_the_scoring_fail() -> None:
     assert (score.accuracy, one.failure_report.count) == (0.0, 1)
 
 
+def test_parts_stand_beside_a_users_function(user_service: UserRewards) -> None:
+    own = user_service("return {'score': 3, 'acc': 0.25}", parts=FORMAT, workers=0)
+    (score,) = ask(own, [TAGGED])
+    assert (score.reward, score.accuracy) == (pytest.approx(3.2), 0.25)
+
+
 def test_a_rule_that_fails_leaves_parts_no_say(user_service: UserRewards) -> None:
     (score,) = ask(user_service("1/0", parts=FORMAT, workers=0), [TAGGED])
     assert score.error.startswith("ZeroDivisionError")
     assert (score.reward, score.parts) == (-1.0, {"task": -1.0, "format": 0.0})
-
-
-@pytest.mark.parametrize(
-    ("scorer", "says"),
-    [
-        ("no_such", "reward.parts.format.scorer is no_such, which is no scorer; there are "),
-        ("none", "reward.parts.format.scorer is none, which is no scorer; there are "),
-    ],
-)
-def test_a_part_without_a_scorer_is_refused(scorer: str, says: str) -> None:
-    with pytest.raises(RewardError) as caught:
-        service(parts={"format": PartConfig(scorer=scorer)})
-    assert str(caught.value).startswith(says)
-    assert "think_answer" in str(caught.value)
-
-
-def test_a_part_whose_package_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = service(parts={"gym": PartConfig(scorer="reasoning_gym")})
-    monkeypatch.setattr("winnow.rewards.routing.find_spec", lambda name: None)
-    with pytest.raises(RewardError) as caught:
-        one.check_sources(["sort_digits"])
-    assert str(caught.value) == (
-        "reward.parts.gym is scored by reasoning_gym, whose package is not installed; "
-        "pip install 'winnow-rl[reasoning-gym]', or name another in reward.parts.gym.scorer"
-    )
 
 
 def test_the_cosine_takes_the_place_of_the_task_by_its_weight() -> None:
@@ -165,12 +114,6 @@ def test_the_cosine_takes_the_place_of_the_task_by_its_weight() -> None:
     assert (right.reward, wrong.reward) == (pytest.approx(1.5), pytest.approx(-5.0))
     assert right.parts == {"task": 1.0, "cosine": pytest.approx(1.5)}
     assert ask(one, ["#1359"], length=100)[0].reward == -10.0
-
-
-def test_the_limit_of_the_cosine_is_the_answers_own_unless_it_is_given() -> None:
-    one = service(cosine=CosineConfig(enabled=True, weight=2.0))
-    (score,) = ask(one, ["#1359"], length=LIMIT // 2)
-    assert score.reward == pytest.approx(1.0 + 2 * 1.5)
 
 
 @pytest.mark.parametrize(("accuracy", "cosine"), [(1.0, 1.5), (0.99, -5.0), (0.0, -5.0)])
@@ -194,7 +137,9 @@ def test_dapo_notes_the_penalty_as_verl_does() -> None:
     assert (long.reward, long.metric("overlong"), long.metric("overlong_reward")) == (
         *(0.5, -0.5, -0.5),
     )
-    assert "overlong" not in ask(one, ["#1359"], length=104, training=False)[0].extra
+    (held_out,) = ask(one, ["#1359"], length=104, training=False)
+    assert (held_out.reward, held_out.parts) == (1.0, {"task": 1.0})
+    assert "overlong" not in held_out.extra
     assert "overlong" not in ask(service(overlong=overlong), ["#1359"], length=104)[0].extra
 
     metrics = Metrics()
@@ -204,11 +149,76 @@ def test_dapo_notes_the_penalty_as_verl_does() -> None:
     assert record["score/parts/overlong/min"] == -0.5
 
 
-def test_every_part_has_its_figures() -> None:
-    one = service(parts=FORMAT, cosine=CosineConfig(enabled=True))
-    metrics = Metrics()
-    _record_parts(metrics, ask(one, ["#1359", TAGGED], length=64))
-    record = metrics.record()
-    assert record["score/parts/format/mean"] == 0.5
-    assert record["score/parts/cosine/max"] == pytest.approx(1.5)
-    assert "score/overlong" not in record
+RIGHT, WRONG = "1|539;3|59;5|9;9|#1359", "#1395"
+SEES_NOTHING = says("Judgement: INCORRECT")
+Make = Callable[..., Rewards]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Services with a judge behind a server; keys of `reward.judge` begin with `judge_`."""
+    with ExitStack() as open_things:
+
+        def made(step: Step, **config: Any) -> Rewards:
+            names = [key for key in config if key.startswith("judge_")]
+            own = {key.removeprefix("judge_"): config.pop(key) for key in names}
+            served = open_things.enter_context(serving([step]))
+            section = OpenAiJudge(base_url=f"{served.url}/v1", model="m", cache="none", **own)
+            judge = Judge(section, backoff_s=0.01)
+            service = rewards_of(RewardConfig(judge=section, **config), LIMIT, judge=judge)
+            return open_things.enter_context(closing(service))
+
+        yield made
+
+
+def test_the_judge_may_decide_on_the_accuracy(make: Make) -> None:
+    (score,) = ask(make(SEES_NOTHING), [RIGHT])
+    assert score.accuracy == 1.0  # the rule's
+    deciding = make(SEES_NOTHING, judge_as_accuracy=True, cosine=CosineConfig(enabled=True))
+    (score,) = ask(deciding, [RIGHT])
+    assert (score.accuracy, score.parts["task"]) == (0.0, 1.0)
+    assert score.parts["cosine"] < 0  # which asks the accuracy, too
+    (score,) = ask(deciding, [RIGHT], training=False)
+    assert score.accuracy == 1.0  # it was not asked
+
+
+@pytest.mark.parametrize(("threshold", "accuracy"), [(0.4, 1.0), (4 / 9, 1.0), (0.5, 0.0)])
+def test_scores_from_the_threshold_on_are_right(
+    threshold: float, accuracy: float, make: Make
+) -> None:
+    service = make(says("Score: 5"), judge_template="quality", judge_as_accuracy=True,
+                   judge_threshold=threshold)  # fmt: skip
+    (score,) = ask(service, [WRONG])
+    assert (score.accuracy, score.parts["judge"]) == (accuracy, 4 / 9)
+
+
+def test_a_source_of_the_judges_alone_can_be_evaluated_by_its_verdict(make: Make) -> None:
+    service = make(judging(), scorers={"sort_digits": "none"}, judge_as_accuracy=True,
+                   judge_in_evaluation=True)  # fmt: skip
+    service.check_sources({"sort_digits"}, held_out=True)
+    service.require_metric("accuracy", {"sort_digits"})
+    right, wrong = ask(service, [RIGHT, WRONG], training=False)
+    assert (right.accuracy, wrong.accuracy) == (1.0, 0.0)
+
+
+def test_a_judge_that_fails_fails_the_answer_and_the_share_ends_the_run(make: Make) -> None:
+    service = make(reply(500), judge_retries=0, judge_wrong_score=-3.0, judge_as_accuracy=True)
+    scores = ask(service, [RIGHT, WRONG])
+    for score in scores:
+        assert score.parts == {"task": -1.0, "judge": -3.0}
+        assert (score.reward, score.accuracy) == (-4.0, 0.0)
+        assert score.error.startswith("the judge: http://127.0.0.1:")
+    with pytest.raises(RewardError, match=r"failed for 2 of 2 .* the judge: .* answered 500"):
+        service.end_step()
+
+
+def test_figures_are_of_all_twins_and_start_anew(make: Make) -> None:
+    service = make(judging())
+    ask(service, [RIGHT])
+    ask(service.twin(), [WRONG])
+    assert service.figures()["judge/requests"] == 2
+    assert set(service.figures().values()) == {0}
+    assert rewards_of(RewardConfig(), LIMIT).figures() == {
+        "scoring/answers": 0,
+        "scoring/failed": 0,
+    }

@@ -6,21 +6,16 @@ import asyncio
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.processes import children, gone, is_alive
-from tests.scoring import PROMPT, UserRewards, answer, rewards_of
+from tests.scoring import PROMPT, SIGNATURE, UserRewards, answer, ask, rewards_of
 
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards import pool
 from winnow.rewards.pipeline import Rewards
-from winnow.types import Prompt, Score
 
 MIXED = """
 import asyncio, os, re, signal, subprocess, sys, time
@@ -58,11 +53,10 @@ def act(what):
         sys.stdout.buffer.write(b"\\xff" * 100000); sys.stdout.flush(); os.write(2, b"more")
     return 1.0 if what == "right" else -1.0
 """
-SYNC = f"{MIXED}\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-SYNC += "    return act(solution_str)\n"
-ASYNC = f"{MIXED}\nasync def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-ASYNC += "    await asyncio.sleep(0.01)\n    if solution_str == 'late': await asyncio.sleep(99)\n"
-ASYNC += "    return act(solution_str)\n"
+DEFINED = f"def compute_score({SIGNATURE}):\n"
+SYNC = f"{MIXED}\n{DEFINED}    return act(solution_str)\n"
+ASYNC = f"{MIXED}\nasync {DEFINED}    await asyncio.sleep(0.01)\n"
+ASYNC += "    if solution_str == 'late': await asyncio.sleep(99)\n    return act(solution_str)\n"
 LATE = "no score within reward.timeout_s=1"
 FATES = [
     ("exit", "the scorer's process ended with exit code 3"),
@@ -73,22 +67,18 @@ FATES = [
     ("cut", "the scorer's process cut its connection"),
     ("forked", "the scorer's process ended with exit code 5"),
     ("bytes", ""),
+    ("memory", "the scorer used "),
 ]
 LATE_FATES = [("hang", LATE), ("hang in C", LATE), ("flood", LATE)]
-
-
-def ask_all(service: Rewards, texts: list[str]) -> list[Score]:
-    async def run() -> list[Score]:
-        asked = (service.score(PROMPT, answer(3), text, training=True) for text in texts)
-        return list(await asyncio.gather(*asked))
-
-    return asyncio.run(run())
+SUSPECTS = [each for each in FATES if each[0] in ("exit", "sys.exit", "interrupt", "memory")]
+"""Of an async function's answers each that was under way may be at fault."""
 
 
 @pytest.mark.parametrize(
-    ("fates", "timeout_s"), [(FATES, 60), (LATE_FATES, 1)], ids=["ends", "late"]
+    ("file", "fates", "timeout_s"),
+    [(SYNC, FATES, 60), (SYNC, LATE_FATES, 1), (ASYNC, SUSPECTS, 60), (ASYNC, LATE_FATES[:1], 1)],
+    ids=["sync-ends", "sync-late", "async-ends", "async-late"],
 )
-@pytest.mark.parametrize("file", [SYNC, ASYNC], ids=["sync", "async"])
 def test_what_a_scorer_does_costs_its_own_sample_alone(
     file: str,
     fates: list[tuple[str, str]],
@@ -105,66 +95,49 @@ def test_what_a_scorer_does_costs_its_own_sample_alone(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("file", [SYNC, ASYNC], ids=["sync", "async"])
-def test_a_scorer_that_eats_memory_costs_its_own_sample_alone(
-    file: str, user_service: UserRewards
-) -> None:
-    # A machine may take its time to find the memory.
-    service = user_service(file, workers=2, timeout_s=30, memory_mb=400)
-    costs_itself_alone(service, "memory", "the scorer used ")
-
-
 def costs_itself_alone(service: Rewards, what: str, error: str) -> None:
     texts = ["right"] * 4 + [what] + ["right"] * 20
-    scores = ask_all(service, texts)
+    scores = ask(service, texts)
     assert [text for text, score in zip(texts, scores, strict=True) if score.error] == (
         [what] if error else []
     )
     assert scores[4].error.startswith(error)
     assert sum(score.accuracy for score in scores) == 24, what
-    assert [s.accuracy for s in ask_all(service, ["right", "wrong"])] == [1.0, 0.0], what
+    assert [s.accuracy for s in ask(service, ["right", "wrong"])] == [1.0, 0.0], what
 
 
 def test_an_async_scorer_that_waits_too_long_costs_its_own_sample_alone(
     user_service: UserRewards,
 ) -> None:
     service = user_service(ASYNC, workers=1, timeout_s=1)
-    scores = ask_all(service, ["right", "late", "right", "late", *["right"] * 40])
+    scores = ask(service, ["right", "late", "right", "late", *["right"] * 40])
     assert [score.error for score in scores[:4]] == ["", LATE, "", LATE]
     assert sum(score.accuracy for score in scores) == 42
 
 
 def test_async_calls_wait_side_by_side(user_service: UserRewards) -> None:
     body = (
-        "import asyncio\nnow = most = 0\nasync def compute_score(data_source, solution_str, "
-        "ground_truth, extra_info):\n    global now, most\n    now += 1; most = max(most, now)\n"
-        "    await asyncio.sleep(0.05)\n    now -= 1\n    return most\n"
+        f"import asyncio\nnow = most = 0\nasync {DEFINED}    global now, most\n    now += 1\n"
+        "    most = max(most, now)\n    await asyncio.sleep(0.05)\n    now -= 1\n    return most\n"
     )
-    scores = ask_all(user_service(body, workers=1), ["x"] * 100)
+    scores = ask(user_service(body, workers=1), ["x"] * 100)
     assert 30 <= max(score.reward for score in scores) <= 64
 
 
-@pytest.mark.parametrize(("times", "seconds"), [(1, 0.1), (10, 0.01)])
-def test_an_async_function_that_blocks_makes_no_neighbour_late(
-    times: int, seconds: float, user_service: UserRewards
-) -> None:
-    body = (
-        "import asyncio, time\nasync def compute_score(data_source, solution_str, ground_truth, "
-        f"extra_info):\n    for _ in range({times}):\n        await asyncio.sleep(0)\n"
-        f"        time.sleep({seconds})\n    return 1.0\n"
-    )
-    # Side by side they take 3 s in all, and each of them more than its limit.
-    scores = ask_all(user_service(body, workers=1, timeout_s=0.5), ["x"] * 30)
-    assert [score.error for score in scores] == [""] * 30
+def test_an_async_function_that_blocks_makes_no_neighbour_late(user_service: UserRewards) -> None:
+    body = f"import asyncio, time\nasync {DEFINED}    for _ in range(10):\n"
+    body += "        await asyncio.sleep(0)\n        time.sleep(0.04)\n    return 1.0\n"
+    # Side by side they take 6 s in all, and each of them more than its limit.
+    scores = ask(user_service(body, workers=1, timeout_s=2), ["x"] * 15)
+    assert [score.error for score in scores] == [""] * 15
 
 
 def test_a_plain_function_may_return_something_to_await(user_service: UserRewards) -> None:
     body = (
         "import asyncio\ncalls = 0\nasync def later():\n    await asyncio.sleep(0.001)\n"
-        "    return calls\ndef compute_score(data_source, solution_str, ground_truth, "
-        "extra_info):\n    global calls\n    calls += 1\n    return later()\n"
+        f"    return calls\n{DEFINED}    global calls\n    calls += 1\n    return later()\n"
     )
-    assert [s.reward for s in ask_all(user_service(body, workers=1), ["x"] * 3)] == [1, 2, 3]
+    assert [s.reward for s in ask(user_service(body, workers=1), ["x"] * 3)] == [1, 2, 3]
 
 
 def test_what_is_printed_is_kept_for_the_log(
@@ -172,48 +145,27 @@ def test_what_is_printed_is_kept_for_the_log(
 ) -> None:
     with caplog.at_level(logging.INFO):
         service = user_service("print('seen', solution_str, 'y' * 9000); return 1", workers=1)
-        ask_all(service, ["this"])
+        ask(service, ["this"])
         service.close()
     assert "wrote 9011 bytes to its output; it begins with: seen this yyy" in caplog.text
     assert max(map(len, caplog.messages)) < 5000
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_dying_scorer_printed_is_in_its_trace(user_service: UserRewards) -> None:
-    service = user_service("print('last words'); import os; os.abort()", workers=1)
-    ask_all(service, ["x"])
-    assert service.failure_report.first_traceback == (
-        "the scorer's process was killed by SIGABRT\nIts process had written:\nlast words"
-    )
-
-
 def test_a_leak_ends_in_a_new_process_before_it_costs_anything(user_service: UserRewards) -> None:
-    body = (
-        "import os\nkept = []\ndef compute_score(data_source, solution_str, ground_truth, "
-        "extra_info):\n    kept.append(bytes(30_000_000))\n    kept[-1].count(b'x')\n"
-        "    return {'score': 1, 'pid': os.getpid(), 'kept': len(kept)}\n"
-    )
-    service = user_service(body.replace("bytes(", "b'y' * ("), workers=1, memory_mb=400)
-    scores = ask_all(service, ["x"] * 40)
-    assert [score.error for score in scores] == [""] * 40
+    body = f"import os\nkept = []\n{DEFINED}    kept.append(b'y' * 30_000_000)\n"
+    body += "    return {'score': 1, 'pid': os.getpid(), 'kept': len(kept)}\n"
+    service = user_service(body, workers=1, memory_mb=400)
+    scores = ask(service, ["x"] * 20)
+    assert [score.error for score in scores] == [""] * 20
     assert len({score.extra["pid"] for score in scores}) >= 3
     assert max(score.extra["kept"] for score in scores) >= 3
 
 
-def test_a_stateful_module_keeps_its_state_within_a_worker(user_service: UserRewards) -> None:
-    body = (
-        "calls = []\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    calls.append(solution_str)\n    return len(calls)\n"
-    )
-    service = user_service(body, workers=1)
-    assert [score.reward for score in ask_all(service, ["a", "b", "c"])] == [1, 2, 3]
-    assert [score.reward for score in ask_all(service, ["d"])] == [4]
-
-
 def test_what_a_scorer_draws_depends_on_the_answer_alone(user_service: UserRewards) -> None:
     body = "import random, numpy; return {'score': random.random(), 'n': numpy.random.rand()}"
-    first = ask_all(user_service(body, workers=2), ["a", "b", "a", "c"])
-    again = ask_all(user_service(body, workers=1), ["c", "b", "a"])
+    first = ask(user_service(body, workers=2), ["a", "b", "a", "c"])
+    again = ask(user_service(body, workers=1), ["c", "b", "a"])
     assert first[0].reward == first[2].reward == again[2].reward != first[1].reward
     assert (first[3].reward, first[3].extra) == (again[0].reward, again[0].extra)
 
@@ -221,13 +173,12 @@ def test_what_a_scorer_draws_depends_on_the_answer_alone(user_service: UserRewar
 def test_objects_of_the_users_own_come_back_as_text(user_service: UserRewards) -> None:
     body = (
         "import numpy\nclass Own:\n    def __str__(self): return 'own'\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    ring = {}\n    ring['ring'] = ring\n"
+        f"{DEFINED}    ring = {{}}\n    ring['ring'] = ring\n"
         "    return dict(score=1, own=Own(), ring=ring, row=[1, {'a': None}], "
         "n=numpy.float32(0.5), v=numpy.arange(2), "
         "rows=numpy.array([(Own(),)], [('own', object)]))\n"
     )
-    (score,) = ask_all(user_service(body, workers=1), ["x"])
+    (score,) = ask(user_service(body, workers=1), ["x"])
     assert (score.extra["own"], score.extra["ring"]) == ("own", "{'ring': {...}}")
     assert (score.extra["row"], score.extra["n"]) == ([1, {"a": None}], 0.5)
     assert score.extra["v"].tolist() == [0, 1]
@@ -239,12 +190,11 @@ def test_a_score_that_cannot_be_read_here_costs_its_own_sample_alone(
 ) -> None:
     body = (
         "class Text(str): pass\nclass Own:\n    def __str__(self): return Text('own')\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return dict(score=1, own=Own() if solution_str == 'own' else '')\n"
+        f"{DEFINED}    return dict(score=1, own=Own() if solution_str == 'own' else '')\n"
     )
     service = user_service(body, workers=1)
-    ask_all(service, ["x"] * 100)  # so that several answers go in a message
-    scores = ask_all(service, ["x", "x", "own", *["x"] * 20])
+    ask(service, ["x"] * 100)  # so that several answers go in a message
+    scores = ask(service, ["x", "x", "own", *["x"] * 20])
     assert [place for place, score in enumerate(scores) if score.error] == [2]
     assert scores[2].error.startswith("ModuleNotFoundError: ")
 
@@ -262,41 +212,11 @@ def test_an_answer_asked_for_as_the_pool_is_closed_is_refused(user_service: User
         asyncio.run(run())
 
 
-def test_signals_work_in_a_worker_so_math_verify_does(user_service: UserRewards) -> None:
-    body = (
-        "from math_verify import parse, verify; "
-        "return verify(parse('$1/2$', parsing_timeout=3), parse('$' + solution_str + '$'))"
-    )
-    scores = ask_all(user_service(body, workers=1), ["0.5", "0.6"])
-    assert [(score.error, score.reward) for score in scores] == [("", 1.0), ("", 0.0)]
-
-
 def test_workers_load_neither_torch_nor_transformers(user_service: UserRewards) -> None:
     body = "import sys; return {'score': 1, 'loaded': sorted(sys.modules)}"
-    loaded = ask_all(user_service(body, workers=1), ["x"])[0].extra["loaded"]
+    loaded = ask(user_service(body, workers=1), ["x"])[0].extra["loaded"]
     assert "numpy" in loaded
     assert not {"torch", "transformers"} & set(loaded)
-    service = rewards_of(RewardConfig(workers=1), 8)
-    assert ask_all(service, ["#1359"])[0].reward == 1.0
-    service.close()
-
-
-@pytest.mark.parametrize("source", ["sort_digits", "gsm8k"])
-def test_built_in_scorers_say_the_same_apart(source: str) -> None:
-    here, apart = (rewards_of(RewardConfig(workers=workers), 8) for workers in (0, 1))
-    prompt = Prompt("x:1", np.array([1]), "x", source, "1359", {"extra_info": {"index": 1}})
-    for text in ("#1359", "#### 1,359", "nothing"):
-        got = [
-            asyncio.run(service.score(prompt, answer(3), text, training=False))
-            for service in (here, apart)
-        ]
-        assert vars_of(got[0]) == vars_of(got[1])
-    assert (here.scored_apart(), apart.scored_apart()) == (0, 3)
-    apart.close()
-
-
-def vars_of(score: Score) -> tuple[object, ...]:
-    return score.reward, score.accuracy, score.parts, score.extra, score.error
 
 
 def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
@@ -306,10 +226,10 @@ def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
     before = children()
     here = rewards_of(RewardConfig(), 8)
     here.check_sources(["sort_digits", "gsm8k"])
-    assert ask_all(here, ["#1359"])[0].reward == 1.0
+    assert ask(here, ["#1359"])[0].reward == 1.0
     assert (children(), here.scored_apart()) == (before, 0)
     service = user_service("return 1")
-    ask_all(service, ["x"] * 4)
+    ask(service, ["x"] * 4)
     assert (len(children() - before), service.scored_apart()) == (2, 4)
 
 
@@ -317,34 +237,22 @@ def test_twins_share_workers_and_count_failures_apart(user_service: UserRewards)
     service = user_service("import os; return {'score': 1 / len(solution_str), 'pid': os.getpid()}",
                            workers=1)  # fmt: skip
     twin = service.twin()
-    ask_all(service, [""])
+    ask(service, [""])
     assert (service.failure_report.count, twin.failure_report.count) == (1, 0)
-    assert ask_all(service, ["x"])[0].extra == ask_all(twin, ["x"])[0].extra
-
-
-def test_cancelling_leaves_a_pool_that_goes_on(user_service: UserRewards) -> None:
-    service = user_service(SYNC, workers=1, timeout_s=1)
-
-    async def run() -> None:
-        await asyncio.wait_for(service.score(PROMPT, answer(3), "hang", training=True), 0.2)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(run())
-    assert service.failure_report.count == 0
-    assert ask_all(service, ["right"])[0].reward == 1.0
+    assert ask(service, ["x"])[0].extra == ask(twin, ["x"])[0].extra
 
 
 def test_answers_that_callers_gave_up_on_hold_up_no_later_one(user_service: UserRewards) -> None:
     service = user_service("import time; time.sleep(0.3); return 1", workers=1)
 
-    async def ask(patience_s: float) -> float:
+    async def patient(patience_s: float) -> float:
         asked = service.score(PROMPT, answer(3), "x", training=True)
         return (await asyncio.wait_for(asked, patience_s)).reward
 
     async def run() -> tuple[list[object], float]:
-        given_up = await asyncio.gather(*(ask(0.1) for _ in range(12)), return_exceptions=True)
+        given_up = await asyncio.gather(*(patient(0.1) for _ in range(12)), return_exceptions=True)
         await asyncio.sleep(0.5)
-        return given_up, await ask(5)
+        return given_up, await patient(5)
 
     given_up, reward = asyncio.run(run())
     assert [type(each) for each in given_up] == [TimeoutError] * 12
@@ -353,8 +261,8 @@ def test_answers_that_callers_gave_up_on_hold_up_no_later_one(user_service: User
 
 def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserRewards) -> None:
     body = (
-        "import subprocess, time, pathlib\ndef compute_score(data_source, solution_str, "
-        "ground_truth, extra_info):\n    child = subprocess.Popen(['sleep', '1000'])\n"
+        f"import subprocess, time, pathlib\n{DEFINED}"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
         "    pathlib.Path(solution_str).write_text(str(child.pid))\n    time.sleep(1000)\n"
     )
     before = children()
@@ -377,43 +285,9 @@ def test_closing_ends_a_worker_that_hangs_and_all_it_started(user_service: UserR
     assert gone({sleeper, *workers})
 
 
-PARENT = """
-import asyncio, sys, numpy as np
-from winnow.config.reward import RewardConfig, UserFunction
-from tests.scoring import PROMPT, answer, rewards_of
-
-service = rewards_of(
-    RewardConfig(function=UserFunction(path=sys.argv[1]), workers=2, timeout_s=1000), 8
-)
-
-async def ask():
-    await asyncio.gather(*(service.score(PROMPT, answer(3), sys.argv[2], True) for _ in range(2)))
-
-asyncio.run(ask())
-"""
-
-
-@pytest.mark.parametrize("what", ["hang", "hang in C"])
-def test_no_worker_outlives_a_parent_that_is_killed(what: str, tmp_path: Path) -> None:
-    file = tmp_path / "reward.py"
-    file.write_text(
-        SYNC.replace("return act", "open(__file__ + str(os.getpid()), 'w'); return act")
-    )
-    root = Path(__file__).parents[3]
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, file, what], cwd=root)
-    while len(found := list(tmp_path.glob("reward.py[0-9]*"))) < 2:
-        assert parent.poll() is None
-        time.sleep(0.01)
-    workers = {int(path.name.removeprefix("reward.py")) for path in found}
-    assert all(map(is_alive, workers))
-    parent.kill()
-    parent.wait()
-    assert gone(workers)
-
-
 def test_a_ctrl_c_of_the_terminal_reaches_no_worker(user_service: UserRewards) -> None:
     service = user_service("import os; return {'score': 1, 'group': os.getpgid(0)}", workers=1)
-    (score,) = ask_all(service, ["x"])
+    (score,) = ask(service, ["x"])
     assert score.extra["group"] != os.getpgid(0)
     assert os.getsid(score.extra["group"]) == score.extra["group"]
 
@@ -422,12 +296,8 @@ def test_a_ctrl_c_of_the_terminal_reaches_no_worker(user_service: UserRewards) -
     ("code", "says"),
     [
         ("import os\nos._exit(3)\n", "the process that imports it ended with exit code 3; mend"),
-        ("import os\nos.kill(os.getpid(), 9)\n", "the process that imports it was killed by "
-         "SIGKILL; mend"),
         ("x = b'y' * 500_000_000\nimport time\ntime.sleep(99)\n", "the process that imports it "
          "used "),
-        ("def compute_score(:\n", "importing it fails with SyntaxError: "),
-        ("import no_such_module_here\n", "importing it fails with ModuleNotFoundError: "),
         ("def other(): ...\n", " has no callable compute_score; give one of other"),
     ],
 )  # fmt: skip
@@ -437,7 +307,7 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start(
     file = tmp_path / "reward.py"
     file.write_text(code)
     before = children()
-    config = RewardConfig(function=UserFunction(path=str(file)), workers=2, memory_mb=300)
+    config = RewardConfig(function=UserFunction(path=str(file)), workers=1, memory_mb=300)
     with pytest.raises(RewardError) as caught:
         rewards_of(config, 8)
     assert str(caught.value).startswith(f"reward.function.path {file}")
@@ -451,15 +321,15 @@ def test_a_file_that_is_spoilt_during_the_run_ends_it_with_one_line(
     service = user_service(SYNC, workers=1)
     Path(service._config.function.path or "").write_text("def compute_score(:\n")
     with pytest.raises(RewardError, match="importing it fails with SyntaxError"):
-        ask_all(service, ["kill", "right"])
+        ask(service, ["kill", "right"])
     with pytest.raises(RewardError, match="importing it fails with SyntaxError"):
-        ask_all(service, ["right"])
+        ask(service, ["right"])
 
 
 def test_an_idle_worker_that_is_killed_is_replaced(user_service: UserRewards) -> None:
     service = user_service("import os; return {'score': 1, 'pid': os.getpid()}", workers=1)
-    first = ask_all(service, ["x"])[0].extra["pid"]
+    first = ask(service, ["x"])[0].extra["pid"]
     os.kill(first, signal.SIGKILL)
     assert gone({first})
-    (score,) = ask_all(service, ["x"])
+    (score,) = ask(service, ["x"])
     assert (score.error, score.extra["pid"] != first) == ("", True)

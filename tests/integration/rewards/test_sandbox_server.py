@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
 from typing import Any
 
 import httpx
@@ -78,14 +75,6 @@ def test_a_program_that_ends_badly_fails(url: str) -> None:
     assert run(url, "bytearray(100 << 20)", memory_limit_MB=-1)["status"] == "Success"
 
 
-def test_bash_runs_under_the_same_sandbox(url: str) -> None:
-    answer = run(url, "read x; echo got $x; cat d/a; exit 3", "bash", stdin="5\n",
-                 files={"d/a": b64(b"there")})  # fmt: skip
-    assert answer["run_result"]["stdout"] == "got 5\nthere"
-    assert answer["run_result"]["return_code"] == 3
-    assert run(url, "cat /etc/passwd", "bash")["run_result"]["stdout"] == ""
-
-
 @pytest.mark.parametrize(
     ("language", "code"),
     [
@@ -126,42 +115,24 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("code", 1, "code: Input should be a valid string, got 1"),
         ("code", None, "code: Field required"),
         ("language", "cpp", "language: Input should be 'python' or 'bash', got 'cpp'"),
         ("language", "x" * 9999, "language: Input"),
-        ("language", ["python"], "language: Input"),
         ("stdin", 3, "stdin: Input should be a valid string, got 3"),
         ("run_timeout", "3", "run_timeout: Input should be a valid number, got '3'"),
-        ("run_timeout", True, "run_timeout: Input should be a valid number, got True"),
         ("run_timeout", 0, "run_timeout: must lie in (0, 20] seconds here (--max-time-s of the"),
-        ("run_timeout", -1, "run_timeout: must lie"),
         ("run_timeout", 21, "seconds here (--max-time-s of the server), got 21"),
         ("run_timeout", float("nan"), "run_timeout: must lie"),
-        ("run_timeout", float("inf"), "run_timeout: must lie"),
         ("run_timeout", 10**400, "run_timeout: Input should be a valid number"),
         ("memory_limit_MB", 513, "memory_limit_MB: must lie in [64, 512] here (--memory-mb of"),
-        ("memory_limit_MB", 0, "memory_limit_MB: must lie"),
         ("memory_limit_MB", float("nan"), "memory_limit_MB: must lie"),
-        ("files", [], "files: Input should be a valid dictionary, got []"),
         ("files", {"a": 1}, "files.a: must be a text in base64, got 1"),
-        ("files", {"a": "a"}, "files.a: must be a text in base64"),
-        ("files", {"a": "ä"}, "files.a: must be a text in base64"),
         ("files", {"a": "!!!!"}, "files.a: must be a text in base64"),
         ("files", {"../a": ""}, "files: '../a' is no plain name"),
-        ("files", {"/etc/a": ""}, "files: '/etc/a' is no plain name"),
-        ("files", {"a/../../b": ""}, "is no plain name"),
-        ("files", {"main.py": ""}, "is no plain name"),
-        ("files", {"": ""}, "is no plain name"),
-        ("files", {"a\0": ""}, "is no plain name"),
-        ("files", {"\ud800": ""}, "is no plain name"),
         ("files", {"a": "", "a/b": ""}, "is no plain name"),
         ("files", {str(n): "" for n in range(33)}, "should have at most 32 items"),
-        ("fetch_files", {}, "fetch_files: Input should be a valid list"),
         ("fetch_files", [1], "fetch_files.0: Input should be a valid string, got 1"),
         ("fetch_files", ["/etc/passwd"], "fetch_files: '/etc/passwd' is no plain name"),
-        ("fetch_files", ["../a"], "fetch_files: '../a' is no plain name"),
-        ("fetch_files", ["a"] * 33, "fetch_files: List should have at most 32"),
     ],
     ids=str,
 )
@@ -207,17 +178,6 @@ def test_a_body_that_is_none_is_refused(url: str, body: bytes, status: int, said
     assert said in response.json()["detail"]
 
 
-def test_a_refused_client_may_end_what_it_is_sending(url: str) -> None:
-    head = "POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    port = int(url.rpartition(":")[2])
-    with closing(socket.create_connection(("127.0.0.1", port), 30)) as connection:
-        connection.sendall(f"{head}Content-Length: 1000000\r\n\r\n".encode())
-        for _ in range(10):
-            time.sleep(0.02)
-            connection.sendall(b" " * 100_000)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_body_without_a_length_ends_at_the_limit(url: str) -> None:
     def endless() -> Iterator[bytes]:
         while True:
@@ -239,31 +199,6 @@ def test_a_page_whose_name_was_pointed_here_cannot_ask(url: str) -> None:
     assert (response.status_code, "asked as localhost" in response.text) == (421, True)
     assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 421
     assert post(url, {"code": ""}, headers={**JSON, "Host": "localhost:8080"}).status_code == 200
-
-
-def test_other_paths_and_methods_are_refused(url: str) -> None:
-    assert httpx.get(f"{url}/run_code", trust_env=False).status_code == 405
-    assert httpx.post(f"{url}/", trust_env=False).status_code == 404
-    assert httpx.get(f"{url}/../../etc/passwd", trust_env=False).status_code == 404
-
-
-def test_noise_on_the_socket_harms_nothing(url: str) -> None:
-    port = int(url.rpartition(":")[2])
-    for noise in (b"\x00" * 100, b"POST /run_code HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
-                  b"POST /run_code HTTP/1.1\r\n" + b"X: " + b"y" * 200_000):  # fmt: skip
-        reached = socket.create_connection(("127.0.0.1", port), 30)
-        with closing(reached) as connection, suppress(OSError):  # it may have hung up already
-            connection.sendall(noise)
-            connection.shutdown(socket.SHUT_WR)
-            assert b"200 OK" not in connection.recv(4096)
-    head = b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with closing(socket.create_connection(("127.0.0.1", port), 30)) as connection:
-        connection.sendall(head + b'Content-Length: 900\r\n\r\n{"code":')  # and is gone
-    assert run(url, "print(1)")["status"] == "Success"
-    until = time.monotonic() + 20
-    while health(url)["waiting"]:
-        assert time.monotonic() < until, "a place is kept for a client that has gone"
-        time.sleep(0.02)
 
 
 def test_the_token_must_be_right() -> None:
@@ -316,35 +251,14 @@ def test_who_waits_too_long_is_told_to_come_back() -> None:
         assert first.result().status_code == 503
 
 
-def test_stopping_ends_what_runs_and_tells_its_client_to_come_back() -> None:
-    need_bubblewrap()
-    before = threading.enumerate()
-    with ThreadPoolExecutor(1, "asking") as threads:
-        with served(SandboxConfig(max_concurrent=1, time_s=100)) as (url, _):
-            answer = threads.submit(post, url, {"code": ASLEEP, "run_timeout": 90})
-            while not health(url)["running"]:
-                time.sleep(0.01)
-        assert (answer.result().status_code, answer.result().headers["Retry-After"]) == (503, "1")
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
-
-
-@pytest.mark.parametrize(
-    ("host", "ours"),
-    [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True),
-     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.com", False), ("", False)],
-)  # fmt: skip
-def test_only_addresses_of_this_machine_do_without_a_token(host: str, ours: bool) -> None:
-    assert is_loopback(host) == ours
-
-
-@pytest.mark.parametrize(
-    ("host", "ours"),
-    [("127.0.0.1:80", True), ("localhost", True), ("LOCALHOST:1", True), ("[::1]:80", True),
-     ("127.0.0.1.evil.example", False), ("evil.example:80", False),
-     ("localhost@evil.example", False), ("10.0.0.1:80", False), ("[::1", False), ("", False)],
-)  # fmt: skip
-def test_only_names_of_this_machine_may_be_asked(host: str, ours: bool) -> None:
-    assert is_asked_here(host) == ours
+def test_what_is_of_this_machine_does_without_a_token_and_may_be_asked() -> None:
+    ours, theirs = ["127.0.0.1", "127.8.8.8", "::1", "localhost"], ["0.0.0.0", "::", "10.0.0.1"]
+    hosts = [*ours, *theirs, "example.com", ""]
+    assert [host for host in hosts if is_loopback(host)] == ours
+    ours = ["127.0.0.1:80", "localhost", "LOCALHOST:1", "[::1]:80"]
+    theirs = ["127.0.0.1.evil.example", "evil.example:80", "localhost@evil.example"]
+    hosts = [*ours, *theirs, "10.0.0.1:80", "[::1", ""]
+    assert [host for host in hosts if is_asked_here(host)] == ours
 
 
 def test_landlock_serves_too_where_namespaces_are_blocked() -> None:

@@ -1,4 +1,4 @@
-"""Scorers of mathematics on real gold answers, on hostile formulas, and in a worker."""
+"""Scorers of mathematics on real gold answers, hostile formulas and long texts; in a worker."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from tests.scorers import CASES, accuracy, check
 from tests.scoring import answer, rewards_of
 
 from winnow.config.reward import RewardConfig
 from winnow.rewards.pipeline import Rewards
 from winnow.rewards.routing import Router
-from winnow.rewards.scorers import SCORERS
-from winnow.rewards.scorers.maths import normalize
 from winnow.types import Prompt, Score
 
 MATH = ["math", "math_verify", "dapo_math_lenient"]
-
-
-def accuracy(name: str, text: str, truth: object) -> float:
-    return SCORERS[name].score("any", text, truth, {}).accuracy
 
 
 HOSTILE = [
@@ -30,8 +25,7 @@ HOSTILE = [
     "100000000!",
     r"\sum_{n=1}^{10^{9}} \frac{1}{n}",
     "(" * 150 + "x",
-    r"\frac{" * 60,
-    "{" * 300,
+    r"\frac{" * 60 + "{" * 300,
 ]
 
 
@@ -39,10 +33,6 @@ HOSTILE = [
 @pytest.mark.parametrize("formula", HOSTILE)
 def test_a_formula_without_end_is_wrong_and_costs_seconds_only(formula: str) -> None:
     assert accuracy("math_verify", rf"\boxed{{{formula}}}", "7") == 0
-
-
-def test_a_formula_without_end_is_wrong_without_a_box_too() -> None:
-    assert accuracy("math_verify", f"Answer: {HOSTILE[0]}", "7") == 0
 
 
 @pytest.mark.slow
@@ -83,19 +73,6 @@ def test_real_gold_answers_are_right_however_they_are_stated(gold: list[tuple[st
         assert router.scorer(source).score(source, f"Answer: {truth}", truth, {}).accuracy == 1
 
 
-def test_real_gold_answers_of_other_problems_are_wrong_as_texts(
-    gold: list[tuple[str, str]],
-) -> None:
-    truths = sorted({truth for _, truth in gold})
-    plain = {normalize(truth) for truth in truths}
-    # One answer is written in two ways: 10080 and 10,080.
-    assert (len(truths), len(plain)) == (336, 335)
-    for truth in truths:
-        wrong = [other for other in truths if normalize(other) != normalize(truth)]
-        said = rf"\boxed{{{truth}}}"
-        assert not any(accuracy("math", said, other) for other in wrong[:: len(wrong) // 20])
-
-
 @pytest.mark.slow
 def test_real_gold_answers_of_the_next_problem_are_wrong_by_the_scorer_of_their_source(
     gold: list[tuple[str, str]],
@@ -107,6 +84,22 @@ def test_real_gold_answers_of_the_next_problem_are_wrong_by_the_scorer_of_their_
         if truth != other
     ]
     assert len(pairs) == 548
-    for source, truth, other in pairs:
+    for source, truth, other in pairs[::4]:
         said = f"So \\boxed{{{other}}}.\nAnswer: {other}"
         assert router.scorer(source).score(source, said, truth, {}).accuracy == 0, (truth, other)
+
+
+LONG = [
+    "(", "{", "}", "$", "\\boxed{", "<answer>", "</answer>", "<think>", "</think>", "Answer:",
+    "answer ", "answer is ", "\n", " ", "\\", "1", "1,000,", "\\frac", "=", "####", "A ", "\\box 5",
+]  # fmt: skip
+AROUND = [("", ""), ("\\boxed{", "}"), ("<answer>", "</answer>"), ("Answer:", "")]
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", CASES)
+def test_a_long_text_of_anything_ends(name: str) -> None:
+    """A rule of Python's that takes the square of the length takes minutes for these."""
+    for piece in LONG:
+        for before, after in AROUND:
+            check(name, before + piece * (100_000 // len(piece)) + after)

@@ -1,8 +1,9 @@
-"""Scores end to end: shaping, failures and the metrics that a filter asks for."""
+"""Scores end to end: shaping, failures, the metrics that a filter asks for, and when they come."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,17 @@ import pytest
 from tests.processes import children
 from tests.scoring import LIMIT, PROMPT, SIGNATURE, UserRewards, answer, rewards_of
 
-from winnow.config.reward import OverlongConfig, PartConfig, RewardConfig, UserFunction
+from winnow.config.load import load_recipe
+from winnow.config.reward import (
+    CustomManager,
+    OverlongConfig,
+    PartConfig,
+    RewardConfig,
+    UserFunction,
+)
 from winnow.errors import RewardError
 from winnow.rewards.pipeline import Rewards
+from winnow.runs.build import LAG_OF_SCORERS_APART, score_lag_ticks
 from winnow.types import Prompt, Score
 
 
@@ -24,90 +33,29 @@ def ask(
     return asyncio.run(service.score(prompt, answer(length), text, training))
 
 
-def test_an_answer_is_scored_by_its_source() -> None:
-    service = rewards_of(RewardConfig(), LIMIT)
-    right, wrong = ask(service), ask(service, "#1395")
-    assert (right.reward, right.accuracy, right.parts) == (1.0, 1.0, {"task": 1.0})
-    assert (wrong.reward, wrong.accuracy, wrong.parts) == (-1.0, 0.0, {"task": -1.0})
-    assert right.error == wrong.error == ""
-
-
-def test_length_is_shaped_in_training_only() -> None:
-    shaped = RewardConfig(overlong=OverlongConfig(enabled=True, buffer_tokens=48))
-    service = rewards_of(shaped, LIMIT)
-    assert ask(service, length=104).parts == {"task": 1.0, "overlong": -0.5}
-    assert ask(service, length=104).reward == 0.5
-    assert ask(service, length=104).metric("task_reward") == 1.0
-    assert ask(service, length=80).parts == {"task": 1.0, "overlong": 0.0}
-    assert ask(service, "#1", length=128).reward == -2.0
-    evaluated = ask(service, length=128, training=False)
-    assert (evaluated.reward, evaluated.parts) == (1.0, {"task": 1.0})
-
-
-def test_a_users_function_scores_every_source(user_service: UserRewards) -> None:
-    service = user_service("return {'score': 3, 'acc': 1, 'seen': data_source}")
-    service.check_sources(["whatever", "gsm8k"])
-    score = ask(service, prompt=Prompt("a:1", np.array([1]), "a", "whatever", "x"))
-    assert (score.reward, score.accuracy, score.extra) == (3.0, 1.0, {"seen": "whatever"})
-
-
-def test_an_unknown_source_is_refused_before_training() -> None:
-    with pytest.raises(RewardError, match=r"^data_source klingon has no scorer; name one of "):
-        rewards_of(RewardConfig(), LIMIT).check_sources({"gsm8k", "klingon"})
-
-
-FAILURES = [
-    ("raise KeyError('x')", "KeyError: 'x' at {file}:2"),
-    ("raise ValueError('two\\nlines')", "ValueError: two lines at {file}:2"),
-    ("return 1 / 0", "ZeroDivisionError: division by zero at {file}:2"),
-    ("import json; return json.loads('{')", "JSONDecodeError: Expecting property name enclosed in "
-     "double quotes: line 1 column 2 (char 1) at {file}:2"),
-    ("raise SystemExit", "SystemExit at {file}:2"),
-    ("return float('nan')", "ValueError: the scorer returned nan as reward"),
-    ("return float('inf')", "ValueError: the scorer returned inf as reward"),
-    ("return None", "TypeError: score must be a number, got NoneType; return a float, or a dict "
-     "with the key score"),
-    ("return {'acc': 1}", "ValueError: the dict returned has no key score, only acc"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("body", "error"), FAILURES)
 def test_a_failed_scoring_is_marked_and_counts_as_wrong(
-    body: str, error: str, workers: int, tmp_path: Path, user_service: UserRewards
+    tmp_path: Path, user_service: UserRewards
 ) -> None:
-    service = user_service(body, workers=workers)
-    score = ask(service)
-    assert score.error == error.format(file=tmp_path / "reward.py")
+    score = ask(user_service("import json; return json.loads('{')", workers=0))
+    assert score.error == (
+        "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 "
+        f"(char 1) at {tmp_path / 'reward.py'}:2"
+    )
     assert (score.reward, score.accuracy, score.parts) == (-1.0, 0.0, {"task": -1.0})
     assert not score.outside
-    assert service.failure_report.count == 1
-    assert service.failure_report.first_error == f"{score.error} (prompt sort_digits:5391)"
-    assert "Traceback (most recent call last)" in service.failure_report.first_traceback
+    service = user_service("return None", workers=1)
+    assert ask(service).error.startswith("TypeError: score must be a number, got NoneType; return")
+    # What is wrong with a value that was returned has no place in the user's file.
+    assert "Traceback (most recent" not in service.failure_report.first_traceback
 
 
-def test_a_built_in_scorer_that_fails_gives_its_own_wrong_reward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_built_in_scorer_that_fails_gives_its_own_wrong_reward() -> None:
     prompt = Prompt("a:1", np.array([1]), "a", "gsm8k", "2")
     service = rewards_of(RewardConfig(), LIMIT)
     broken: Any = object()
     score = asyncio.run(service.score(prompt, answer(1), broken, True))
     assert (score.reward, score.accuracy) == (0.0, 0.0)
     assert score.error.startswith("AttributeError: ")
-
-
-def test_a_failed_scoring_is_fatal_where_the_recipe_says_so(
-    tmp_path: Path, user_service: UserRewards
-) -> None:
-    service = user_service("raise KeyError('x')", on_failure="fatal")
-    with pytest.raises(RewardError) as caught:
-        ask(service)
-    assert str(caught.value) == (
-        "scoring an answer to prompt sort_digits:5391 failed and reward.on_failure is fatal: "
-        f"KeyError: 'x' at {tmp_path}/reward.py:2; mend the scorer, or set reward.on_failure to "
-        "wrong"
-    )
 
 
 def test_cancelling_is_no_failure_of_the_scorer(user_service: UserRewards) -> None:
@@ -125,16 +73,6 @@ def test_cancelling_is_no_failure_of_the_scorer(user_service: UserRewards) -> No
     assert service.failure_report.count == 0
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", ["", "async "])
-def test_a_cancellation_of_the_scorers_own_is_its_failure(
-    kind: str, workers: int, user_service: UserRewards
-) -> None:
-    body = "raise asyncio.CancelledError('theirs')"
-    text = f"import asyncio\n{kind}def compute_score({SIGNATURE}):\n    {body}\n"
-    assert ask(user_service(text, workers=workers)).error.startswith("CancelledError: theirs at ")
-
-
 def test_a_part_that_is_unknown_leaves_no_worker(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text(f"def compute_score({SIGNATURE}):\n    return 1\n")
@@ -145,25 +83,6 @@ def test_a_part_that_is_unknown_leaves_no_worker(tmp_path: Path) -> None:
             RewardConfig(function=UserFunction(path=str(file)), parts=parts, workers=1), LIMIT
         )
     assert children() == before
-
-
-def test_what_fails_to_close_leaves_the_rest_to_be_closed() -> None:
-    service = rewards_of(RewardConfig(), LIMIT)
-    closed = []
-
-    class Broken:
-        def close(self) -> None:
-            raise OSError("no")
-
-    class Other:
-        def close(self) -> None:
-            closed.append(self)
-
-    own: Any = service._pipeline
-    own._manager, own._rules, own._judge = Broken(), Other(), Other()
-    with pytest.raises(OSError, match="no"):
-        service.close()
-    assert closed == [own._rules, own._judge]
 
 
 def test_too_many_failures_stop_the_run_with_the_first(
@@ -188,43 +107,18 @@ def test_too_many_failures_stop_the_run_with_the_first(
     service.end_step()
 
 
-COMMON = {"accuracy", "reward", "task_reward", "task"}
-
-
-def test_the_metrics_of_built_in_scorers_are_known_before_training(
-    user_service: UserRewards,
-) -> None:
-    assert rewards_of(RewardConfig(), LIMIT).known_metrics(["gsm8k"]) == COMMON
-    shaped = RewardConfig(overlong=OverlongConfig(enabled=True))
-    assert rewards_of(shaped, LIMIT).known_metrics(["gsm8k"]) == COMMON | {"overlong"}
-    assert user_service("return 1").known_metrics(["gsm8k"]) is None
-
-
-def test_every_known_metric_is_in_a_training_score() -> None:
+def test_the_metrics_of_built_in_scorers_are_known_before_training() -> None:
+    common = {"accuracy", "reward", "task_reward", "task"}
+    assert rewards_of(RewardConfig(), LIMIT).known_metrics(["gsm8k"]) == common
     shaped = RewardConfig(overlong=OverlongConfig(enabled=True, buffer_tokens=48))
     service = rewards_of(shaped, LIMIT)
     known = service.known_metrics(["sort_digits"])
-    assert known is not None
+    assert known == common | {"overlong"}
     assert all(np.isfinite(ask(service).metric(name)) for name in known)
 
 
-def test_a_metric_that_no_scorer_gives_is_refused_before_training() -> None:
-    with pytest.raises(RewardError) as caught:
-        rewards_of(RewardConfig(), LIMIT).require_metric("format", ["gsm8k", "sort_digits"])
-    assert str(caught.value) == (
-        "sampling.filter.metric is format, which no scorer of these data sources gives; there are "
-        "accuracy, reward, task, task_reward"
-    )
-
-
 def test_a_metric_of_a_users_function_is_checked_when_it_runs(user_service: UserRewards) -> None:
-    body = "return {'score': 1, 'pred': 'x', 'format': float(solution_str)}"
-    service = user_service(body)
-    service.require_metric("format", ["gsm8k"])
-    assert ask(service, "0.5").metric("format") == 0.5
-    failed = ask(service, "not a number")
-    assert (failed.error != "", failed.metric("format")) == (True, 0.0)
-
+    service = user_service("return {'score': 1, 'pred': 'x', 'format': float(solution_str)}")
     service.require_metric("style", ["gsm8k"])
     assert ask(service, "0.5", training=False).error == ""
     with pytest.raises(RewardError) as caught:
@@ -238,3 +132,58 @@ def test_a_metric_of_a_users_function_is_checked_when_it_runs(user_service: User
         RewardError, match=r"^sampling.filter.metric is pred, but the score has 'x'; "
     ):
         ask(service, "0.5")
+
+
+NEIGHBOURLY = f"""
+from neighbour_of_rewards import length
+
+def compute_score({SIGNATURE}):
+    return length(solution_str)
+
+class Own:
+    def __init__(self, config): ...
+    def score(self, prompt, text):
+        return length(text)
+"""
+
+
+@pytest.mark.parametrize("how", ["here", "in a worker", "class"])
+def test_a_users_file_imports_its_neighbour(how: str, tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_rewards.py").write_text("def length(text):\n    return len(text)\n")
+    file = tmp_path / "reward.py"
+    file.write_text(NEIGHBOURLY)
+    function = UserFunction(path=str(file))
+    config = {
+        "here": RewardConfig(function=function, workers=0),
+        "in a worker": RewardConfig(function=function, workers=1),
+        "class": RewardConfig(manager=CustomManager(path=f"{file}:Own")),
+    }[how]
+    with contextlib.closing(rewards_of(config)) as rewards:
+        score = ask(rewards, "abc")
+    assert (score.reward, score.error) == (3.0, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "wanted"),
+    [
+        ("", "", 0),
+        ("", "reward.workers=1", LAG_OF_SCORERS_APART),
+        ("", "sampling.score_lag_ticks=3", 3),
+        ("", "sampling.score_lag_ticks=0 reward.workers=1", 0),
+        ("", "run.deterministic=false reward.workers=1", 0),
+        ("def", "reward.workers=0", 0),
+        ("async def", "reward.workers=0", LAG_OF_SCORERS_APART),
+        ("def", "", LAG_OF_SCORERS_APART),
+    ],
+)
+def test_scores_are_seen_later_if_scorers_run_beside_the_engine_unless_the_recipe_says(
+    kind: str, settings: str, wanted: int, tmp_path: Path
+) -> None:
+    overrides = settings.split()
+    if kind:
+        file = tmp_path / "reward.py"
+        file.write_text(f"{kind} compute_score(**_):\n    return 1.0\n")
+        overrides.append(f"reward.function.path={file}")
+    config = load_recipe("quickstart", overrides)
+    with contextlib.closing(rewards_of(config.reward, 16)) as rewards:
+        assert score_lag_ticks(config, rewards, {"sort_digits"}) == wanted

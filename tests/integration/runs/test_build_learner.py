@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.kill import contents, figures, same
+from benchmarks.kill import differences
 from safetensors.torch import load_file
 from tests.objectives import legal_aggregation
 from tests.small_models import digits_folder
-from tests.winnow_command import Outcome, in_this_process
+from tests.winnow_command import Outcome, cut_off, in_this_process
 from torch import Tensor
 
 from winnow.algorithms.advantages import ESTIMATORS
@@ -21,7 +20,7 @@ from winnow.config.load import load_recipe
 from winnow.learning.policy import KlTerm
 from winnow.observe.jsonl import read_metrics
 from winnow.runs.build_learner import make_objective, needs_start, old_source
-from winnow.runs.checkpoint import checkpoints_in, load_state
+from winnow.runs.checkpoint import Checkpoint, load_state
 
 ONE_UPDATE = "trainer.mini_batch_groups=null"
 SMALL = (
@@ -34,40 +33,36 @@ SMALL = (
 )
 """No model is good enough at first for a filter; answers differ in reward by their lengths."""
 
+NAMES = [*ESTIMATORS], [*POLICY_LOSSES]
+PAIRS = [[names[i % len(names)] for names in NAMES] for i in range(max(map(len, NAMES)))]
+"""Each estimator and each loss at least once."""
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ([], "pass"),
-        ([ONE_UPDATE], "current"),
-        (["trainer.mini_batch_groups=64"], "current"),
-        ([ONE_UPDATE, "trainer.epochs=2"], "pass"),
-        (["algorithm/policy_loss=reinforce"], "current"),
-        (["algorithm/policy_loss=gpg", "algorithm/kl/loss=fixed"], "current"),
-        (
-            [
-                *("algorithm/policy_loss=gpg", "algorithm/kl/loss=fixed"),
-                "algorithm.kl.loss.importance_weight=true",
-            ],
-            "pass",
-        ),
-        ([ONE_UPDATE, "algorithm/kl/loss=fixed"], "current"),
-        ([ONE_UPDATE, "algorithm/kl/reward=fixed"], "pass"),
-        ([ONE_UPDATE, "algorithm/advantage=gae"], "current"),
-        ([ONE_UPDATE, "algorithm/advantage=optimal_token_baseline"], "pass"),
-        ([ONE_UPDATE, "algorithm/policy_loss=kl_cov"], "pass"),
-        ([ONE_UPDATE, "algorithm/correction/weight=truncated"], "pass"),
-        ([ONE_UPDATE, "algorithm/correction/rejection=k2"], "pass"),
-        ([ONE_UPDATE, "algorithm.correction.mode=fused"], "current"),
-        (["algorithm.correction.mode=bypass"], "behav"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
-)
-def test_a_pass_for_the_old_policy_is_made_only_where_something_needs_it(
-    settings: list[str], wanted: str
-) -> None:
-    config = load_recipe("quickstart", settings)
-    assert old_source(config) == make_objective(config).old == wanted
+
+KL = "algorithm/kl/loss=fixed"
+OLD_POLICY = {
+    "": "pass",
+    ONE_UPDATE: "current",
+    "trainer.mini_batch_groups=64": "current",
+    f"{ONE_UPDATE} trainer.epochs=2": "pass",
+    "algorithm/policy_loss=reinforce": "current",
+    f"algorithm/policy_loss=gpg {KL}": "current",
+    f"algorithm/policy_loss=gpg {KL} algorithm.kl.loss.importance_weight=true": "pass",
+    f"{ONE_UPDATE} {KL}": "current",
+    f"{ONE_UPDATE} algorithm/kl/reward=fixed": "pass",
+    f"{ONE_UPDATE} algorithm/advantage=gae": "current",
+    f"{ONE_UPDATE} algorithm/advantage=optimal_token_baseline": "pass",
+    f"{ONE_UPDATE} algorithm/policy_loss=kl_cov": "pass",
+    f"{ONE_UPDATE} algorithm/correction/weight=truncated": "pass",
+    f"{ONE_UPDATE} algorithm/correction/rejection=k2": "pass",
+    f"{ONE_UPDATE} algorithm.correction.mode=fused": "current",
+    "algorithm.correction.mode=bypass": "behav",
+}
+
+
+def test_a_pass_for_the_old_policy_is_made_only_where_something_needs_it() -> None:
+    configs = {words: load_recipe("quickstart", words.split()) for words in OLD_POLICY}
+    assert {words: old_source(config) for words, config in configs.items()} == OLD_POLICY
+    assert {words: make_objective(config).old for words, config in configs.items()} == OLD_POLICY
 
 
 def test_the_objective_takes_over_what_the_recipe_says() -> None:
@@ -95,23 +90,20 @@ def test_the_objective_takes_over_what_the_recipe_says() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ([], False),
-        (["algorithm/kl/loss=fixed"], True),
-        (["algorithm/kl/reward=adaptive"], True),
-        (["algorithm/kl/loss=fixed", "reference.path=elsewhere"], False),
-        (["model/adapter=lora"], True),
-        (["algorithm/advantage=gae"], True),
-        (["algorithm/advantage=gae", "critic.path=elsewhere"], False),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
-)
-def test_the_start_is_needed_by_a_reference_or_a_critic_of_its_own(
-    settings: list[str], wanted: bool
-) -> None:
-    assert needs_start(load_recipe("quickstart", settings)) == wanted
+NEEDS_START = {
+    "": False,
+    KL: True,
+    "algorithm/kl/reward=adaptive": True,
+    f"{KL} reference.path=elsewhere": False,
+    "model/adapter=lora": True,
+    "algorithm/advantage=gae": True,
+    "algorithm/advantage=gae critic.path=elsewhere": False,
+}
+
+
+def test_the_start_is_needed_by_a_reference_or_a_critic_of_its_own() -> None:
+    found = {words: needs_start(load_recipe("quickstart", words.split())) for words in NEEDS_START}
+    assert found == NEEDS_START
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +112,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("home")
     digits_folder(path / "model", initializer_range=0.3)
     return path
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def train(home: Path, name: str, *settings: str) -> Outcome:
@@ -150,16 +137,14 @@ def has_learnt(home: Path, name: str) -> None:
     assert record["actor/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("advantage", ESTIMATORS)
-def test_a_run_switches_its_advantage_by_one_line(advantage: str, home: Path) -> None:
-    train(home, advantage, "trainer.steps=1", f"algorithm/advantage={advantage}")
-    has_learnt(home, advantage)
-
-
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
-def test_a_run_switches_its_policy_loss_by_one_line(loss: str, home: Path) -> None:
-    aggregation, name = f"algorithm.aggregation={legal_aggregation(loss)}", f"loss-{loss}"
-    train(home, name, "trainer.steps=1", f"algorithm/policy_loss={loss}", aggregation)
+@pytest.mark.parametrize(("advantage", "loss"), PAIRS)
+def test_a_run_switches_its_advantage_and_its_policy_loss_by_a_line_each(
+    advantage: str, loss: str, home: Path
+) -> None:
+    name = f"{advantage}-{loss}"
+    chosen = f"algorithm/advantage={advantage}", f"algorithm/policy_loss={loss}"
+    aggregation = f"algorithm.aggregation={legal_aggregation(loss)}"
+    train(home, name, "trainer.steps=1", *chosen, aggregation)
     has_learnt(home, name)
 
 
@@ -184,16 +169,14 @@ def test_a_run_learns_with_a_loss_and_an_estimator_of_the_users_own(home: Path) 
         *("algorithm.policy_loss.options={high: 0.9}", "algorithm/advantage=custom"),
         f"algorithm.advantage.path={home}/mine.py:against_the_batch",
         "+algorithm.advantage.options.scale=2.0",
+        *("algorithm/kl/loss=fixed", "algorithm.kl.loss.estimator=k3", "observe.console=plain"),
     )
-    train(home, "own", "trainer.steps=1", *own)
+    said = train(home, "own", "trainer.steps=1", *own).out
     has_learnt(home, "own")
+    assert "Warning: algorithm.kl.loss.estimator=k3 in the loss has a biased gradient" in said
     (record,) = (r for r in read_metrics(home / "runs/own/metrics.jsonl") if r["step"] == 1)
     assert 0 < record["actor/cut_share"] <= 1
     assert record["actor/old_pass"] == 1, "two updates a step, and a loss that may read `old`"
-    train(home, "plain", "trainer.steps=1", "algorithm/policy_loss=reinforce")
-    assert any(
-        not torch.equal(a, weights(home, "plain")[k]) for k, a in weights(home, "own").items()
-    )
 
 
 def test_a_run_with_a_loss_that_cannot_train_ends_in_one_line(home: Path) -> None:
@@ -210,61 +193,30 @@ def test_a_run_with_a_loss_that_cannot_train_ends_in_one_line(home: Path) -> Non
 GAE = (
     *("algorithm/advantage=gae", "algorithm/kl/reward=adaptive", "algorithm.kl.reward.target=0.01"),
     *("algorithm.kl.reward.coef=0.1", "algorithm.kl.reward.horizon_samples=20"),
-    *("critic.warmup_steps=1", "critic.optim.lr=1e-2", "trainer.steps=4"),
+    *("critic.warmup_steps=1", "critic.optim.lr=1e-2", "trainer.steps=3"),
     *("trainer.save_every=1", "trainer.keep_last=null"),
 )
 
 
 def test_a_run_with_a_critic_and_adaptive_kl_goes_on_with_the_same_bits(home: Path) -> None:
     train(home, "whole", *GAE)
-    whole, cut = home / "runs/whole", home / "runs/cut"
-    shutil.copytree(whole, cut)
-    for checkpoint in checkpoints_in(cut / "checkpoints"):
-        if checkpoint.step > 2:
-            shutil.rmtree(checkpoint.path)
-    said = train(home, "cut", *GAE)
-    assert said.code == 0
-    assert figures(whole) == figures(cut)
-    assert contents(whole / "rollouts") == contents(cut / "rollouts")
+    whole, cut = home / "runs/whole", cut_off(home, "whole", "cut", 2)
+    train(home, "cut", *GAE)
+    assert differences(whole, cut, steps=3) == []
     states = {
-        step: load_state(next(c for c in checkpoints_in(whole / "checkpoints") if c.step == step))
-        for step in (1, 2, 4)
+        step: load_state(Checkpoint(whole / f"checkpoints/step-{step}", step)) for step in (1, 2, 3)
     }
-    (last,) = (c for c in checkpoints_in(cut / "checkpoints") if c.step == 4)
-    assert same(load_state(last), states[4])
-    assert (last.model / "model.safetensors").read_bytes() == (
-        whole / "checkpoints/step-4/model/model.safetensors"
-    ).read_bytes()
     # The comparison is of something: what the critic and the KL's weight were, they are no more.
-    critic = [states[step]["others"]["critic"] for step in (2, 4)]
+    critic = [states[step]["others"]["critic"] for step in (2, 3)]
     assert critic[0]["optimizer"]["score.weight"]["step"] == 4
-    assert critic[1]["optimizer"]["score.weight"]["step"] == 8
+    assert critic[1]["optimizer"]["score.weight"]["step"] == 6
     assert not torch.equal(
         critic[0]["weights"]["score.weight"], critic[1]["weights"]["score.weight"]
     )
-    coefs = [states[step]["learner"]["advantage"]["penalty"]["coef"] for step in (1, 2, 4)]
+    coefs = [states[step]["learner"]["advantage"]["penalty"]["coef"] for step in (1, 2, 3)]
     assert len({0.1, *coefs}) == 4
     # The first step taught the critic alone.
     started = load_file(home / "model/model.safetensors")
     assert all(torch.equal(started[key], tensor) for key, tensor in weights(home, "whole").items())
     has_moved = weights(home, "whole", 2)
     assert not any(torch.equal(started[key], tensor) for key, tensor in has_moved.items())
-
-
-def test_a_kl_in_the_loss_whose_gradient_is_not_the_kls_is_warned_of(home: Path) -> None:
-    kl = ("algorithm/kl/loss=fixed", "algorithm.kl.loss.estimator=k3", "observe.console=plain")
-    said = train(home, "warned", "trainer.steps=1", *kl)
-    assert "Warning: algorithm.kl.loss.estimator=k3 in the loss has a biased gradient" in said.out
-    kl = ("algorithm/kl/loss=fixed", "algorithm.kl.loss.estimator=k2", "observe.console=plain")
-    assert "Warning" not in train(home, "quiet", "trainer.steps=1", *kl).out
-
-
-def test_a_run_shorter_than_its_warm_ups_cuts_them_and_says_so(home: Path) -> None:
-    warm = ("optim.warmup_steps=5", "algorithm/advantage=gae", "critic.warmup_steps=3")
-    said = train(home, "short", "trainer.steps=2", *warm, "observe.console=plain")
-    assert "Warning: optim.warmup_steps=5 is more than trainer.steps=2" in said.out
-    assert "Warning: critic.warmup_steps=3 leaves none of trainer.steps=2" in said.out
-    records = {r["step"]: r for r in read_metrics(home / "runs/short/metrics.jsonl")}
-    # The critic learns alone in step 1; in step 2, its last, the policy is at its peak.
-    assert "actor/lr" not in records[1]
-    assert records[2]["actor/lr"] == 1e-2

@@ -1,4 +1,7 @@
-"""`winnow check-engine` against engines and servers, well ones and such with one illness each."""
+"""`winnow check-engine` against engines and servers, well ones and such with one illness each.
+
+And runs whose answers a server writes, in each mode of the trainer.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.forked import Server
 from tests.generate_server import GenerateServers
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 from transformers import AutoModelForCausalLM
 
+from winnow.observe.jsonl import read_metrics
+from winnow.observe.rollouts import read_rollouts
 from winnow.runs.check_engine import ALPHA, _binomial_sides, rank_bias
 
 SHAPE = {"initializer_range": 0.3, "tie_word_embeddings": False, "num_hidden_layers": 2}
@@ -45,8 +51,8 @@ def other(first: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GenerateServers]:
-    made = GenerateServers(tmp_path_factory.mktemp("servers"))
+def servers(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[GenerateServers]:
+    made = GenerateServers(tmp_path_factory.mktemp("servers"), server)
     yield made
     made.close()
 
@@ -91,14 +97,19 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
 
 
 @pytest.mark.parametrize(
-    ("illness", "words", "faults", "line"),
+    ("illnesses", "words", "faults"),
     [
-        ("--top_p=0.8", (), {"support"}, "the least likely 20.0% of probability came"),
-        ("--top_p=0.99", (), {"support"}, "the least likely 0.5% of probability came 0 times"),
-        ("--raw_logprobs", ("rollout.temperature=0.7",), {"weights"}, "does not answer as the"),
-        ("--keeps_head", ("update",), {"update"}, "the new weights: .* does not answer as the"),
-        ("--sleeps_badly", (), {"sleep"}, "answered 500: .*no sleep mode"),
-        ("--without_updates", ("update",), {"update"}, "start vLLM with VLLM_SERVER_DEV_MODE=1"),
+        (
+            "--top_p=0.99 --sleeps_badly",
+            (),
+            {
+                "support": "the least likely 0.5% of probability came 0 times",
+                "sleep": "answered 500: .*no sleep mode",
+            },
+        ),
+        ("--raw_logprobs", ("rollout.temperature=0.7",), {"weights": "does not answer as the"}),
+        ("--keeps_head", ("update",), {"update": "the new weights: .* does not answer as the"}),
+        ("--without_updates", ("update",), {"update": "start vLLM with VLLM_SERVER_DEV_MODE=1"}),
     ],
 )
 def test_each_illness_of_a_server_is_found(
@@ -106,18 +117,17 @@ def test_each_illness_of_a_server_is_found(
     first: Path,
     other: Path,
     tmp_path: Path,
-    illness: str,
+    illnesses: str,
     words: tuple[str, ...],
-    faults: set[str],
-    line: str,
+    faults: dict[str, str],
 ) -> None:
-    url, process = servers.start(first, "--slots=64", illness)
+    url, process = servers.start(first, "--slots=64", *illnesses.split())
     given_words = ("--update", str(other)) if words == ("update",) else words
     code, found = check(url, tmp_path, "--model", str(first), *given_words)
     process.kill()
-    assert (code, failed(found)) == (1, faults)
-    (fault,) = faults
-    assert re.search(line, found[fault][1]), found[fault]
+    assert (code, failed(found)) == (1, set(faults))
+    for fault, line in faults.items():
+        assert re.search(line, found[fault][1]), found[fault]
 
 
 def test_a_server_with_other_weights_is_found(
@@ -176,8 +186,93 @@ def test_uniform_values_are_no_bias_and_a_lost_tail_is_one(seed: int) -> None:
 
 
 def test_p_values_are_not_too_small() -> None:
-    # Of 1,000 right engines about 1 % at most may have a p-value below 0.01.
+    # Of 400 right engines about 1 % at most may have a p-value below 0.01.
     rng = np.random.default_rng(0)
-    found = [rank_bias(rng.random(256))[0] for _ in range(1000)]
+    found = [rank_bias(rng.random(256))[0] for _ in range(400)]
     assert np.mean(np.array(found) < 0.01) < 0.02
     assert np.mean(np.array(found) < 0.1) < 0.13
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_tokens_are_those_of_the_weights_that_their_spans_name(
+    servers: GenerateServers, first: Path, tmp_path: Path, mode: str
+) -> None:
+    url, process = servers.start(first, "--slots=32", "--tick_s=0.004")
+    settings = (
+        *("warm_start=none", f"model.path={first}", "run.deterministic=false"),
+        *("rollout/engine=http", f"rollout.engine.url={url}", "rollout.engine.slots=16"),
+        *("trainer.steps=3", "sampling.groups_per_step=4", "sampling/filter=none", "run.name=mine"),
+        "rollout.n=4",
+        *("sampling.lookahead=1", "sampling.max_staleness=2"),
+        *("trainer.mini_batch_groups=4", "data.max_prompt_tokens=64", "optim.lr=1e-2"),
+        *("optim.warmup_steps=0", "evaluation.before=false", "evaluation.max_prompts=8"),
+        f"trainer/mode={mode}",
+    )  # fmt: skip
+    in_this_process("train", "quickstart", *settings, folder=tmp_path).check()
+    process.kill()
+    rows = [r for r in read_metrics(tmp_path / "runs" / "mine" / "metrics.jsonl") if r["step"]]
+    assert len(rows) == 3
+    assert all(0 <= row["publish/max_delta"] < 1e-4 for row in rows)
+    # Tokens of the weights that learn have their log-probs, those of older weights have others.
+    gaps = {
+        age: [r[key] for r in rows if (key := f"mismatch/age_{age}/abs_delta") in r]
+        for age in (0, 1, 2)
+    }
+    assert gaps[0]
+    assert max(gaps[0]) < 1e-5
+    assert gaps[1] + gaps[2]
+    assert min(gaps[1] + gaps[2]) > 1e-3
+
+
+def test_a_run_is_evaluated_by_servers_only_if_they_are_named_and_hold_its_model(
+    servers: GenerateServers, first: Path, tmp_path: Path
+) -> None:
+    url, process = servers.start(first, "--slots=32")
+    settings = (
+        *("warm_start=none", f"model.path={first}", "run.deterministic=false", "run.name=mine"),
+        *("rollout/engine=http", f"rollout.engine.url={url}", "sampling/filter=none"),
+        *("trainer.steps=1", "sampling.groups_per_step=4", "trainer.mini_batch_groups=4"),
+        *("data.max_prompt_tokens=64", "optim.lr=1e-1", "optim.warmup_steps=0"),
+        *("evaluation.before=false", "evaluation.max_prompts=4", "evaluation.n=2"),
+        *("evaluation.greedy=false", "rollout.n=2", "trainer.save_every=null"),
+    )
+    in_this_process("train", "quickstart", *settings, folder=tmp_path).check()
+    process.kill()
+    run = tmp_path / "runs" / "mine"
+
+    def answers(out: str, *overrides: str) -> tuple[str, list[list[int]]]:
+        words = ("eval", "runs/mine", "--out", out, *overrides)
+        told = in_this_process(*words, folder=tmp_path).check()
+        assert ("servers are not asked" in told.out) == (out == "silent")
+        rows = read_rollouts(tmp_path / out / "answers.parquet").to_pylist()
+        report = json.loads((tmp_path / out / "report.json").read_text())
+        return report["engine"], [row["token_ids"] for row in rows]
+
+    kind, own = answers("silent")
+    assert (kind, own) == answers("torch", "rollout/engine=torch")
+    assert len(own) == 8
+
+    url, process = servers.start(first)
+    words = ("eval", "runs/mine", "--out", "other", f"rollout.engine.url={url}")
+    refused = in_this_process(*words, folder=tmp_path)
+    process.kill()
+    held = run / "checkpoints" / "step-1" / "model"
+    assert refused.code == 2
+    assert f"{url} does not answer as the trainer does" in refused.err
+    assert f"start the server with --model {held}" in refused.err
+    assert not (tmp_path / "other").exists()
+
+    url, process = servers.start(held)
+    kind, theirs = answers("named", f"rollout.engine.url={url}")
+    process.kill()
+    assert kind == "http"
+    assert len(theirs) == 8
+    assert theirs != own  # the server's random numbers
+
+    url, process = servers.start(held, "--renamed_after=60")
+    words = ("eval", "runs/mine", "--out", "changed", f"rollout.engine.url={url}")
+    refused = in_this_process(*words, folder=tmp_path)
+    process.kill()
+    assert refused.code == 2
+    assert f"{url} was given other weights (newer) while it wrote" in refused.err
+    assert not (tmp_path / "changed").exists()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from winnow.config.data import DataConfig
-from winnow.config.files import evaluation_recipe
 from winnow.config.load import resolve_recipe
 from winnow.data.prompts import PromptRenderer
 from winnow.data.published import with_dapo_instruction
@@ -62,9 +61,3 @@ def test_rows_with_an_instruction_and_a_template_of_the_users_come_first(folder:
     )
     assert asked(own.config.data) == ["<1?>", "<2?>"]
     assert own.note == ""
-
-
-def test_the_recipe_says_what_it_asks_with() -> None:
-    templates = resolve_recipe(evaluation_recipe("default")).data.prompt_template
-    for name in ("gsm8k", "dapo-math"):
-        assert resolve_recipe(name).data.prompt_template["*"] in templates.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from winnow.runs.judge_engines import JudgeEngines, make_judge, make_judge_worke
 from winnow.runs.rewarding import make_rewards
 from winnow.workers.host import RankInfo
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 ASKED = [f"{number}|{number % 7}#" * (1 + number % 3) for number in range(12)]
 
 
@@ -43,7 +45,7 @@ def judge_of(folder: Path, *settings: str) -> Judge:
 
 
 @pytest.fixture(scope="module")
-def judge(folder: Path) -> Iterator[Judge]:
+def judge(folder: Path, forked_workers: None) -> Iterator[Judge]:
     """A judge on two engines."""
     before = children()
     made = judge_of(folder, "reward.judge.engine.processes=2")
@@ -106,27 +108,28 @@ def test_a_score_depends_on_question_and_seed_alone(judge: Judge, folder: Path) 
 
 def most_at_once(judge: Judge) -> list[int]:
     """The most judgements that each engine was asked for at the same time."""
-    found = []
-    for group in judge._client._groups:  # type: ignore[attr-defined]
-        counts = {"now": 0, "most": 0}
-        found.append(counts)
+    with pytest.MonkeyPatch.context() as patch:
+        groups = judge._client._groups  # type: ignore[attr-defined]
+        counts = [counted(group, patch) for group in groups]
+        replies(judge)
+    return [each["most"] for each in counts]
 
-        def counted(ask: Any = group.call_rank, counts: dict[str, int] = counts) -> Any:
-            async def call(*args: Any) -> Any:
-                counts["now"] += 1
-                counts["most"] = max(counts.values())
-                try:
-                    return await ask(*args)
-                finally:
-                    counts["now"] -= 1
 
-            return call
+def counted(group: Any, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts of the calls to a group that are under way now, and were at most."""
+    counts: Counter[str] = Counter()
+    ask = group.call_rank
 
-        group.call_rank = counted()
-    replies(judge)
-    for group in judge._client._groups:  # type: ignore[attr-defined]
-        del group.call_rank
-    return [counts["most"] for counts in found]
+    async def call(*args: Any) -> Any:
+        counts["now"] += 1
+        counts["most"] = max(counts.values())
+        try:
+            return await ask(*args)
+        finally:
+            counts["now"] -= 1
+
+    patch.setattr(group, "call_rank", call)
+    return counts
 
 
 def test_figures_and_progress_count_what_was_written(judge: Judge) -> None:
@@ -140,19 +143,13 @@ def test_figures_and_progress_count_what_was_written(judge: Judge) -> None:
     assert judge.scored > before
 
 
-def test_what_cannot_be_judged_is_a_failure_in_one_line(judge: Judge) -> None:
+def test_what_cannot_be_judged_is_a_failure_in_one_line(judge: Judge, folder: Path) -> None:
     (said,) = verdicts(judge, ["9" * 400])
     assert isinstance(said, Failure)
     assert said.line.startswith("the judge: a question of 406 tokens is longer than the 232 of rew")
-
-
-def test_a_question_that_is_too_long_without_an_answer_is_told_before_training(
-    folder: Path,
-) -> None:
-    few = config_of(folder, "reward.judge.max_prompt_tokens=4")
-    model = read_judge(few)
+    few = read_judge(config_of(folder, "reward.judge.max_prompt_tokens=4"))
     with pytest.raises(RewardError, match=r"longer than the 4 of .* on prompt sort_digits:5391"):
-        Judge(model.section, client=JudgeEngines(model, [])).check(PROMPT)
+        Judge(few.section, client=JudgeEngines(few, [])).check(PROMPT)
 
 
 def test_a_reply_at_the_limit_is_told_to_be_cut_off(judge: Judge) -> None:

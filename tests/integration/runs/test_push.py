@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi, constants
 from tests.hubs import Hub
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
@@ -58,19 +59,9 @@ def test_a_model_is_pushed_whole_with_a_card(home: Path, hub: Hub) -> None:
     assert str(home) not in card
 
 
-def test_options_of_a_push_are_refused_without_one(home: Path) -> None:
-    for word, value in (("--private", ()), ("--revision", ("v2",))):
-        told = in_this_process("export", "runs/demo", "alone", word, *value, folder=home)
-        assert told.code == 2
-        assert f"{word} is for a push; leave it out, or give --push OWNER/NAME" in told.err
-    assert not (home / "alone").exists()
-
-
 def test_a_push_that_breaks_off_says_how_to_go_on_and_a_taken_folder_makes_no_repository(
     home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import HfApi
-
     with monkeypatch.context() as patched:
         patched.setattr(HfApi, "upload_folder", HfApi.dataset_info)  # takes no such arguments
         told = export(home, hub, "half", "owner/half", "--revision", "v2")
@@ -93,29 +84,20 @@ def test_a_card_names_data_on_the_hub_in_full_and_local_files_without_their_fold
 @pytest.mark.parametrize(
     ("token", "repo", "said"),
     [
+        ("gone", "owner/demo", "the hub cannot be reached: "),
         ("", "owner/demo", "the hub wants a valid token; set HF_TOKEN, or log in with"),
         ("read", "owner/demo", "the token may not write there; take one with the right to"),
         ("write", "a/b/c", "give OWNER/NAME"),
     ],
 )
 def test_what_the_hub_refuses_costs_one_line_and_nothing_is_written(
-    home: Path, hub: Hub, token: str, repo: str, said: str
+    home: Path, hub: Hub, token: str, repo: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if token == "gone":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     told = export(home, hub, "none", repo, token=token)
     assert told.code == 2
     (line,) = told.err.splitlines()
     assert line.startswith(f"winnow: --push {repo}: ")
     assert said in line
     assert not (home / "none").exists()
-
-
-def test_a_hub_that_cannot_be_reached_is_told(
-    home: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    told = export(home, hub, "none", "owner/demo")
-    assert told.code == 2
-    (line,) = told.err.splitlines()
-    assert "--push owner/demo: the hub cannot be reached: " in line

@@ -1,11 +1,12 @@
-"""A stranger's run folder: nothing in it runs unless the user says so, and files in it are told."""
+"""A stranger's run folder: what docs/resume.md says of it, a test a row of its table."""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from tests.bombs import Bomb
 from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 
-from winnow.config.load import dump_config, load_recipe
-from winnow.errors import CheckpointError, ConfigError, WinnowError
+from winnow.config.load import dump_config, load_recipe, resolve_recipe
+from winnow.errors import ConfigError, ModelError, WinnowError
 from winnow.models.causal_lm import load_causal_lm
+from winnow.observe.files import AppendFile, write_atomic
 from winnow.runs import checkpoint as module
 from winnow.runs.checkpoint import (
     MANIFEST,
@@ -29,7 +31,9 @@ from winnow.runs.checkpoint import (
 )
 from winnow.runs.evaluate import EvalRequest, subject_of
 from winnow.runs.export import run_export
-from winnow.runs.resume import code_hashes, code_notes, opened_run
+from winnow.runs.preflight import starting
+from winnow.runs.resume import code_hashes, opened_run
+from winnow.runs.strangers import MARK, is_begun_here, mark_as_begun
 
 TRUSTING = "model.trust_remote_code=true"
 
@@ -69,17 +73,9 @@ def read_all(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     "name", ["state.json", "state.safetensors", "model/model.safetensors", "ranks/.metadata"]
 )
-@pytest.mark.parametrize("dump", [pickle.dumps, "torch"])
-def test_a_pickle_in_any_file_of_a_checkpoint_does_not_run(
-    name: str, dump: Callable[[object], bytes] | str, tmp_path: Path
-) -> None:
+def test_a_pickle_in_any_file_of_a_checkpoint_does_not_run(name: str, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
-    if callable(dump):
-        content = dump(Bomb(mark))
-    else:
-        torch.save(Bomb(mark), tmp_path / "bomb.pt")
-        content = (tmp_path / "bomb.pt").read_bytes()
-    checkpoint = spoilt(made(tmp_path / "runs"), name, content)
+    checkpoint = spoilt(made(tmp_path / "runs"), name, pickle.dumps(Bomb(mark)))
     with pytest.raises(WinnowError, match=r"cannot be read|cannot load"):
         read_all(checkpoint)
     assert not mark.exists()
@@ -90,50 +86,234 @@ def test_pickled_weights_beside_a_model_without_others_do_not_run(tmp_path: Path
     (checkpoint.model / "model.safetensors").unlink()
     mark = tmp_path / "ran"
     torch.save({"lm_head.weight": Bomb(mark)}, checkpoint.model / "pytorch_model.bin")
-    with pytest.raises(Exception, match=r".+"):
+    with pytest.raises(ModelError, match=r"\A[^\n]*cannot load its weights: [^\n]*\Z"):
         load_causal_lm(str(checkpoint.model), torch.float32, torch.device("cpu"))
     assert not mark.exists()
 
 
-def test_a_checkpoint_with_a_pickle_gets_one_line(tmp_path: Path) -> None:
-    checkpoint = made(tmp_path / "runs")
-    told = json.loads((checkpoint.path / MANIFEST).read_text())
-    (checkpoint.path / MANIFEST).write_text(json.dumps(told | {"format": 3}))
-    with pytest.raises(CheckpointError, match="has format 3, this version reads 4; use") as caught:
-        load_state(checkpoint)
-    assert "\n" not in str(caught.value)
+def bare(folder: Path, *overrides: str) -> Path:
+    """A stranger's run as far as a command reads it before it asks: the recipe, and a log."""
+    folder.mkdir(parents=True)
+    (folder / "log.txt").touch()
+    text = dump_config(resolve_recipe("quickstart", ["run.name=theirs", *overrides]))
+    (folder / "config.yaml").write_text(text)
+    return folder
 
 
-def asked(checkpoint: Checkpoint, *more: str) -> None:
-    subject_of(EvalRequest(str(checkpoint.path.parent.parent), overrides=more))
+REMOTE = ("reward/manager=remote", "reward.manager.url=http://127.0.0.1:9/")
+JUDGE = ("reward/judge=openai", "reward.judge.model=m", "reward.judge.base_url=http://127.0.0.1:9")
+RAY = ("cluster=ray", "reward.processes=1")
+TASK = ("data.task={name: custom, path: 'evil:f'}", "warm_start=none", "model.path=m")
+HTTP = ("rollout/engine=http", "rollout.engine.url=[http://127.0.0.1:9]", "run.deterministic=false")
+REACHING = {
+    "code": [
+        ("reward.function.path", "reward.function.path=evil.pyc"),
+        ("reward.function.path", "reward.function.path='evil\\n.py'", "observe.console=off"),
+        ("sampling.filter.path", "sampling.filter={name: custom, path: 'evil:keep'}"),
+        ("algorithm.policy_loss.path", "algorithm.policy_loss={name: custom, path: 'evil:f'}"),
+        ("algorithm.advantage.path", "algorithm.advantage={name: custom, path: 'evil:f'}"),
+        ("data.task.path", *TASK),
+        ("data.sampler", "data.sampler=evil:Sampler"),
+        ("rollout.engine.path", "rollout.engine={name: custom, path: 'evil:f'}"),
+        ("rollout.engine.extra", "rollout/engine=vllm", "rollout.engine.extra={load_format: x}"),
+        ("reward.manager.path", "reward.manager={name: custom, path: 'evil:f'}"),
+        ("observe.sinks.0.path", "observe.sinks=[{path: 'evil:f'}]"),
+        ("model.trust_remote_code", TRUSTING),
+    ],
+    "program": [
+        ("reward.sandbox.python", "reward.sandbox.python=/tmp/evil"),
+        ("cluster.runtime_env.py_executable", *RAY, "cluster.runtime_env.py_executable=evil"),
+        ("cluster.runtime_env.worker_process_setup_hook", *RAY,
+         "cluster.runtime_env.worker_process_setup_hook=evil.f"),
+        ("cluster.runtime_env.working_dir", *RAY, "cluster.runtime_env.working_dir=http://evil/a.zip"),
+        ("cluster.runtime_env.pip", *RAY, "cluster.runtime_env.pip=[evil]"),
+        ("cluster.runtime_env.env_vars", *RAY, "cluster.runtime_env.env_vars={LD_PRELOAD: e.so}"),
+        ("cluster.environment", *RAY, "cluster.environment={PYTHONPATH: /tmp}"),
+    ],
+    "address": [
+        ("reward.manager.url", *REMOTE),
+        ("reward.judge.base_url", *JUDGE),
+        ("reward.sandbox.url", "reward/sandbox=fusion", "reward.sandbox.url=http://127.0.0.1:9"),
+        ("rollout.engine.url", *HTTP),
+        ("trainer.checkpoint_url", "trainer.checkpoint_url=file:///tmp/evil"),
+        ("cluster.address", *RAY, "cluster.address=127.0.0.1:9"),
+        ("observe.mlflow.uri", "observe.mlflow.uri=http://127.0.0.1:9"),
+        ("observe.wandb.entity", "observe.wandb.entity=evil"),
+        ("observe.trackio.space_id", "observe.trackio.space_id=evil/space"),
+        ("observe.swanlab.workspace", "observe.swanlab.workspace=evil"),
+    ],
+    "place": [
+        ("trainer.profile.save_path", "trainer.profile.save_path=/tmp/evil"),
+        ("model.cache_dir", "model.cache_dir=/tmp/evil"),
+        ("warm_start.cache_dir", "warm_start.cache_dir=/tmp/evil"),
+        ("observe.tensorboard.dir", "observe.tensorboard.dir=/tmp/evil"),
+        ("cluster.timeline_file", *RAY, "cluster.timeline_file=/tmp/evil"),
+        ("cluster.init.temp_dir", *RAY, "cluster.init.temp_dir=/tmp/evil"),
+    ],
+    "secret": [("reward.function.kwargs.key", "reward.function.kwargs.key='${oc.env:PATH}'")],
+}  # fmt: skip
 
 
-def test_a_recipe_that_trusts_remote_code_is_trusted_only_when_the_user_says_so(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [pytest.param(k, o, id=f"{row}-{k}") for row, all_ in REACHING.items() for k, *o in all_],
+)
+def test_a_strangers_setting_is_refused_by_its_field(
+    key: str, overrides: list[str], tmp_path: Path
 ) -> None:
+    run = bare(tmp_path / "theirs", *overrides)
+    said = in_this_process("resume", "theirs", folder=tmp_path)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(f"winnow: theirs/config.yaml: {key}=")
+    assert said.err.endswith("did not begin this run on this machine; if you trust whoever did, "
+                             "add --trust\n")  # fmt: skip
+    assert said.err.count("\n") == 1
+    assert sorted(os.listdir(run)) == ["config.yaml", "log.txt"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train theirs/config.yaml run.name=new",
+        "train theirs/config.yaml run.name=new trainer.max_restarts=3",
+        "resume theirs trainer.max_restarts=3",
+        "sft theirs/config.yaml",
+        "plan theirs/config.yaml",
+        "check-engine theirs/config.yaml model.path=m",
+        "reward try --recipe theirs/config.yaml --truth 1 --answer 1 --tokens 1",
+        # With a recipe of the user's own, a model's code is what the folder can bring.
+        "train mine.yaml run.name=theirs run.dir=.",
+        "train mine.yaml run.resume=theirs",
+        "train mine.yaml run.name=new run.fork=theirs@3",
+    ],
+)
+def test_every_command_that_runs_a_strangers_recipe_asks(command: str, tmp_path: Path) -> None:
+    run = bare(tmp_path / "theirs", TRUSTING)
+    shutil.copy(run / "config.yaml", tmp_path / "mine.yaml")
+    said = in_this_process(*command.split(), folder=tmp_path)
+    assert said.code == 2
+    assert said.err.startswith("winnow: theirs/config.yaml: model.trust_remote_code=true runs ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_eval_and_export_of_a_strangers_run_ask(tmp_path: Path) -> None:
     checkpoint = made(tmp_path / "runs", TRUSTING)
     run = checkpoint.path.parent.parent
-    refused = in_this_process("resume", str(run), folder=tmp_path)
-    assert refused.code == 2
-    assert f"{run} has model.trust_remote_code=true in its recipe" in refused.err
-    assert "say so with model.trust_remote_code=true" in refused.err
-    with pytest.raises(ConfigError, match="trust_remote_code=true in its recipe"):
-        asked(checkpoint)
-    asked(checkpoint, TRUSTING)
+    request = EvalRequest(str(run))
+    subject_of(request)  # begun here: needs no leave
+    (run / MARK).unlink()
+    refused = "config.yaml: model.trust_remote_code=true runs Python code"
+    for model in (run, checkpoint.path):
+        with pytest.raises(ConfigError, match=refused):
+            subject_of(EvalRequest(str(model)))
+    subject_of(EvalRequest(str(run), trusts=True))
+    subject_of(EvalRequest(str(run), overrides=(TRUSTING,)))
     base = digits_folder(tmp_path / "base")
     adapter = json.dumps({"base_model_name_or_path": str(base)}).encode()
     spoilt(checkpoint, "model/adapter_config.json", adapter)
-    with pytest.raises(ConfigError, match=r"say so with --trust-remote-code"):
+    with pytest.raises(ConfigError, match=refused):
         run_export(str(run), str(tmp_path / "out"), None)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_this_users_where_it_was_begun_or_once_it_was_trusted(tmp_path: Path) -> None:
+    run = made(tmp_path / "runs", "reward.function.path=gone.py").path.parent.parent
+    gone = "reward.function.path gone.py: no such file"  # what comes after the question of trust
+    assert gone in in_this_process("resume", str(run), folder=tmp_path).err
+    copy, moved = run.with_name("copy"), run.with_name("moved")
+    shutil.copytree(run, copy)
+    asks = f"{copy}/config.yaml: reward.function.path='gone.py' runs Python code"
+    assert asks in in_this_process("resume", str(copy), folder=tmp_path).err
+    elsewhere = {"XDG_STATE_HOME": str(tmp_path / "another-machine")}
+    there = in_this_process("resume", str(run), folder=tmp_path, environment=elsewhere)
+    assert f"{run}/config.yaml: reward.function.path" in there.err
+    assert gone in in_this_process("resume", str(copy), "--trust", folder=tmp_path).err
+    assert gone in in_this_process("resume", str(copy), folder=tmp_path).err
+    run.rename(moved)
+    assert is_begun_here(moved)
+    key = Path(os.environ["XDG_STATE_HOME"]) / "winnow" / "runs.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_copy_that_is_fetched_from_where_the_user_says_is_his(tmp_path: Path) -> None:
+    run = made(tmp_path / "runs").path.parent.parent
+    shutil.copytree(run, tmp_path / "away" / "theirs", ignore=shutil.ignore_patterns(".*"))
+    shutil.rmtree(run)
+    url = f"trainer.checkpoint_url=file://{tmp_path}/away"
+    config = load_recipe("quickstart", [f"run.dir={tmp_path}/runs", "run.name=theirs", url])
+    with opened_run(config, "quickstart") as opened:
+        assert opened.checkpoint is not None
+    assert is_begun_here(run)
+    assert f"Each checkpoint is copied to file://{tmp_path}/away (trainer.checkpoint_url)" in (
+        starting(config)
+    )
+
+
+@pytest.mark.parametrize("name", ["log.txt", "rollouts", "checkpoints/step-3/model/a", "pipe"])
+def test_a_strangers_links_and_pipes_are_refused(name: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "step-9.parquet").write_text("mine")
+    run = made(tmp_path / "runs").path.parent.parent
+    (run / MARK).unlink()
+    (run / name).unlink(missing_ok=True)
+    if name == "pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to(outside if name == "rollouts" else outside / "step-9.parquet")
+    config = run / "config.yaml"
+    for words in (
+        ("resume", str(run)),
+        ("train", "quickstart", f"run.resume={run}"),
+        ("train", "quickstart", f"run.fork={run}@3"),
+    ):
+        said = in_this_process(*words, folder=tmp_path)
+        assert (said.code, said.err.count("\n")) == (2, 1)
+        assert said.err.startswith(f"winnow: {config}: {run / name} is no plain file or folder,")
+    if name != "checkpoints/step-3/model/a":  # which is no file of the checkpoint's either
+        with pytest.raises(ConfigError, match="is no plain file or folder"):
+            run_export(str(run), str(tmp_path / "out"), None)
+    assert (outside / "step-9.parquet").read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_a_runs_file_is_not_written_through(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.write_text("mine")
+    for name in ("log.txt", "config.yaml.partial", MARK):
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(WinnowError, match=r"cannot write .*log.txt"):
+        AppendFile(tmp_path / "log.txt")
+    with pytest.raises(WinnowError, match=r"cannot write .*config.yaml"):
+        write_atomic(tmp_path / "config.yaml", b"theirs")
+    with pytest.raises(WinnowError, match=rf"cannot write .*{MARK}"):
+        mark_as_begun(tmp_path)
+    assert not is_begun_here(tmp_path)
+    assert target.read_text() == "mine"
+
+
+def test_a_strangers_words_reach_the_terminal_without_escape_codes(tmp_path: Path) -> None:
+    run = bare(tmp_path / "th\x1b[2Jeirs", "run.description=['\x1b]0;title\x07']")
+    row = {"prompt": "1 + 1?", "answer": "2", "data_source": "\x1b[2J"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    for words in (
+        ("train", f"{run}/config.yaml", "--help-config", "run.description"),
+        ("train", "\x1b[31mred.yaml"),
+        ("ledger", "check", str(run)),
+        ("resume", str(run), "a.b=\x1b[1m"),
+        ("export", str(run), "out"),
+        ("data", "check", "rows.jsonl"),
+    ):
+        said = in_this_process(*words, folder=tmp_path)
+        assert re.search(r"\\(x|u00)1b", said.out + said.err)
+        assert "\x1b" not in said.out + said.err
+    said = in_this_process("train", "https://me:secret@host/a.yaml", folder=tmp_path)
+    assert "secret" not in said.err
 
 
 SCORER = "def compute_score(**_):\n    return 1.0\n"
 
 
-def test_a_users_file_that_changed_or_lies_in_the_runs_folder_is_told_on_resuming(
-    tmp_path: Path,
-) -> None:
+def test_a_users_file_that_changed_is_told_on_resuming(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(SCORER)
     runs = tmp_path / "runs"
@@ -158,12 +338,3 @@ def test_a_users_file_that_changed_or_lies_in_the_runs_folder_is_told_on_resumin
         assert [each for each in opened.notes if each in notes()] == notes()
     mine.unlink()  # told where it is loaded
     assert notes() == []
-    shutil.rmtree(runs)
-    theirs = runs / "theirs" / "evil.py"
-    checkpoint = made(runs, f"sampling.filter={{name: custom, path: '{theirs}:keep'}}")
-    config = load_recipe(str(checkpoint.path / "config.yaml"))
-    assert notes() == [
-        f"Warning: sampling.filter.path={theirs} lies in the run's folder: its code runs now, with "
-        "your permissions; stop here if you do not know whose it is"
-    ]
-    assert code_notes(config, tmp_path / "elsewhere", {}) == []

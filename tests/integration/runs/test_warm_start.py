@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
 import transformers
+from rich.console import Console
+from tests.forked import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.config.load import load_recipe
-from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.observe.metrics import Record
-from winnow.observe.sinks import RunInfo
+from winnow.observe.console import ConsoleSink, make_console
 from winnow.runs import warm_start
-from winnow.runs.warm_start import cache_folder, make_warm_start, tiny_model
+from winnow.runs.warm_start import cache_folder, make_warm_start
 
 
 def config_of(cache: Path, *overrides: str) -> Config:
@@ -29,36 +27,17 @@ def config_of(cache: Path, *overrides: str) -> Config:
     return load_recipe("quickstart", [*small, *overrides])
 
 
-@dataclass
-class Shown:
-    """A console that keeps what it is told."""
-
-    losses: list[float] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    closed: int = 0
-
-    def start(self, info: RunInfo) -> None:
-        assert (info.kind, info.steps) == ("warm_up", 4)
-
-    def log(self, step: int, record: Record) -> None:
-        self.losses.append(record["sft/loss"])
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def status(self, text: str) -> None:
-        raise AssertionError("the view of a warm-up has no state within a step")
-
-
-def make(config: Config, fresh: bool = False) -> tuple[Path, list[float]]:
-    shown = Shown()
-    folder = make_warm_start(config, fresh, shown)
+def make(config: Config) -> tuple[Path, list[float]]:
+    shown = Mock(spec=ConsoleSink)
+    folder = make_warm_start(config, False, shown)
+    losses = [told.args[1]["sft/loss"] for told in shown.log.call_args_list]
+    begun = [(told.args[0].kind, told.args[0].steps) for told in shown.start.call_args_list]
+    notes = [told.args[0] for told in shown.note.call_args_list]
     was_cached = f"Warm start: taken from {folder} (made before; --fresh makes it anew)"
-    assert (shown.notes, shown.closed) == (([], 1) if shown.losses else ([was_cached], 0))
-    return folder, shown.losses
+    assert (begun, notes) == (([("warm_up", 4)], []) if losses else ([], [was_cached]))
+    assert shown.close.call_count == len(begun)
+    assert not shown.status.called  # there is no state within a step
+    return folder, losses
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -69,11 +48,6 @@ def folders(cache: Path) -> list[Path]:
     return [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_the_model_is_that_of_the_issue() -> None:
-    model = tiny_model(SftWarmStart(), vocabulary=29, positions=256, seed=0)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 108_736
-
-
 def test_a_start_is_made_once_and_then_taken_from_the_cache(tmp_path: Path) -> None:
     first, losses = make(config_of(tmp_path))
     again, none = make(config_of(tmp_path))
@@ -81,6 +55,7 @@ def test_a_start_is_made_once_and_then_taken_from_the_cache(tmp_path: Path) -> N
     assert losses[-1] < losses[0]
     assert first == again
     assert folders(first.parent) == [first]
+    assert len(AutoTokenizer.from_pretrained(first)) == 29
 
 
 def test_a_start_in_a_cache_that_may_not_be_written_to_is_taken(
@@ -95,109 +70,58 @@ def test_a_start_in_a_cache_that_may_not_be_written_to_is_taken(
     assert make(config_of(tmp_path)) == (first, [])
 
 
-def test_fresh_ignores_the_cache_and_gives_the_same_bits(tmp_path: Path) -> None:
-    first, _ = make(config_of(tmp_path))
-    before = weights(first)
-    again, losses = make(config_of(tmp_path), fresh=True)
-    assert len(losses) == 4
-    for name, tensor in weights(again).items():
-        assert torch.equal(tensor, before[name])
-
-
-@pytest.mark.parametrize(
-    ("override", "same"),
-    [
-        ("seed=1", False),
-        ("warm_start.lr=1e-3", False),
-        ("warm_start.demonstrations.step_error=0.5", False),
-        ("rollout.max_response_tokens=100", False),
-        ("data.task.max_digits=7", False),
-        ("trainer.microbatch_tokens=100", False),
-        ("optim.lr=1e-5", True),
-        ("data.task.eval_problems=7", True),
-    ],
-)
 def test_what_decides_the_start_decides_its_place(
-    tmp_path: Path, override: str, same: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, other = config_of(tmp_path), config_of(tmp_path, override)
-    assert (cache_folder(plain) == cache_folder(other)) is same
+    plain = cache_folder(config_of(tmp_path))
+    for same in ("optim.lr=1e-5", "data.task.eval_problems=7"):
+        assert cache_folder(config_of(tmp_path, same)) == plain
+    others = (
+        *("seed=1", "warm_start.lr=1e-3", "warm_start.demonstrations.step_error=0.5"),
+        *("rollout.max_response_tokens=100", "data.task.max_digits=7"),
+        "trainer.microbatch_tokens=100",
+    )
+    places = {plain, *(cache_folder(config_of(tmp_path, other)) for other in others)}
+    assert len(places) == 1 + len(others)
+    for library in (torch, transformers, numpy):
+        monkeypatch.setattr(library, "__version__", "99")
+        places.add(cache_folder(config_of(tmp_path)))
+    assert len(places) == 1 + len(others) + 3
 
 
-@pytest.mark.parametrize("library", [torch, transformers, numpy])
-def test_other_versions_have_a_place_of_their_own(
-    library: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(tmp_path)
-    before = cache_folder(config)
-    monkeypatch.setattr(library, "__version__", "99")
-    assert cache_folder(config) != before
+def main() -> None:
+    """Make the start in a folder, at the same time as another process."""
+    place, name = Path(sys.argv[1]), sys.argv[2]
+    (place / name).touch()
 
+    def wait() -> None:
+        while len(list(place.glob("?"))) < 2:
+            time.sleep(0.005)
 
-TWO = """
-import sys, time
-from pathlib import Path
-from rich.console import Console
-from winnow.config.load import load_recipe
-from winnow.observe.console import make_console
-from winnow.runs.warm_start import make_warm_start
-
-place = Path(sys.argv[1])
-config = load_recipe("quickstart", [
-    "warm_start.steps=4", "warm_start.warmup_steps=1", f"warm_start.cache_dir={place}",
-])
-(place / sys.argv[2]).touch()
-
-def wait():
-    while len(list(place.glob("?"))) < 2:
-        time.sleep(0.005)
-
-console = make_console("plain", Console(width=1000))
-make_warm_start(config, False, console, wait)
-"""
+    make_warm_start(config_of(place), False, make_console("plain", Console(width=1000)), wait)
 
 
 def test_of_two_processes_that_make_the_same_start_one_trains_and_the_other_waits(
-    tmp_path: Path,
+    tmp_path: Path, server: Server
 ) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO, str(tmp_path), name],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for name in "ab"
-    ]
-    said = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    config = config_of(tmp_path)
-    folder = cache_folder(config)
-    waited = [f"Warm start: taken from {folder} (made before" in each for each in said]
-    assert sorted(waited) == [False, True]
+    outs = [tmp_path / f"{name}.out" for name in "ab"]
+    module = "tests.integration.runs.test_warm_start"
+    started = [server.start(module, [str(tmp_path), out.stem], out=out) for out in outs]
+    assert [process.wait(200) for process in started] == [0, 0]
+    folder = cache_folder(config_of(tmp_path))
+    taken = f"Warm start: taken from {folder} (made before"
+    assert sorted(taken in out.read_text() for out in outs) == [False, True]
     assert weights(folder)
 
 
-def test_a_start_that_is_not_whole_is_made_anew(tmp_path: Path) -> None:
+def test_a_start_that_is_not_whole_is_made_anew_and_what_others_left_behind_deleted(
+    tmp_path: Path,
+) -> None:
     made, _ = make(config_of(tmp_path))
     (made / "config.json").unlink()
+    for kind in ("partial", "replaced"):
+        (made.parent / f".{made.name}.{kind}" / "model").mkdir(parents=True)
     again, losses = make(config_of(tmp_path))
     assert (again, len(losses)) == (made, 4)
     assert weights(again)
     assert folders(made.parent) == [made]
-
-
-def test_what_a_process_that_died_left_behind_is_deleted(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    target = cache_folder(config)
-    for kind in ("partial", "replaced"):
-        (target.parent / f".{target.name}.{kind}" / "model").mkdir(parents=True)
-    make(config)
-    assert folders(target.parent) == [target]
-
-
-def test_the_folder_holds_a_model_and_its_tokenizer(tmp_path: Path) -> None:
-    made, _ = make(config_of(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(made)
-    assert len(tokenizer) == 29
-    assert tokenizer.decode(tokenizer("5391:")["input_ids"]) == "5391:"

@@ -1,10 +1,12 @@
-"""Correction: weights and rejection by hand, against loops, for any split into micro-batches."""
+"""Correction and mismatch: by hand, against loops, and nothing that is NaN."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,17 @@ from tests.examples import examples
 from torch import Tensor
 
 from winnow.algorithms import correction
-from winnow.algorithms.correction import REJECTIONS, WEIGHTS, Corrected, divided_by_mean
+from winnow.algorithms.correction import (
+    OLDEST_AGE,
+    REJECTIONS,
+    WEIGHTS,
+    Corrected,
+    divided_by_mean,
+    max_delta,
+    mismatch_figures,
+    mismatch_sums,
+    mismatch_sums_by_age,
+)
 from winnow.config.algorithm import Rejection, Weight
 
 Sample = list[tuple[float, float, bool, bool]]
@@ -27,9 +39,8 @@ weights = st.sampled_from([None, ("truncated", {"cap": 1.5}), ("masked", {"low":
 rejections = st.sampled_from(
     [None, ("k1", {"low": 0.3, "high": 2.5}), ("k2", {"bound": 0.8}), ("k3", {"bound": 0.9})]
 )
-places = st.sampled_from(
-    [{"level": "token"}, *({"level": "sample", "over": over} for over in ("sum", "mean", "max"))]
-)
+PLACES = [{"level": "token"}, *({"level": "sample", "over": o} for o in ("sum", "mean", "max"))]
+places = st.sampled_from(PLACES)
 
 
 def packed(samples: list[Sample], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -80,113 +91,12 @@ def values(found: Corrected) -> list[float]:
 # By hand.
 
 
-def test_truncated_weights_by_hand() -> None:
-    found = correct(**ratios(3.0, 1.5, 0.25), weight="truncated", weight_options={"cap": 2.0})
-    assert values(found) == pytest.approx([2.0, 1.5, 0.25])
-    assert {n: float(v) for n, v in found.sums.items()} == pytest.approx(
-        {"rejected_tokens": 0, "rejected_samples": 0, "weight": 3.75, "weight_bound": 1}
-    )
-
-
-def test_masked_weights_are_zero_outside_their_range() -> None:
-    found = correct(**ratios(6.0, 5.0 - 1e-9, 1.0, 0.4), weight="masked")
-    assert values(found) == pytest.approx([0.0, 5.0, 1.0, 0.0])
-    assert float(found.sums["weight_bound"]) == 2
-    assert found.loss_mask.all()  # a weight of 0 still counts below the line
-
-
-def test_a_sequence_has_one_weight_the_product_of_its_tokens() -> None:
-    two = packed(
-        [
-            [(math.log(w) - 1, -1.0, gen, gen) for w, gen in ((1.5, True), (9.0, False), (0.8, 1))],
-            [(math.log(3.0) - 1, -1.0, True, True)],
-        ]
-    )
-    found = correct(**two, weight="truncated", weight_options={"level": "sequence", "cap": 2.0})
-    assert values(found) == pytest.approx([1.2, 1.0, 1.2, 2.0])
-
-
-def test_the_product_is_over_all_that_was_written_not_over_what_learns() -> None:
-    half = packed([[(math.log(1.5) - 1, -1.0, True, False), (math.log(0.8) - 1, -1.0, True, True)]])
-    found = correct(**half, weight="truncated", weight_options={"level": "sequence"})
-    assert values(found) == pytest.approx([1.0, 1.2])
-
-
-@pytest.mark.parametrize(
-    ("rejection", "bounds", "kept"),
-    [
-        # behav / old is 1, 1/1.8, 1/3, 2.5 and 1/0.6.
-        ("k1", {"low": 0.5, "high": 2.0}, [True, True, False, False, True]),
-        ("k1", {"low": 0.3, "high": 1.2}, [True, True, True, False, False]),
-        ("k2", {"bound": math.log(1.8) ** 2 / 2 + 1e-9}, [True, True, False, False, True]),
-        ("k3", {"bound": 0.8 - math.log(1.8) + 1e-9}, [True, True, False, False, True]),
-        ("k3", {"bound": 0.4 - 1 - math.log(0.4) + 1e-9}, [True, True, False, True, True]),
-    ],
-)
-def test_tokens_are_rejected_by_hand(
-    rejection: str, bounds: dict[str, float], kept: list[bool]
-) -> None:
-    found = correct(
-        **ratios(1.0, 1.8, 3.0, 0.4, 0.6), rejection=rejection, rejection_options=bounds
-    )
-    assert found.loss_mask.tolist() == kept
-    assert found.weights is None
-    assert float(found.sums["rejected_tokens"]) == 5 - sum(kept)
-    assert float(found.sums["rejected_samples"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("over", "high", "stays"),
-    [
-        ("sum", 1 / 0.36 + 1e-6, True),  # behav / old of the sequence is 1 / (1.2 * 0.3)
-        ("sum", 1 / 0.36 - 1e-6, False),
-        ("mean", 1 / 0.6 + 1e-6, True),  # its geometric mean
-        ("mean", 1 / 0.6 - 1e-6, False),
-        ("max", 1 / 0.3 + 1e-6, True),  # its largest
-        ("max", 1 / 0.3 - 1e-6, False),
-    ],
-)
-def test_samples_are_rejected_by_hand(over: str, high: float, stays: bool) -> None:
-    place = {"level": "sample", "over": over, "low": 0.5, "high": high}
-    found = correct(**ratios(1.2, 0.3), rejection="k1", rejection_options=place)
-    assert found.loss_mask.tolist() == [stays, stays]
-    assert float(found.sums["rejected_samples"]) == (not stays)
-
-
-def test_the_max_of_k1_looks_at_both_ends_of_the_range() -> None:
-    place = {"level": "sample", "over": "max", "low": 0.5, "high": 2.0}
-    for w, stays in ((2.1, False), (1.9, True), (0.49, False)):
-        found = correct(**ratios(1.0, w), rejection="k1", rejection_options=place)
-        assert bool(found.loss_mask.all()) is stays
-
-
 def test_weights_over_their_mean_have_the_mean_one() -> None:
     found = correct(**ratios(3.0, 1.5, 0.25), weight="truncated", normalize=True)
     assert values(found) == pytest.approx([2.0 / 1.25, 1.5 / 1.25, 0.25 / 1.25])
     nothing, span = torch.zeros(2), torch.tensor([0, 2])
     assert divided_by_mean(nothing, nothing == 0, span, "token").equal(nothing)
     assert divided_by_mean(nothing + 2, nothing == 1, span, "token").tolist() == [2, 2]
-
-
-def test_the_mean_is_over_what_rejection_has_left() -> None:
-    chosen = {"rejection": "k1", "rejection_options": {"low": 0.2}}
-    found = correct(**ratios(1.5, 8.0, 0.6), weight="truncated", normalize=True, **chosen)
-    assert found.loss_mask.tolist() == [True, False, True]
-    assert values(found) == pytest.approx([1.5 / 1.05, 1 / 1.05, 0.6 / 1.05])
-
-
-def test_the_mean_of_sequence_weights_counts_a_sample_once() -> None:
-    two = packed([[(-1.0, -1.0, True, True)] * 3, [(math.log(2) - 1, -1.0, True, True)]])
-    options = {"weight": "truncated", "weight_options": {"level": "sequence"}}
-    found = correct(**two, normalize=True, **options)
-    assert values(found) == pytest.approx([1 / 1.5] * 3 + [2 / 1.5])
-
-
-def test_no_weight_and_no_rejection_leave_everything() -> None:
-    given_ = ratios(3.0, 0.1)
-    found = correct(**given_)
-    assert found.weights is None
-    assert found.loss_mask.equal(given_["loss_mask"])
 
 
 def test_nothing_carries_a_gradient() -> None:
@@ -229,7 +139,7 @@ def bounded_weight(name: str, w: float, bounds: dict[str, float]) -> float:
     return w if bounds["low"] <= w <= bounds["high"] else 0.0
 
 
-@examples(25)
+@examples(12)
 @given(batches, weights, rejections, levels, places)
 def test_loops_over_samples_and_tokens_agree(
     samples: list[Sample], weight: Any, rejection: Any, level: str, place: dict[str, str]
@@ -273,27 +183,6 @@ def test_loops_over_samples_and_tokens_agree(
         assert float(found.sums["weight"]) == pytest.approx(sum(kept), rel=1e-9)
 
 
-@given(batches, weights, rejections, levels, places, st.randoms(use_true_random=False))
-def test_micro_batches_of_whole_samples_in_any_order_give_the_batchs_results(
-    samples: list[Sample], weight: Any, rejection: Any, level: str, place: dict[str, str], rng: Any
-) -> None:
-    chosen = options(weight, rejection, level, place)
-    whole = correct(**packed(samples), **chosen)
-    offsets = packed(samples)["offsets"].tolist()
-    order = rng.sample(range(len(samples)), len(samples))
-    cut = rng.randint(0, len(samples))
-    sums = dict.fromkeys(whole.sums, 0.0)
-    for part in (order[:cut], order[cut:]):
-        found = correct(**packed([samples[b] for b in part]), **chosen)
-        at = [t for b in part for t in range(offsets[b], offsets[b + 1])]
-        assert found.loss_mask.tolist() == whole.loss_mask[at].tolist()
-        if whole.weights is not None:
-            assert values(found) == pytest.approx(whole.weights[at].tolist(), rel=1e-12)
-        for name, total in found.sums.items():
-            sums[name] += float(total)
-    assert sums == pytest.approx({name: float(total) for name, total in whole.sums.items()})
-
-
 @given(batches, weights, rejections, levels, places, st.floats())
 def test_what_stands_off_gen_mask_is_not_read(
     samples: list[Sample],
@@ -314,38 +203,34 @@ def test_what_stands_off_gen_mask_is_not_read(
 # Extremes.
 
 
+FAR = -1000.0, -math.inf, 0.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("weight", list(WEIGHTS))
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("old", [-1000.0, -math.inf, 0.0])
-@pytest.mark.parametrize("behav", [-1000.0, -math.inf, 0.0])
 def test_weights_are_finite_however_far_apart_the_policies_are(
-    dtype: torch.dtype, weight: str, level: str, old: float, behav: float
+    dtype: torch.dtype, weight: str
 ) -> None:
-    batch = packed([[(old, behav, True, True), (-1.0, -1.0, True, True)]], dtype)
-    found = correct(**batch, weight=weight, weight_options={"level": level})
-    assert found.weights is not None
-    assert found.weights.dtype == dtype
-    assert torch.isfinite(found.weights).all()
-    if old == behav:
-        assert values(found) == [1.0, 1.0]
+    for level, old, behav in itertools.product(("token", "sequence"), FAR, FAR):
+        batch = packed([[(old, behav, True, True), (-1.0, -1.0, True, True)]], dtype)
+        found = correct(**batch, weight=weight, weight_options={"level": level})
+        assert found.weights is not None
+        assert found.weights.dtype == dtype
+        assert torch.isfinite(found.weights).all()
+        if old == behav:
+            assert values(found) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rejection", list(REJECTIONS))
-@pytest.mark.parametrize(
-    "place",
-    [{"level": "token"}, *({"level": "sample", "over": over} for over in ("sum", "mean", "max"))],
-)
-@pytest.mark.parametrize(
-    "pair", [(-1000.0, 0.0), (0.0, -1000.0), (-math.inf, 0.0), (0.0, -math.inf)]
-)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_token_that_is_infinitely_far_off_is_rejected(
-    dtype: torch.dtype, rejection: str, place: dict[str, str], pair: tuple[float, float]
+    dtype: torch.dtype, rejection: str, place: dict[str, str]
 ) -> None:
-    batch = packed([[(*pair, True, True)], [(-1.0, -1.0, True, True)]], dtype)
-    found = correct(**batch, rejection=rejection, rejection_options=place)
-    assert found.loss_mask.tolist() == [False, True]
+    for pair in ((-1000.0, 0.0), (0.0, -1000.0), (-math.inf, 0.0), (0.0, -math.inf)):
+        batch = packed([[(*pair, True, True)], [(-1.0, -1.0, True, True)]], dtype)
+        found = correct(**batch, rejection=rejection, rejection_options=place)
+        assert found.loss_mask.tolist() == [False, True]
 
 
 def test_what_is_nan_is_rejected_with_a_weight_that_harms_no_gradient() -> None:
@@ -374,3 +259,78 @@ def test_empty_batches_samples_and_masks_are_defined(samples: list[Sample]) -> N
             assert values(found) == [1.0] * len(found.loss_mask)
             assert not found.loss_mask.any()
             assert all(float(total) == 0 for total in found.sums.values())
+
+
+# Sampler against trainer: the figures of the mismatch.
+
+
+def figures(old: Tensor, behav: Tensor, mask: Tensor | None = None) -> dict[str, float]:
+    mask = torch.ones(len(old), dtype=torch.bool) if mask is None else mask
+    sums = {name: float(total) for name, total in mismatch_sums(old, behav, mask).items()}
+    found = mismatch_figures(sums)
+    return {**found, "max_delta": float(max_delta(old, behav, mask))} if found else {}
+
+
+def test_figures_by_hand() -> None:
+    old = torch.log(torch.tensor([0.45, 0.25, 0.9]))
+    behav = torch.log(torch.tensor([0.25, 0.25, 0.3]))
+    found = figures(old, behav)
+    w = [1.8, 1.0, 3.0]
+    logs = [math.log(x) for x in w]
+    assert found["abs_delta"] == pytest.approx(sum(logs) / 3)
+    assert found["max_delta"] == pytest.approx(math.log(3))
+    assert found["k1"] == pytest.approx(-sum(logs) / 3)
+    assert found["k3"] == pytest.approx(sum(x - 1 - math.log(x) for x in w) / 3)
+    assert found["chi2"] == pytest.approx(sum(x * x for x in w) / 3 - 1)
+    assert found["ess"] == pytest.approx(5.8**2 / (3 * sum(x * x for x in w)))
+    assert found["outside"] == pytest.approx(1 / 3)
+    assert found["ppl_old"] == pytest.approx((0.45 * 0.25 * 0.9) ** (-1 / 3))
+    assert found["ppl_behav"] == pytest.approx((0.25 * 0.25 * 0.3) ** (-1 / 3))
+    assert found["ppl_ratio"] == pytest.approx(5.4 ** (-1 / 3))
+    wanted = np.corrcoef([0.45, 0.25, 0.9], [0.25, 0.25, 0.3])[0, 1]
+    assert found["pearson"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_mismatch_of_certain_tokens_and_of_no_tokens_is_defined() -> None:
+    certain = torch.zeros(3)
+    assert figures(certain, certain)["pearson"] == 1.0
+    assert figures(torch.zeros(0), torch.zeros(0)) == {}
+    far = figures(torch.tensor([-1000.0]), torch.tensor([0.0]))
+    assert math.isfinite(far["k3"])
+
+
+LOGS = st.floats(-20, 0)
+
+
+@given(st.lists(st.tuples(LOGS, LOGS, st.booleans()), max_size=12), st.integers(0, 12))
+def test_sums_of_parts_are_those_of_the_whole_and_the_rest_is_not_read(
+    tokens: list[tuple[float, float, bool]], cut: int
+) -> None:
+    old, behav = (torch.tensor([t[i] for t in tokens], dtype=torch.float64) for i in (0, 1))
+    mask = torch.tensor([t[2] for t in tokens], dtype=torch.bool)
+    old[~mask], behav[~mask] = math.nan, math.inf
+    whole = mismatch_sums(old, behav, mask)
+    parts = [mismatch_sums(old[s], behav[s], mask[s]) for s in (slice(cut), slice(cut, None))]
+    for name, total in whole.items():
+        assert float(total) == pytest.approx(sum(float(part[name]) for part in parts))
+    known = figures(old, behav, mask)
+    assert bool(known) == bool(mask.any())
+    assert all(math.isfinite(v) for name, v in known.items() if name != "pearson")
+    if known:
+        assert known["k3"] >= -1e-12
+        assert known["ess"] <= 1 + 1e-12
+
+
+def test_the_mismatch_by_age_is_that_of_the_tokens_of_that_age() -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, behav = -torch.rand(2, 60, generator=generator, dtype=torch.float64)
+    mask = torch.rand(60, generator=generator) < 0.8
+    age = torch.randint(0, OLDEST_AGE + 4, (60,), generator=generator)
+    found = mismatch_sums_by_age(old, behav, mask, age)
+    assert len(found) == 3 * (OLDEST_AGE + 1)
+    for k in range(OLDEST_AGE + 1):
+        of_age = mask & (age >= k if k == OLDEST_AGE else age == k)
+        assert of_age.any()
+        alone = mismatch_sums(old, behav, of_age)
+        for name in ("tokens", "abs_delta", "k3"):
+            assert float(found[f"age_{k}/{name}"]) == pytest.approx(float(alone[name]))

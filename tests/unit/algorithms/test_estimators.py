@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
-from tests.examples import examples
 from tests.objectives import ADVANTAGE_SECTIONS, advantages
-from tests.ragged_steps import COMPONENTS, SIXTEENTHS, Sample, Token, inputs_of, steps
+from tests.ragged_steps import COMPONENTS, Sample, Token, inputs_of, steps
+from torch import Tensor
 
-from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantages
+from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, gae, reward_to_go, whiten
 
 Rows = list[list[float]]
 Reference = Callable[..., list[float] | Rows]
@@ -207,14 +209,15 @@ OUTCOME = {"grpo", "grpo_passk", "rloo", "opo", "gpg"}
 every_case = pytest.mark.parametrize(
     ("name", "options", "reference"), CASES, ids=[f"{name}-{o}" for name, o, _ in CASES]
 )
+of_each_size = pytest.mark.parametrize("min_group", [1, 2])
 
 
-def estimate(name: str, inputs: AdvantageInputs, options: dict[str, Any]) -> Advantages:
-    return advantages(name, inputs, options)
-
-
-def fitting(name: str) -> st.SearchStrategy[list[Sample]]:
-    return steps(min_group=ESTIMATORS[name].min_group)
+def cases_of(min_group: int) -> Iterator[tuple[str, dict[str, Any], Reference]]:
+    """The estimators that take groups of so many at least."""
+    for name, options, reference in CASES:
+        if ESTIMATORS[name].min_group == min_group:
+            note(f"{name} {options}")
+            yield name, options, reference
 
 
 def expected_tokens(name: str, samples: Sequence[Sample], rows: Rows) -> list[float]:
@@ -231,15 +234,12 @@ def rows_of(samples: Sequence[Sample], tokens: torch.Tensor) -> Rows:
     return [row.tolist() for row in tokens.split([len(s.tokens) for s in samples])]
 
 
-@pytest.mark.parametrize("min_group", [1, 2])
-@examples(16)
+@of_each_size
 @given(data=st.data())
 def test_loops_agree(min_group: int, data: st.DataObject) -> None:
     samples = data.draw(steps(min_group=min_group))
-    for name, options, reference in CASES:
-        if ESTIMATORS[name].min_group == min_group:
-            note(f"{name} {options}")
-            assert_loops_agree(name, options, reference, samples)
+    for name, options, reference in cases_of(min_group):
+        assert_loops_agree(name, options, reference, samples)
 
 
 def assert_loops_agree(
@@ -247,7 +247,7 @@ def assert_loops_agree(
 ) -> None:
     expected: Any = reference(samples, **options)
     rows: Rows = loop_spread(samples, expected) if name in OUTCOME else expected
-    got = estimate(name, inputs_of(samples), options)
+    got = advantages(name, inputs_of(samples), options)
     tokens = expected_tokens(name, samples, rows)
     # fp32; the tests of the single functions are sharper.
     assert got.tokens.tolist() == pytest.approx(tokens, rel=1e-6, abs=2e-6)
@@ -261,94 +261,43 @@ def assert_loops_agree(
         assert float(got.samples[b]) == pytest.approx(wanted, rel=1e-9, abs=2e-6)
     assert (got.tokens.dtype, got.samples.dtype) == (torch.float32, torch.float64)
     assert (got.returns is None) == (name != "gae")
+    if got.returns is not None:
+        raw = loop_raw_gae(samples, options.get("gamma", 1.0), options.get("lam", 1.0))
+        returns = [
+            a + token.value if token.written else 0.0
+            for sample, row in zip(samples, raw, strict=True)
+            for token, a in zip(sample.tokens, row, strict=True)
+        ]
+        assert got.returns.dtype == torch.float32
+        assert got.returns.tolist() == pytest.approx(returns, rel=1e-6, abs=1e-6)
 
 
-@given(samples=steps())
-def test_returns_are_unwhitened_advantages_plus_values(samples: list[Sample]) -> None:
-    returns = estimate("gae", inputs_of(samples), {"gamma": 0.75, "lam": 0.5}).returns
-    raw = loop_raw_gae(samples, 0.75, 0.5)
-    expected = [
-        a + token.value if token.written else 0.0
-        for sample, row in zip(samples, raw, strict=True)
-        for token, a in zip(sample.tokens, row, strict=True)
-    ]
-    assert returns is not None
-    assert returns.dtype == torch.float32
-    assert returns.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-@every_case
-@examples(6)
+@of_each_size
 @given(data=st.data(), random_order=st.randoms(use_true_random=False))
 def test_order_and_names_of_samples_and_groups_do_not_matter(
-    name: str,
-    options: dict[str, Any],
-    reference: Reference,
-    data: st.DataObject,
-    random_order: random.Random,
+    min_group: int, data: st.DataObject, random_order: random.Random
 ) -> None:
-    samples = data.draw(fitting(name))
+    samples = data.draw(steps(min_group))
     order = list(range(len(samples)))
     random_order.shuffle(order)
     numbers = sorted({sample.group for sample in samples})
     renamed = dict(zip(numbers, random_order.sample(range(100), len(numbers)), strict=True))
     moved = [replace(samples[i], group=renamed[samples[i].group]) for i in order]
-    before = estimate(name, inputs_of(samples), options)
-    after = estimate(name, inputs_of(moved), options)
-    torch.testing.assert_close(after.samples, before.samples[order], rtol=1e-9, atol=1e-9)
-    rows = rows_of(samples, before.tokens)
-    for got, i in zip(rows_of(moved, after.tokens), order, strict=True):
-        assert got == pytest.approx(rows[i], rel=1e-6, abs=1e-7)
+    for name, options, _ in cases_of(min_group):
+        before = advantages(name, inputs_of(samples), options)
+        after = advantages(name, inputs_of(moved), options)
+        torch.testing.assert_close(after.samples, before.samples[order], rtol=1e-9, atol=1e-9)
+        rows = rows_of(samples, before.tokens)
+        for got, i in zip(rows_of(moved, after.tokens), order, strict=True):
+            assert got == pytest.approx(rows[i], rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [(name, options) for name, options, _ in CASES if name in OUTCOME - {"gpg"}]
-    + [("gpg", {}), ("reinforce_plus_plus_baseline", {}), ("remax", {})],
-)
-@examples(10)
-@given(samples=steps(min_group=2), shift=SIXTEENTHS)
-def test_a_constant_shift_of_rewards_changes_nothing(
-    name: str, options: dict[str, Any], samples: list[Sample], shift: float
-) -> None:
-    moved = []
-    for sample in samples:
-        tokens = list(sample.tokens)
-        last = max((t for t, token in enumerate(tokens) if token.written), default=None)
-        if last is None:
-            tokens.append(Token(True))  # a sample needs a token for the shift to reach it
-            last = len(tokens) - 1
-        moved.append(
-            (
-                replace(sample, tokens=tuple(tokens)),
-                replace(
-                    sample,
-                    tokens=(
-                        *tokens[:last],
-                        replace(tokens[last], reward=tokens[last].reward + shift),
-                        *tokens[last + 1 :],
-                    ),
-                    greedy=sample.greedy + shift,
-                ),
-            )
-        )
-    before = estimate(name, inputs_of([plain for plain, _ in moved]), options)
-    after = estimate(name, inputs_of([shifted for _, shifted in moved]), options)
-    torch.testing.assert_close(after.samples, before.samples, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(after.tokens, before.tokens, rtol=1e-6, atol=1e-7)
-
-
-@every_case
-@examples(6)
+@of_each_size
 @given(data=st.data(), bad=st.sampled_from([math.nan, math.inf, 1e30]))
 def test_tokens_outside_the_masks_change_nothing(
-    name: str,
-    options: dict[str, Any],
-    reference: Reference,
-    data: st.DataObject,
-    bad: float,
+    min_group: int, data: st.DataObject, bad: float
 ) -> None:
-    samples = data.draw(fitting(name))
+    samples = data.draw(steps(min_group))
     foreign = Token(False, reward=bad, value=bad, prob=bad, square=bad, weight=bad)
     noisy = []
     for sample in samples:
@@ -357,12 +306,13 @@ def test_tokens_outside_the_masks_change_nothing(
             tokens += [foreign] * data.draw(st.integers(0, 2))
             tokens.append(token if token.written else foreign)
         noisy.append(replace(sample, tokens=tuple(tokens)))
-    before = estimate(name, inputs_of(samples), options)
-    after = estimate(name, inputs_of(noisy), options)
     written = inputs_of(noisy).gen_mask
-    assert torch.equal(after.tokens[written], before.tokens[inputs_of(samples).gen_mask])
-    assert torch.equal(after.samples, before.samples)
-    assert not after.tokens[~written].any()
+    for name, options, _ in cases_of(min_group):
+        before = advantages(name, inputs_of(samples), options)
+        after = advantages(name, inputs_of(noisy), options)
+        assert torch.equal(after.tokens[written], before.tokens[inputs_of(samples).gen_mask])
+        assert torch.equal(after.samples, before.samples)
+        assert not after.tokens[~written].any()
 
 
 @every_case
@@ -375,7 +325,7 @@ def test_rewards_that_are_equal_but_for_noise_teach_nothing(
             Sample(0, (Token(False), Token(True, True, r, 0.0, 0.5, 0.4)), value, (r, r))
             for r in (value + size, value - size) * 2
         ]
-        got = estimate(name, inputs_of(samples), options)
+        got = advantages(name, inputs_of(samples), options)
         if name in OUTCOME | WHITENED:
             assert not got.tokens.any()
             assert not got.samples.any()
@@ -385,32 +335,28 @@ def test_rewards_that_are_equal_but_for_noise_teach_nothing(
 
 
 @every_case
-@pytest.mark.parametrize("n", [0, 1, 2])
-@pytest.mark.parametrize("written", [0, 1])
-@pytest.mark.parametrize("learns", [False, True])
 def test_small_steps_and_empty_masks_give_numbers(
-    name: str, options: dict[str, Any], reference: Reference, n: int, written: int, learns: bool
+    name: str, options: dict[str, Any], reference: Reference
 ) -> None:
-    token = Token(True, learns, 1.0, 0.5, 0.5, 0.4)
-    samples = [Sample(3, (Token(False), *[token] * written), 0.25, (1.0, 0.0))] * n
-    if n == 1 and ESTIMATORS[name].min_group == 2:
-        with pytest.raises(ValueError, match=f"{name} needs at least 2 answers"):
-            estimate(name, inputs_of(samples), options)
-        return
-    got = estimate(name, inputs_of(samples), options)
-    assert got.tokens.shape == (n * (1 + written),)
-    assert got.samples.shape == (n,)
-    assert torch.isfinite(got.tokens).all()
-    assert torch.isfinite(got.samples).all()
-    if name in WHITENED and n * written * learns <= 1:
-        assert not got.tokens.any()
+    for n, written, learns in itertools.product((0, 1, 2), (0, 1), (False, True)):
+        token = Token(True, learns, 1.0, 0.5, 0.5, 0.4)
+        samples = [Sample(3, (Token(False), *[token] * written), 0.25, (1.0, 0.0))] * n
+        if n == 1 and ESTIMATORS[name].min_group == 2:
+            with pytest.raises(ValueError, match=f"{name} needs at least 2 answers"):
+                advantages(name, inputs_of(samples), options)
+            continue
+        got = advantages(name, inputs_of(samples), options)
+        assert got.tokens.shape == (n * (1 + written),)
+        assert got.samples.shape == (n,)
+        assert torch.isfinite(got.tokens).all()
+        assert torch.isfinite(got.samples).all()
+        if name in WHITENED and n * written * learns <= 1:
+            assert not got.tokens.any()
 
 
-@every_case
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_refused(
-    name: str, options: dict[str, Any], reference: Reference, bad: float
-) -> None:
+def test_what_is_no_number_is_refused(name: str, bad: float) -> None:
     good = Token(True, True, 1.0, 0.5, 0.5, 0.4)
     worse = Token(True, True, bad, bad, bad, bad)
     samples = [
@@ -418,7 +364,7 @@ def test_what_is_no_number_is_refused(
         Sample(0, (Token(False), worse), bad, (bad, bad)),
     ]
     with pytest.raises(ValueError, match="must be finite") as caught:
-        estimate(name, inputs_of(samples), options)
+        advantages(name, inputs_of(samples))
     assert "\n" not in str(caught.value)
 
 
@@ -440,11 +386,11 @@ def test_an_estimator_needs_what_it_says_and_no_more(name: str) -> None:
     needed = ESTIMATORS[name].needs
     enough = {field: value for field, value in absent.items() if field not in needed}
     assert torch.equal(
-        estimate(name, replace(full, **enough), {}).tokens, estimate(name, full, {}).tokens
+        advantages(name, replace(full, **enough), {}).tokens, advantages(name, full, {}).tokens
     )
     for field in needed:
         with pytest.raises(ValueError, match=rf"algorithm/advantage={name} needs {field}") as e:
-            estimate(name, replace(full, **{field: absent[field]}), {})
+            advantages(name, replace(full, **{field: absent[field]}), {})
         assert "\n" not in str(e.value)
 
 
@@ -455,4 +401,94 @@ def test_every_estimator_has_its_section_in_a_recipe() -> None:
 def test_gdpo_names_components_that_are_not_there() -> None:
     samples = [Sample(0, (Token(False), Token(True, True, 1.0)), 0.0, (1.0, 0.0))] * 2
     with pytest.raises(ValueError, match="name tidy, but the reward components are accuracy, form"):
-        estimate("gdpo", inputs_of(samples), {"weights": {"tidy": 1.0, "accuracy": 1.0}})
+        advantages("gdpo", inputs_of(samples), {"weights": {"tidy": 1.0, "accuracy": 1.0}})
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def step(token_rewards: Tensor, lengths: list[int], **columns: Tensor) -> AdvantageInputs:
+    """One group of answers of these lengths, without their prompts."""
+    every = torch.ones(len(token_rewards), dtype=torch.bool)
+    return AdvantageInputs(
+        rewards=columns.pop("rewards", f64(*[0.0] * len(lengths))),
+        groups=torch.zeros(len(lengths), dtype=torch.int64),
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        gen_mask=every,
+        loss_mask=every,
+        token_rewards=token_rewards,
+        **columns,
+    )
+
+
+LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 0, 31, 1025]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.99, 0.5])
+def test_scans_over_answers_of_every_length_equal_loops(gamma: float) -> None:
+    draw = random.Random(0)
+    rewards = [[draw.uniform(-1, 1) for _ in range(n)] for n in LENGTHS]
+    values = [[draw.uniform(-1, 1) for _ in range(n)] for n in LENGTHS]
+    to_go, looped = [], []
+    for r_row, v_row in zip(rewards, values, strict=True):
+        g = a = v_after = 0.0
+        g_row, a_row = [], []
+        for r, v in zip(reversed(r_row), reversed(v_row), strict=True):
+            g = r + gamma * g
+            a = r + gamma * v_after - v + gamma * 0.95 * a
+            v_after = v
+            g_row.append(g)
+            a_row.append(a)
+        to_go += g_row[::-1]
+        looped += a_row[::-1]
+    r_T, v_T = f64(*chain(*rewards)), f64(*chain(*values))
+    inputs = step(r_T, LENGTHS, values=v_T)
+    torch.testing.assert_close(reward_to_go(inputs, gamma), f64(*to_go), rtol=1e-11, atol=1e-11)
+    _, returns = gae(inputs, gamma=gamma, lam=0.95)
+    torch.testing.assert_close(returns, f64(*looped) + v_T, rtol=1e-11, atol=1e-11)
+
+
+def test_a_neighbour_s_huge_rewards_do_not_round_a_sample() -> None:
+    inputs = step(f64(1e16, 0.125, 0.25, 1e16), [1, 2, 1])
+    assert reward_to_go(inputs, 1.0).tolist() == [1e16, 0.375, 0.25, 1e16]
+
+
+def test_sums_are_exact_where_fp32_would_round() -> None:
+    # Around 2^24 the sum of four has no exact fp32; the differences from the mean do.
+    rewards = f64(16777216.0, 16777218.0, 16777220.0, 16777116.0)
+    found = advantages(
+        "grpo", step(rewards, [1] * 4, rewards=rewards), {"std_normalization": "none"}
+    ).samples
+    assert found.tolist() == [23.5, 25.5, 27.5, -76.5]
+
+
+def test_an_answer_that_is_alone_learns_from_its_reward() -> None:
+    for name in ("grpo", "rloo", "opo", "gpg"):
+        found = advantages(name, step(f64(0.5), [1], rewards=f64(0.5)), {}).samples
+        assert found.tolist() == pytest.approx([0.5], rel=1e-5), name
+
+
+# Whitening.
+
+
+def mask_of(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+def test_three_numbers_are_whitened_by_hand() -> None:
+    got = whiten(f64(1.0, 99.0, 1.0, -1.0), mask_of(1, 0, 1, 1))
+    # Mean 1/3; squares 4/9 + 4/9 + 16/9 = 8/3, over two: variance 4/3.
+    std = math.sqrt(4 / 3 + 1e-8)
+    assert got.tolist() == pytest.approx([2 / 3 / std, 0.0, 2 / 3 / std, -4 / 3 / std], rel=1e-12)
+    for bad in (math.nan, math.inf):
+        assert torch.equal(whiten(f64(1.0, bad, 1.0, -1.0), mask_of(1, 0, 1, 1)), got)
+    for single in (0, 1):
+        assert whiten(f64(7.0, 3.0), mask_of(single, 0)).tolist() == [0.0, 0.0]
+    assert whiten(f64(), mask_of()).shape == (0,)
+
+
+def test_small_numbers_that_differ_are_no_noise() -> None:
+    got = whiten(f64(1e-4, -1e-4), mask_of(1, 1))
+    # Variance 2e-8, beside 1e-8.
+    assert got.tolist() == pytest.approx([1e-4 / math.sqrt(3e-8), -1e-4 / math.sqrt(3e-8)])

@@ -1,4 +1,4 @@
-"""Policy losses against loops over plain numbers, in value and in gradient.
+"""Policy losses against loops over plain numbers, in value and gradient, and what two select.
 
 The reference splits what carries a gradient from what does not: it takes the current log-probs
 twice, once moving and once held, and what a loss puts under sg() reads the held ones. So the
@@ -16,10 +16,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.examples import examples
 from tests.objectives import loss_options
+from torch import Tensor
 
+from winnow.algorithms import covariance as covariance_losses
+from winnow.algorithms.covariance import keyed_draws
 from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
+from winnow.rollout.draw import uniform
 
 
 @dataclass(frozen=True)
@@ -199,40 +202,32 @@ RAGGED = {
     "lengths": st.lists(st.integers(1, 6), min_size=1, max_size=5),
     "scale": st.sampled_from([1e-3, 0.3, 3.0, 40.0]),
 }
+SMOOTH = 0.3, 3.0
+"""Scales of log-ratios at which a difference of two values hits no bound."""
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 @given(**RAGGED)
-def test_values_equal_the_loop(
-    name: str, options: dict[str, Any], seed: int, lengths: list[int], scale: float
-) -> None:
-    rows = rows_of(seed, lengths, scale)
-    columns = [torch.tensor(c, dtype=torch.float64) for c in (rows.held, rows.old, rows.advantage)]
-    loss, _ = POLICY_LOSSES[name](*columns, tokens_of(rows, lengths), loss_options(name, options))
-    expected = [
-        REFERENCES[name](rows.held, t, rows, options) if owner >= 0 else 0.0
-        for t, owner in enumerate(rows.owner)
-    ]
-    assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-@examples(12)
-@given(**{**RAGGED, "scale": st.sampled_from([0.3, 3.0])})
-def test_gradients_equal_central_differences_of_the_loop(
+def test_values_and_gradients_are_those_of_the_loop(
     name: str, options: dict[str, Any], seed: int, lengths: list[int], scale: float
 ) -> None:
     rows = rows_of(seed, lengths, scale)
     weights = [math.cos(t + seed % 7) for t in range(len(rows.old))]
     counted = [t for t, owner in enumerate(rows.owner) if owner >= 0]
-
-    def objective(x: list[float]) -> float:
-        return math.fsum(weights[t] * REFERENCES[name](x, t, rows, options) for t in counted)
-
     logp = torch.tensor(rows.held, dtype=torch.float64, requires_grad=True)
     columns = [torch.tensor(c, dtype=torch.float64) for c in (rows.old, rows.advantage)]
     tokens = tokens_of(rows, lengths)
     loss, _ = POLICY_LOSSES[name](logp, *columns, tokens, loss_options(name, options))
+    expected = [0.0] * len(rows.old)
+    for t in counted:
+        expected[t] = REFERENCES[name](rows.held, t, rows, options)
+    assert loss.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    if scale not in SMOOTH:
+        return
+
+    def objective(x: list[float]) -> float:
+        return math.fsum(weights[t] * REFERENCES[name](x, t, rows, options) for t in counted)
+
     (gradient,) = torch.autograd.grad((loss * torch.tensor(weights)).sum(), logp)
     h = 1e-5
     for t in range(len(rows.old)):
@@ -241,5 +236,156 @@ def test_gradients_equal_central_differences_of_the_loop(
         assert float(gradient[t]) == pytest.approx(difference, rel=1e-6, abs=1e-7)
 
 
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+@given(junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -3.0]), **RAGGED)
+def test_tokens_that_do_not_count_change_nothing(
+    name: str, options: dict[str, Any], junk: float, seed: int, lengths: list[int], scale: float
+) -> None:
+    rows = rows_of(seed, lengths, scale)
+    tokens, found = tokens_of(rows, lengths), []
+    for other in (None, junk):
+        columns = [
+            torch.tensor(each, dtype=torch.float64)
+            for each in (rows.held, rows.old, rows.advantage)
+        ]
+        if other is not None:
+            columns = [torch.where(tokens.mask, each, other) for each in columns]
+        logp = columns[0].requires_grad_()
+        terms = (logp, *columns[1:], tokens)
+        loss, sums = POLICY_LOSSES[name](*terms, loss_options(name, options))
+        (gradient,) = torch.autograd.grad(loss.sum(), logp)
+        for each in (loss, gradient):
+            assert not each[~tokens.mask].any()
+            assert each.isfinite().all()
+        found.append((loss.tolist(), gradient.tolist(), {n: float(v) for n, v in sums.items()}))
+    assert found[0] == found[1]
+
+
 def test_every_loss_has_a_reference() -> None:
     assert {name for name, _ in CASES} == REFERENCES.keys() == POLICY_LOSSES.keys()
+
+
+def clip_cov_select(*columns: Tensor, **options: Any) -> Tensor:
+    return covariance_losses.clip_cov_select(*columns, **loss_options("clip_cov", options))
+
+
+def kl_cov_select(*columns: Tensor, **options: Any) -> Tensor:
+    return covariance_losses.kl_cov_select(*columns, **loss_options("kl_cov", options))
+
+
+def columns(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """old, advantage, mask and draws [n]."""
+    made = torch.Generator().manual_seed(seed)
+    old = -4 * torch.rand(n, generator=made, dtype=torch.float64)
+    advantage = torch.randn(n, generator=made, dtype=torch.float64)
+    mask = torch.rand(n, generator=made) > 0.2
+    return old, advantage, mask, keyed_draws(seed, torch.zeros(n).long(), torch.arange(n))
+
+
+def covariances(old: Tensor, advantage: Tensor, mask: Tensor) -> dict[int, float]:
+    """Of the counted tokens, over plain numbers."""
+    at = [t for t in range(len(old)) if mask[t]]
+    x, a = [float(old[t]) for t in at], [float(advantage[t]) for t in at]
+    mean_x, mean_a = math.fsum(x) / len(at), math.fsum(a) / len(at)
+    return {t: (a[i] - mean_a) * (x[i] - mean_x) for i, t in enumerate(at)}
+
+
+def chosen(selected: Tensor) -> set[int]:
+    return set(selected.nonzero().flatten().tolist())
+
+
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(1, 300), share=st.sampled_from([2e-4, 0.01, 0.1, 1.0])
+)
+def test_the_right_number_is_selected_by_the_right_rule(seed: int, n: int, share: float) -> None:
+    old, advantage, mask, draws = columns(seed, n)
+    mask[0] = True
+    cov = covariances(old, advantage, mask)
+    wanted = max(int(share * len(cov)), 1)
+
+    largest = chosen(kl_cov_select(old, advantage, mask, draws, share=share))
+    assert len(largest) == wanted
+    assert largest <= cov.keys()
+    # Two tokens alone have one covariance, but for its last bit.
+    others = [cov[t] for t in cov.keys() - largest]
+    assert min(cov[t] for t in largest) >= max(others, default=-math.inf) - 1e-12
+
+    bounds = {"cov_low": 0.3, "cov_high": 1.2}
+    within = sorted((t for t in cov if 0.3 < cov[t] < 1.2), key=lambda t: float(draws[t]))
+    found = clip_cov_select(old, advantage, mask, draws, share=share, **bounds)
+    assert chosen(found) == set(within[:wanted])
+
+
+@given(seed=st.integers(0, 2**31), n=st.integers(1, 60), precision=st.sampled_from([1, 12]))
+def test_the_order_of_the_tokens_does_not_matter(seed: int, n: int, precision: int) -> None:
+    old, advantage, mask, draws = columns(seed, n)
+    old, advantage = old.round(decimals=precision), advantage.round(decimals=precision)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    for select, options in (
+        (kl_cov_select, {"share": 0.2}),
+        (clip_cov_select, {"share": 0.2, "cov_low": 0.1}),
+    ):
+        found = select(old, advantage, mask, draws, **options)
+        there = select(old[order], advantage[order], mask[order], draws[order], **options)
+        assert torch.equal(found[order], there)
+
+
+@pytest.mark.parametrize("select", [clip_cov_select, kl_cov_select])
+@pytest.mark.parametrize("n", [0, 3])
+def test_nothing_counted_selects_nothing(select: object, n: int) -> None:
+    x, mask = torch.full((n,), math.nan), torch.zeros(n, dtype=torch.bool)
+    assert callable(select)
+    assert not select(x, x, mask, torch.zeros(n, dtype=torch.float64)).any()
+
+
+def test_one_token_and_equal_ones_are_defined() -> None:
+    for n in (1, 3):
+        x, mask = torch.ones(n), torch.ones(n, dtype=torch.bool)
+        draws = torch.arange(n, dtype=torch.float64) / n
+        assert not clip_cov_select(x, x, mask, draws).any()
+        assert chosen(kl_cov_select(x, x, mask, draws)) == {0}
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_selection_in_a_micro_batch_reads_the_current_policy(name: str) -> None:
+    old, advantage, mask, draws = columns(11, 200)
+    logp = old + 0.5 * torch.sin(torch.arange(200, dtype=torch.float64))
+    tokens = LossTokens(mask, torch.zeros(200).long(), 1, None, draws)
+    options = {"share": 0.05, "selection": "microbatch"}
+    if name == "clip_cov":
+        options |= {"cov_low": 0.2}
+    terms = (logp, old, advantage, tokens)
+    loss, sums = POLICY_LOSSES[name](*terms, loss_options(name, options))
+    assert int(sums["selected_share"]) == int(0.05 * int(mask.sum()))
+
+    cov = covariances(logp, advantage, mask)
+    by_cov = sorted(cov, key=lambda t: -cov[t])
+    r = (logp - old).exp()
+    if name == "kl_cov":
+        moved = (loss + advantage * r).abs() > 1e-9
+        assert chosen(moved & mask) == set(by_cov[: int(sums["selected_share"])])
+        return
+    clipped = ((advantage > 0) & (r > 1.2)) | ((advantage < 0) & (r < 0.8))
+    free = [t for t in by_cov if 0.2 < cov[t] < 5 and not clipped[t]]
+    free.sort(key=lambda t: float(draws[t]))
+    assert chosen(mask & (loss == 0)) == set(free[: int(sums["selected_share"])])
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, -(2**63)])
+def test_draws_follow_splitmix64(seed: int) -> None:
+    """By Python's integers, and in the last round by the sampler's own function."""
+    mask = (1 << 64) - 1
+
+    def mixed(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+        return z ^ (z >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    keys, positions = [0, 5, 2**40], [0, 7, 123]
+    state = [mixed(mixed(seed & mask) + (key + 1) * golden & mask) for key in keys]
+    bits = [mixed(z + (p + 1) * golden & mask) for z, p in zip(state, positions, strict=True)]
+    draws = keyed_draws(seed, torch.tensor(keys), torch.tensor(positions))
+    assert draws.tolist() == [(z >> 11) * 2.0**-53 for z in bits]
+    signed = torch.tensor([z - (1 << 64) if z >> 63 else z for z in state])
+    assert torch.equal(draws, uniform(signed, torch.tensor(positions)))

@@ -1,62 +1,36 @@
-"""The recipes that ship: each validates, says what it is for, and holds what was published."""
+"""The recipes that ship: each validates, holds what was published, and stands in the docs."""
 
 from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from tests.recipes import recipe
 
+from winnow.algorithms.advantages import ESTIMATORS
+from winnow.algorithms.aggregation import AGGREGATIONS
+from winnow.algorithms.losses import POLICY_LOSSES
+from winnow.config.algorithm import Advantage, PolicyLoss
 from winnow.config.files import RECIPES, available_recipes
-from winnow.config.load import load_recipe
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.config.rules import notices
-from winnow.config.trainer import Megatron
-from winnow.errors import ConfigError
+from winnow.runs.warm_start import cache_folder
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import ladder
 
 TO_COMPLETE = ["model.path=FOLDER", "data.train_files=[train.parquet]"]
-DAPO_INSTRUCTION = (
-    "Solve the following math problem step by step. The last line of your response should be of "
-    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
-    '\n\n{prompt}\n\nRemember to put your answer on its own line after "Answer:".'
-)
 
 
 def load(name: str) -> Config:
     to_complete = TO_COMPLETE if name in ("dapo-math", "gsm8k", "sft") else ()
     return recipe(name, *to_complete, *(["sft.train_files=[x.jsonl]"] if name == "sft" else []))
-
-
-def test_these_recipes_ship() -> None:
-    assert available_recipes() == [
-        "cispo",
-        "cispo_qwen2.5_32b",
-        "dapo",
-        "dapo-math",
-        "dapo_async",
-        "dapo_async_qwen2.5_math_7b",
-        "dapo_megatron_qwen2.5_32b",
-        "dapo_megatron_qwen3_30b_a3b",
-        "dapo_one_step_off",
-        "dapo_one_step_off_qwen2.5_math_7b",
-        "dapo_qwen2.5_32b",
-        "drgrpo",
-        "drgrpo_qwen2.5_math_7b",
-        "grpo",
-        "grpo_deepseekmath_7b",
-        "gsm8k",
-        "gspo",
-        "gspo_qwen3_32b",
-        "ppo",
-        "ppo_orz_qwen2.5_7b",
-        "quickstart",
-        "reinforce_pp",
-        "reinforce_pp_qwen2_7b",
-        "remax",
-        "remax_qwen2.5_7b",
-        "rloo",
-        "rloo_qwen2_7b",
-        "sft",
-    ]
 
 
 @pytest.mark.parametrize("name", available_recipes())
@@ -65,48 +39,6 @@ def test_a_shipped_recipe_validates_and_says_what_it_is_for(name: str) -> None:
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     assert text.startswith("# ")
     assert f"winnow {'sft' if name == 'sft' else 'train'} {name}" in text
-
-
-@pytest.mark.parametrize("name", ["dapo-math", "gsm8k"])
-def test_a_recipe_to_be_completed_says_what_it_lacks(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(name)
-    data, model = str(caught.value).splitlines()
-    assert "set data.train_files=[FILE.parquet]" in data
-    assert "set model.path=FOLDER" in model
-
-
-def test_the_quickstart_is_as_specified() -> None:
-    config = load("quickstart")
-    task, start, loss = config.data.task, config.warm_start, config.algorithm.policy_loss
-    assert (task.name, task.min_digits, task.max_digits) == ("sort_digits", 4, 8)
-    assert isinstance(start, SftWarmStart)
-    assert (start.steps, start.batch_size, start.lr, start.warmup_steps) == (1000, 32, 5e-3, 50)
-    assert (start.betas, start.grad_clip) == ((0.9, 0.98), 1)
-    mix = start.demonstrations
-    assert (mix.guess_share, mix.guess_noise, mix.working_share) == (0.5, 3, 0.25)
-    assert (mix.step_error, mix.repeat) == (0.01, 0.75)
-    assert (loss.name, loss.clip_low, loss.clip_high, loss.dual_clip) == ("ppo_clip", 0.2, 0.28, 10)
-    assert config.algorithm.aggregation == "token-mean"
-    assert (config.sampling.groups_per_step, config.rollout.n) == (64, 8)
-    assert config.trainer.mini_batch_groups == 16
-    assert (config.rollout.max_response_tokens, config.rollout.engine.slots) == (128, 512)
-    assert (config.reward.overlong.enabled, config.reward.overlong.buffer_tokens) == (True, 48)
-    assert (config.sampling.filter.name, config.sampling.filter.metric) == ("variance", "accuracy")
-    assert (config.sampling.max_staleness, config.trainer.steps) == (1, 80)
-    optim = config.optim
-    assert (optim.lr, optim.schedule, optim.final_lr_ratio) == (4e-4, "linear", 0)
-    assert (optim.warmup_steps, optim.weight_decay) == (5, 0)
-
-
-def test_dapo_math_asks_with_the_published_instruction() -> None:
-    assert load("dapo-math").data.prompt_template == {"*": DAPO_INSTRUCTION}
-
-
-def test_gsm8k_asks_for_the_answer_after_hashes() -> None:
-    config = load("gsm8k")
-    assert "####" in config.data.prompt_template["*"]
-    assert config.algorithm == load("dapo-math").algorithm
 
 
 def test_the_published_configuration_is_complete() -> None:
@@ -124,32 +56,6 @@ def test_the_published_configuration_is_complete() -> None:
     assert (cut.algorithm, cut.optim, cut.data) == (config.algorithm, config.optim, config.data)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("dapo_megatron_qwen2.5_32b", (128, 8, 1, 1)),
-        ("dapo_megatron_qwen3_30b_a3b", (32, 4, 4, 8)),
-    ],
-)
-def test_megatron_recipes_have_the_published_layouts(
-    name: str, layout: tuple[int, int, int, int]
-) -> None:
-    strategy = load(name).trainer.strategy
-    assert isinstance(strategy, Megatron)
-    assert (strategy.ranks, strategy.tensor, strategy.pipeline, strategy.expert) == layout
-
-
-def test_the_paths_of_the_published_configuration_follow_the_home_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HOME", "/home/ada")
-    config = load_recipe("dapo_qwen2.5_32b")
-    assert config.model.path == "/home/ada/verl/models/Qwen2.5-32B"
-    monkeypatch.delenv("HOME")
-    files = load_recipe("dapo_qwen2.5_32b").data.train_files
-    assert files == ("/root/verl/data/dapo-math-17k.parquet",)
-
-
 def test_recipes_that_sample_beside_learning_correct_for_older_weights() -> None:
     beside = {name: load(name) for name in available_recipes() if "async" in name or "off" in name}
     assert {name: config.trainer.mode.name for name, config in beside.items()} == {
@@ -157,20 +63,6 @@ def test_recipes_that_sample_beside_learning_correct_for_older_weights() -> None
         "dapo_async_qwen2.5_math_7b": "async",
         "dapo_one_step_off": "one_step_off",
         "dapo_one_step_off_qwen2.5_math_7b": "one_step_off",
-    }
-    found = {
-        name: config.algorithm.correction.model_dump(exclude={"mode"})
-        for name, config in beside.items()
-    }
-    none = {"name": "none"}
-    tis = {"name": "truncated", "level": "token", "cap": 2.0, "normalize": False}
-    areal = {"name": "masked", "level": "token", "low": 0.0, "high": 5.0, "normalize": False}
-    k1 = {"name": "k1", "level": "sample", "over": "mean", "low": 0.999, "high": 1.001}
-    assert found == {
-        "dapo_async": {"weight": areal, "rejection": none},
-        "dapo_async_qwen2.5_math_7b": {"weight": tis, "rejection": none},
-        "dapo_one_step_off": {"weight": tis, "rejection": none},
-        "dapo_one_step_off_qwen2.5_math_7b": {"weight": none, "rejection": k1},
     }
     assert not any("correct nothing" in line for c in beside.values() for line in notices(c))
 
@@ -181,3 +73,221 @@ def test_older_weights_without_a_correction_are_told() -> None:
     assert notices(recipe("dapo_one_step_off", "algorithm/correction/rejection=k1")) == []
     bypass = ("algorithm/correction/weight=none", "algorithm.correction.mode=bypass")
     assert notices(recipe("dapo_one_step_off", *bypass)) == []
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
+SECTIONS = dict(
+    part.partition("\n")[::2] for part in DOCS.read_text(encoding="utf-8").split("\n## ")[1:]
+)
+
+
+def section(title: str) -> str:
+    return next(text for name, text in SECTIONS.items() if name.startswith(title))
+
+
+def first_cells(title: str) -> list[str]:
+    """The names in the first column of a section's first table, without their remarks."""
+    table = section(title).split("\n\n| ", 1)[-1].split("\n\n")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines()[2:]]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def keys_told(title: str) -> dict[str, set[str]]:
+    """The keys that a section's table gives for each name."""
+    found: dict[str, set[str]] = {}
+    for line in section(title).splitlines():
+        cells = line.strip("| ").split(" | ")
+        if line.startswith("| `") and len(cells) >= 3:
+            for name in re.findall(r"`([^`]+)`", cells[0]):
+                found[name] = set(re.findall(r"`([a-z_]+)`", cells[2]))
+    return found
+
+
+def test_the_tables_name_every_estimator_loss_and_aggregation() -> None:
+    assert first_cells("Advantage") == [*ESTIMATORS, "custom"]
+    assert sorted(first_cells("Policy loss")) == sorted([*POLICY_LOSSES, "custom"])
+    assert sorted(first_cells("What")) == sorted(AGGREGATIONS)
+
+
+def test_the_tables_name_every_recipe_of_a_family() -> None:
+    small, real = first_cells("Small recipes"), first_cells("Real recipes")
+    assert sorted([*small, *real]) == sorted(
+        set(available_recipes()) - {"quickstart", "dapo-math", "gsm8k", "sft"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("title", "union"), [("Advantage", Advantage), ("Policy loss", PolicyLoss)]
+)
+def test_the_keys_of_each_variant_are_those_it_has(title: str, union: object) -> None:
+    told = keys_told(title)
+    for variant in get_args(get_args(union)[0]):
+        name = variant.model_fields["name"].default
+        if name == "custom":
+            continue
+        assert told.get(name, set()) == set(variant.model_fields) - {"name"}, name
+
+
+def test_each_line_on_kl_length_and_correction_is_taken() -> None:
+    lines = [
+        line.split(" | ")[0]
+        for line in section("KL, entropy").splitlines()
+        if line.startswith("| `")
+    ]
+    assert len(lines) >= 10
+    one_update = "trainer.mini_batch_groups=null"
+    for line in lines:
+        first, *others = re.findall(r"`([^`]+)`", line)
+        group, separator, _ = first.rpartition("=")
+        together = [other for other in others if "=" in other]
+        for choice in [first, *(group + separator + o for o in others if "=" not in o)]:
+            assert recipe("quickstart", choice, *together, one_update)
+
+
+UNFILTERED = {
+    "algorithm.aggregation": "seq-mean-token-mean",
+    "algorithm.policy_loss.clip_high": 0.2,
+    "algorithm.policy_loss.dual_clip": None,
+    "reward.overlong.enabled": False,
+    "sampling.filter.name": "none",
+    "trainer.steps": 40,
+}
+"""GRPO against the quickstart."""
+SMALL: dict[str, dict[str, Any]] = {
+    "dapo": {"trainer.steps": 40},
+    "grpo": UNFILTERED,
+    "drgrpo": UNFILTERED
+    | {
+        "algorithm.advantage.std_normalization": "none",
+        "algorithm.aggregation": "seq-mean-token-sum-norm",
+    },
+    "rloo": UNFILTERED
+    | {"algorithm.advantage.name": "rloo", "algorithm.aggregation": "seq-mean-token-sum"},
+    "remax": UNFILTERED
+    | {"algorithm.advantage.name": "remax", "algorithm.aggregation": "seq-mean-token-sum"},
+    "reinforce_pp": UNFILTERED
+    | {"algorithm.advantage.name": "reinforce_plus_plus", "algorithm.aggregation": "token-mean"},
+    "ppo": UNFILTERED
+    | {
+        "algorithm.advantage.name": "gae",
+        "algorithm.aggregation": "token-mean",
+        "critic.optim.lr": 1e-3,
+        "critic.optim.schedule": "linear",
+        "critic.optim.weight_decay": 0.0,
+        "critic.warmup_steps": 2,
+    },
+    "gspo": UNFILTERED
+    | {
+        "algorithm.policy_loss.name": "gspo",
+        "algorithm.policy_loss.clip_low": 3e-4,
+        "algorithm.policy_loss.clip_high": 4e-4,
+    },
+    "cispo": {"algorithm.policy_loss.name": "cispo", "trainer.steps": 40},
+}
+"""What differs from the quickstart, key by key; keys that only one variant has are left out."""
+REAL = sorted(
+    name
+    for name in available_recipes()
+    if name not in SMALL
+    and name not in ("quickstart", "dapo-math", "gsm8k", "sft")
+    and not re.search("_async|_one_step_off|_megatron", name)
+)
+BESIDE = [
+    *("dapo_async_qwen2.5_math_7b", "dapo_one_step_off_qwen2.5_math_7b"),
+    *("dapo_megatron_qwen2.5_32b", "dapo_megatron_qwen3_30b_a3b"),
+]
+"""Real recipes that sample beside learning, or hold the model by Megatron's layers."""
+SOURCE = re.compile(r"# .*\b([Pp]aper|script|code|base|oat|verl|TIS|Winnow)\b")
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        yield path.removeprefix("."), tree
+        return
+    for key, value in tree.items():
+        yield from leaves(value, f"{path}.{key}")
+
+
+def settings(name: str, *overrides: str) -> dict[str, Any]:
+    return dict(leaves(recipe(name, *overrides).model_dump(mode="json")))
+
+
+def lines_with_values(name: str) -> list[tuple[str, str]]:
+    """Each line that sets a value, and the line before it."""
+    lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    return [
+        (line, before)
+        for before, line in zip(["", *lines], lines, strict=False)
+        if re.match(r"\s+(\w+: [^#\s]|- )", line)
+    ]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_recipe_changes_what_its_family_changes_and_nothing_else(name: str) -> None:
+    start, family = settings("quickstart"), settings(name)
+    shared = {key for key in start if key in family} - {"run.description"}
+    changed = {key: family[key] for key in shared if family[key] != start[key]}
+    expected = {key: value for key, value in SMALL[name].items() if key in family}
+    assert changed == {k: v for k, v in expected.items() if k in start and start[k] != v}
+    assert {key: family[key] for key in expected} == expected
+
+
+def test_the_small_recipes_share_the_quickstarts_warm_start() -> None:
+    configs = [recipe(name) for name in ("quickstart", *SMALL)]
+    assert all(isinstance(config.warm_start, SftWarmStart) for config in configs)
+    assert len({cache_folder(config) for config in configs}) == 1
+
+
+@pytest.mark.parametrize("name", [*REAL, *BESIDE])
+def test_every_published_value_names_its_source(name: str) -> None:
+    values = lines_with_values(name)
+    assert values
+    unsourced = [
+        line
+        for line, before in values
+        if not SOURCE.search(line)
+        # An entry of a list stands under the key that says where it is from.
+        and not (line.lstrip().startswith("- ") and SOURCE.search(before))
+    ]
+    assert unsourced == []
+
+
+@pytest.mark.parametrize("name", [*REAL, *BESIDE])
+def test_the_sources_that_a_real_recipe_names_are_those_of_its_head(name: str) -> None:
+    text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    head, _, body = text.partition("\n\n")
+    assert re.search(r"arXiv \d{4}\.\d{5}", head)
+    named = set(re.findall(r"# (paper|script|code|base|oat|verl|TIS|Winnow)\b", body))
+    explained = set(re.findall(r"^#   (paper|script|code|base|oat|verl|TIS|Winnow) ", head, re.M))
+    assert named <= explained
+
+
+# The ladder that benchmarks/ladder.py climbs.
+
+
+def rungs() -> list[dict[str, Any]]:
+    made = {job.name: job for job in ladder.jobs(["grpo"], with_rungs=True)}
+    commands = [made[name].command(1, 40, Path("runs")) for name, _ in ladder.RUNGS]
+    return [settings(*command[2:]) for command in commands]
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
+    found = {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+    return {key for key in found if not key.startswith("run.")}
+
+
+def test_each_rung_adds_one_thing() -> None:
+    steps = [differing(a, b) for a, b in zip(rungs(), rungs()[1:], strict=False)]
+    assert steps == [
+        {"algorithm.overlong_filtering"},
+        {"algorithm.policy_loss.clip_high"},
+        {"reward.overlong.enabled"},
+        {"algorithm.aggregation"},
+        {"sampling.filter.name", "sampling.filter.metric"},
+    ]
+
+
+def test_the_ladder_ends_at_dapo_but_for_what_dapo_left_out() -> None:
+    dapo = settings(*ladder.Job("dapo", "dapo").command(1, 40, Path("runs"))[2:])
+    left_out = {"algorithm.overlong_filtering", "algorithm.policy_loss.dual_clip"}
+    assert differing(rungs()[-1], dapo) == left_out

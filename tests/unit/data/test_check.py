@@ -94,30 +94,21 @@ def test_a_problem_typed_again_is_found_in_the_evaluation_file(write_jsonl: Writ
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one", "other", "is_alike"),
     [
-        ("z^4 + z^2 + 1 = 0", "z^4 - z^2 + 1 = 0"),
-        ("3.5", "35"),
-        ("a < b", "a > b"),
-        ("x/2", "x*2"),
-        ("??", "!!"),
+        ("z^4 + z^2 + 1 = 0", "z^4 - z^2 + 1 = 0", False),
+        ("3.5", "35", False),
+        ("a < b", "a > b", False),
+        ("x/2", "x*2", False),
+        ("??", "!!", False),
+        ("What is $x_1$?", "what is x_{1}", True),
+        ("\\left( a \\right)", "(a)", True),
+        ("1,000 \u2212 2", "1000 - 2", True),
+        ("5.", "5", True),
     ],
 )
-def test_prompts_that_differ_in_what_matters_are_not_alike(one: str, other: str) -> None:
-    assert alike(user(one)) != alike(user(other))
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("What is $x_1$?", "what is x_{1}"),
-        ("\\left( a \\right)", "(a)"),
-        ("1,000 \u2212 2", "1000 - 2"),
-        ("5.", "5"),
-    ],
-)
-def test_prompts_that_differ_in_form_are_alike(one: str, other: str) -> None:
-    assert alike(user(one)) == alike(user(other))
+def test_prompts_that_differ_in_form_alone_are_alike(one: str, other: str, is_alike: bool) -> None:
+    assert (alike(user(one)) == alike(user(other))) == is_alike
 
 
 def test_a_prompt_is_the_same_with_and_without_a_known_instruction() -> None:
@@ -132,17 +123,6 @@ def test_the_table_names_what_it_counts(write_jsonl: WriteJsonl) -> None:
     assert "conflicting labels 1 prompts" in " ".join(shown.split())
     assert "[red]a[/red]\ufffd[2J" in shown
     assert "\x1b" not in shown
-
-
-def test_json_output_holds_the_whole_report(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([row("a", i) for i in range(9)])
-    result = CliRunner().invoke(app, ["check", path, "--json", "--eval", path])
-    assert result.exit_code == 0
-    report = json.loads(result.stdout)
-    assert report["rows"] == 9
-    assert report["sources"] == [{"source": "gsm8k", "rows": 9, "scorer": "gsm8k"}]
-    assert len(report["conflicts"][0]["labels"]) == 9
-    assert report["overlap"]["shared_by_source"] == {"gsm8k": 1}
 
 
 def test_a_tokenizer_folder_is_taken_from_the_command_line(

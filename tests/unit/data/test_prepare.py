@@ -7,11 +7,11 @@ import json
 import shlex
 from collections.abc import Callable
 from fractions import Fraction
+from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -33,18 +33,14 @@ def test_the_file_has_verls_schema_and_is_read_back(
     prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
 ) -> None:
     done = prepare_file("gsm8k", write_jsonl([GSM8K, {**GSM8K, "question": "And?"}]))
-    assert (done.read, done.copies, done.written) == (2, 0, 2)
+    found = (done.read, done.copies, done.written, done.instructions_removed)
+    assert found == (2, 0, 2, 0)
     assert pq.read_table(done.out).to_pylist()[1] == {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "And?"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {
-            "index": 1,
-            "split": "train",
-            "question": "And?",
-            "answer": "Two.\n#### 2",
-        },
+        "extra_info": {"index": 1, "split": "train", "question": "And?", "answer": "Two.\n#### 2"},
     }
     assert [row.ground_truth for row in read_rows([done.out])] == ["2", "2"]
 
@@ -67,6 +63,7 @@ def test_exact_copies_go_and_conflicting_labels_stay(
     assert done.instructions_removed == 100
     rows = read_rows([done.out])
     assert [row.messages[0]["content"] for row in rows] == ["1+1?", "1+1?"]
+    assert {row.data_source for row in rows} == {"math_dapo"}
     assert rows[1].extra["extra_info"] == {"index": 1, "split": "train", "original_index": "id-99"}
 
 
@@ -79,29 +76,17 @@ def test_the_dapo_instruction_can_be_put_around_every_question(
     assert contents == [with_dapo_instruction("p"), with_dapo_instruction("q")]
 
 
-def test_several_files_and_kinds_of_url_are_read_as_one(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
-) -> None:
-    local = write_jsonl([GSM8K])
-    other = write_jsonl([{**GSM8K, "question": "b"}], "b.jsonl")
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/bucket/c.jsonl", b'{"question": "c", "answer": "#### 3"}\n')
-    try:
-        done = prepare_file("gsm8k", local, f"file://{other}", "memory://bucket/c.jsonl")
-    finally:
-        memory.rm("/bucket/c.jsonl")
-    assert done.written == 3
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize(
+    ("scheme", "package", "said"),
+    [
+        ("s3", "s3fs", "Install s3fs to access S3"),
+        ("gs", "gcsfs", "Please install gcsfs to access Google Storage"),
+    ],
+)
 def test_a_missing_file_system_package_is_named(
-    scheme: str, prepare_file: Callable[..., Prepared]
+    scheme: str, package: str, said: str, prepare_file: Callable[..., Prepared]
 ) -> None:
-    package, said = {
-        "s3": ("s3fs", "Install s3fs to access S3"),
-        "gs": ("gcsfs", "Please install gcsfs to access Google Storage"),
-    }[scheme]
-    if _installed(package):
+    if find_spec(package):
         pytest.skip(f"{package} is installed")
     with pytest.raises(DataError) as caught:
         prepare_file("gsm8k", f"{scheme}://bucket/train.parquet")
@@ -131,9 +116,6 @@ def test_sort_digits_is_generated_and_training_never_meets_the_test(
     assert not any(map(is_held_out, digits))
     first = read_rows([done.out])[0]
     assert (first.data_source, first.ground_truth) == ("sort_digits", solution(digits[0]))
-    assert first.messages[0]["content"] == f"{digits[0]}:"
-    again = prepare_file("sort_digits", rows=300, seed=5)
-    assert [row.extra["extra_info"]["digits"] for row in read_rows([again.out])] == digits
     test = prepare_file("sort_digits", split="test")
     assert test.written == 400
     assert all(is_held_out(row.extra["extra_info"]["digits"]) for row in read_rows([test.out]))
@@ -160,7 +142,7 @@ def test_a_full_disk_is_told_with_a_remedy_that_fits(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = write_jsonl([GSM8K])
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("winnow.observe.files.sync", full)
     with pytest.raises(DataError) as caught:
         prepare_file("gsm8k", path)
     monkeypatch.undo()
@@ -202,45 +184,33 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         prepare_file("gsm8k", str(tmp_path / "none.jsonl"))
 
 
-def test_the_command_prints_counts_scorer_and_commands_that_parse(
-    write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = write_jsonl([{"problem": "p", "solution": "\\boxed{2}"}] * 3)
-    result = CliRunner().invoke(app, ["prepare", "math", "--from", path])
-    assert result.exit_code == 0, result.output
-    lines = [" ".join(line.split()) for line in result.output.splitlines()]
-    assert lines[0] == f"math (train) from {path}"
-    assert lines[1:4] == [
-        "rows read 3", "exact copies removed 2", "rows written 1 data/math-train.parquet",
-    ]  # fmt: skip
-    assert (tmp_path / "data" / "math-train.parquet").is_file()
-    commands = [line.removeprefix("Next: ") for line in lines if "winnow " in line]
-    assert commands[0] == "winnow data check data/math-train.parquet"
-    words = shlex.split(commands[1])
-    assert words[:2] == ["winnow", "train"]
-    assert resolve_recipe(words[2], words[3:]).data.train_files == ("data/math-train.parquet",)
-
-
+@pytest.mark.parametrize(
+    ("name", "row", "words"),
+    [
+        (
+            "math",
+            {"problem": "p", "answer": "2"},
+            ("data_source MATH has NO built-in scorer yet", "reward.scorers.MATH=dapo_math"),
+        ),
+        (
+            "humaneval",
+            {"prompt": "def f():\n", "test": "def check(c): ...", "entry_point": "f"},
+            ("reward.scorers.humaneval=SCORER",),  # left to the user
+        ),
+    ],
+)
 def test_a_source_without_scorer_is_said_loudly(
-    write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    row: dict[str, Any],
+    words: tuple[str, ...],
+    write_jsonl: WriteJsonl,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("winnow.rewards.routing.ROUTES", {"gsm8k": "gsm8k"})
-    path = write_jsonl([{"problem": "p", "answer": "2"}])
     out = str(tmp_path / "o.parquet")
-    result = CliRunner().invoke(app, ["prepare", "math", "--from", path, "--out", out])
-    assert "data_source MATH has NO built-in scorer yet" in result.output
-    assert "reward.scorers.MATH=dapo_math" in result.output
-
-
-def test_a_source_of_code_without_scorer_leaves_the_scorer_to_the_user(
-    write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("winnow.rewards.routing.ROUTES", {"gsm8k": "gsm8k"})
-    path = write_jsonl([{"prompt": "def f():\n", "test": "def check(c): ...", "entry_point": "f"}])
-    out = str(tmp_path / "o.parquet")
-    result = CliRunner().invoke(app, ["prepare", "humaneval", "--from", path, "--out", out])
-    assert "reward.scorers.humaneval=SCORER" in result.output
+    result = CliRunner().invoke(app, ["prepare", name, "--from", write_jsonl([row]), "--out", out])
+    assert [each for each in words if each not in result.output] == []
 
 
 def test_amc_answers_are_numbers_without_a_point(
@@ -340,16 +310,9 @@ def test_a_task_of_reasoning_gym_is_written_with_all_that_judges_it(
         assert done.data_sources == {"reasoning_gym/sudoku": 4}
         for row in read_rows([done.out]):
             said = f"<answer>\n{row.ground_truth}\n</answer>"
-            found = SCORERS["reasoning_gym"].score(
-                row.data_source, said, row.ground_truth, row.extra
-            )
-            assert found.accuracy == 1
-            wrong = said.replace("1", "2")
-            assert (
-                not SCORERS["reasoning_gym"]
-                .score(row.data_source, wrong, row.ground_truth, row.extra)
-                .accuracy
-            )
+            for text, accuracy in ((said, 1), (said.replace("1", "2"), 0)):
+                asked = row.data_source, text, row.ground_truth, row.extra
+                assert SCORERS["reasoning_gym"].score(*asked).accuracy == accuracy
 
 
 def test_the_command_for_puzzles_takes_the_template_out(
@@ -364,9 +327,3 @@ def test_the_command_for_puzzles_takes_the_template_out(
     data = resolve_recipe(words[2], words[3:]).data
     assert data.train_files == ("data/countdown-train.parquet",)
     assert data.prompt_template == {"*": "{prompt}"}
-
-
-def _installed(package: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(package) is not None

@@ -6,16 +6,17 @@ import re
 import sys
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from winnow.config.data import DataConfig, ReasoningGymTask
+from winnow.config.data import ReasoningGymTask
 from winnow.data import procedural
-from winnow.data.loader import PromptLoader, evaluation_prompts, training_prompts
 from winnow.data.procedural import ProceduralRows
 from winnow.data.sources import Row
 from winnow.errors import DataError
 
 SUM = ReasoningGymTask(task="chain_sum", options={"max_terms": 3}, eval_problems=20)
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+FEW = ReasoningGymTask(task="chain_sum", options=ONE_DIGIT, eval_problems=10)
+"""A few hundred problems, all of which come round."""
 
 
 def uids(task: ReasoningGymTask, seed: int, count: int) -> list[str]:
@@ -54,26 +55,15 @@ def test_held_out_problems_are_different_and_never_trained_on() -> None:
     asked = {row.messages[0]["content"] for row in held}
     assert len(held) == len(asked) == 20
     assert [row.uid for row in held] == [row.uid for row in ProceduralRows(SUM, 0).held_out()]
-    # One-digit sums of two: a few hundred problems, all of which come round.
-    small = ReasoningGymTask(
-        task="chain_sum",
-        options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        eval_problems=10,
-    )
-    held_small = {row.messages[0]["content"] for row in ProceduralRows(small, 0).held_out()}
-    trained = {row.messages[0]["content"] for row in training_rows(small, 1_500)}
+    held_small = {row.messages[0]["content"] for row in ProceduralRows(FEW, 0).held_out()}
+    trained = {row.messages[0]["content"] for row in training_rows(FEW, 1_500)}
     assert len(trained) > 100
     assert not held_small & trained
 
 
 def test_more_held_out_problems_than_there_are_are_refused() -> None:
-    small = ReasoningGymTask(
-        task="chain_sum",
-        options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-        eval_problems=100,
-    )
     with pytest.raises(DataError) as caught:
-        ProceduralRows(small, 0).held_out()
+        ProceduralRows(FEW.model_copy(update={"eval_problems": 100}), 0).held_out()
     assert str(caught.value).startswith(
         "data.task.eval_problems is 100, but chain_sum gives only about "
     )
@@ -123,37 +113,3 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     task = ReasoningGymTask(task="chain_sum", options={"max_terms": 4})  # not made before
     with pytest.raises(DataError, match=r"pip install 'winnow-rl\[reasoning-gym\]'$"):
         ProceduralRows(task, 0)
-
-
-def test_a_recipe_trains_on_it_and_its_loader_resumes(bpe: PreTrainedTokenizerBase) -> None:
-    config = DataConfig(task=SUM)
-    source = training_prompts(config, bpe, 1)
-    assert source.size is None
-    assert source.data_sources == {"reasoning_gym/chain_sum"}
-    loader = PromptLoader(source, 1)
-    first = [loader.next() for _ in range(5)]
-    loader.give_back(first[3:])
-    state = loader.state_dict()
-    rest = [loader.next().uid for _ in range(6)]
-    again = PromptLoader(training_prompts(config, bpe, 1), 1)
-    again.load_state_dict(state)
-    assert [again.next().uid for _ in range(6)] == rest
-    held_out = evaluation_prompts(config, bpe)
-    assert len(held_out.prompts) == 20
-    assert held_out.data_sources == {"reasoning_gym/chain_sum"}
-
-
-def test_a_problem_that_is_too_long_gives_way_to_another(bpe: PreTrainedTokenizerBase) -> None:
-    task = ReasoningGymTask(task="chain_sum", options={"min_terms": 2, "max_terms": 40})
-    free = training_prompts(DataConfig(task=task), bpe, 1)
-    lengths = sorted(len(free.prompt(i).token_ids) for i in range(40))
-    limit = lengths[len(lengths) // 2]
-    tight = training_prompts(DataConfig(task=task, max_prompt_tokens=limit), bpe, 1)
-    for i in range(40):
-        prompt = tight.prompt(i)
-        assert len(prompt.token_ids) <= limit
-        assert tight.find(prompt.uid).text == prompt.text
-        if len(free.prompt(i).token_ids) <= limit:
-            assert prompt.uid == free.prompt(i).uid
-    with pytest.raises(DataError, match="none of the 1 prompts fits"):
-        training_prompts(DataConfig(task=task, max_prompt_tokens=5), bpe, 1).prompt(0)

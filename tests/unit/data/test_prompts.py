@@ -44,10 +44,6 @@ def test_a_row_becomes_a_prompt_with_all_it_had(bpe: PreTrainedTokenizerBase) ->
     assert prompt.extra == {"k": 4}
 
 
-def test_without_a_chat_template_the_contents_are_joined(bpe: PreTrainedTokenizerBase) -> None:
-    assert render(bpe, row(1, "Be short.", "1 + 1?")).prompt(0).text == "Be short.\n1 + 1?"
-
-
 def test_the_chat_template_opens_the_answer_and_can_be_left_out() -> None:
     tokenizer = train_bpe(TEXTS, chat=CHAT_TEMPLATE)
     question = row(1, "1 + 1?")
@@ -114,22 +110,6 @@ def test_a_template_needs_a_user_message(bpe: PreTrainedTokenizerBase) -> None:
         "f.jsonl row 3: no message has the role user, so data.prompt_template has no place; "
         "add one, or take the template away"
     )
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for m in messages %}", "Unexpected end of template."),
-        ("{{ messages[5].content }}", "list object has no element 5"),
-    ],
-)
-def test_a_chat_template_that_fails_is_named_with_the_row(template: str, reason: str) -> None:
-    tokenizer = train_bpe(TEXTS, chat=template)
-    message = error_of(ModelError, tokenizer, row(2, "a"))
-    assert message.startswith(f"f.jsonl row 2: the tokenizer's chat template fails: {reason}")
-    assert message.endswith("; mend it, or set data.chat_template=none")
-    assert "\n" not in message
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -213,30 +193,6 @@ def test_longer_prompts_are_cut_on_the_side_named(side: str, text: str) -> None:
     assert (rendered.size, rendered.filtered, rendered.cut) == (2, 0, 1)
 
 
-def test_a_longer_prompt_can_be_an_error() -> None:
-    message = error_of(
-        DataError, DIGITS, row(1, "1"), row(2, "123"), overlong_prompts="error", max_prompt_tokens=2
-    )
-    assert message == (
-        "f.jsonl row 2: the prompt has 3 tokens, data.max_prompt_tokens is 2; raise it, or set "
-        "data.overlong_prompts to filter, left, right or middle"
-    )
-
-
-def test_prompts_that_never_fit_are_an_error() -> None:
-    message = error_of(DataError, DIGITS, row(1, "12345"), row(2, "123"), max_prompt_tokens=2)
-    assert message == (
-        "f.jsonl: none of the 2 prompts fits into data.max_prompt_tokens=2 (shortest 3 tokens, "
-        "longest 5); raise it, or set data.overlong_prompts to left, right or middle to cut them"
-    )
-
-
-def test_a_prompt_without_tokens_is_an_error(bpe: PreTrainedTokenizerBase) -> None:
-    assert error_of(DataError, bpe, row(9, "")) == (
-        "f.jsonl row 9: the prompt has no tokens; give it a text"
-    )
-
-
 def test_a_fingerprint_changes_with_what_a_file_asks_and_with_nothing_else() -> None:
     base = render(DIGITS, row(1, "12"), row(2, "34")).fingerprints
     assert list(base) == ["f.jsonl"]
@@ -245,10 +201,3 @@ def test_a_fingerprint_changes_with_what_a_file_asks_and_with_nothing_else() -> 
     assert render(DIGITS, row(2, "34"), row(1, "12")).fingerprints != base
     assert render(DIGITS, row(1, "12")).fingerprints != base
     assert render(DIGITS, row(1, "12", source="x"), row(2, "34")).fingerprints != base
-
-
-def test_a_prompt_is_found_by_its_uid() -> None:
-    rendered = render(DIGITS, row(1, "12"), row(2, "34"))
-    assert rendered.find("f.jsonl:2") is rendered.prompt(1)
-    with pytest.raises(KeyError):
-        rendered.find("f.jsonl:3")

@@ -12,7 +12,6 @@ from winnow.data.published import (
     last_boxed,
     published_row,
     with_dapo_instruction,
-    without_instruction,
 )
 from winnow.data.sources import Row
 from winnow.errors import DataError
@@ -75,28 +74,6 @@ def test_aime_answers_become_plain_integers(written: object, read: str) -> None:
     assert item("aime-2024", Problem="p", Answer=written).ground_truth == read
 
 
-def test_rows_in_verls_schema_keep_their_source_and_lose_the_instruction() -> None:
-    made = item(
-        "dapo-math-17k",
-        data_source="math_dapo",
-        prompt=[{"role": "user", "content": with_dapo_instruction("1+1?")}],
-        reward_model={"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
-        extra_info={"index": "9a9b"},
-    )
-    assert made.data_source == "math_dapo"
-    asked, removed = without_instruction(made)
-    assert asked.messages == ({"role": "user", "content": "1+1?"},)
-    assert removed
-    assert not without_instruction(asked)[1]
-    assert notes(made) == {"original_index": "9a9b"}
-
-
-def test_the_dapo_authors_aime_file_gets_a_source_of_its_own() -> None:
-    row = {"data_source": "math_dapo", "prompt": "p", "reward_model": {"ground_truth": "5"}}
-    assert item("aime-2024", **row).data_source == "aime-2024"
-    assert item("aime-2024", **{**row, "data_source": "AIME-2024-30"}).data_source == "AIME-2024-30"
-
-
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -131,10 +108,3 @@ def test_a_row_that_does_not_fit_is_named_with_field_and_value() -> None:
     assert error("dapo-math-17k", prompt="p", reward_model={"ground_truth": ["1"]}).startswith(
         "reward_model.ground_truth is the list ['1']"
     )
-
-
-def test_every_set_says_where_it_lies_and_under_which_licence() -> None:
-    for named in SETS.values():
-        assert named.repo.count("/") == 1
-        assert named.licence in ("MIT", "Apache-2.0", "CC-BY-4.0")
-        assert all(named.files.values())

@@ -70,10 +70,17 @@ def test_parquet_and_json_lines_give_the_same_rows(write_jsonl: WriteJsonl, tmp_
         ]
 
 
-def test_a_bare_string_is_one_user_message(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([{**without("prompt"), "ask": "1 + 1?"}])
-    (row,) = read_rows([path], DataConfig(prompt_key="ask"))
-    assert row.messages == ({"role": "user", "content": "1 + 1?"},)
+def test_the_values_of_csv_stay_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer,level\n"Two, then\nthree",007,\n"1 + ""1""",1e5,3\n')
+    rows = read_rows([str(path)])
+    assert [(r.text, r.ground_truth, r.extra["level"]) for r in rows] == [
+        ("Two, then\nthree", "007", ""),
+        ('1 + "1"', "1e5", "3"),
+    ]
+    assert [row.uid for row in rows] == ["rows.csv:1", "rows.csv:2"]
+    path.write_text("question,answer\na,b\na,b,c\n")
+    assert f"{path}: not a readable csv file (" in error_of(str(path))
 
 
 def test_keys_of_a_message_that_parquet_filled_up_are_dropped(tmp_path: Path) -> None:
@@ -81,15 +88,6 @@ def test_keys_of_a_message_that_parquet_filled_up_are_dropped(tmp_path: Path) ->
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{**ROW, "prompt": messages}]), path)
     assert read_rows([str(path)])[0].messages == tuple(messages)
-
-
-def test_a_raw_gsm8k_file_is_known_by_its_columns(write_jsonl: WriteJsonl) -> None:
-    answer = "She earns 12 * 100.\n#### $1,200"
-    (row,) = read_rows([write_jsonl([{"question": "How much?", "answer": answer}])])
-    assert row.data_source == "gsm8k"
-    assert row.messages == ({"role": "user", "content": "How much?"},)
-    assert row.ground_truth == "1200"
-    assert row.extra["extra_info"] == {"question": "How much?", "answer": answer}
 
 
 def test_rows_are_told_apart_by_file_and_number(write_jsonl: WriteJsonl) -> None:
@@ -103,10 +101,6 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"\n{json.dumps(ROW)}\r\n\n{json.dumps(ROW)}")
     assert [row.uid for row in read_rows([str(path)])] == ["rows.jsonl:2", "rows.jsonl:4"]
-
-
-def test_a_url_is_read_through_fsspec(write_jsonl: WriteJsonl) -> None:
-    assert len(read_rows(["file://" + write_jsonl([ROW, ROW])])) == 2
 
 
 MESSAGE = {"role": "user", "content": "?"}
@@ -148,33 +142,24 @@ def test_a_malformed_row_is_named_by_file_row_and_field(
     assert error_of(path) == f"{path} row 2: {message}"
 
 
-@pytest.mark.parametrize("column", ["reward_model", "data_source", "prompt"])
-def test_a_null_in_parquet_is_a_missing_field(column: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist([ROW, {**ROW, column: None}]), path)
-    assert error_of(str(path)).startswith(f"{path} row 2: {column} is missing; it must be ")
-
-
-BAD_FILES = [
-    ("rows.csv", b"a,b", "not a known format; data files end in .parquet, .jsonl, .json, "
-     ".jsonl.gz, .json.gz"),
-    ("rows.jsonl", b"", "the file is empty; download or write it again"),
-    ("rows.parquet", b"", "the file is empty; download or write it again"),
-    ("rows.jsonl", b"\n \n", "the file has no rows; leave it out or write it again"),
-    ("rows.parquet", b"PAR1 and nothing else", "not a readable parquet file ("),
-    ("rows.jsonl.gz", b"not gzip", "not a whole gzip file ("),
-    ("rows.jsonl.gz", gzip.compress(b"x" * 5000, mtime=0)[:-9], "not a whole gzip file ("),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
-def test_an_unusable_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
+@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(b"x" * 5000, mtime=0)[:-9]])
+def test_an_unusable_file_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(content)
     found = error_of(str(path))
-    assert found.startswith(f"{path}: {message}")
+    assert re.match(rf"{re.escape(str(path))}( row \d+)?: not a whole gzip file \(", found)
     assert "\n" not in found
-    assert message[-1] != "(" or found.endswith("); download or write it again")
+    assert re.search(r"\); (download or|write)", found)
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    path = f"{tmp_path}/none.jsonl"
+    assert error_of(path) == f"{path}: no such file; check the path"
+    assert error_of("file://" + path) == f"file://{path}: no such file; check the path"
+    message = error_of("nowhere://bucket/rows.jsonl")
+    assert message.startswith("nowhere://bucket/rows.jsonl: cannot be read: ")
+    assert message.endswith("; check the path, the network and your permission to read it")
+    assert error_of(str(tmp_path)) == f"{tmp_path}: is a folder; name the data files in it"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
@@ -189,7 +174,7 @@ def test_a_small_gzip_file_with_a_huge_line_is_refused_and_never_held_whole(tmp_
     path = tmp_path / "rows.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(json.dumps(ROW).encode() + b"\n")
-        for _ in range(20):
+        for _ in range(14):
             file.write(bytes(16 << 20))
     tracemalloc.start()
     try:
@@ -199,74 +184,6 @@ def test_a_small_gzip_file_with_a_huge_line_is_refused_and_never_held_whole(tmp_
         tracemalloc.stop()
     assert message == f"{path} row 2: longer than 64 MiB; write one JSON object a line"
     assert most < 200 << 20
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    path = f"{tmp_path}/none.jsonl"
-    assert error_of(path) == f"{path}: no such file; check the path"
-    assert error_of("file://" + path) == f"file://{path}: no such file; check the path"
-
-
-def test_an_unknown_kind_of_url_is_named() -> None:
-    message = error_of("nowhere://bucket/rows.jsonl")
-    assert message.startswith("nowhere://bucket/rows.jsonl: cannot be read: ")
-    assert message.endswith("; check the path, the network and your permission to read it")
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    assert error_of(str(tmp_path)) == f"{tmp_path}: is a folder; name the data files in it"
-
-
-def test_a_file_given_twice_is_refused(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl([ROW])
-    with pytest.raises(DataError) as caught:
-        read_rows([path, path])
-    assert str(caught.value) == f"{path}: given twice; name each data file once"
-
-
-def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist([ROW]).slice(0, 0), path)
-    assert error_of(str(path)) == f"{path}: the file has no rows; leave it out or write it again"
-
-
-def test_broken_json_is_named_by_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW) + "\n" + '{"prompt": \n')
-    assert error_of(str(path)) == (
-        f"{path} row 2: not valid JSON in UTF-8 (Expecting value); write one JSON object a line"
-    )
-
-
-@pytest.mark.parametrize("line", ["[" * 100_000, "1" * 10_000])
-def test_json_that_python_will_not_parse_is_named_too(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(line)
-    assert error_of(str(path)).startswith(f"{path} row 1: not valid JSON in UTF-8 (")
-
-
-def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    lines = tmp_path / "rows.jsonl"
-    lines.write_bytes(json.dumps(ROW).encode() + b'\n{"prompt": "\xff"}\n')
-    message = error_of(str(lines))
-    assert message.startswith(f"{lines} row 2: not valid JSON in UTF-8 ('utf-8' codec can't ")
-    assert "byte 0xff in position 12" in message
-    parquet = tmp_path / "rows.parquet"
-    texts = pa.array([b"fine", b"\xff\xfe"]).cast(pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"prompt": texts, "data_source": ["a", "b"]}), parquet)
-    message = error_of(str(parquet))
-    assert message.startswith(f"{parquet} row 2: prompt of type string cannot be read (")
-    assert message.endswith("); write it as text, in UTF-8")
-
-
-def test_half_a_character_is_refused_and_a_whole_one_in_escapes_is_not(
-    tmp_path: Path, write_jsonl: WriteJsonl
-) -> None:
-    whole = {**ROW, "prompt": "\N{GRINNING FACE}"}
-    path = Path(write_jsonl([whole]))
-    assert read_rows([str(path)])[0].messages[0]["content"] == "\N{GRINNING FACE}"
-    path.write_text(json.dumps(ROW).replace("What", "\\uD83D"))
-    assert error_of(str(path)).startswith(f"{path} row 1: not valid JSON in UTF-8 (")
 
 
 JSON = st.recursive(

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from winnow.data.sort_digits import build_tokenizer
 from winnow.data.tokenizer import load_tokenizer, stop_token_ids
 from winnow.errors import ModelError
+from winnow.models.causal_lm import load_causal_lm
 
 
 def error_of(path: str) -> str:
@@ -24,6 +25,27 @@ def test_a_missing_folder_is_refused_without_asking_a_hub(path: str) -> None:
     assert error_of(path) == (
         f"model.path {path}: no such folder; give a Hugging Face model folder or a hub name"
     )
+
+
+def test_llama_cpps_format_is_named() -> None:
+    assert error_of("/models/tiny-Q4.gguf") == (
+        "model.path /models/tiny-Q4.gguf: GGUF is the format of llama.cpp, which cannot be "
+        "trained; give the Hugging Face folder that it was converted from"
+    )
+
+
+def test_code_that_comes_with_a_folder_asks_for_the_key_that_runs_it(tmp_path: Path) -> None:
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    own["AutoTokenizer"] = "own.OwnTokenizer"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    remedy = "; it brings its own Python code, which model.trust_remote_code=true runs"
+    with pytest.raises(ModelError) as caught:
+        load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"))
+    assert str(caught.value).endswith(remedy)
+    words = json.dumps({"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}})
+    (tmp_path / "tokenizer_config.json").write_text(words)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert error_of(str(tmp_path)).endswith(remedy)
 
 
 def test_a_name_that_only_a_hub_could_know_is_asked_for_once(
@@ -47,52 +69,10 @@ def test_a_name_in_a_folder_that_is_here_is_not_looked_for_on_a_hub(
     assert error_of("models/qwen").startswith("model.path models/qwen: no such folder; give")
 
 
-def test_the_field_that_named_the_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"^model\.tokenizer /nowhere: no such folder"):
-        load_tokenizer("/nowhere", field="model.tokenizer")
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert error_of(str(tmp_path)) == (
-        f"model.path {tmp_path}: the folder has no tokenizer (such as tokenizer.json); copy the "
-        "tokenizer's files from where the model comes from into it"
-    )
-
-
-def test_a_damaged_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
-    build_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"half": ')
-    message = error_of(str(tmp_path))
-    assert message.startswith(f"model.path {tmp_path}: cannot load its tokenizer: ")
-    assert "\n" not in message
-
-
-def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path)
-    assert error_of(str(tmp_path)) == (
-        f"model.path {tmp_path}: its tokenizer has no end-of-sequence token, so no answer could "
-        "end; set eos_token in tokenizer_config.json"
-    )
-
-
 @pytest.mark.parametrize(
-    ("named", "ids"),
-    [(None, (1,)), (1, (1,)), (7, (1, 7)), ([7, 1, 9], (1, 7, 9)), ([], (1,))],
+    ("loaded", "ids"), [(None, (1,)), (1, (1,)), (7, (1, 7)), ([7, 1, 9], (1, 7, 9)), ([], (1,))]
 )
-def test_answers_end_with_eos_and_what_the_model_folder_names(
-    named: object, ids: tuple[int, ...], bpe: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-    assert stop_token_ids(bpe, str(tmp_path)) == ids
-
-
-@pytest.mark.parametrize(
-    ("loaded", "ids"), [(None, (1,)), (1, (1,)), (7, (1, 7)), ([7, 1, 9], (1, 7, 9))]
-)
-def test_answers_end_with_what_the_loaded_model_names(
+def test_answers_end_with_eos_and_what_the_loaded_model_or_its_folder_names(
     loaded: object, ids: tuple[int, ...], bpe: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     assert stop_token_ids(bpe, "owner/name", loaded) == ids
@@ -107,26 +87,16 @@ def test_without_a_generation_config_eos_alone_ends_an_answer(
     assert stop_token_ids(bpe) == stop_token_ids(bpe, str(tmp_path)) == (1,)
 
 
-def test_a_generation_config_that_is_not_json_is_refused(
-    bpe: PreTrainedTokenizerBase, tmp_path: Path
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", r"not readable as JSON \(.*\); mend or remove it"),
+        ('{"eos_token_id": "end"}', r"eos_token_id must be .*, got \['end'\]; mend or remove the"),
+    ],
+)
+def test_a_damaged_generation_config_is_refused(
+    text: str, says: str, bpe: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    file = tmp_path / "generation_config.json"
-    file.write_text("{")
-    with pytest.raises(ModelError) as caught:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json: " + says):
         stop_token_ids(bpe, str(tmp_path))
-    message = str(caught.value)
-    assert message.startswith(f"{file}: not readable as JSON (")
-    assert message.endswith("); mend or remove it")
-
-
-def test_a_generation_config_with_a_wrong_eos_is_refused(
-    bpe: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    file = tmp_path / "generation_config.json"
-    file.write_text('{"eos_token_id": "end"}')
-    with pytest.raises(ModelError) as caught:
-        stop_token_ids(bpe, str(tmp_path))
-    assert str(caught.value) == (
-        f"{file}: eos_token_id must be a token id or a list of them, got ['end']; mend or remove "
-        "the file"
-    )

@@ -78,22 +78,6 @@ def test_held_out_rows_of_the_source_are_evaluated_on(tmp_path: Path) -> None:
     assert evaluation_prompts(finite, TOKENIZER).size == 0
 
 
-def test_a_list_of_rows_comes_round_in_epochs_as_a_file_does(tmp_path: Path) -> None:
-    made = source(tmp_path, FINITE, "rows")
-    assert made.size == 5
-    assert made.data_sources == {"s0", "s1"}
-    loader = PromptLoader(made, seed=3)
-    taken = [loader.next() for _ in range(10)]
-    assert loader.state_dict()["epoch"] == 2
-    assert (
-        {p.uid for p in taken[:5]} == {f"rows:{i}" for i in range(5)} == {p.uid for p in taken[5:]}
-    )
-    assert all(p.extra == {"level": int(p.uid[-1])} for p in taken)
-    again = PromptLoader(source(tmp_path, FINITE, "rows"), seed=3)
-    again.load_state_dict(loader.state_dict())
-    assert again.next().uid == loader.next().uid
-
-
 def test_a_row_that_is_too_long_gives_way_to_one_further_on(tmp_path: Path) -> None:
     code = """
     class Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from winnow.errors import WinnowError
-from winnow.evaluation.compare import Answers, compare, notes, paired, read_answers, verdict
+from winnow.evaluation.compare import compare, notes, paired, read_answers, verdict
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -36,15 +36,6 @@ def write(file: Path, groups: Sequence[Group], *greedy: Group, **settings: Any) 
         report = file.with_name("report.json")
         report.write_text(json.dumps({"settings": settings}))
     return str(file)
-
-
-def answers(means: Mapping[str, float], **settings: Any) -> Answers:
-    return Answers(
-        Path("x.parquet"),
-        dict.fromkeys(means, "sums"),
-        means,
-        settings,
-    )
 
 
 def test_answers_are_read_by_problem_and_greedy_ones_left_aside(tmp_path: Path) -> None:
@@ -147,9 +138,3 @@ def test_a_comparison_is_clear_for_both_tests_or_not_at_all() -> None:
     alike = paired([0.0] * 5, [0.5] * 5)
     assert (alike.p_t, alike.low, alike.high, alike.p_sign_flips) == (0, 0.5, 0.5, 2 / 32)
     assert not alike.is_clear
-
-
-def test_means_of_unlike_numbers_of_answers_are_compared() -> None:
-    a = answers({f"p{i}": i / 10 for i in range(8)})
-    b = answers({f"p{i}": i / 10 + 0.1 for i in range(8)})
-    assert compare(a, b).deciding.difference == pytest.approx(0.1)

@@ -64,6 +64,9 @@ def test_rows_that_ask_the_same_are_one_problem() -> None:
     assert record["eval/sums/unread"] == 0
     unread = evaluated(group(0, ["4", "", "5"]), group(1, ["7", "7"], asks="3 + 1?")).record()
     assert unread["eval/sums/unread"] == 1 / 5
+    report = Report.of(found)
+    assert report.everything is None, "one source needs no line for all"
+    assert "all" not in json.loads(report.as_json({}))
     same, other = found.problems
     assert (len(same.accuracies), same.parsed) == (4, ["4", "5", "4", "4"])
     assert other.parsed == ["7", "7"]
@@ -116,13 +119,7 @@ class _Idle:
         return []
 
     def status(self) -> EngineStatus:
-        return EngineStatus(
-            slots=4,
-            weight_version=0,
-            generated_tokens=70,
-            tick=9,
-            **self.told,
-        )
+        return EngineStatus(slots=4, weight_version=0, generated_tokens=70, tick=9, **self.told)
 
 
 def idle(prompts: list[Prompt], rewards: Any, config: EvaluationConfig, **told: int) -> Any:
@@ -149,11 +146,7 @@ def test_a_report_holds_each_source_and_all_together() -> None:
         group(1, ["5", "5"], asks="1 + 3?", lengths=[9, 9]),
         group(2, ["4", "4"], source="words"),
     ]
-    greedy = [
-        group(0, ["4"]),
-        group(1, ["4"], asks="1 + 3?"),
-        group(2, ["7"], source="words"),
-    ]
+    greedy = [group(0, ["4"]), group(1, ["4"], asks="1 + 3?"), group(2, ["7"], source="words")]
     found = evaluated(*groups, greedy=greedy)
     report = Report.of(found)
     sums, words = report.sources["sums"], report.sources["words"]
@@ -187,12 +180,6 @@ def test_best_and_worst_are_of_as_many_answers_as_each_problem_has() -> None:
     assert (record["eval/sums/best@2"], record["eval/sums/worst@2"]) == (0.5, 0)
     late = [group(0, ["5", "5"]), group(1, ["4", "4"]), group(2, ["5", "5"], asks="1 + 3?")]
     assert evaluated(*late).record()["eval/sums/best@2"] == 0
-
-
-def test_one_source_needs_no_line_for_all() -> None:
-    report = Report.of(evaluated(group(0, ["4"])))
-    assert report.everything is None
-    assert "all" not in json.loads(report.as_json({}))
 
 
 @pytest.mark.parametrize("width", [80, 100])

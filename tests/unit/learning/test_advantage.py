@@ -1,44 +1,29 @@
-"""From scores to the columns that updates read: where rewards sit, what an estimator is given."""
+"""From scores to the columns that updates read: rewards, the KL, what an estimator is given."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.objectives import advantage_stage
 from tests.recorded import recorded_groups
+from tests.written import answer, environment, group, written
 from torch import Tensor
 
 from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator
+from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, KlPenalty, outcome_rewards
 from winnow.learning.batch import Batch, pack
 from winnow.observe.metrics import Metrics
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-
-
-def written(ids: list[int]) -> Segment:
-    return Segment(np.array(ids), np.full(len(ids), -1, np.float32), (VersionSpan(0, len(ids)),))
-
-
-def environment(ids: list[int]) -> Segment:
-    return Segment(np.array(ids), np.zeros(len(ids), np.float32), (), "environment")
-
-
-def answer(reward: float, *segments: Segment, **parts: float) -> Answer:
-    return Answer(Trajectory(segments, "stop"), Score(reward, 0.0, parts))
-
-
-def group(*answers: Answer, baseline: Answer | None = None) -> Group:
-    return Group(0, Prompt("0", np.array([9, 9]), "", "", None), answers, baseline)
-
+from winnow.types import Group
 
 TURNS = group(
-    answer(1.5, written([1, 2]), environment([3]), task=1.0, form=0.5),
-    answer(-1.0, written([4]), environment([5, 6]), written([7]), task=-1.0),
-    answer(3.0, environment([8]), task=3.0),
+    answer(written([1, 2]), environment([3]), reward=1.5, task=1.0, form=0.5),
+    answer(written([4]), environment([5, 6]), written([7]), reward=-1.0, task=-1.0),
+    answer(environment([8]), reward=3.0, task=3.0),
 )
 
 
@@ -48,17 +33,6 @@ def test_a_reward_sits_on_the_last_token_that_the_policy_wrote() -> None:
     wanted = [0, 0, 0, 1.5, 0, 0, 0, 0, 0, 0, -1.0, 0, 0, 0]
     assert found.tolist() == wanted
     assert found.dtype == torch.float64
-
-
-def test_rewards_of_recorded_answers_equal_the_loop() -> None:
-    groups = recorded_groups()
-    batch = pack(groups, overlong_filtering=True)
-    wanted = []
-    for each in groups:
-        for one in each.answers:
-            body = [0.0] * (len(each.prompt.token_ids) + one.trajectory.generated_tokens)
-            wanted += [*body[:-1], one.score.reward]
-    assert outcome_rewards(batch).tolist() == wanted
 
 
 def column_batch(groups: list[Group]) -> Batch:
@@ -103,10 +77,10 @@ def test_kl_lowers_the_reward_of_a_sample_by_its_sum() -> None:
 
 
 def test_kl_comes_off_each_token_for_estimators_that_tell_tokens_apart() -> None:
-    groups = recorded_groups(1)
-    batch = column_batch([replace(g, baseline=answer(0.25, written([1]))) for g in groups])
-    stage = advantage_stage("remax", {"gamma": 1.0}, KlPenalty(0.2, "k1"))
-    stage([replace(g, baseline=answer(0.25, written([1]))) for g in groups], batch, Metrics())
+    baseline = answer(written([1]), reward=0.25)
+    groups = [replace(g, baseline=baseline) for g in recorded_groups(1)]
+    batch = column_batch(groups)
+    advantage_stage("remax", {"gamma": 1.0}, KlPenalty(0.2, "k1"))(groups, batch, Metrics())
     for b in range(batch.n_samples):
         to_go = float(batch.rewards[b]) - 0.25
         for t in reversed(range(int(batch.offsets[b]), int(batch.offsets[b + 1]))):
@@ -133,23 +107,6 @@ def test_components_are_the_parts_of_the_scores() -> None:
     assert not seen, "an estimator gets what it needs and no more"
 
 
-def test_a_component_counts_by_its_weight() -> None:
-    groups = []
-    for group in recorded_groups():
-        formed = [
-            replace(one, score=replace(one.score, parts={**one.score.parts, "form": float(i % 3)}))
-            for i, one in enumerate(group.answers)
-        ]
-        groups.append(replace(group, answers=tuple(formed)))
-    batch = column_batch(groups)
-    found = [
-        advantage_stage("gdpo", {"weights": weights})(groups, batch, Metrics()).samples
-        for weights in ({"task": 1.0}, {"task": 1.0, "form": 1.0}, {"task": 1.0, "form": 3.0})
-    ]
-    for i, one in enumerate(found):
-        assert not any(torch.allclose(one, other, rtol=1e-2) for other in found[:i])
-
-
 def test_the_weights_of_the_correction_reach_the_token_baseline() -> None:
     groups, found = recorded_groups(), []
     for weight in (None, 1.0, 0.5):
@@ -164,9 +121,32 @@ def test_the_weights_of_the_correction_reach_the_token_baseline() -> None:
     assert not torch.allclose(found[0], found[2], rtol=1e-2)
 
 
-def test_only_a_penalty_has_a_state() -> None:
-    assert advantage_stage("grpo", {}).state_dict() == {}
-    stage = advantage_stage("grpo", {}, KlPenalty(0.5, "k1"))
-    other = advantage_stage("grpo", {}, KlPenalty(0.1, "k1"))
-    other.load_state_dict(stage.state_dict())
-    assert other.state_dict() == {"penalty": {"coef": 0.5}}
+def batch_of(old: list[float], ref: list[float]) -> Batch:
+    """Two recorded answers, cut to what is asked for by their masks: 2 and 1 written tokens."""
+    batch = pack(recorded_groups(1, 2))
+    chosen = torch.zeros_like(batch.gen_mask)
+    first, second = (int(batch.prompt_lengths[b] + batch.offsets[b]) for b in range(2))
+    places = torch.tensor([first, first + 1, second])
+    chosen[places] = True
+    batch.gen_mask.copy_(chosen)
+    for name, values in (("old", old), ("ref", ref)):
+        column = torch.full((len(batch.token_ids),), 7.0)
+        column[places] = torch.tensor(values)
+        batch.columns[name] = column
+    return batch
+
+
+def test_the_penalty_by_hand() -> None:
+    batch, metrics = batch_of([-1.0, -2.0, -0.5], [-1.5, -1.0, -2.5]), Metrics()
+    penalty = KlPenalty(0.1, "k1")(batch, metrics)
+    assert penalty.dtype == torch.float64
+    assert penalty[batch.gen_mask].tolist() == pytest.approx([0.05, -0.1, 0.2])
+    assert not penalty[~batch.gen_mask].any()
+    # Means of the samples are -0.25 and 2.0: the second counts as much, though it is shorter.
+    assert metrics.record() == {"reward/kl": pytest.approx(0.875), "reward/kl_coef": 0.1}
+
+
+def test_a_kl_that_is_not_finite_stops_the_run_with_one_line() -> None:
+    for value in (math.nan, -math.inf):
+        with pytest.raises(TrainingError, match=r"^algorithm\.kl\.reward: the KL .* optim\.lr$"):
+            KlPenalty(0.5, "k1")(batch_of([value, 0.0, 0.0], [0.0] * 3), Metrics())

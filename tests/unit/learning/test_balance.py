@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benchmarks.lockstep import WIDTH, dealt_by_sums, drawn, least_time, updates_of
+from benchmarks.lockstep import WIDTH, drawn, least_time, updates_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.test_strategy import groups_of, learnable
-from tests.examples import examples
 from tests.ranks import fake_ranks
-from tests.recorded import recorded_groups
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from winnow.algorithms.aggregation import AGGREGATIONS
 from winnow.learning.balance import deal, work
 from winnow.learning.batch import (
     NO_SHARDING,
@@ -30,10 +22,8 @@ from winnow.learning.batch import (
     MicroBatchSharder,
     gather_tokens,
     micro_batches,
-    pack,
     share,
 )
-from winnow.learning.policy import aggregate_share
 from winnow.types import IntArray
 
 
@@ -69,16 +59,6 @@ def test_ranks_beside_the_longest_sample_share_the_rest() -> None:
     assert deal(np.array([100, 30, 30, 20]), 200, 4, 100).places.tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_left_over_full_micro_batches_costs_little() -> None:
-    # Two rounds of 10 tokens a rank are full; of what is left, a third one takes its longest.
-    for last, third in (((2, 2), 2), ((10, 2), 10)):
-        found = deal(np.array([10, 10, 10, 10, *last]), 10, 2, 10**6)
-        assert found.work.max(0).tolist() == pytest.approx(
-            [12e6 * tokens for tokens in (10, 10, third)], rel=1e-4
-        )
-
-
-@examples(12)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5),
     budget=st.integers(4, 30),
@@ -104,7 +84,6 @@ def fastest(lengths: IntArray, budget: int, width: int) -> float:
     return best
 
 
-@examples(15)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=1, max_size=4),
     ranks=st.integers(1, 5),
@@ -143,40 +122,6 @@ def samples(micro: list[MicroBatch]) -> list[int]:
     return [b for each in micro for b in each.samples.tolist()]
 
 
-@examples(10)
-@given(
-    lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), min_size=1, max_size=4),
-    ranks=st.integers(1, 5),
-    budget=st.integers(1, 80),
-)
-def test_losses_do_not_depend_on_the_split(
-    lengths: list[list[int]], ranks: int, budget: int
-) -> None:
-    batch = batch_of(lengths)
-    (alone,) = micro_batches(batch, range(batch.n_groups), 10_000)
-    shares = share(batch, range(batch.n_groups), budget, ranks, 8)
-    every = [micro for rank in range(ranks) for micro in shares.micro_batches(rank)]
-    for aggregation in AGGREGATIONS:
-        (wanted, *parts) = (
-            aggregate_share(micro.columns["old"].double(), micro, aggregation, 7.0)
-            for micro in (alone, *every)
-            if micro.lengths
-        )
-        assert float(sum(parts)) == pytest.approx(float(wanted), rel=1e-12, abs=1e-12)
-
-
-def test_recorded_answers_are_dealt_within_a_few_percent() -> None:
-    batch = pack(recorded_groups())
-    shares = share(batch, range(batch.n_groups), 500, 4, 64)
-    lengths = np.sort(batch.offsets.diff().numpy())[::-1]
-    assert 1 <= shares.deal.spread < 1.05
-    assert shares.deal.lockstep > 0.98
-    # Dealt out by the ranks' sums they wait longer.
-    before = dealt_by_sums(lengths, 500, 4, 64)
-    assert before.lockstep < shares.deal.lockstep
-    assert before.work.sum() == shares.deal.work.sum() == work(lengths, 64).sum()
-
-
 @pytest.mark.parametrize(("kind", "reached"), [("late", 0.98), ("dapo", 0.90)])
 def test_128_ranks_hardly_wait_for_each_other(kind: str, reached: float) -> None:
     done = capacity = best = 0.0
@@ -185,38 +130,6 @@ def test_128_ranks_hardly_wait_for_each_other(kind: str, reached: float) -> None
         done, capacity = done + float(found.work.sum()), capacity + found.capacity
         best += 128 * least_time(lengths, 22_528, 128, WIDTH)
     assert reached <= done / capacity <= done / best
-
-
-def test_a_rank_cuts_its_own_tokens_and_no_others() -> None:
-    ranks, answers = 32, 16
-    batch = batch_of([[500] * answers for _ in range(ranks)])
-    with Made() as made:
-        tracemalloc.start()
-        own = share(batch, range(ranks), 2_510, ranks, 64).micro_batches(3)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    tokens = sum(len(micro.token_ids) for micro in own)
-    assert tokens == len(batch.token_ids) / ranks
-    assert tokens < made.elements < 20 * tokens
-    # Numpy's: places of own tokens, and some numbers a sample; a byte a token of all would be more.
-    assert peak < len(batch.token_ids)
-
-
-class Made(TorchDispatchMode):
-    """Counts the elements that torch's operations make; a view makes none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given, made = (
-            {t.untyped_storage().data_ptr(): t for t in tree_leaves(all_) if isinstance(t, Tensor)}
-            for all_ in (args, found)
-        )
-        self.elements += sum(made[place].numel() for place in made.keys() - given.keys())
-        return found
 
 
 def test_figures_weigh_each_update_by_its_time() -> None:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.examples import examples
-from tests.objectives import loss_options
-from torch import Tensor
+from tests.written import answer, environment, group, written
 
-from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
-from winnow.algorithms.kl import KL_ESTIMATORS
-from winnow.algorithms.logprobs import token_logprobs
-from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
 from winnow.learning.batch import (
     Batch,
     Counts,
@@ -30,36 +20,18 @@ from winnow.learning.batch import (
     pack,
     sample_tokens,
 )
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.types import Group
 
 VOCABULARY = 6
 
 
-def segment(tokens: Sequence[int], source: str = "model", first: float = -0.5) -> Segment:
-    """Tokens with log-probs first, first/2, first/3, …"""
-    spans = (VersionSpan(0, len(tokens)),) if source == "model" else ()
-    logprobs = np.array([first / (i + 1) for i in range(len(tokens))], np.float32)
-    return Segment(np.array(tokens, np.int64), logprobs, spans, source)  # type: ignore[arg-type]
-
-
-def answer(
-    *segments: Segment, reward: float = 0.0, truncated: bool = False, number: int = 0
-) -> Answer:
-    reason = "length" if truncated else "stop"
-    return Answer(Trajectory(segments, reason), Score(reward, 0.0))  # type: ignore[arg-type]
-
-
-def group(prompt: Sequence[int], *answers: Answer) -> Group:
-    return Group(0, Prompt("p", np.array(prompt, np.int64), "", "task", None), answers)
-
-
 TWO_GROUPS = [
     group(
-        [1, 2, 3],
-        answer(segment([4, 5]), reward=1.0, number=7),
-        answer(segment([4]), reward=-1.0, truncated=True),
+        answer(written([4, 5], [-0.5, -0.25]), reward=1.0),
+        answer(written([4], -0.5), reward=-1.0, truncated=True),
+        prompt=[1, 2, 3],
     ),
-    group([2], answer(segment([5]), segment([0, 1], "environment", 0.0), segment([3]))),
+    group(answer(written([5], -0.5), environment([0, 1]), written([3], -0.5)), prompt=[2]),
 ]
 
 
@@ -72,13 +44,14 @@ def step(draw: st.DrawFn) -> list[Group]:
         prompt = draw(st.lists(ids, min_size=1, max_size=3))
         answers = []
         for _ in range(draw(st.integers(1, 4))):
-            parts = [segment(draw(st.lists(ids, max_size=5)), first=draw(st.floats(-3, 0)))]
+            tokens = draw(st.lists(st.tuples(ids, st.floats(-3, 0)), max_size=5))
+            parts = [written([i for i, _ in tokens], [logprob for _, logprob in tokens])]
             if draw(st.booleans()):
-                parts.append(segment(draw(st.lists(ids, max_size=2)), "environment", 0.0))
-                parts.append(segment(draw(st.lists(ids, max_size=3))))
+                parts.append(environment(draw(st.lists(ids, max_size=2))))
+                parts.append(written(draw(st.lists(ids, max_size=3))))
             reward = draw(st.integers(-2, 2)) / 2
             answers.append(answer(*parts, reward=reward, truncated=draw(st.booleans())))
-        groups.append(group(prompt, *answers))
+        groups.append(group(*answers, prompt=prompt))
     return groups
 
 
@@ -134,7 +107,7 @@ def test_no_groups_make_an_empty_batch() -> None:
 
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt p has no tokens"):
-        pack([group([], answer(segment([1])))])
+        pack([group(answer(written([1])), prompt=[])])
 
 
 @given(n=st.integers(0, 200), size=st.integers(1, 40), seed=st.integers(0, 2**40))
@@ -194,111 +167,3 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, update: list[int]) -> Non
         assert int(micro.group_tokens[i]) == sum(counted[c] for c in same)
     assert torch.equal(micro.scored_positions, micro.gen_mask.nonzero()[:, 0])
     assert not micro.positions[micro.scored_positions].eq(0).any()
-
-
-@given(groups=step(), budget=st.integers(1, 30))
-def test_values_of_micro_batches_come_back_to_their_tokens(
-    groups: list[Group], budget: int
-) -> None:
-    batch = pack(groups)
-    micros = all_micro_batches(batch, budget)
-    back = gather_tokens(batch, micros, [m.token_ids.double() for m in micros])
-    assert torch.equal(back, batch.token_ids.double())
-
-
-def test_a_micro_batch_moves_to_a_device_whole() -> None:
-    batch = pack(TWO_GROUPS)
-    batch.columns["old"] = batch.behav
-    (micro,) = all_micro_batches(batch, 100)
-    assert micro.to(torch.device("cpu")) is micro
-    moved = micro.to(torch.device("meta"))
-    assert moved.token_ids.device.type == moved.columns["old"].device.type == "meta"
-    assert (moved.lengths, moved.counts) == (micro.lengths, micro.counts)
-
-
-# What an update learns, with a policy that looks one token back.
-
-
-def of_samples(values: Tensor, batch: Batch) -> Tensor:
-    """Each written token's sample's number [T]."""
-    return values.repeat_interleave(batch.offsets.diff()).masked_fill(~batch.gen_mask, 0.0)
-
-
-def gradient(
-    groups: list[Group],
-    aggregation: str,
-    budget: int,
-    filtering: bool = False,
-    disturb: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
-) -> Tensor:
-    """The summed gradient of one update over micro-batches of `budget` tokens."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(VOCABULARY, 4, generator=generator, dtype=torch.float64)
-    head = torch.randn(VOCABULARY, 4, generator=generator, dtype=torch.float64)
-    leaves = [table.requires_grad_(), head.requires_grad_()]
-    batch = pack(groups, overlong_filtering=filtering)
-    batch.columns["advantages"] = of_samples(batch.rewards - batch.rewards.mean(), batch)
-    for original in micro_batches(batch, range(len(groups)), budget):
-        micro = disturb(original)
-        at = micro.scored_positions
-        logprob, entropy, _ = token_logprobs(
-            table[micro.token_ids[at - 1]], head, micro.token_ids[at], 1.3, chunk_tokens=2
-        )
-        assert entropy is not None
-        zeros = torch.zeros(len(micro.token_ids), dtype=torch.float64)
-        logp = zeros.index_put((at,), logprob)
-        tokens = LossTokens(micro.loss_mask, micro.sample_index, len(micro.samples))
-        terms = (logp, micro.behav.double(), micro.columns["advantages"], tokens)
-        options = loss_options("ppo_clip", {"clip_high": 0.28})
-        loss, _ = POLICY_LOSSES["ppo_clip"](*terms, options)
-        loss = loss + 0.1 * KL_ESTIMATORS["k3+"](logp, micro.behav.double())
-        loss = loss - 0.01 * zeros.index_put((at,), entropy)
-        aggregate(
-            loss,
-            micro.loss_mask,
-            micro.sample_index,
-            aggregation,
-            group_tokens=micro.group_tokens,
-            tokens=micro.counts.tokens,
-            samples=micro.counts.samples,
-            groups=micro.counts.groups,
-            norm_tokens=9,
-        ).backward()
-    return torch.cat([torch.zeros(0), *(x.grad.flatten() for x in leaves if x.grad is not None)])
-
-
-def assert_same(got: Tensor, want: Tensor) -> None:
-    assert float((got - want).norm()) <= 1e-10 * max(float(want.norm()), 1e-3)
-
-
-@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
-@examples(10)
-@given(groups=step(), budget=st.integers(1, 25), order=st.randoms(), filtering=st.booleans())
-def test_the_gradient_depends_on_neither_split_nor_order(
-    aggregation: str, groups: list[Group], budget: int, order: random.Random, filtering: bool
-) -> None:
-    whole = gradient(groups, aggregation, 10**6, filtering)
-    assert_same(gradient(groups, aggregation, budget, filtering), whole)
-    shuffled = [replace(g, answers=tuple(order.sample(g.answers, len(g.answers)))) for g in groups]
-    order.shuffle(shuffled)
-    assert_same(gradient(shuffled, aggregation, budget, filtering), whole)
-
-
-@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
-@examples(10)
-@given(groups=step())
-def test_tokens_outside_the_masks_change_nothing(aggregation: str, groups: list[Group]) -> None:
-    def disturb(micro: MicroBatch) -> MicroBatch:
-        def noise(values: Tensor, mask: Tensor) -> Tensor:
-            return torch.where(mask, values, torch.randn(len(values), dtype=values.dtype) * 99)
-
-        advantages = noise(micro.columns["advantages"], micro.loss_mask)
-        behav = noise(micro.behav, micro.loss_mask)
-        return replace(micro, behav=behav, columns={"advantages": advantages})
-
-    want = gradient(groups, aggregation, 8, filtering=True)
-    assert_same(gradient(groups, aggregation, 8, filtering=True, disturb=disturb), want)
-
-
-def test_the_gradient_is_not_trivially_zero() -> None:
-    assert float(gradient(TWO_GROUPS, "token-mean", 100).norm()) > 0.1

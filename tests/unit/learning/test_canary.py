@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from winnow.errors import PublicationError, WorkerError
-from winnow.learning.canary import ALLOWED, CEILING, LARGEST, LENGTHS, SCORED, Canary, _logprobs
+from winnow.learning.canary import ALLOWED, CEILING, LARGEST, LENGTHS, Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.torch_engine import TorchEngine
 from winnow.rollout.weights import Bucket, send
 
@@ -78,33 +76,15 @@ def canary_of(dtype: torch.dtype) -> Canary:
     return Canary.drawn(KNOWN, POSITIONS, dtype, TEMPERATURE)
 
 
-class Corrupted:
-    """A receiver whose line changes one bucket."""
-
-    def __init__(self, engine: TorchEngine, change: Callable[[Bucket], Bucket]) -> None:
-        self._engine, self._change = engine, change
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def take_bucket(self, bucket: Bucket) -> int:
-        return await self._engine.take_bucket(self._change(bucket))
-
-
-def publish(
-    tensors: Iterable[tuple[str, Tensor]],
-    engine: TorchEngine,
-    change: Callable[[Bucket], Bucket] = lambda bucket: bucket,
-) -> None:
+def publish(tensors: Iterable[tuple[str, Tensor]], engine: TorchEngine) -> None:
     """Send, compare checksums; not yet the canary."""
-    receiver: Any = Corrupted(engine, change)
 
     async def take(bucket: Bucket) -> dict[str, int]:
-        return {"engine 0": await receiver.take_bucket(bucket)}
+        return {"engine 0": await engine.take_bucket(bucket)}
 
     async def run() -> None:
         await send(WeightUpdate(5, tensors), take, 10_000)
-        await receiver.load_weights(WeightUpdate(5))
+        await engine.load_weights(WeightUpdate(5))
 
     asyncio.run(run())
 
@@ -113,36 +93,7 @@ def listen(canary: Canary, policy: Strategy, engine: TorchEngine) -> float:
     return asyncio.run(canary.check(canary.expected(policy), 5, {"engine 0": engine}))
 
 
-# Faults. Each is given what is exported, and the engine.
-
-
-def flipped_bit(tensors: Tensors, engine: TorchEngine) -> None:
-    """The lowest bit of one number of one bucket."""
-
-    def flip(bucket: Bucket) -> Bucket:
-        if bucket.index != 1:
-            return bucket
-        first = bucket.pieces[0]
-        array = first.array.copy()
-        array.view(np.uint8)[0] ^= 1
-        return replace(bucket, pieces=(replace(first, array=array), *bucket.pieces[1:]))
-
-    publish(tensors, engine, flip)
-
-
-def renamed(tensors: Tensors, engine: TorchEngine) -> None:
-    """Two tensors of one bucket get each other's names on the way."""
-
-    def rename(bucket: Bucket) -> Bucket:
-        swap = {"q_norm": "k_norm", "k_norm": "q_norm"}
-        names = [
-            next((p.name.replace(a, b) for a, b in swap.items() if a in p.name), p.name)
-            for p in bucket.pieces
-        ]
-        pieces = [replace(p, name=n) for p, n in zip(bucket.pieces, names, strict=True)]
-        return replace(bucket, pieces=tuple(pieces))
-
-    publish(tensors, engine, rename)
+# Faults that checksums have nothing to say of. Each is given what is exported, and the engine.
 
 
 def stale_head(tensors: Tensors, engine: TorchEngine) -> None:
@@ -163,25 +114,6 @@ def swapped_layers(tensors: Tensors, engine: TorchEngine) -> None:
     publish([(other(name), tensor) for name, tensor in tensors], engine)
 
 
-def forgotten_tensor(tensors: Tensors, engine: TorchEngine) -> None:
-    """One is not exported."""
-    publish([t for t in tensors if "layers.1.self_attn.k_norm" not in t[0]], engine)
-
-
-def stale_tensor(tensors: Tensors, engine: TorchEngine) -> None:
-    """One is exported as it was before the update."""
-    old = dict(engine._model.named_parameters())
-    stale = "model.layers.2.mlp.down_proj.weight"
-    publish([(n, old[n].clone() if n == stale else t) for n, t in tensors], engine)
-
-
-def transposed(tensors: Tensors, engine: TorchEngine) -> None:
-    """A square matrix the wrong way round."""
-    publish(
-        [(n, t.T if n.endswith("0.self_attn.q_proj.weight") else t) for n, t in tensors], engine
-    )
-
-
 def not_a_number(tensors: Tensors, engine: TorchEngine) -> None:
     """One weight is NaN after its copy was made for the canary."""
     broken = [(n, t.detach().clone()) for n, t in tensors]
@@ -189,43 +121,22 @@ def not_a_number(tensors: Tensors, engine: TorchEngine) -> None:
     publish(broken, engine)
 
 
-CHECKSUM, MISSING, CANARY = "holds other bytes than were sent", "did not come", "does not answer as"
-FAULTS = {
-    flipped_bit: CHECKSUM,
-    renamed: CHECKSUM,
-    forgotten_tensor: MISSING,
-    stale_head: CANARY,
-    swapped_layers: CANARY,
-    stale_tensor: CANARY,
-    transposed: CANARY,
-    not_a_number: CANARY,
-}
+CANARY = "does not answer as"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_each_fault_is_caught_and_by_what(
+@pytest.mark.parametrize(
+    "fault", [stale_head, swapped_layers, not_a_number], ids=lambda fault: fault.__name__
+)
+def test_each_fault_is_caught(
     fault: Callable[[Tensors, TorchEngine], None], dtype: torch.dtype
 ) -> None:
     before = model_of(dtype)
     engine, policy = engine_of(before), strategy_of(learned(before, 0.3))
-    expected = FAULTS[fault]
-    if expected == CANARY:
-        fault(list(policy.export_weights(dtype)), engine)  # the checksums have nothing to say
-        with pytest.raises(PublicationError, match=CANARY) as caught:
-            listen(canary_of(dtype), policy, engine)
-        assert "\n" not in str(caught.value)
-    else:
-        with pytest.raises(PublicationError, match=expected):
-            fault(list(policy.export_weights(dtype)), engine)
-
-
-def test_the_canary_alone_would_not_see_a_flipped_bit() -> None:
-    policy = strategy_of(model_of(torch.float32))
-    engine = engine_of(model_of(torch.float32))
-    weight = dict(engine._model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
-    weight.data.view(torch.int32)[0, 0] ^= 1
-    assert 0 < listen(canary_of(torch.float32), policy, engine) < 1e-4
+    fault(list(policy.export_weights(dtype)), engine)
+    with pytest.raises(PublicationError, match=CANARY) as caught:
+        listen(canary_of(dtype), policy, engine)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ALLOWED, ids=str)
@@ -242,19 +153,7 @@ def test_what_arrived_whole_passes_with_a_third_of_what_is_allowed(
     assert listen(canary, policy, engine) <= canary.expected(policy).limits.largest / 3
 
 
-@pytest.mark.parametrize(("layers", "initializer_range"), [(3, 0.08), (24, 0.15)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_stale_output_layer_of_weights_5_percent_apart_is_caught(
-    dtype: torch.dtype, layers: int, initializer_range: float
-) -> None:
-    before = model_of(dtype, layers=layers, initializer_range=initializer_range)
-    engine, policy = engine_of(before), strategy_of(learned(before, 0.05))
-    stale_head(list(policy.export_weights(dtype)), engine)
-    with pytest.raises(PublicationError, match=CANARY):
-        listen(canary_of(dtype), policy, engine)
-
-
-@pytest.mark.parametrize(("layers", "initializer_range"), [(3, 0.4), (40, 0.15)])
+@pytest.mark.parametrize(("layers", "initializer_range"), [(3, 0.4), (24, 0.15)])
 def test_an_engine_that_rounds_otherwise_passes_with_a_peaked_and_with_a_deep_model(
     layers: int, initializer_range: float
 ) -> None:
@@ -271,23 +170,7 @@ def test_an_engine_that_rounds_otherwise_passes_with_a_peaked_and_with_a_deep_mo
         listen(canary, strategy_of(learned(model, 0.3)), engine_of(model))
 
 
-def test_what_is_expected_has_less_of_the_trainers_rounding_error_than_one_pass() -> None:
-    """The mean of 4 passes has 1 / sqrt(4) = 0.5 of it, and some of what the nudges move."""
-    model = model_of(torch.bfloat16, layers=12, initializer_range=0.08)
-    canary = canary_of(torch.bfloat16)
-    exact = copy.deepcopy(model).double()
-    use_layout_attention(exact)
-    true, one, mean = (
-        np.concatenate(scores[:3])
-        for scores in (
-            _logprobs(strategy_of(exact), canary.sequences),
-            _logprobs(strategy_of(model), canary.sequences),
-            canary.expected(strategy_of(model)).logprobs,
-        )
-    )
-    assert np.abs(mean - true).mean() < 0.75 * np.abs(one - true).mean()
-
-
+@pytest.mark.bits
 def test_limits_come_from_the_trainers_weights_and_are_the_same_each_time() -> None:
     policy, canary = strategy_of(model_of(torch.bfloat16)), canary_of(torch.bfloat16)
     once, again = canary.expected(policy), canary.expected(policy)
@@ -328,58 +211,28 @@ def test_a_small_update_that_did_not_arrive_is_seen(dtype: torch.dtype, size: fl
         listen(canary_of(dtype), strategy_of(learned(before, size)), engine_of(before))
 
 
-@pytest.mark.parametrize(("share", "is_refused"), [(0.9, False), (1.1, True), (np.nan, True)])
-def test_one_token_alone_may_be_off_by_the_larger_limit_and_no_more(
-    share: float, is_refused: bool
+@pytest.mark.parametrize(
+    ("largest", "mean", "is_refused"),
+    [
+        *((0.9, 0.0, False), (1.1, 0.0, True), (np.nan, 0.0, True)),
+        *((0.0, 0.9, False), (0.0, 1.1, True)),
+    ],
+)
+def test_one_token_may_be_off_by_the_larger_limit_and_all_of_them_by_the_smaller(
+    largest: float, mean: float, is_refused: bool
 ) -> None:
     policy, canary = strategy_of(model_of(torch.float32)), canary_of(torch.float32)
     expected = canary.expected(policy)
 
-    class OffByOne:
+    class Off:
         async def logprobs_of(self, *_: Any) -> list[Any]:
-            found = [values.copy() for values in expected.logprobs]
-            found[2][7] += share * expected.limits.largest
+            found = [values + mean * expected.limits.mean for values in expected.logprobs]
+            found[2][7] += largest * expected.limits.largest
             return found
 
     refused = pytest.raises(PublicationError, match="does not answer as the trainer")
     with refused if is_refused else contextlib.nullcontext():
-        asyncio.run(canary.check(expected, 1, {"one": OffByOne()}))
-
-
-@pytest.mark.parametrize(("share", "is_refused"), [(0.9, False), (1.1, True)])
-def test_all_tokens_together_may_be_off_by_the_smaller_limit_and_no_more(
-    share: float, is_refused: bool
-) -> None:
-    policy, canary = strategy_of(model_of(torch.float32)), canary_of(torch.float32)
-    expected = canary.expected(policy)
-
-    class OffByMean:
-        async def logprobs_of(self, *_: Any) -> list[Any]:
-            return [values + share * expected.limits.mean for values in expected.logprobs]
-
-    refused = pytest.raises(PublicationError, match="does not answer as the trainer")
-    with refused if is_refused else contextlib.nullcontext():
-        asyncio.run(canary.check(expected, 1, {"one": OffByMean()}))
-
-
-def test_of_several_engines_the_one_that_differs_is_named() -> None:
-    before = model_of(torch.float32)
-    policy = strategy_of(learned(before))
-    engines = [engine_of(before) for _ in range(3)]
-    head = nn.Linear(32, VOCABULARY, bias=False)
-    head.weight = nn.Parameter(engines[1]._head.weight.detach().clone())
-    engines[1]._head = head
-    group = EngineGroup(engines, True)
-    canary = canary_of(torch.float32)
-
-    async def run() -> None:
-        await group.load_weights(WeightUpdate(2, policy.export_weights(torch.float32)))
-        assert group.status().weight_version == 2
-        live: Any = group.engines
-        await canary.check(canary.expected(policy), 2, live)
-
-    with pytest.raises(PublicationError, match="version 2: engine 1 does not answer"):
-        asyncio.run(run())
+        asyncio.run(canary.check(expected, 1, {"one": Off()}))
 
 
 def test_an_engine_that_died_is_left_out_and_a_last_one_is_an_error() -> None:
@@ -411,10 +264,3 @@ def test_sequences_are_the_same_each_time_short_and_long_and_of_known_ids() -> N
     assert every.max() == KNOWN - 1
     other = Canary.drawn(KNOWN, POSITIONS, torch.float32, seed=1)
     assert other.sequences[3].tolist() != one.sequences[3].tolist()
-
-
-def test_scoring_disturbs_no_answer_and_counts_no_token() -> None:
-    engine = engine_of(model_of(torch.float32))
-    asyncio.run(engine.logprobs_of(canary_of(torch.float32).sequences, TEMPERATURE, SCORED))
-    status = engine.status()
-    assert (status.tick, status.generated_tokens) == (0, 0)

@@ -9,56 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from tests.written import ScriptedStrategy, answer, group, written
 
-from winnow.learning.batch import NO_SHARDING, Batch, MicroBatch, all_micro_batches, pack
+from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack
 from winnow.learning.critic import Critic, ValueObjective, value_figures
-from winnow.learning.strategy import LossFn
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.learning.runner import Outputs
 
 
-class ScriptedCritic:
-    """Values are a tenth of the token's id; keeps what it was asked."""
-
-    sharder = NO_SHARDING
-
-    def __init__(self, skipped: float = 0.0) -> None:
-        self.skipped = skipped
-        self.lrs: list[float] = []
-
-    def forward(self, microbatches: Sequence[MicroBatch], outputs: Any) -> list[dict[Any, Tensor]]:
-        assert outputs == {"value"}
-        return [{"value": values_of(micro)} for micro in microbatches]
-
-    def forward_backward(
-        self, microbatches: Sequence[MicroBatch], outputs: Any, loss_fn: LossFn
-    ) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for micro in microbatches:
-            result = loss_fn(micro, {"value": values_of(micro)})
-            for name, value in {"loss": result.loss, **result.sums}.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
-
-    def optimizer_step(self, lr: float) -> dict[str, float]:
-        self.lrs.append(lr)
-        return {"grad_norm": 0.5, "skipped": self.skipped}
-
-
-def values_of(micro: MicroBatch) -> Tensor:
-    return torch.where(micro.gen_mask, micro.token_ids.float() / 10, 0.0)
+def values_of(micro: MicroBatch) -> Outputs:
+    """A tenth of each token's id."""
+    return {"value": torch.where(micro.gen_mask, micro.token_ids.float() / 10, 0.0)}
 
 
 def batch_of(answers: Sequence[Sequence[int]], truncated: int | None = None) -> Batch:
-    made = []
-    for i, ids in enumerate(answers):
-        segment = Segment(
-            np.array(ids), np.zeros(len(ids), np.float32), (VersionSpan(0, len(ids)),)
-        )
-        reason = "length" if i == truncated else "stop"
-        made.append(Answer(Trajectory((segment,), reason), Score(1.0, 1.0)))
-    group = Group(0, Prompt("0", np.array([9, 9]), "", "", None), tuple(made))
-    return pack([group], overlong_filtering=True)
+    made = [answer(written(ids), truncated=i == truncated) for i, ids in enumerate(answers)]
+    return pack([group(*made)], overlong_filtering=True)
 
 
 def filled(batch: Batch, values: Sequence[float], returns: Sequence[float]) -> Batch:
@@ -69,17 +34,10 @@ def filled(batch: Batch, values: Sequence[float], returns: Sequence[float]) -> B
     return batch
 
 
-def critic_of(**options: Any) -> tuple[Critic, ScriptedCritic]:
-    strategy = ScriptedCritic(options.pop("skipped", 0.0))
+def critic_of(**options: Any) -> tuple[Critic, ScriptedStrategy]:
+    strategy = ScriptedStrategy(values_of)
     options = {"clip": 0.5, "aggregation": "token-mean", **options}
     return Critic(strategy, ValueObjective(**options)), strategy  # type: ignore[arg-type]
-
-
-def test_values_come_back_in_the_order_of_the_batch() -> None:
-    batch = batch_of([[1], [2, 3, 4], [5, 6]])
-    critic_of()[0].values(batch, 4)
-    torch.testing.assert_close(batch.columns["values"][batch.gen_mask], torch.arange(1.0, 7.0) / 10)
-    assert not batch.columns["values"][~batch.gen_mask].any()
 
 
 @pytest.mark.parametrize("budget", [1, 100])
@@ -108,12 +66,6 @@ def test_samples_can_weigh_alike_and_filtered_ones_not_at_all() -> None:
     assert found["critic/clip_share"] == 0.0
 
 
-def test_a_skipped_update_leaves_its_counts_only() -> None:
-    batch = filled(batch_of([[1, 2]]), [0, 0], [1, 1])
-    found = critic_of(skipped=1.0)[0].update(all_micro_batches(batch, 100), 0.1).record()
-    assert found == {"critic/updates": 1, "critic/skipped_updates": 1, "critic/lr": 0.1}
-
-
 def test_without_a_counted_token_there_is_no_update() -> None:
     batch = filled(batch_of([[1, 2]], truncated=0), [0, 0], [1, 1])
     critic, strategy = critic_of()
@@ -135,13 +87,3 @@ def test_figures_of_the_values_by_hand() -> None:
     assert (found["critic/value/max"], found["critic/value/min"]) == (1.0, -0.5)
     assert found["critic/return/mean"] == pytest.approx(1.0)
     assert all(math.isfinite(value) for value in found.values())
-
-
-@pytest.mark.parametrize(("shift", "wanted"), [(0.0, 1.0), (3.0, 1.0)])
-def test_values_that_are_right_up_to_a_constant_explain_everything(
-    shift: float, wanted: float
-) -> None:
-    returns = [0.1, 0.9, 0.4]
-    batch = filled(batch_of([[1, 2], [3]]), [r + shift for r in returns], returns)
-    explained = value_figures(batch).record()["critic/explained_variance"]
-    assert explained == pytest.approx(wanted, abs=1e-5)

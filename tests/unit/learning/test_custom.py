@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.objectives import loss_options
 
 from winnow.algorithms.advantages import AdvantageInputs, estimate
-from winnow.algorithms.losses import POLICY_LOSSES, LossTokens
+from winnow.algorithms.losses import LossTokens
 from winnow.config.algorithm import CustomAdvantage, CustomPolicyLoss
 from winnow.errors import ConfigError, TrainingError
 from winnow.learning.custom import load_estimator, load_policy_loss
@@ -29,18 +28,18 @@ def topr(logp, old, advantage, tokens, *, high=1.0):
 """
 
 
-def loss_of(folder: Path, body: str, **options: Any) -> Any:
+def place_of(folder: Path, body: str) -> str:
     file = folder / "mine.py"
     file.write_text(HEAD + body)
-    place = f"{file}:{body.split('def ')[1].split('(')[0]}"
-    return load_policy_loss(CustomPolicyLoss(path=place, options=options))
+    return f"{file}:{body.split('def ')[1].split('(')[0]}"
+
+
+def loss_of(folder: Path, body: str, **options: Any) -> Any:
+    return load_policy_loss(CustomPolicyLoss(path=place_of(folder, body), options=options))
 
 
 def estimator_of(folder: Path, body: str, **options: Any) -> Any:
-    file = folder / "mine.py"
-    file.write_text(HEAD + body)
-    place = f"{file}:{body.split('def ')[1].split('(')[0]}"
-    return load_estimator(CustomAdvantage(path=place, options=options))
+    return load_estimator(CustomAdvantage(path=place_of(folder, body), options=options))
 
 
 def tokens_of(*lengths: int) -> LossTokens:
@@ -60,65 +59,34 @@ def test_a_loss_of_a_file_is_called_as_the_built_in_ones_are(tmp_path: Path) -> 
     assert float(figures["cut_share"]) == 2, "the token outside the mask has the ratio 1"
 
 
-def test_a_built_in_loss_copied_to_a_file_passes_and_gives_the_same(tmp_path: Path) -> None:
-    body = "def same(*a, **o):\n    from winnow.algorithms.losses import LossTerms, gspo\n"
-    body += "    return gspo(LossTerms(*a), **o)\n"
-    loss = loss_of(tmp_path, body, clip_low=0.1, clip_high=0.2)
-    made = torch.Generator().manual_seed(1)
-    columns = [torch.randn(5, generator=made) for _ in range(3)]
-    options = loss_options("gspo", {"clip_low": 0.1, "clip_high": 0.2})
-    found = loss(*columns, tokens_of(3, 2), options)
-    wanted = POLICY_LOSSES["gspo"](*columns, tokens_of(3, 2), options)
-    assert torch.equal(found[0], wanted[0])
-    assert found[1] == wanted[1]
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ("def f(logp, old, **o):\n    return logp", "takes 2 positional arguments but 4 were"),
         (TOPR.replace("topr", "f").replace("high", "bound"), "unexpected keyword argument 'high'"),
+        ("return -logp", r"must return \(loss, figures\).*float32 \["),
+        ("return -logp.sum(), {}", r"loss of each token.*float32 \[\]"),
+        ("return logp > 0, {}", r"loss of each token.*got bool \["),
+        ("return -logp.detach(), {}", "no gradient in logp"),
+        ("return logp.detach().clone().requires_grad_(), {}", "no gradient in logp"),
+        ("return logp / 0, {}", "is NaN or infinite for finite log"),
+        ("return -logp, {'lr': 1}", "called 'lr'; give it a name"),
+        ("return -logp, {'x': logp}", "figure x must be one number"),
+        ("return -logp, {'x': logp.mean()}", "x must be a sum over the counted tokens, which adds"),
+        ("return -(a[1] - a[1].mean()) * logp, {}", "the loss of a token changes by .* when samp"),
         (
-            "def f(logp, *a, **o):\n    return -logp",
-            r"must return \(loss, figures\).*float32 \[",
-        ),
-        (
-            "def f(logp, *a, **o):\n    return -logp.sum(), {}",
-            r"loss of each token.*float32 \[\]",
-        ),
-        ("def f(logp, *a, **o):\n    return logp > 0, {}", r"loss of each token.*got bool \["),
-        ("def f(logp, *a, **o):\n    return -logp.detach(), {}", "no gradient in logp"),
-        (
-            "def f(logp, *a, **o):\n    return logp.detach().clone().requires_grad_(), {}",
-            "no gradient in logp",
-        ),
-        ("def f(logp, *a, **o):\n    return logp / 0, {}", "is NaN or infinite for finite log"),
-        ("def f(logp, *a, **o):\n    return -logp, {'lr': 1}", "called 'lr'; give it a name"),
-        ("def f(logp, *a, **o):\n    return -logp, {'x': logp}", "figure x must be one number"),
-        (
-            "def f(logp, *a, **o):\n    return -logp, {'x': logp.mean()}",
-            "figure x must be a sum over the counted tokens, which adds up",
-        ),
-        (
-            "def f(logp, old, advantage, *a, **o):\n"
-            "    return -(advantage - advantage.mean()) * logp, {}",
-            "the loss of a token changes by .* when samples are split into micro-batches",
-        ),
-        (
-            "def f(logp, *a, **o):\n    return logp - 0 * logp + (logp - logp.detach()).mean(), {}",
+            "return logp - 0 * logp + (logp - logp.detach()).mean(), {}",
             "the gradient of a token changes by .* when samples are split",
         ),
-        (
-            "def f(logp, *a, **o):\n    raise KeyError('beta')",
-            "mine.py:f, line 6: calling it fails",
-        ),
+        ("raise KeyError('beta')", "mine.py:f, line 6: calling it fails"),
     ],
 )
 def test_a_loss_that_cannot_train_is_refused_in_one_line_before_the_start(
     tmp_path: Path, body: str, message: str
 ) -> None:
+    code = body if "def " in body else f"def f(logp, *a, **o):\n    {body}"
     with pytest.raises(ConfigError, match=message) as caught:
-        loss_of(tmp_path, body, high=1.0)
+        loss_of(tmp_path, code, high=1.0)
     said = str(caught.value)
     assert said.startswith("algorithm.policy_loss.path ")
     assert "\n" not in said

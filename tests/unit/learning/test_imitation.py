@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.small_models import digits_model
+from tests.written import answer, environment, written
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from winnow.errors import TrainingError
@@ -17,7 +18,7 @@ from winnow.learning.imitation import Imitator, imitation_loss
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+from winnow.types import Group, Prompt
 
 LENGTHS = ((3, 5), (1, 1), (7, 2, 4, 6), (2, 9))
 """Tokens of a prompt, an answer, and of what follows it: not imitated, an answer."""
@@ -28,17 +29,11 @@ def groups() -> list[Group]:
     found = []
     for number, (start, *rest) in enumerate(LENGTHS):
         segments = tuple(
-            Segment(
-                rng.integers(3, 29, n),
-                np.zeros(n, np.float32),
-                (),
-                "environment" if place % 2 else "model",
-            )
+            (environment if place % 2 else written)(rng.integers(3, 29, n).tolist())
             for place, n in enumerate(rest)
         )
         prompt = Prompt(str(number), rng.integers(3, 29, start), "", "", None)
-        answer = Answer(Trajectory(segments, "stop"), Score(0.0, 0.0))
-        found.append(Group(number, prompt, (answer,)))
+        found.append(Group(number, prompt, (answer(*segments),)))
     return found
 
 
@@ -79,12 +74,12 @@ def by_strategy(
     batch = pack([shown[i] for i in order])
     shares = share(batch, range(batch.n_groups), max_tokens, ranks)
     parts = [shares.micro_batches(rank) for rank in range(ranks)]
-    losses = [
-        strategy.forward_backward([m for m in micro if m.lengths], frozenset({"logprob"}),
-                                  imitation_loss).get("loss", 0.0)
-        for micro in parts
-    ]  # fmt: skip
-    return sum(losses), gradients(strategy)
+    total = 0.0
+    for micro in parts:
+        held = [each for each in micro if each.lengths]
+        stats = strategy.forward_backward(held, frozenset({"logprob"}), imitation_loss)
+        total += stats.get("loss", 0.0)
+    return total, gradients(strategy)
 
 
 @pytest.mark.parametrize(

@@ -91,25 +91,6 @@ def test_pieces_that_do_not_make_the_whole_are_not_saved(
         save_together([{"w": piece} for piece in pieces], tmp_path)
 
 
-def test_a_piece_has_the_shape_of_the_whole_and_the_memory_of_its_part() -> None:
-    whole = torch.arange(12.0).view(3, 4)
-    piece = Piece(whole[1:3, 2:], whole.shape, (1, 2))
-    assert (piece.shape, piece.dtype, piece.numel()) == (whole.shape, torch.float32, 12)
-    assert torch.equal(whole[piece.slices], piece.to_local())
-    whole[1, 2] = 60.0
-    assert piece.to_local().tolist() == [[60.0, 7.0], [10.0, 11.0]]
-    half = piece.to(torch.bfloat16)
-    assert (half.shape, half.dtype, half.slices) == (whole.shape, torch.bfloat16, piece.slices)  # type: ignore[attr-defined]
-    assert half.to_local().tolist() == piece.to_local().tolist()  # type: ignore[attr-defined]
-    blank = torch.zeros_like(piece.detach())
-    assert isinstance(blank, Piece)
-    assert not blank.to_local().any()
-    for refused in (lambda: piece + 1, lambda: piece[0], lambda: piece.sum()):
-        with pytest.raises(NotImplementedError, match=r"to_local\(\)"):
-            refused()
-    assert repr(piece).startswith("Piece(tensor([[60.,  7.]")
-
-
 def test_a_piece_is_filled_from_its_like_or_the_whole() -> None:
     whole = torch.arange(12.0).view(3, 4)
     room = torch.zeros(3, 4)

@@ -1,45 +1,39 @@
-"""What is particular to the single-process strategy."""
+"""What is particular to the single-process strategy, and passes without gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from tests.small_models import digits_model
+from tests.written import group_of
+from torch import Tensor
 
-from winnow.learning.batch import MicroBatch, all_micro_batches, pack
+from winnow.learning.batch import (
+    NO_SHARDING,
+    Batch,
+    MicroBatch,
+    MicroBatchSharder,
+    all_micro_batches,
+    pack,
+)
 from winnow.learning.runner import Outputs
-from winnow.learning.strategy import LossResult, Strategy
+from winnow.learning.strategy import LossResult, Strategy, run_pass, score_sequences
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.packed_attention import PackedLayout
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 
 def make_model() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=32,
-    )
-    model = Qwen3ForCausalLM(config).eval()
+    model = digits_model(num_hidden_layers=2)
     use_layout_attention(model)
-    return model
+    return model.eval()
 
 
 def micro() -> list[MicroBatch]:
-    segment = Segment(np.arange(5), np.zeros(5, np.float32), (VersionSpan(0, 5),))
-    answer = Answer(Trajectory((segment,), "stop"), Score(0.0, 0.0))
-    prompt = Prompt("0", np.array([7, 8]), "", "", None)
-    return all_micro_batches(pack([Group(0, prompt, (answer, answer))]), 100)
+    return all_micro_batches(pack([group_of([range(5), range(5)])]), 100)
 
 
 def loss(batch: MicroBatch, outputs: Outputs) -> LossResult:
@@ -65,41 +59,6 @@ def test_checkpointing_runs_each_layer_again_in_training_only(
     strategy.forward(micro(), frozenset({"logprob"}))
     assert len(seen) == 2
     assert not any(module.training for module in strategy.model.modules())
-
-
-def test_the_model_is_changed_in_place_and_shared() -> None:
-    model = make_model()
-    strategy = Strategy(model)
-    exported = dict(strategy.export_weights())
-    name, weight = next(iter(model.named_parameters()))
-    assert exported[name].data_ptr() == weight.data_ptr()
-    before = weight.detach().clone()
-    strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
-    strategy.optimizer_step(1e-2)
-    assert exported[name].data_ptr() == weight.data_ptr()
-    assert not torch.equal(weight, before)
-
-
-def test_frozen_parameters_stay_and_have_no_optimizer_state() -> None:
-    model = make_model()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.1" in name)
-    strategy = Strategy(model)
-    before = {n: t.clone() for n, t in strategy.export_weights()}
-    strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
-    strategy.optimizer_step(1e-2)
-    moved = {n for n, t in strategy.export_weights() if not torch.equal(t, before[n])}
-    trained = {n for n in before if "layers.1" in n}
-    assert moved == trained == strategy.state_dict()["optimizer"].keys()
-
-
-def test_gradients_of_several_calls_add_up() -> None:
-    strategy = Strategy(make_model(), grad_clip=None)
-    strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
-    once = strategy.optimizer_step(0.0)["grad_norm"]
-    for _ in range(3):
-        strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
-    assert strategy.optimizer_step(0.0)["grad_norm"] == pytest.approx(3 * once, rel=1e-5)
 
 
 def test_a_step_without_gradients_changes_nothing() -> None:
@@ -129,3 +88,56 @@ def test_bf16_on_cuda_learns() -> None:
         losses.append(strategy.forward_backward(micro(), frozenset({"logprob"}), loss)["loss"])
         strategy.optimizer_step(1e-2)
     assert losses[-1] < losses[0] / 2
+
+
+class Reader:
+    """Reads token ids."""
+
+    sharder = NO_SHARDING
+
+    def forward(self, microbatches: Sequence[MicroBatch], outputs: Any) -> list[dict[Any, Tensor]]:
+        return [{name: self.read(name, micro) for name in outputs} for micro in microbatches]
+
+    def read(self, name: str, micro: MicroBatch) -> Tensor:
+        if name == "logprob":
+            return torch.where(micro.gen_mask, -micro.token_ids.float(), 0.0)
+        # 100 times the last id, plus the length; an earlier token's would be seen.
+        score = torch.full((len(micro.token_ids),), -1.0)
+        last = micro.offsets[1:] - 1
+        score[last] = 100.0 * micro.token_ids[last] + micro.offsets.diff()
+        return score
+
+
+def batch_of(*answers: Sequence[int]) -> Batch:
+    return pack([group_of(answers)])
+
+
+def test_outputs_are_gathered_in_one_order_whatever_the_order_of_a_set() -> None:
+    gathered: list[float] = []
+
+    class Ranks(MicroBatchSharder):
+        def gather(
+            self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
+        ) -> Tensor:
+            gathered.append(float(values[0][-1]))
+            return super().gather(batch, microbatches, values)
+
+    reader = Reader()
+    reader.sharder = Ranks()
+    for outputs in (("score", "logprob"), ("logprob", "score")):
+        run_pass(reader, batch_of([7]), cast(Any, dict.fromkeys(outputs)), 100)  # type: ignore[arg-type]
+    assert gathered == [-7.0, 703.0, -7.0, 703.0]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 100])
+def test_scores_are_of_the_last_tokens_in_the_order_given(budget: int) -> None:
+    sequences = [np.array(ids) for ids in ([3], [1, 2, 7], [4, 4, 4, 4, 5], [6, 1])]
+    found = score_sequences(Reader(), sequences, budget)  # type: ignore[arg-type]
+    assert found.dtype == torch.float32
+    assert found.tolist() == [301.0, 703.0, 505.0, 102.0]
+
+
+def test_no_sequence_has_no_score_and_an_empty_one_is_refused() -> None:
+    assert score_sequences(Reader(), [], 100).tolist() == []  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no tokens"):
+        score_sequences(Reader(), [np.array([1]), np.array([], np.int64)], 100)  # type: ignore[arg-type]

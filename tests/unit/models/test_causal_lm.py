@@ -56,24 +56,6 @@ def test_a_tokenizer_is_written_the_same_with_and_without_a_network(
     assert "local_files_only" not in settings
 
 
-def test_a_hollow_model_is_the_whole_one_without_its_weights(tmp_path: Path) -> None:
-    made = digits_model()
-    made.generation_config.eos_token_id = [1, 5]
-    made.save_pretrained(tmp_path)
-    whole, hollow = (
-        load_causal_lm(str(tmp_path), torch.bfloat16, torch.device("cpu"), hollow=flag)
-        for flag in (False, True)
-    )
-    assert hollow.generation_config.eos_token_id == [1, 5]
-    assert hollow.name_or_path == whole.name_or_path == str(tmp_path)
-    assert hollow.config.to_dict() == whole.config.to_dict()
-    shapes = [{n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (whole, hollow)]
-    assert shapes[0] == shapes[1]
-    assert {p.untyped_storage().nbytes() for p in hollow.parameters()} == {2}
-    for name, buffer in whole.named_buffers():
-        assert torch.equal(hollow.get_buffer(name), buffer)
-
-
 def test_a_hollow_model_reads_the_files_that_its_folder_names_and_no_others(tmp_path: Path) -> None:
     name = "model.embed_tokens.weight"
     made = digits_model()

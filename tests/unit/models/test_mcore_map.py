@@ -77,39 +77,33 @@ def test_the_first_stages_have_one_layer_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "fault"),
+    ("place", "experts", "fault"),
     [
         (
             RankPlace(tensor=3),
+            0,
             "tensor=3 does not divide the 4 attention heads of Q; set it to one of",
         ),
+        (RankPlace(tensor=4), 0, "tensor=4 does not divide the 2 key/value heads of Q; .* one of"),
+        (RankPlace(expert=2), 0, "expert=2: Q has no experts; set it to 1"),
+        (RankPlace(expert=2), 5, r"expert=2 does not divide the 5 experts of Q; .* 1, 5"),
         (
-            RankPlace(tensor=4),
-            "tensor=4 does not divide the 2 key/value heads of Q; set it to one of",
+            RankPlace(pipeline=8),
+            0,
+            "pipeline=8 is more than the 7 layers of Q; set it to 7 or less",
         ),
-        (RankPlace(expert=2), "expert=2: Q has no experts; set it to 1"),
-        (RankPlace(pipeline=8), "pipeline=8 is more than the 7 layers of Q; set it to 7 or less"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_told(place: RankPlace, fault: str) -> None:
+def test_a_layout_that_does_not_fit_is_told(place: RankPlace, experts: int, fault: str) -> None:
     with pytest.raises(ModelError, match=fault):
-        Dimensions("model", 7, 4, 2, 6, 29, 0, False).check(place, "Q")
+        Dimensions("model", 7, 4, 2, 6, 29, experts, False).check(place, "Q")
 
 
-def test_experts_that_cannot_be_dealt_out_are_told() -> None:
-    with pytest.raises(ModelError, match=r"expert=2 does not divide the 5 experts of Q; .* 1, 5"):
-        Dimensions("model", 7, 4, 2, 6, 29, 5, False).check(RankPlace(expert=2), "Q")
-
-
-def test_a_tensor_without_a_place_is_told() -> None:
+def test_a_tensor_without_a_place_and_a_width_that_cannot_be_cut_are_told() -> None:
     dimensions = Dimensions("model", 1, 4, 2, 6, 29, 0, False)
     for name in ("model.layers.0.mlp.shared_expert.up_proj.weight", "model.extra.weight"):
         with pytest.raises(ModelError, match=f"no place for {name}; .*fsdp2"):
             parts_of({name: (4, 4)}, dimensions, RankPlace())
-
-
-def test_a_width_that_cannot_be_cut_is_told() -> None:
-    dimensions = Dimensions("model", 1, 4, 2, 6, 29, 0, False)
     name = "model.layers.0.mlp.down_proj.weight"
     with pytest.raises(ModelError, match=f"{name} has 5 columns, which 2 .*a divisor"):
         parts_of({name: (4, 5)}, dimensions, RankPlace(tensor=2))

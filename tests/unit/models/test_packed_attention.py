@@ -39,7 +39,7 @@ def one_by_one(
     return torch.cat(outs)
 
 
-@examples(15)
+@examples(8)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     kv_heads=st.sampled_from([1, 2, 4]),
@@ -69,6 +69,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
 
 
+@pytest.mark.bits
 def test_what_stands_beside_a_sequence_changes_nothing_of_it() -> None:
     q, k, v = (torch.randn(12, 2, 8) for _ in range(3))
     alone = PackedLayout([7], CPU).attend(0, q[:7], k[:7], v[:7], 0.3, None)

@@ -1,9 +1,8 @@
-"""Made-up groups, records and a disk that is full after so many bytes."""
+"""Made-up groups, and a disk that is full after so many bytes."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -56,46 +55,3 @@ def disk_full_after() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limited
-
-
-@pytest.fixture
-def quickstart_records() -> list[dict[str, float]]:
-    """What a run of 80 steps writes, evaluated every 20."""
-
-    def held_out(step: int) -> dict[str, float]:
-        gain = 1 - math.exp(-step / 25)
-        return {
-            "eval/sort_digits/avg@16": 0.3 + 0.6 * gain,
-            "eval/sort_digits/pass@1": 0.3 + 0.6 * gain,
-            "eval/sort_digits/pass@16": 0.95 + 0.04 * gain,
-            "eval/sort_digits/greedy": 0.57 + 0.4 * gain,
-            "eval/sort_digits/length": 52 - 6 * gain,
-            "eval/sort_digits/truncated": 0.1 * (1 - gain),
-            "eval/sort_digits/prompts": 2000,
-        }
-
-    records: list[dict[str, float]] = [{"step": 0, **held_out(0)}]
-    for step in range(1, 81):
-        gain = 1 - math.exp(-step / 25)
-        record = {
-            "step": step,
-            "sampling/accuracy": 0.3 + 0.6 * gain,
-            "score/reward/mean": -0.4 + 1.1 * gain,
-            "sampling/keep_rate": 0.6 - 0.2 * gain,
-            "length/response/mean": 52 - 6 * gain,
-            "length/truncated": 0.1 * math.exp(-step / 8),
-            "actor/entropy": 0.5 - 0.3 * gain,
-            "throughput/tokens_per_s": 23456.0,
-            "time/generate_s": 0.7,
-            "time/update_s": 0.5,
-            "time/other_s": 0.1,
-            "time/step_s": 1.3,
-            "sampling/tokens/generated": 36000,
-            "sampling/tokens/trained": 24000,
-            "sampling/tokens/all_right": 9000,
-            "sampling/tokens/all_wrong": 2300,
-            "sampling/tokens/surplus": 700,
-            "sampling/tokens/in_progress": 1234,
-        }
-        records.append(record | (held_out(step) if step % 20 == 0 else {}))
-    return records

@@ -16,7 +16,7 @@ from tests.examples import examples
 from tests.recipes import recipe
 
 from winnow.config.load import describe_config
-from winnow.observe.diagnosis import RULES, Diagnosis, RunFinding, advice, diagnose
+from winnow.observe.diagnosis import RULES, Diagnosis, RunFinding, advice, diagnose, too_short
 from winnow.observe.doctor import LiveDiagnosis, diagnose_run, wrong_answers
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
@@ -169,6 +169,11 @@ CASES: list[tuple[str, Change, Change]] = [
         lambda step: {**untaught(step), "sampling/accuracy": 0.4 + 0.003 * step},
     ),
     (
+        "not_comparable",
+        lambda step: {"mismatch/abs_delta": math.nan if step == 9 else 0.01},
+        lambda step: {"actor/entropy": math.nan},
+    ),
+    (
         "mismatch",
         lambda step: {"mismatch/age_0/abs_delta": 0.08},
         # Tokens of older weights differ because the policy has moved.
@@ -223,6 +228,35 @@ def test_a_rule_finds_its_disease_and_not_what_looks_like_it(
     assert name not in names(well)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_run_that_is_dead_from_its_first_step_says_so_at_once(steps: int) -> None:
+    def dead(step: int) -> Record:
+        return {**FLAT, "sampling/accuracy": 0.0, "length/truncated": 1.0}
+
+    assert names(dead, steps=steps) == ["reward_flat_wrong", "cut_off"]
+    few = {"sampling": {"groups_per_step": 1}, "rollout": {"n": 3}}  # 12 answers may be chance
+    assert names(dead, few, steps) == []
+    nearly = {"score/task_reward/max": 1.0, "length/truncated": 0.9}
+    assert names(lambda step: {**dead(step), **nearly}, steps=steps) == []
+
+
+def test_rules_say_how_many_steps_they_need() -> None:
+    assert too_short(6) == (
+        f"6 steps: too few for 4 of {len(RULES)} rules (entropy_collapse, clip_never, "
+        "length_hacking, reward_hacking need 10)"
+    )
+    assert " need 5; entropy_blow_up, gradient_spikes need 6; " in too_short(4)
+    assert too_short(10) == ""
+    assert "not_comparable" not in too_short(1)
+    assert names(lambda step: {"mismatch/abs_delta": math.nan}, steps=1) == ["not_comparable"]
+    extreme = {"reward_flat_wrong", "reward_flat_right", "filtered", "cut_off", "clip_often",
+               "gradient_spikes", "scoring_fails"}  # fmt: skip
+    for rule in RULES:
+        for name, sick, _ in CASES:
+            if name == rule.name and name not in extreme:
+                assert name not in names(sick, steps=rule.steps - 1)
+
+
 def test_sequence_ratios_are_clipped_more_often_in_a_healthy_run() -> None:
     gspo = {**SETTINGS, "algorithm": {"policy_loss": {"name": "gspo"}}}
     often = next(sick for rule, sick, _ in CASES if rule == "clip_often")
@@ -238,12 +272,6 @@ def test_a_finding_has_the_steps_and_figures_of_what_it_found() -> None:
     assert "rollout.max_response_tokens" in finding.remedy
 
 
-def test_the_gravest_finding_comes_first() -> None:
-    found = names(lambda step: {"length/truncated": 0.5, **FLAT, "sampling/accuracy": 0.0})
-    assert found[0] == "reward_flat_wrong"
-    assert "cut_off" in found
-
-
 NUMBERS = st.one_of(
     st.floats(allow_nan=True, allow_infinity=True), st.integers(-(2**70), 2**70), st.just(0.0)
 )
@@ -252,7 +280,7 @@ FIGURES = st.dictionaries(
 )
 
 
-@examples(40)
+@examples(15)
 @given(
     st.lists(FIGURES, max_size=25),
     st.recursive(
@@ -284,10 +312,6 @@ def test_extremes_in_every_figure_make_no_rule_raise(value: float) -> None:
         diagnose(
             [{**(extreme if s % 2 else healthy(s)), "step": s} for s in range(1, 24)], SETTINGS
         )
-
-
-def test_a_figure_that_is_no_number_at_times_hides_no_disease() -> None:
-    assert "cut_off" in names(lambda s: {"length/truncated": 0.5 if s % 3 else math.nan})
 
 
 def test_rules_ask_for_figures_that_are_listed_and_name_keys_that_exist() -> None:
@@ -412,3 +436,7 @@ def test_wrong_answers_that_agree_are_shown_and_others_are_called_hard() -> None
     )
     for nothing in ([], [row(0, None)], [row(0, "1", 1.0), row(0, "1", 1.0)], [row(0, "…")]):
         assert wrong_answers(nothing) == ""
+
+
+def test_a_figure_that_is_no_number_at_times_hides_no_disease() -> None:
+    assert "cut_off" in names(lambda s: {"length/truncated": 0.5 if s % 3 else math.nan})

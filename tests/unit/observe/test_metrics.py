@@ -14,21 +14,11 @@ from hypothesis import strategies as st
 from winnow.observe.metrics import Figure, Metrics, Stopwatch, plain
 
 
-def test_a_mean_weighs_what_it_merges() -> None:
-    metrics = Metrics()
-    metrics.mean("actor/entropy", 2.0, weight=1)
-    metrics.mean("actor/entropy", 5.0, weight=3)
-    assert metrics.record() == {"actor/entropy": (2 + 15) / 4}
-
-
 def test_what_has_no_weight_changes_no_mean_even_if_it_is_nan() -> None:
     metrics = Metrics()
     metrics.mean("x", 2.0)
     metrics.mean("x", math.nan, weight=0)
     assert metrics.record() == {"x": 2.0}
-
-
-def test_a_mean_over_nothing_is_nan() -> None:
     assert math.isnan(Figure("mean", 0.0, 0.0).value)
 
 
@@ -76,13 +66,6 @@ def test_a_spread_gives_mean_max_and_min_and_merges_with_the_right_weight() -> N
     assert one.record() == {"length/mean": 4.0, "length/max": 10.0, "length/min": 1.0}
 
 
-def test_a_name_cannot_change_its_reduction() -> None:
-    metrics = Metrics()
-    metrics.sum("x", 1)
-    with pytest.raises(AssertionError, match="x is a sum"):
-        metrics.mean("x", 1.0)
-
-
 def test_scalars_of_numpy_and_torch_become_python_numbers() -> None:
     for value, kind in (
         (np.float32(0.5), float),
@@ -93,13 +76,6 @@ def test_scalars_of_numpy_and_torch_become_python_numbers() -> None:
         (np.bool_(True), int),
     ):
         assert type(plain(value)) is kind
-
-
-def test_plain_numbers_replace_earlier_ones() -> None:
-    metrics = Metrics()
-    metrics.update({"actor/lr": 1.0})
-    metrics.update({"actor/lr": 0.5})
-    assert metrics.record() == {"actor/lr": 0.5}
 
 
 class Clock:

@@ -152,9 +152,3 @@ def test_nsights_command_and_what_is_told_of_it(monkeypatch: pytest.MonkeyPatch)
             check_profile(config.model_copy(update={"tool": tool}), has_gpu=False)
     check_profile(config, has_gpu=True)
     check_profile(ProfileConfig(tool="nsight"), has_gpu=False)
-
-
-def test_without_a_profile_phases_mark_nothing(tmp_path: Path) -> None:
-    run(of(tmp_path), range(1, 3))
-    assert not any(tmp_path.iterdir())
-    assert PHASE_RANGES.make("x").__enter__() == "x"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from winnow.config.root import ObserveConfig
@@ -17,10 +15,8 @@ from winnow.errors import WinnowError
 from winnow.observe.rollouts import (
     RolloutGroup,
     choose_text_groups,
-    drop_rollouts_after,
     problem_id,
     read_rollouts,
-    rollout_files,
     write_rollouts,
 )
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
@@ -66,16 +62,9 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "staleness": 3,
         "finish_reason": "stop",
         "scorer_error": "",
-        "pred": None,
-        "prompt": None,
-        "response": None,
-        "prompt_ids": None,
-        "token_ids": None,
-        "logprobs": None,
-        "versions": None,
-        "mismatch": None,
-        "trainer_logprobs": None,
-        "entropies": None,
+        **dict.fromkeys(["pred", "prompt", "response"]),
+        **dict.fromkeys(["prompt_ids", "token_ids", "logprobs", "versions"]),
+        **dict.fromkeys(["mismatch", "trainer_logprobs", "entropies"]),
     }
     assert [(r["group"], r["answer"], r["advantage"]) for r in rows(path)] == [
         (11, 0, 1.0),
@@ -130,32 +119,6 @@ def test_a_greedy_baseline_has_a_row_behind_the_answers_that_were_sampled(
     assert (row["oldest_version"], row["staleness"], row["response"]) == (1, 4, "10 11 12")
 
 
-def test_chosen_groups_keep_text_ids_and_logprobs(tmp_path: Path, make_group: MakeGroup) -> None:
-    path = tmp_path / "step-7.parquet"
-    groups = [RolloutGroup(make_group(i), "surplus") for i in (1, 2)]
-    write(path, *groups, text={2})
-    plain, _, _, shown = rows(path)
-    assert (plain["response"], plain["token_ids"]) == (None, None)
-    assert shown["prompt"] == "5391:"
-    assert shown["response"] == "10 11"
-    assert shown["prompt_ids"] == [0, 1, 2, 3]
-    assert shown["token_ids"] == [10, 11]
-    assert shown["logprobs"] == [-0.5, -0.5]
-    assert shown["versions"] == [3, 3]
-
-
-def test_only_chosen_groups_are_decoded(tmp_path: Path, make_group: MakeGroup) -> None:
-    seen: list[int] = []
-
-    def counting(ids: IntArray) -> str:
-        seen.append(len(ids))
-        return ""
-
-    groups = [RolloutGroup(make_group(i), "trained") for i in range(4)]
-    write_rollouts(tmp_path / "a.parquet", 1, groups, version=5, text_groups={3}, decode=counting)
-    assert seen == [1, 2]
-
-
 def test_an_answer_that_failed_before_its_first_token_has_a_row(
     tmp_path: Path, make_group: MakeGroup
 ) -> None:
@@ -191,11 +154,6 @@ def test_odd_values_of_a_scorer_are_kept_as_text(
     assert (row["extra/odd"], row["pred"]) == (kept, kept)
 
 
-def test_a_step_without_groups_is_an_empty_file(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet")
-    assert rows(tmp_path / "a.parquet") == []
-
-
 def test_a_folder_reads_as_one_table_in_the_order_of_steps(
     tmp_path: Path, make_group: MakeGroup
 ) -> None:
@@ -206,32 +164,6 @@ def test_a_folder_reads_as_one_table_in_the_order_of_steps(
     (tmp_path / "notes.txt").write_text("not ours")
     found = [(row["step"], row["extra/x"], row["extra/y"]) for row in rows(tmp_path)]
     assert found == [(9, "1", None), (10, "one", 2.0)]
-
-
-def test_later_steps_and_half_written_files_are_dropped_on_resume(
-    tmp_path: Path, make_group: MakeGroup
-) -> None:
-    for step in (1, 2, 3, 10):
-        write(tmp_path / f"step-{step}.parquet", RolloutGroup(make_group(1), "trained"))
-    (tmp_path / "step-4.parquet.partial").write_bytes(b"half")
-    drop_rollouts_after(tmp_path, 2)
-    assert [step for step, _ in rollout_files(tmp_path)] == [1, 2]
-    assert len(list(tmp_path.iterdir())) == 2
-    drop_rollouts_after(tmp_path / "absent", 2)
-
-
-def test_a_full_disk_keeps_the_old_file_and_leaves_no_half_one(
-    tmp_path: Path,
-    make_group: MakeGroup,
-    disk_full_after: Callable[[int], AbstractContextManager[None]],
-) -> None:
-    path = tmp_path / "step-1.parquet"
-    write(path, RolloutGroup(make_group(1), "trained"))
-    before = path.read_bytes()
-    with disk_full_after(500), pytest.raises(WinnowError, match=r"step-1\.parquet: .*free some"):
-        write(path, RolloutGroup(make_group(2), "trained"))
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_damaged_file_and_an_empty_folder_are_named(tmp_path: Path) -> None:
@@ -277,12 +209,3 @@ def test_text_is_kept_of_all_answers_up_to_a_number_of_tokens_and_always_of_fail
     groups.append(RolloutGroup(group, "failed"))
     none = ObserveConfig(rollout_text_groups=0)
     assert choose_text_groups(groups, none, seed=1, step=3) == {200}
-
-
-def test_columns_keep_their_types_when_a_step_has_no_value_for_them(
-    tmp_path: Path, make_group: MakeGroup
-) -> None:
-    write(tmp_path / "a.parquet", RolloutGroup(make_group(1), "stale"))
-    schema = pq.read_schema(tmp_path / "a.parquet")
-    kinds = {name: str(schema.field(name).type) for name in ("advantage", "pred", "logprobs")}
-    assert kinds == {"advantage": "double", "pred": "string", "logprobs": "list<element: float>"}

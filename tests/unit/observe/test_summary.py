@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import io
-import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from winnow.observe.figures import count, duration, number, printable, share, shorten
-from winnow.observe.jsonl import (
-    Evaluation,
-    evaluations,
-    phase_seconds,
-    series,
-    token_account,
-    tokens_by_step,
-)
+from winnow.observe.jsonl import Evaluation, evaluations, phase_seconds, series, tokens_by_step
 from winnow.observe.metrics import SFT_S, START_S
-from winnow.observe.summary import Sample, print_summary
+from winnow.observe.rollouts import RolloutGroup, write_rollouts
+from winnow.observe.summary import Sample, print_summary, samples
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 Records = list[dict[str, float]]
 SAMPLE = Sample("5391:", "1|539;3|59?" * 11, False, "1|539;3|59;5|9;9|#1359", True)
@@ -31,25 +27,18 @@ def shown(
     width: int = 100,
     encoding: str = "utf-8",
     sample: Sample = SAMPLE,
-    title: str = "quickstart: 80 steps in 2:05",
 ) -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
     print_summary(
         Console(file=file, width=width, color_system=None),
-        title,
+        "quickstart: 80 steps in 2:05",
         [records[0] | {SFT_S: 60.0}, *records[1:]],
         samples=[sample],
         paths={"learning curve": Path("runs/quickstart-20260102-030405/curve.png")},
         commands={"winnow train quickstart seed=1": "the same with another seed"},
     )
     return raw.getvalue().decode(encoding)
-
-
-def shown_alone(title: str, records: Records) -> str:
-    file = io.StringIO()
-    print_summary(Console(file=file, width=100, color_system=None), title, records)
-    return file.getvalue()
 
 
 def row(text: str, start: str) -> list[str]:
@@ -68,22 +57,6 @@ def test_the_screen_shows_before_and_after(quickstart_records: Records) -> None:
     assert "majority" not in text
 
 
-def test_the_token_account_adds_up_to_the_whole(quickstart_records: Records) -> None:
-    text = shown(quickstart_records)
-    account = token_account(quickstart_records)
-    assert account["trained"] == 80 * 24000
-    assert account["in_progress"] == 1234  # as it stands at the end, not summed
-    assert f"{sum(account.values()):,}" in text
-    assert row(text, "trained on")[:3] == ["1,920,000", "66.6", "%"]
-
-
-def test_the_times_by_phase_stand_longest_first(quickstart_records: Records) -> None:
-    seconds = phase_seconds(quickstart_records)
-    assert list(seconds) == ["generate", "update", "other"]
-    assert seconds["generate"] == pytest.approx(56.0)
-    assert re.search(r"generate +0:56 +34\.1 %", shown(quickstart_records))
-
-
 def test_starts_of_the_process_and_the_warm_up_stand_before_the_phases(
     quickstart_records: Records,
 ) -> None:
@@ -91,13 +64,6 @@ def test_starts_of_the_process_and_the_warm_up_stand_before_the_phases(
     quickstart_records[7] |= {START_S: 5.0}  # resumed
     seconds = phase_seconds(quickstart_records)
     assert [*seconds.items()][:2] == [("start-up", 15.0), ("warm-up", 60.0)]
-
-
-def test_the_sample_answer_shows_whole_before_and_after(quickstart_records: Records) -> None:
-    text = shown(quickstart_records)
-    assert "A held-out problem: 5391:" in text
-    assert "right  1|539;3|59;5|9;9|#1359" in text
-    assert "".join(text.split()).count("1|539;3|59?") == 11
 
 
 @pytest.mark.parametrize(("width", "encoding"), [(100, "utf-8"), (140, "utf-8"), (60, "ascii")])
@@ -127,26 +93,17 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(quickstart_records: Record
         assert r"\x1b[2Jgone\u202e [red]x[/red]" in text
 
 
-def test_a_run_without_evaluation_shows_its_account_alone(quickstart_records: Records) -> None:
-    records = [
-        {name: value for name, value in record.items() if not name.startswith("eval/")}
-        for record in quickstart_records[1:]
-    ]
-    text = shown_alone("dapo-math: 80 steps", records)
-    assert "Tokens generated" in text
-    assert "before" not in text
-    assert "Next" not in text
-
-
-def test_a_run_that_trained_nothing_shows_its_title() -> None:
-    text = shown_alone("stopped before the first step", [])
-    assert text.split("\n")[1] == "stopped before the first step"
-    assert len(text.strip().splitlines()) == 2
-
-
-def test_an_evaluation_after_training_only_leaves_before_open(quickstart_records: Records) -> None:
-    text = shown_alone("a", quickstart_records[1:])
-    assert row(text, "right, greedy") == ["-", "95.4", "%"]
+def test_a_run_in_which_nothing_had_signal_does_not_read_as_a_success() -> None:
+    flat = {f"score/advantage/{end}": 0.0 for end in ("min", "max", "mean")}
+    records = [{"step": 0}, *({"step": n, "sampling/tokens/trained": 500, **flat} for n in (1, 2))]
+    text = shown(records)
+    assert "Nothing was learnt: no answer was better than another" in text
+    assert row(text, "trained on, no signal")[:2] == ["1,000", "100.0"]
+    assert row(text, "trained on  ")[0] == "0"
+    records[1]["score/advantage/max"] = 1.0
+    text = shown(records)
+    assert "Nothing was learnt" not in text
+    assert row(text, "trained on, no signal")[:2] == ["500", "50.0"]
 
 
 def test_evaluations_are_read_by_source_with_slashes_in_its_name() -> None:
@@ -174,3 +131,58 @@ def test_figures_are_short_and_gaps_are_dashes() -> None:
     assert [duration(59.6), duration(3723), duration(None)] == ["1:00", "1:02:03", "-"]
     assert shorten("a" * 50, 20) == "aaaaaaaaaa ... aaaaa"
     assert printable("5|\t\x07é", "ascii") == r"5|\t\x07\xe9"
+
+
+# The question that is shown, from files of evaluations
+
+
+def write(path: Path, rights: list[bool], text: set[int], greedy: Sequence[bool] = ()) -> None:
+    """An evaluation of one answer a prompt; an answer's one token says what it is."""
+
+    def group(place: int, is_right: bool, token: int) -> Group:
+        ids = np.array([token])
+        path = Trajectory((Segment(ids, np.zeros(1, np.float32), ()),), "stop")
+        prompt = Prompt(str(place), np.array([1]), f"question {place}", "", "", None)
+        return Group(place, prompt, (Answer(path, Score(float(is_right), float(is_right))),))
+
+    kinds = ("held_out", 10, rights), ("held_out_greedy", 20, greedy)
+    groups = [
+        RolloutGroup(group(place, is_right, first + place), outcome)
+        for outcome, first, answers in kinds
+        for place, is_right in enumerate(answers)
+    ]
+    said = f"{path.stem} {{}}".format
+    write_rollouts(path, 0, groups, version=0, text_groups=text, decode=lambda ids: said(*ids))
+
+
+YES, NO = True, False
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "greedy", "text", "shown"),
+    [
+        ([YES, NO, NO], [YES, NO, YES], ([], []), {0, 1, 2},
+         Sample("question 2", "old 12", NO, "new 12", YES)),
+        ([NO, NO], [YES, NO], ([YES, NO], [YES, YES]), {0, 1},
+         Sample("question 1", "old 21", NO, "new 21", YES)),
+        ([NO, YES, NO], [YES, NO, NO], ([], []), {1, 2},
+         Sample("question 1", "old 11", YES, "new 11", NO)),
+    ],
+    ids=["became right", "greedy first", "else the first with its text"],
+)  # fmt: skip
+def test_it_is_a_question_that_became_right_of_greedy_answers_first_else_the_first_with_text(
+    tmp_path: Path, old: list[bool], new: list[bool], greedy: tuple[list[bool], list[bool]],
+    text: set[int], shown: Sample,
+) -> None:  # fmt: skip
+    before, after = tmp_path / "old.parquet", tmp_path / "new.parquet"
+    write(before, old, text, greedy[0])
+    write(after, new, text, greedy[1])
+    assert samples(before, after) == [shown]
+
+
+def test_without_text_or_a_file_there_is_none(tmp_path: Path) -> None:
+    before, after = tmp_path / "old.parquet", tmp_path / "new.parquet"
+    write(before, [False], text=set())
+    assert samples(before, after) == []
+    write(after, [True], text=set())
+    assert samples(before, after) == []

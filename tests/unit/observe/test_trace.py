@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from winnow.observe.metrics import Stopwatch
 from winnow.observe.sinks import RunInfo
 from winnow.observe.trace import MERGE_S, ScorerTimes, TraceFile
 from winnow.types import Score
@@ -62,19 +61,6 @@ def test_slices_that_follow_each_other_are_one_and_others_are_not(tmp_path: Path
             (actor, name) == each[:2] and (began, lasted) == pytest.approx(each[2:], abs=1e-5)
             for each in expected
         )
-
-
-def test_phases_of_a_stopwatch_stand_within_each_other(tmp_path: Path) -> None:
-    trace = TraceFile(tmp_path / "trace.json")
-    watch = Stopwatch(tell=trace)
-    with watch.phase("outer"), watch.phase("inner"):
-        pass
-    trace.log(1, {})
-    trace.close()
-    (_, inner, began, lasted), (_, outer, first, whole) = slices(tmp_path / "trace.json")
-    assert (inner, outer) == ("inner", "outer")
-    assert first <= began
-    assert began + lasted <= first + whole + 2e-6
 
 
 def test_a_run_that_logs_nothing_leaves_no_file(tmp_path: Path) -> None:
@@ -148,58 +134,35 @@ def test_a_full_disk_ends_the_timeline_and_not_the_run(
     assert [r.message.endswith("(no timeline)") for r in caplog.records] == [True]
 
 
-def test_scorers_are_told_from_the_first_that_is_waited_for_to_the_last() -> None:
-    told: list[tuple[str, str, float]] = []
-
-    async def score(prompt: Any, trajectory: Any) -> Any:
-        await asyncio.sleep(trajectory)
-        return trajectory
-
-    times = ScorerTimes(score, lambda actor, name, began, end: told.append((actor, name, began)))
-
-    async def go() -> None:
-        one = asyncio.ensure_future(times(None, 0.03))  # type: ignore[arg-type]
-        assert await times(None, 0.01) == 0.01  # type: ignore[arg-type, misc, comparison-overlap]
-        assert not told
-        await one
-        await times(None, 0)  # type: ignore[arg-type, misc]
-
-    asyncio.run(go())
-    figures = times.figures()
-    assert figures["scoring/max_s"] >= 0.03 > 0.01 < figures["scoring/busy_s"]
-    assert figures["scoring/mean_s"] < figures["scoring/max_s"] <= figures["scoring/busy_s"]
-    assert times.figures() == {}
-    assert [each[:2] for each in told] == [("scorers", "score")]
-
-
-def test_a_score_that_lasts_over_the_end_of_a_step_is_counted_once_and_is_one_slice(
+async def test_scores_that_last_over_the_end_of_a_step_are_counted_once_and_are_one_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, told = [100.0], list[tuple[float, float]]()
+    now, told = [100.0], list[tuple[str, str, float, float]]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    answered = asyncio.Event()
 
-    async def go() -> None:
-        answered = asyncio.Event()
+    async def score() -> Score:
+        await answered.wait()
+        return Score(1.0, 1.0, {}, {})
 
-        async def score() -> Score:
-            await answered.wait()
-            return Score(1.0, 1.0, {}, {})
-
-        times = ScorerTimes(
-            lambda prompt, trajectory: score() if prompt else Score(1.0, 1.0, {}, {}),
-            lambda actor, name, began, end: told.append((began, end)),
-        )
-        late = asyncio.ensure_future(times("late", None))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        now[0] = 103.0
-        times(None, None)  # type: ignore[arg-type]
-        assert times.figures()["scoring/busy_s"] == 3.0
-        now[0] = 107.0
-        answered.set()
-        await late
-        assert times.figures() == {
-            f"scoring/{name}_s": seconds for name, seconds in (("busy", 4), ("mean", 7), ("max", 7))
-        }
-
-    asyncio.run(go())
-    assert told == [(100.0, 107.0)]
+    times = ScorerTimes(
+        lambda prompt, trajectory: score() if prompt else Score(1.0, 1.0, {}, {}),
+        lambda *slice_: told.append(slice_),
+    )
+    late = [asyncio.ensure_future(times("late", None))]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    now[0] = 101.0
+    late.append(asyncio.ensure_future(times("late", None)))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    now[0] = 103.0
+    times(None, None)  # type: ignore[arg-type]
+    assert times.figures()["scoring/busy_s"] == 3.0
+    now[0] = 107.0
+    answered.set()
+    await asyncio.gather(*late)
+    assert times.figures() == {
+        f"scoring/{name}_s": seconds for name, seconds in (("busy", 4), ("mean", 6.5), ("max", 7))
+    }
+    assert times.figures() == {}
+    await times("at once", None)  # type: ignore[arg-type, misc]
+    assert told == [("scorers", "score", 100.0, 107.0)]

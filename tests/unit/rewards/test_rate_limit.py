@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from winnow.rewards.judge import RateLimit
 
-QUICK = settings(max_examples=25, deadline=None)
+QUICK = settings(max_examples=20, deadline=None)
 
 
 class Clock:
@@ -38,37 +38,27 @@ def busiest_minute(times: list[float], amounts: list[float]) -> float:
 
 
 @QUICK
-@given(limit=st.integers(1, 90), pauses=st.dictionaries(st.integers(0, 200), st.floats(0, 90)))
-def test_no_minute_sees_more_requests_than_the_limit(limit: int, pauses: dict[int, float]) -> None:
-    clock = Clock()
-    rate = RateLimit(limit, None, clock)
-    times = []
-    for place in range(2 * limit + 10):
-        clock.now += pauses.get(place, 0.0)  # otherwise as fast as it goes
-        times.append(let_through(rate, clock))
-    assert busiest_minute(times, [1.0] * len(times)) <= limit
-
-
-@QUICK
 @given(
-    limit=st.integers(100, 100_000),
+    limit=st.integers(1, 90),
     shares=st.lists(st.floats(0.1, 1), min_size=1),
-    pauses=st.dictionaries(st.integers(0, 50), st.floats(0, 90)),
+    pauses=st.dictionaries(st.integers(0, 100), st.floats(0, 90)),
+    counts_tokens=st.booleans(),
 )
-def test_no_minute_sees_more_tokens_than_the_limit(
-    limit: int, shares: list[float], pauses: dict[int, float]
+def test_no_minute_sees_more_requests_or_tokens_than_the_limit(
+    limit: int, shares: list[float], pauses: dict[int, float], counts_tokens: bool
 ) -> None:
     clock = Clock()
-    rate = RateLimit(None, limit, clock)
-    times, tokens = [], []
-    for place in range(100):
-        clock.now += pauses.get(place, 0.0)
-        tokens.append(shares[place % len(shares)] * limit / 10)
-        times.append(let_through(rate, clock, tokens[-1]))
-    assert busiest_minute(times, tokens) <= limit * (1 + 1e-6)
+    most = 1000 * limit if counts_tokens else limit
+    rate = RateLimit(None, most, clock) if counts_tokens else RateLimit(most, None, clock)
+    times, amounts = [], []
+    for place in range(100 if counts_tokens else 2 * limit + 10):
+        clock.now += pauses.get(place, 0.0)  # otherwise as fast as it goes
+        amounts.append(shares[place % len(shares)] * most / 10 if counts_tokens else 1.0)
+        times.append(let_through(rate, clock, amounts[-1]))
+    assert busiest_minute(times, amounts) <= most * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 9, 10, 60, 600])
+@pytest.mark.parametrize("limit", [1, 9, 60])
 def test_most_of_what_is_allowed_is_used(limit: int) -> None:
     clock = Clock()
     rate = RateLimit(limit, None, clock)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
+import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,11 +17,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.engines import Prompts, ScriptedEngine, uniform, written
+from tests.engines import ScriptedEngine, uniform, written
 from tests.examples import examples
 
-from winnow.config.rollout import NoFilter, SamplingConfig
 from winnow.errors import PublicationError, WorkerError
+from winnow.rollout import remote_engine
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
@@ -27,12 +29,11 @@ from winnow.rollout.engine import (
     GroupRequest,
     SamplingParams,
     WeightUpdate,
-    generate,
 )
-from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup, quantum_for
+from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup
+from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
 from winnow.rollout.weights import Bucket, send
-from winnow.sampling.stream import Sampler
-from winnow.types import Prompt, Score, Segment, Trajectory
+from winnow.types import Segment
 from winnow.workers.local import SharedHandle
 
 T = TypeVar("T")
@@ -52,16 +53,6 @@ def request(number: int, answers: int = 3, prefix: int = 0) -> GroupRequest:
     sampling = SamplingParams(LIMIT)
     made = tuple(answer(index) for index in range(answers))
     return GroupRequest(number, np.array([number]), made, sampling, number)
-
-
-class Counting(ScriptedEngine):
-    """Knows how often it was asked for events."""
-
-    looks = 0
-
-    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        self.looks += 1
-        return await super().events(until)
 
 
 class Mortal:
@@ -171,132 +162,84 @@ def test_the_same_events_come_whatever_the_engines_speeds() -> None:
     assert story([0, 5, 31]) == first
 
 
-def test_engines_advance_together_and_stop_at_the_tick_asked_for() -> None:
-    async def run() -> None:
-        engines = [ScriptedEngine(lambda *_: 35, slots=4) for _ in range(2)]
-        group = EngineGroup(engines, True)
-        await group.submit([request(g, answers=4) for g in range(2)])
-        assert await group.events(until=13) == []
-        assert [engine.tick for engine in engines] == [13, 13]
-        assert group.status().tick == 13
-        events = await group.events()
-        assert {event.tick for event in events} == {35}
-        assert group.status().generated_tokens == 8 * 35
-
-    asyncio.run(run())
-
-
-def test_an_idle_engine_takes_up_the_common_tick_with_its_next_answers() -> None:
-    async def run() -> list[CompletionEvent]:
-        long, short = ScriptedEngine(lambda *_: 30, slots=1), ScriptedEngine(lambda *_: 4, slots=1)
-        group = EngineGroup([long, short], True)
-        await group.submit([request(g, answers=1) for g in range(2)])
-        out = list(await group.events())
-        assert (group.status().tick, short.tick) == (QUANTUM_TICKS, 4)
-        await group.submit([request(2, answers=1)])
-        return out + await drained(group)
-
-    ticks = {event.group_id: event.tick for event in asyncio.run(run())}
+async def test_an_idle_engine_takes_up_the_common_tick_with_its_next_answers() -> None:
+    long, short = ScriptedEngine(lambda *_: 30, slots=1), ScriptedEngine(lambda *_: 4, slots=1)
+    group = EngineGroup([long, short], True)
+    await group.submit([request(g, answers=1) for g in range(2)])
+    out = list(await group.events())
+    assert (group.status().tick, short.tick) == (QUANTUM_TICKS, 4)
+    await group.submit([request(2, answers=1)])
+    ticks = {event.group_id: event.tick for event in out + await drained(group)}
     assert ticks == {1: 4, 2: QUANTUM_TICKS + 4, 0: 30}
 
 
-def test_a_longer_quantum_asks_engines_less_often_and_writes_the_same() -> None:
-    async def run(quantum_ticks: int) -> tuple[int, dict[int, bytes]]:
-        engines = [Counting(lambda *_: 40, slots=4) for _ in range(2)]
-        group = EngineGroup(engines, True, quantum_ticks)
-        await group.submit([request(g, answers=4) for g in range(4)])
-        events = await drained(group)
-        written = {e.group_id * 4 + e.answer: e.segment.token_ids.tobytes() for e in events}
-        return sum(engine.looks for engine in engines), written
-
-    (often, some), (seldom, same) = asyncio.run(run(8)), asyncio.run(run(40))
-    assert some == same
-    assert len(some) == 16
-    assert often == 2 * 80 // 8
-    assert seldom == 2 * 80 // 40
-    assert (quantum_for(20_480), quantum_for(100)) == (640, 8)
-
-
-def test_in_deterministic_mode_a_death_is_an_error() -> None:
-    async def run() -> None:
-        engines = [Mortal(), Mortal()]
-        group = EngineGroup(engines, True)
-        await group.submit([request(g) for g in range(4)])
-        await group.events(until=2)
-        engines[1].is_killed = True
-        await drained(group)
-
+async def test_in_deterministic_mode_a_death_is_an_error() -> None:
+    engines = [Mortal(), Mortal()]
+    group = EngineGroup(engines, True)
+    await group.submit([request(g) for g in range(4)])
+    await group.events(until=2)
+    engines[1].is_killed = True
     with pytest.raises(WorkerError, match="was killed"):
-        asyncio.run(run())
+        await drained(group)
 
 
 # Free mode
 
 
-def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_awaited() -> None:
-    async def run() -> None:
-        engine = Mortal(delay=1)
-        group = EngineGroup([engine], False)
-        await group.submit([request(0)])
-        waiting = asyncio.create_task(group.events())
-        await asyncio.sleep(0)
-        await group.progress()
-        told = group.status().generated_tokens
-        await engine.progress()
-        assert not waiting.done()
-        # What watches over engines must see that they write.
-        assert group.status().generated_tokens > told
-        await waiting
-        await group.close()
-
-    asyncio.run(run())
+async def test_tokens_are_counted_on_when_progress_is_asked_for_while_events_are_awaited() -> None:
+    engine = Mortal(delay=1)
+    group = EngineGroup([engine], False)
+    await group.submit([request(0)])
+    waiting = asyncio.create_task(group.events())
+    await asyncio.sleep(0)
+    await group.progress()
+    told = group.status().generated_tokens
+    await engine.progress()
+    assert not waiting.done()
+    # What watches over engines must see that they write.
+    assert group.status().generated_tokens > told
+    await waiting
+    await group.close()
 
 
-def test_a_slow_engine_holds_up_nobody() -> None:
-    async def run() -> None:
-        engines = [Mortal(slots=4), Mortal(slots=4)]
-        group = EngineGroup(engines, False)
-        engines[1].hangs = asyncio.Event()
-        await group.submit([request(g, answers=4) for g in range(8)])
-        out: list[CompletionEvent] = []
-        while len(out) < 24:  # whatever the hanging engine has room for waits with it
-            out += await asyncio.wait_for(group.events(), 10)
-        assert len({(e.group_id, e.answer) for e in out}) == 24
-        engines[1].hangs.set()
-        engines[1].hangs = None
-        assert len(out) + len(await drained(group)) == 32
-        await group.close()
-
-    asyncio.run(run())
+async def test_a_slow_engine_holds_up_nobody() -> None:
+    engines = [Mortal(slots=4), Mortal(slots=4)]
+    group = EngineGroup(engines, False)
+    engines[1].hangs = asyncio.Event()
+    await group.submit([request(g, answers=4) for g in range(8)])
+    out: list[CompletionEvent] = []
+    while len(out) < 24:  # whatever the hanging engine has room for waits with it
+        out += await asyncio.wait_for(group.events(), 10)
+    assert len({(e.group_id, e.answer) for e in out}) == 24
+    engines[1].hangs.set()
+    engines[1].hangs = None
+    assert len(out) + len(await drained(group)) == 32
+    await group.close()
 
 
-def test_what_a_dead_engine_had_goes_on_elsewhere_behind_the_last_known_prefix(
+async def test_what_a_dead_engine_had_goes_on_elsewhere_behind_the_last_known_prefix(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> list[CompletionEvent]:
-        engines = [Mortal(slots=4), Mortal(slots=4)]
-        group = EngineGroup(engines, False)
-        await group.submit([request(g, answers=4) for g in range(2)])
-        first = list(await group.events())
-        progress = await group.progress()
-        first += [event for event in progress if event.kind != "running"]
-        told = {(e.group_id, e.answer): len(e.segment) for e in progress}
-        theirs = {key: n for key, n in told.items() if key in engines[1].inner._running}
-        assert theirs
-        engines[1].is_killed = True
-        out = first + await drained(group)
-        sent = {
-            (g.group_id, a.index): len(a.prefix or ())
-            for g in engines[0].inner.submitted[1:]
-            for a in g.answers
-        }
-        assert sent == theirs
-        assert group.dead == ["engine 1"]
-        assert group.status().slots == 4
-        return out
-
-    with caplog.at_level(logging.WARNING):
-        events = asyncio.run(run())
+    caplog.set_level(logging.WARNING)
+    engines = [Mortal(slots=4), Mortal(slots=4)]
+    group = EngineGroup(engines, False)
+    await group.submit([request(g, answers=4) for g in range(2)])
+    events = list(await group.events())
+    progress = await group.progress()
+    events += [event for event in progress if event.kind != "running"]
+    told = {(e.group_id, e.answer): len(e.segment) for e in progress}
+    theirs = {key: n for key, n in told.items() if key in engines[1].inner._running}
+    assert theirs
+    engines[1].is_killed = True
+    events += await drained(group)
+    sent = {
+        (g.group_id, a.index): len(a.prefix or ())
+        for g in engines[0].inner.submitted[1:]
+        for a in g.answers
+    }
+    assert sent == theirs
+    assert group.dead == ["engine 1"]
+    assert group.status().slots == 4
     assert len(events) == 8
     for event in events:
         seed = 100 * event.group_id + event.answer
@@ -305,21 +248,6 @@ def test_what_a_dead_engine_had_goes_on_elsewhere_behind_the_last_known_prefix(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert lines[0].startswith("engine 1 died, 1 of 2 are left: the process was killed; ")
-
-
-def test_the_last_death_is_an_error_and_what_came_before_it_is_told() -> None:
-    async def run() -> None:
-        engines = [Mortal(), Mortal()]
-        group = EngineGroup(engines, False)
-        await group.submit([request(g) for g in range(4)])
-        assert await group.events()
-        for engine in engines:
-            engine.is_killed = True
-        while True:
-            await group.events()
-
-    with pytest.raises(WorkerError, match="was killed"):
-        asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_what_was_asked_back_of_an_engine_that_dies_comes_back_and_is_not_written_on() -> None:
@@ -338,37 +266,31 @@ def test_what_was_asked_back_of_an_engine_that_dies_comes_back_and_is_not_writte
     asyncio.run(run())
 
 
-def test_an_engine_that_lost_its_answers_gives_them_up_and_they_may_be_sent_again() -> None:
-    async def run() -> None:
-        engines = [Mortal(), Mortal()]
-        group = EngineGroup(engines, True)
-        await group.submit([request(g) for g in range(4)])
-        assert await group.events(until=1) == [] or True
-        engines[0].inner.forget()
-        events = await drained(group)
-        assert {e.kind for e in events} == {"finished", "failed"}
-        assert len({(e.group_id, e.answer) for e in events}) == len(events) == 12
-        assert {e.error for e in events if e.kind == "failed"} == {"the engine lost the answer"}
-
-    asyncio.run(run())
+async def test_an_engine_that_lost_its_answers_gives_them_up_and_they_may_be_sent_again() -> None:
+    engines = [Mortal(), Mortal()]
+    group = EngineGroup(engines, True)
+    await group.submit([request(g) for g in range(4)])
+    assert await group.events(until=1) == [] or True
+    engines[0].inner.forget()
+    events = await drained(group)
+    assert {e.kind for e in events} == {"finished", "failed"}
+    assert len({(e.group_id, e.answer) for e in events}) == len(events) == 12
+    assert {e.error for e in events if e.kind == "failed"} == {"the engine lost the answer"}
 
 
 # Weights
 
 
-def test_all_engines_take_new_weights_and_a_group_of_two_versions_is_an_error() -> None:
-    async def run() -> None:
-        engines = [Mortal(), Mortal()]
-        group = EngineGroup(engines, False)
-        await group.load_weights(WeightUpdate(4))
-        assert group.status().weight_version == 4
-        await engines[1].load_weights(WeightUpdate(5))
-        with pytest.raises(PublicationError, match=r"versions \[4, 5\]; publish again"):
-            group.status()
-        await group.load_weights(WeightUpdate(6))
-        assert group.status().weight_version == 6
-
-    asyncio.run(run())
+async def test_all_engines_take_new_weights_and_a_group_of_two_versions_is_an_error() -> None:
+    engines = [Mortal(), Mortal()]
+    group = EngineGroup(engines, False)
+    await group.load_weights(WeightUpdate(4))
+    assert group.status().weight_version == 4
+    await engines[1].load_weights(WeightUpdate(5))
+    with pytest.raises(PublicationError, match=r"versions \[4, 5\]; publish again"):
+        group.status()
+    await group.load_weights(WeightUpdate(6))
+    assert group.status().weight_version == 6
 
 
 def test_an_engine_that_keeps_its_old_version_is_found() -> None:
@@ -457,11 +379,6 @@ def test_stored_weights_go_to_each_engine_in_one_call_and_a_damaged_one_is_named
         asyncio.run(EngineGroup([Mortal(), Refusing()], True).load_weights(update))
 
 
-def test_a_group_needs_an_engine() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        EngineGroup([], True)
-
-
 # Whatever happens
 
 Step = tuple[str, int]
@@ -544,34 +461,24 @@ class Story:
             assert self.booked == status.generated_tokens
 
 
-@examples(25)
-@given(st.lists(STEPS, max_size=14), st.integers(1, 3), st.booleans())
-def test_no_answer_is_lost_or_doubled_and_the_account_agrees(
-    steps: list[Step], engines: int, deterministic: bool
-) -> None:
-    async def run() -> None:
-        story = Story(engines, deterministic)
-        for step in steps:
-            await story.take(step)
-        await story.end()
-        await story.group.close()
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
-@examples(25)
+@examples(30)
 @given(
     st.lists(STEPS, max_size=14),
-    st.lists(st.tuples(st.integers(0, 14), st.integers(0, 2)), min_size=1, max_size=4),
-    st.integers(2, 3),
+    st.tuples(st.just([]), st.integers(1, 3), st.just(True))
+    | st.tuples(
+        st.lists(st.tuples(st.integers(0, 14), st.integers(0, 2)), min_size=1, max_size=4),
+        st.integers(2, 3),
+        st.just(False),
+    ),
 )
-@example([("submit", 0), ("submit", 0), ("submit", 2), ("abort", 0)], [(4, 1)], 2)
-def test_deaths_lose_no_answer_while_an_engine_lives(
-    steps: list[Step], deaths: list[tuple[int, int]], engines: int
+@example([("submit", 0), ("submit", 0), ("submit", 2), ("abort", 0)], ([(4, 1)], 2, False))
+def test_no_answer_is_lost_or_doubled_while_an_engine_lives_and_the_account_agrees(
+    steps: list[Step], setting: tuple[list[tuple[int, int]], int, bool]
 ) -> None:
+    deaths, engines, deterministic = setting
+
     async def run() -> None:
-        story = Story(engines, False)
-        script = list(steps)
+        story, script = Story(engines, deterministic), list(steps)
         for place, victim in deaths:
             script.insert(place, ("kill", victim))
         try:
@@ -586,93 +493,95 @@ def test_deaths_lose_no_answer_while_an_engine_lives(
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-# Under the sampler
-
-
-def scored(prompt: Prompt, trajectory: Trajectory) -> Score:
-    return Score(1.0, 1.0)
-
-
-def sampler(group: EngineGroup, deterministic: bool) -> Sampler:
-    prompts = Prompts()
-    config = SamplingConfig(groups_per_step=6, filter=NoFilter(), lookahead=1)
-    return Sampler(
-        config,
-        engine=group,
-        next_prompt=prompts.next,
-        give_back=prompts.give_back,
-        score=scored,
-        n=4,
-        sampling=SamplingParams(LIMIT),
-        run_seed=3,
-        deterministic=deterministic,
-    )
-
-
-def test_a_run_goes_on_when_an_engine_dies_and_says_what_was_lost(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def run() -> None:
-        engines = [Mortal(slots=8, live_updates=True) for _ in range(2)]
-        group = EngineGroup(engines, False)
-        made = sampler(group, False)
-        for version in range(6):
-            await group.load_weights(WeightUpdate(version))
-            if version == 3:
-                asyncio.get_running_loop().call_later(
-                    0.0, lambda: setattr(engines[0], "is_killed", True)
-                )
-            step = await made.step(version)
-            assert len(step.groups) == 6
-            assert all(len(each.answers) == 4 for each in step.groups)
-        made.ledger.account.check()
-        lost = group.status().generated_tokens - made.ledger.account.generated
-        told = [r.getMessage() for r in caplog.records if "never came back" in r.getMessage()]
-        if lost:
-            assert len(told) == 1
-            assert f"the engine wrote {lost} tokens that never came back" in told[0]
-        assert group.dead == ["engine 0"]
-        await group.close()
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_steps_of_a_deterministic_run_do_not_depend_on_the_engines_speeds() -> None:
-    def steps(delays: Sequence[int]) -> list[str]:
-        async def run() -> list[str]:
-            group = EngineGroup([Mortal(slots=5, delay=delay) for delay in delays], True)
-            made = sampler(group, True)
-            told = []
-            for version in range(4):
-                await group.load_weights(WeightUpdate(version))
-                step = await made.step(version)
-                told.append(repr((step.counts, [g.id for g in step.groups])))
-            return told
-
-        return asyncio.run(run())
-
-    assert steps([0, 0, 0]) == steps([3, 11, 0])
-
-
-def test_evaluation_writes_on_all_engines() -> None:
-    async def run() -> None:
-        engines = [ScriptedEngine(length, slots=4) for _ in range(2)]
-        done = await generate(EngineGroup(engines, True), [request(g) for g in range(10)])
-        assert len(done) == 30
-        assert all(engine.submitted for engine in engines)
-
-    asyncio.run(run())
-
-
-def test_an_empty_prefix_is_a_fresh_answer() -> None:
+async def test_an_empty_prefix_is_a_fresh_answer() -> None:
     empty = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
     asked = request(0, answers=2)
     asked = replace(asked, answers=tuple(replace(a, prefix=empty) for a in asked.answers))
+    group = EngineGroup([ScriptedEngine(length)], True)
+    await group.submit([asked])
+    assert len(await drained(group)) == 2
 
-    async def run() -> list[CompletionEvent]:
-        group = EngineGroup([ScriptedEngine(length)], True)
-        await group.submit([asked])
-        return await drained(group)
 
-    assert len(asyncio.run(run())) == 2
+# Over wires: replies take any time and overtake each other
+
+
+SEEDS = 60
+CALLS = ["submit", "submit", "resume", "events", "cancel", "progress", "progress", "abort"]
+
+
+class TickByTick(ScriptedEngine):
+    """As a model writes."""
+
+    async def events(self, until: int | None = None) -> Any:
+        while True:
+            found: Any = await super().events(self.tick + (self.tick != until))
+            idle = not self._running and not self._queue
+            if found or idle or self.tick == until:
+                return found
+            await asyncio.sleep(0)
+
+
+class Wire:
+    """Calls begin in order; each reply takes its own time. What is dead answers no more."""
+
+    def __init__(self, worker: EngineWorker, rng: random.Random) -> None:
+        self._worker, self._rng = worker, rng
+        self.is_killed = False
+
+    async def call_rank(self, rank: int, method: str, *args: Any) -> Any:
+        self._check()
+        reply = await asyncio.shield(getattr(self._worker, method)(*args))
+        for _ in range(self._rng.choice([0, 0, 1, 3, 10, 40])):
+            await asyncio.sleep(0)
+        self._check()
+        return pickle.loads(pickle.dumps(reply))
+
+    def _check(self) -> None:
+        if self.is_killed:
+            raise WorkerError("the process was killed", "engine", 0)
+
+
+class WiredStory(Story):
+    """`Story`, over wires."""
+
+    def __init__(self, engines: int, deterministic: bool, rng: random.Random) -> None:
+        super().__init__(engines, deterministic)
+        self.wires: list[Wire] = []
+        made = []
+        for _ in range(engines):
+            inner: Any = TickByTick(length, slots=3, live_updates=True)
+            self.wires.append(Wire(EngineWorker(inner), rng))
+            made.append(RemoteEngine(self.wires[-1], Reply(None, [], inner.status())))
+        self.group = EngineGroup(made, deterministic)
+
+    async def take(self, step: Step) -> None:
+        if step[0] == "kill":
+            self.wires[step[1] % len(self.wires)].is_killed = True
+        else:
+            await super().take(step)
+
+
+async def told(seed: int) -> list[CompletionEvent]:
+    """A random story to its end; what became of each answer."""
+    rng = random.Random(seed)
+    deterministic = rng.random() < 0.4
+    calls = CALLS + (["kill"] if not deterministic and rng.random() < 0.5 else [])
+    story = WiredStory(rng.randint(1, 3), deterministic, rng)
+    try:
+        for _ in range(rng.randint(3, 18)):
+            await story.take((rng.choice(calls), rng.randint(0, 6)))
+        await story.end()
+    except WorkerError:
+        assert all(wire.is_killed for wire in story.wires)
+    await story.group.close()
+    return list(story.ended.values())
+
+
+@pytest.mark.parametrize("patience_s", [1e-9, 1.0])
+def test_no_answer_is_lost_or_taken_for_lost(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engine, "PATIENCE_S", patience_s)
+    for seed in range(examples(SEEDS).max_examples):
+        ended = asyncio.run(asyncio.wait_for(told(seed), 60))
+        assert "failed" not in {event.kind for event in ended}, f"seed {seed}"

@@ -6,7 +6,6 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -17,16 +16,9 @@ from tests.stored import Elsewhere
 from winnow.errors import WorkerError
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout import remote_engine
-from winnow.rollout.engine import (
-    AnswerRequest,
-    CompletionEvent,
-    GroupRequest,
-    SamplingParams,
-    WeightUpdate,
-)
+from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.rollout.torch_engine import TorchEngine
-from winnow.rollout.weights import Bucket
 from winnow.types import FloatArray, IntArray, Segment, VersionSpan
 from winnow.workers.array_refs import ArrayBlock, ArrayRef
 
@@ -85,87 +77,75 @@ def kinds(events: Sequence[CompletionEvent]) -> list[tuple[int, str, int]]:
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_replies_that_overtake_each_other_are_entered_in_the_order_of_calls(
+async def test_replies_that_overtake_each_other_are_entered_in_the_order_of_calls(
     is_faster: bool,
 ) -> None:
-    async def run() -> None:
-        remote, wire, engine = await connected()
-        await remote.submit(requests([5, 9, 20]))
-        assert kinds(await remote.events()) == [(0, "finished", 5)]
-        look, wait = wire.hold("progress"), wire.hold("events")
-        looking = asyncio.ensure_future(remote.progress())
-        await turns(5)
-        waiting = asyncio.ensure_future(remote.events())
-        await turns(50)  # answered by now
-        if is_faster:
-            wait.set()
-            await turns(5)
-        assert not waiting.done()
-        assert remote.status().tick == 5
-        look.set()
-        if is_faster:
-            assert kinds(await looking) == [(1, "running", 5), (2, "running", 5)]
-            assert kinds(await waiting) == [(1, "finished", 9)]
-            return
+    remote, wire, engine = await connected()
+    await remote.submit(requests([5, 9, 20]))
+    assert kinds(await remote.events()) == [(0, "finished", 5)]
+    look, wait = wire.hold("progress"), wire.hold("events")
+    looking = asyncio.ensure_future(remote.progress())
+    await turns(5)
+    waiting = asyncio.ensure_future(remote.events())
+    await turns(50)  # answered by now
+    if is_faster:
         wait.set()
+        await turns(5)
+    assert not waiting.done()
+    assert remote.status().tick == 5
+    look.set()
+    if is_faster:
+        assert kinds(await looking) == [(1, "running", 5), (2, "running", 5)]
         assert kinds(await waiting) == [(1, "finished", 9)]
-        # Not that answer 1 is running: it has ended, and the look was taken again.
-        assert kinds(await looking) == [(2, "running", 9)]
-        assert wire.calls.count("progress") == 2
-        assert remote.status().generated_tokens == 5 + 9 + 9 == engine.status().generated_tokens
-
-    asyncio.run(run())
-
-
-def test_all_up_to_a_tick_comes_in_one_call_that_takes_new_answers_along() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([3, 5, 9, 20]))
-        assert (remote.status().queued, wire.calls) == (4, [""])
-        told = await remote.events(10, gather=True)
-        assert kinds(told) == [(0, "finished", 3), (1, "finished", 5), (2, "finished", 9)]
-        assert [event.tick for event in told] == [3, 5, 9]
-        assert (remote.status().tick, remote.status().queued) == (10, 0)
-        assert kinds(await remote.events(100, gather=True)) == [(3, "finished", 20)]
-        assert wire.calls == ["", "events", "events"]
-
-    asyncio.run(run())
+        return
+    wait.set()
+    assert kinds(await waiting) == [(1, "finished", 9)]
+    # Not that answer 1 is running: it has ended, and the look was taken again.
+    assert kinds(await looking) == [(2, "running", 9)]
+    assert wire.calls.count("progress") == 2
+    assert remote.status().generated_tokens == 5 + 9 + 9 == engine.status().generated_tokens
 
 
-def test_answers_that_are_submitted_beside_a_wait_are_sent_at_once() -> None:
-    async def run() -> None:
-        remote, wire, engine = await connected()
-        await remote.submit(requests([60]))
-        release = wire.hold("events")
-        waiting = asyncio.ensure_future(remote.events())
-        await turns(5)
-        await remote.submit(requests([60, 30])[1:])
-        assert remote.status().queued >= 1
-        await turns(5)
-        assert engine.status().running == 2
-        release.set()
-        assert kinds(await waiting) == [(1, "finished", 30)]
-        assert wire.calls == ["", "events", "events"]
-
-    asyncio.run(run())
+async def test_all_up_to_a_tick_comes_in_one_call_that_takes_new_answers_along() -> None:
+    remote, wire, _ = await connected()
+    await remote.submit(requests([3, 5, 9, 20]))
+    assert (remote.status().queued, wire.calls) == (4, [""])
+    told = await remote.events(10, gather=True)
+    assert kinds(told) == [(0, "finished", 3), (1, "finished", 5), (2, "finished", 9)]
+    assert [event.tick for event in told] == [3, 5, 9]
+    assert (remote.status().tick, remote.status().queued) == (10, 0)
+    assert kinds(await remote.events(100, gather=True)) == [(3, "finished", 20)]
+    assert wire.calls == ["", "events", "events"]
 
 
-def test_a_worker_that_dies_fails_a_reply_that_came_before_its_turn() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([3]))
-        wire.dies_in("progress")
-        looking = asyncio.ensure_future(remote.progress())
-        await turns(5)
-        waiting = asyncio.ensure_future(remote.events())
-        await turns(50)
-        assert not waiting.done()
-        wire.dies.set()
-        for call in (looking, waiting):
-            with pytest.raises(WorkerError, match="was killed"):
-                await asyncio.wait_for(call, 5)
+async def test_answers_that_are_submitted_beside_a_wait_are_sent_at_once() -> None:
+    remote, wire, engine = await connected()
+    await remote.submit(requests([60]))
+    release = wire.hold("events")
+    waiting = asyncio.ensure_future(remote.events())
+    await turns(5)
+    await remote.submit(requests([60, 30])[1:])
+    assert remote.status().queued >= 1
+    await turns(5)
+    assert engine.status().running == 2
+    release.set()
+    assert kinds(await waiting) == [(1, "finished", 30)]
+    assert wire.calls == ["", "events", "events"]
 
-    asyncio.run(run())
+
+async def test_a_worker_that_dies_fails_a_reply_that_came_before_its_turn() -> None:
+    remote, wire, _ = await connected()
+    await remote.submit(requests([3]))
+    wire.dies_in("progress")
+    looking = asyncio.ensure_future(remote.progress())
+    await turns(5)
+    waiting = asyncio.ensure_future(remote.events())
+    await turns(50)
+    assert not waiting.done()
+    wire.dies.set()
+    for call in (looking, waiting):
+        with pytest.raises(WorkerError, match="was killed"):
+            await asyncio.wait_for(call, 5)
 
 
 class Lost(Elsewhere):
@@ -176,158 +156,61 @@ class Lost(Elsewhere):
         raise WorkerError("what engine 0[0] wrote is lost", "engine 0", 0)
 
 
-def test_an_answer_whose_prefix_is_lost_is_begun_anew(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> list[CompletionEvent]:
-        remote, _, _ = await connected()
-        (whole,) = requests([9])
-        block = ArrayBlock(handle=Lost(None))
-        prefix = Segment(
-            cast("IntArray", ArrayRef(block, 0, 0, 4, np.int64)),
-            cast("FloatArray", ArrayRef(block, 1, 0, 4, np.float32)),
-            (VersionSpan(0, 4),),
-        )
-        cut = replace(whole, group_id=1, answers=(AnswerRequest(0, 0, prefix),))
-        told: list[CompletionEvent] = []
-        for group in (whole, cut):
-            await remote.submit([group])
-            told += await remote.events()
-        return told
-
-    first, second = asyncio.run(run())
+async def test_an_answer_whose_prefix_is_lost_is_begun_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remote, _, _ = await connected()
+    (whole,) = requests([9])
+    block = ArrayBlock(handle=Lost(None))
+    prefix = Segment(
+        cast("IntArray", ArrayRef(block, 0, 0, 4, np.int64)),
+        cast("FloatArray", ArrayRef(block, 1, 0, 4, np.float32)),
+        (VersionSpan(0, 4),),
+    )
+    cut = replace(whole, group_id=1, answers=(AnswerRequest(0, 0, prefix),))
+    told: list[CompletionEvent] = []
+    for group in (whole, cut):
+        await remote.submit([group])
+        told += await remote.events()
+    first, second = told
     assert (len(second.segment), second.kind) == (9, "finished")
     np.testing.assert_array_equal(first.segment.token_ids, second.segment.token_ids)
     assert "begun anew" in caplog.text
 
 
-def test_events_that_were_answered_before_a_look_come_with_it() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([5, 20]))
-        release = wire.hold("events")
-        waiting = asyncio.ensure_future(remote.events())
-        await turns(50)  # the worker has answered, the reply is on its way
-        looking = asyncio.ensure_future(remote.progress())
-        await turns(20)
-        assert not looking.done()
-        waiting.cancel()
-        release.set()
-        assert kinds(await looking) == [(0, "finished", 5), (1, "running", 5)]
-
-    asyncio.run(run())
-
-
-def test_the_status_moves_while_a_long_answer_is_written(
+async def test_nothing_to_tell_from_before_an_abort_does_not_mean_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote_engine, "PATIENCE_S", 1e-9)
 
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([60]))
-        waiting = asyncio.ensure_future(remote.events())
-        seen = set()
-        while not waiting.done():
-            await asyncio.sleep(0)
-            seen.add(remote.status().generated_tokens)
-        assert kinds(waiting.result()) == [(0, "finished", 60)]
-        assert len(seen) > 10
-        assert wire.calls.count("events") > 10
-
-    asyncio.run(run())
-
-
-def test_nothing_to_tell_from_before_an_abort_does_not_mean_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(remote_engine, "PATIENCE_S", 1e-9)
-
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([60]))
-        release = wire.hold("events")
-        waiting = asyncio.ensure_future(remote.events())
-        await turns(20)  # it ran out of patience there, the reply is on its way
-        aborting = asyncio.ensure_future(remote.abort([0]))
-        await turns(20)
-        release.set()
-        await aborting
-        ((group, kind, _),) = kinds(await waiting)
-        assert (group, kind) == (0, "aborted")
-        assert remote.status().running == remote.status().queued == 0
-
-    asyncio.run(run())
+    remote, wire, _ = await connected()
+    await remote.submit(requests([60]))
+    release = wire.hold("events")
+    waiting = asyncio.ensure_future(remote.events())
+    await turns(20)  # it ran out of patience there, the reply is on its way
+    aborting = asyncio.ensure_future(remote.abort([0]))
+    await turns(20)
+    release.set()
+    await aborting
+    ((group, kind, _),) = kinds(await waiting)
+    assert (group, kind) == (0, "aborted")
+    assert remote.status().running == remote.status().queued == 0
 
 
-def test_the_reply_to_an_abort_brings_what_it_ended() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([60]))
-        await remote.abort([0])
-        assert kinds(await remote.events()) == [(0, "aborted", 0)]
-        assert wire.calls == ["", "abort"]
-
-    asyncio.run(run())
+async def test_the_reply_to_an_abort_brings_what_it_ended() -> None:
+    remote, wire, _ = await connected()
+    await remote.submit(requests([60]))
+    await remote.abort([0])
+    assert kinds(await remote.events()) == [(0, "aborted", 0)]
+    assert wire.calls == ["", "abort"]
 
 
-def test_a_wait_that_is_cancelled_goes_on_and_is_not_begun_twice() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([30, 30]))
-        for _ in range(3):
-            waiting = asyncio.ensure_future(remote.events())
-            await turns(2)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-        events = await remote.events()
-        assert kinds(events) == [(0, "finished", 30), (1, "finished", 30)]
-        assert wire.calls.count("events") == 1
-
-    asyncio.run(run())
-
-
-def test_new_weights_are_refused_here_so_that_the_worker_need_not_fail() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        await remote.submit(requests([30]))
-        with pytest.raises(ValueError, match="abort what runs"):
-            await remote.load_weights(WeightUpdate(1))
-        with pytest.raises(ValueError, match="abort what runs"):
-            await remote.take_bucket(Bucket(1, 0, ()))
-        assert wire.calls == [""]
-
-    asyncio.run(run())
-
-
-def test_progress_of_the_worker_moves_with_tokens_and_replies() -> None:
-    async def run() -> None:
-        remote, wire, engine = await connected()
-        worker = wire._worker
-        before = worker.progress
-        await remote.submit(requests([6]))
-        await remote.progress()
-        assert worker.progress == before + 1
-        await engine.events(until=4)
-        assert worker.progress == before + 5
-
-    asyncio.run(run())
-
-
-def test_what_the_worker_serves_is_told_one_call_after_the_other() -> None:
-    async def run() -> None:
-        remote, wire, _ = await connected()
-        told: list[tuple[str, float, float]] = []
-        remote.tell = lambda work, began_s, ended_s: told.append((work, began_s, ended_s))
-        await remote.submit(requests([60]))
-        release = wire.hold("events")
-        waiting = asyncio.ensure_future(remote.events())
-        await turns(5)
-        looking = asyncio.ensure_future(remote.progress())
-        await turns(5)
-        release.set()
-        await asyncio.gather(waiting, looking)
-        await remote.logprobs_of([np.array([3, 4])], 1.0, 1)
-        assert {work for work, *_ in told} == {"write", "canary"}
-        for (_, _, before), (_, began, ended) in pairwise(told):
-            assert before <= began <= ended
-
-    asyncio.run(run())
+async def test_progress_of_the_worker_moves_with_tokens_and_replies() -> None:
+    remote, wire, engine = await connected()
+    worker = wire._worker
+    before = worker.progress
+    await remote.submit(requests([6]))
+    await remote.progress()
+    assert worker.progress == before + 1
+    await engine.events(until=4)
+    assert worker.progress == before + 5

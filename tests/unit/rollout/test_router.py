@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,11 +40,6 @@ def test_a_group_goes_whole_to_the_engine_with_most_free_slots() -> None:
     assert placed(line(group(0, 3)), [4, 8], [0, 5]) == [[(0, 0), (0, 1), (0, 2)], []]
 
 
-def test_groups_are_balanced() -> None:
-    found = placed(line(*(group(g, 4) for g in range(4))), [8, 8])
-    assert [{g for g, _ in keys} for keys in found] == [{0, 2}, {1, 3}]
-
-
 def test_a_group_is_split_over_slots_that_are_free_elsewhere() -> None:
     found = placed(line(group(0, 3), group(1, 3), group(2, 3)), [4, 4])
     assert found == [
@@ -63,10 +57,7 @@ def test_beyond_the_slots_a_group_stays_whole_in_the_shortest_queue() -> None:
 
 def test_prefixes_go_first_and_anywhere_then_priority_decides() -> None:
     waiting = line(group(0, 2, priority=7), group(1, 2, priority=3), group(2, 2, prefix=4))
-    assert placed(waiting, [2, 1], [0, 0]) == [
-        [(2, 0), (2, 1), (0, 0), (0, 1)],
-        [(1, 0), (1, 1)],
-    ]
+    assert placed(waiting, [2, 1], [0, 0]) == [[(2, 0), (2, 1), (0, 0), (0, 1)], [(1, 0), (1, 1)]]
 
 
 def test_answers_of_one_group_are_one_request_and_so_one_prefill() -> None:
@@ -109,8 +100,3 @@ def test_no_answer_is_lost_no_slot_left_empty_and_no_queue_too_long(
         for ask in line(*(group(i, n, int(b)) for i, (n, b) in enumerate(groups))).take(range(9))
     ]
     assert set(order[:begun]) <= set(keys)
-
-
-@pytest.mark.parametrize(("slots", "expected"), [(1, 1), (4, 1), (8, 2), (64, 16)])
-def test_a_quarter_of_the_slots_may_wait_in_an_engine(slots: int, expected: int) -> None:
-    assert ahead(slots) == expected

@@ -1,19 +1,27 @@
-"""The rows of the embedded engine, without a model."""
+"""The rows of the embedded engine, and how many of them fit."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.contract.test_engine import SHAPE, drain, groups_of, model_of, torch_engine
+from transformers import Qwen3Config
 
+from winnow.errors import ConfigError
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.slots import (
     DecodeLayout,
     PrefilledAnswer,
-    PrefillLayout,
     PromptBlock,
     SlotCache,
     Slots,
+    slots_that_fit,
 )
 
 PLAIN, NUCLEUS = SamplingParams(5), SamplingParams(5, top_p=0.5)
@@ -38,11 +46,16 @@ def test_settings_that_no_row_has_any_more_are_forgotten() -> None:
         assert set(slots.kinds) == set(used)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+    ("dtype", "tolerance", "heads", "kv_heads", "window"),
+    [
+        (torch.float32, 1e-6, 4, 4, None),
+        (torch.float32, 1e-6, 6, 2, 3),
+        (torch.bfloat16, 2e-2, 6, 2, None),
+        (torch.float16, 3e-3, 4, 4, 3),
+    ],
 )
+@pytest.mark.bits
 def test_a_query_sees_its_rows_keys_and_the_new_one(
     dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, window: int | None
 ) -> None:
@@ -75,32 +88,59 @@ def test_a_query_sees_its_rows_keys_and_the_new_one(
             torch.testing.assert_close(got[row, head].double(), want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("lengths", [[7, 1, 4], [4, 4]])
-def test_tokens_of_a_prefill_see_those_before_them_and_their_keys_are_kept(
-    lengths: list[int], window: int | None
-) -> None:
-    heads, kv_heads, width = 6, 2, 16
-    generator = torch.Generator().manual_seed(0)
-    layout = PrefillLayout(np.array(lengths), torch.device("cpu"))
-    assert layout.positions.tolist() == [i for length in lengths for i in range(length)]
-    q, k, v = (
-        torch.randn(sum(lengths), n, width, generator=generator, dtype=torch.float64)
-        for n in (heads, kv_heads, kv_heads)
-    )
-    got = layout.attend(0, q, k, v, 0.4, window)
+# The bound of the key/value cache: as many slots as fit, and no byte more
 
-    [kept] = layout.layers
-    begin = 0
-    for row, length in enumerate(lengths):
-        here = slice(begin, begin + length)
-        for table, given in zip(kept, (k, v), strict=True):
-            assert torch.equal(table[row, :, :length], given[here].transpose(0, 1))
-            assert not table[row, :, length:].any()
-        for place in range(length):
-            seen = slice(begin + max(0, place + 1 - (window or length)), begin + place + 1)
-            for head in range(heads):
-                own = head // (heads // kv_heads)
-                weights = (k[seen, own] @ q[begin + place, head] * 0.4).softmax(-1)
-                torch.testing.assert_close(got[begin + place, head], weights @ v[seen, own])
-        begin += length
+
+ROW_GIB = 128 * 64 * 4 / 2**30
+"""Of 100 tokens, which take 128, in fp32: 2 layers of 2 key/value heads of width 8."""
+
+
+def fit(slots: int, gib: float | None, **other: Any) -> int:
+    config = Qwen3Config(**{**SHAPE, "head_dim": 8, **other})
+    return slots_that_fit(config, torch.float32, slots, 100, gib)
+
+
+def test_as_many_slots_are_kept_as_fit_and_one_at_least(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert fit(8, 8 * ROW_GIB) == 8
+        assert "takes up to 0.000244 GiB: 8 slots, 3.05e-05 GiB each" in caplog.text
+        assert fit(8, None) == 8
+        assert "reduced" not in caplog.text
+        assert fit(8, 3.9 * ROW_GIB) == 3
+    assert "rollout.engine.slots 8 is reduced to 3" in caplog.text
+    assert fit(8, 8 * ROW_GIB, num_hidden_layers=4) == 4
+    # A model with fewer positions than prompt and answer may have never holds more.
+    assert fit(8, 2 * ROW_GIB, max_position_embeddings=64) == 4
+    with pytest.raises(ConfigError, match="cache_gib 1e-05 holds not one answer: 100 tokens take"):
+        fit(8, 1e-5)
+
+
+def test_an_engine_within_its_bound_writes_the_same_answers() -> None:
+    groups = groups_of(sampling=SamplingParams(max_tokens=60, stop_token_ids=(2,)))
+    groups = [replace(g, sampling=SamplingParams(70 + 5 * g.group_id)) for g in groups]
+    free = drain(torch_engine(model_of("qwen3", torch.float32)), groups)
+    gib = 3 * ROW_GIB
+    engine = torch_engine(model_of("qwen3", torch.float32), longest=100, cache_gib=gib)
+    assert engine.status().slots == 3
+    bounded = drain(engine, groups)
+    assert {k: e.segment.token_ids.tolist() for k, e in free.items()} == {
+        k: e.segment.token_ids.tolist() for k, e in bounded.items()
+    }
+    held = sum(cache.nbytes for layer in engine._slots.cache.layers for cache in layer)
+    assert 0 < held <= gib * 2**30
+    asyncio.run(engine.close())
+
+
+def test_a_cache_grows_ahead_but_not_beyond_the_longest_answer() -> None:
+    def lengths(longest: int | None) -> list[int]:
+        cache = SlotCache(2, torch.float32, torch.device("cpu"), longest)
+        found = []
+        for length in (10, 65, 129, 200):
+            cache.reserve(length)
+            found.append(cache.length)
+        return found
+
+    assert lengths(None) == [64, 128, 192, 320]
+    assert lengths(200) == [64, 128, 192, 256]

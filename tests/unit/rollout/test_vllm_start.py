@@ -5,8 +5,11 @@ The messages are vLLM's own, of 0.32; `tests/vllm/test_refusals.py` draws the sa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,8 +17,8 @@ from winnow.errors import ConfigError, ModelError
 from winnow.rollout.vllm_start import (
     check_adapted,
     check_extra,
-    check_head_size,
     check_installed,
+    check_vllm_model,
     refusal,
 )
 
@@ -86,12 +89,26 @@ def test_an_option_that_vllm_does_not_have_is_told_with_the_nearest() -> None:
         check_extra({"xyz": 1}, ["enforce_eager", "seed"])
 
 
-def test_heads_that_no_kernel_takes_are_told_with_those_that_fit() -> None:
-    check_head_size("M", 64, [64, 32])
-    with pytest.raises(
-        ModelError, match=r"^model\.path M: .* heads of size 16, but 32, 64; choose"
-    ):
-        check_head_size("M", 16, [64, 32])
+@pytest.mark.parametrize(
+    ("shape", "error", "says"),
+    [
+        ({"max_position_embeddings": 2048}, None, ""),
+        ({"max_position_embeddings": 1024}, ConfigError, "allow 2048 tokens, but M has 1024 pos"),
+        ({"max_position_embeddings": 1024, "rope_parameters": {"rope_type": "yarn"}}, None, ""),
+        ({"max_position_embeddings": 9, "rope_parameters": {"a": {"rope_type": "yarn"}}}, None, ""),
+        ({"head_dim": 24}, ModelError, "CPU kernels do not take heads of size 24, but 32, 64, "),
+        ({"head_dim": 24, "kv_lora_rank": 8}, None, ""),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused_before_it_starts(
+    shape: dict[str, Any], error: type[Exception] | None, says: str
+) -> None:
+    config = SimpleNamespace(**{"num_attention_heads": 4, "hidden_size": 256} | shape)
+    with pytest.raises(error, match=says) if error else contextlib.nullcontext():
+        check_vllm_model("M", config, 2048, is_on_cpu=True)
+    check_vllm_model(
+        "M", SimpleNamespace(**{**vars(config), "max_position_embeddings": None}), 1, False
+    )
 
 
 def test_a_layer_that_vllm_leaves_out_is_named() -> None:

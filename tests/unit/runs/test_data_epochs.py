@@ -45,29 +45,17 @@ def test_data_that_never_ends_or_fills_no_step_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "kind", "told"),
+    ("kind", "told"),
     [
-        (
-            1,
-            "none",
-            "1 passes over 100 prompts: at most 12 steps of 8; 4 prompts at their end fill ",
-        ),
-        (2, "none", "2 passes over 100 prompts: at most 25 steps of 8 (trainer.data_epochs)"),
-        (
-            2,
-            "variance",
-            "2 passes over 100 prompts: at most 25 steps of 8; at their end fewer than 8",
-        ),
+        ("none", "2 passes over 100 prompts: at most 25 steps of 8 (trainer.data_epochs)"),
+        ("variance", "2 passes over 100 prompts: at most 25 steps of 8; at their end fewer than 8"),
     ],
 )
-def test_prompts_that_fill_no_step_are_told_before_they_are_left(
-    epochs: int, kind: str, told: str
-) -> None:
+def test_prompts_that_fill_no_step_are_told_before_they_are_left(kind: str, told: str) -> None:
     cut = "sampling.groups_per_step=8", "trainer.mini_batch_groups=null", f"sampling/filter={kind}"
-    config = load_recipe("quickstart", [f"trainer.data_epochs={epochs}", *cut])
+    config = load_recipe("quickstart", ["trainer.data_epochs=2", *cut])
     source = prompts(100)
-    held_out = PromptSet(())
-    assert next(_notes(source, held_out, with_steps(config, source))).startswith(told)
+    assert next(_notes(source, PromptSet(()), with_steps(config, source))).startswith(told)
 
 
 def test_prompts_that_were_left_are_told_at_the_end() -> None:
@@ -76,3 +64,13 @@ def test_prompts_that_were_left_are_told_at_the_end() -> None:
     assert DataPasses(100, 10, used=100).notes == ()
     assert DataPasses(100, 8, used=64).notes == ()  # stopped, not over
     assert DataPasses().notes == ()
+
+
+def test_a_source_that_verl_scores_otherwise_is_told() -> None:
+    source = PromptSet((Prompt("f:0", np.array([1]), "", "math", ""),))
+    config = load_recipe("quickstart")
+    (note,) = _notes(source, PromptSet(()), config)
+    assert note.startswith("Data source math is scored by math_verify")
+    assert "dapo_math" in note
+    routed = load_recipe("quickstart", ["reward.scorers={math: dapo_math}"])
+    assert list(_notes(source, PromptSet(()), routed)) == []

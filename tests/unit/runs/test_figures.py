@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,14 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.scoring import rewards_of
 from transformers import DeepseekV3Config, Gemma3TextConfig, MistralConfig, Qwen2Config
 
-from winnow.config.reward import RewardConfig, UserFunction
-from winnow.errors import RewardError
 from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics
-from winnow.rewards.pipeline import Rewards
 from winnow.runs.metrics import (
     Attention,
     Passes,
@@ -32,7 +26,6 @@ from winnow.runs.metrics import (
 from winnow.sampling.accounting import SettledGroup, StepAccounting, StepGroups
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
-PROMPT = Prompt("0", np.array([3]), "12:", "sort_digits", "12")
 ANSWER = Trajectory((Segment(np.array([4, 5]), np.zeros(2, np.float32), ()),), "stop")
 
 
@@ -185,55 +178,3 @@ def test_a_step_that_carried_groups_fill_has_no_figure_of_what_was_looked_at() -
     assert not {"sampling/accuracy", "sampling/keep_rate"} & {*figures}
     assert figures["score/accuracy/mean"] == 0.5
     assert figures["sampling/staleness/mean"] == 0
-
-
-def scores_with(tmp_path: object, body: str, patience: int = 100) -> Rewards:
-    file = tmp_path / "reward.py"  # type: ignore[operator]
-    file.write_text(
-        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n{body}"
-    )
-    config = RewardConfig(function=UserFunction(path=str(file)))
-    rewards = rewards_of(config, 16, decode=lambda ids: "#" + "".join(map(str, ids)))
-    rewards.patience = patience
-    return rewards
-
-
-def score(scores: Rewards, times: int) -> list[Score]:
-    async def run() -> list[Score]:
-        return [await scores.score(PROMPT, ANSWER) for _ in range(times)]
-
-    return asyncio.run(run())
-
-
-def test_the_scorer_gets_the_decoded_answer(tmp_path: object) -> None:
-    (got,) = score(scores_with(tmp_path, "    return float(solution_str == '#45')\n"), 1)
-    assert got.reward == 1.0
-
-
-def test_a_broken_scorer_stops_the_run_within_a_steps_worth_of_answers(
-    tmp_path: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    scores = scores_with(tmp_path, "    raise KeyError('nothing')\n", patience=8)
-    assert all(one.error for one in score(scores, 7))
-    with (
-        caplog.at_level(logging.ERROR),
-        pytest.raises(RewardError, match=r"scoring failed for 8 of 8 answers.*max_failure_share"),
-    ):
-        score(scores, 1)
-    assert "Traceback" in caplog.text
-
-
-def test_a_step_is_judged_by_all_its_answers_not_by_its_last_ones(tmp_path: object) -> None:
-    count = "    compute_score.n = getattr(compute_score, 'n', 0) + 1\n"
-    scores = scores_with(tmp_path, f"{count}    return 1 / (compute_score.n - 9)\n", patience=8)
-    assert sum(bool(one.error) for one in score(scores, 10)) == 1
-    scores.end_step()
-
-
-def test_failures_below_the_limit_are_forgotten_at_the_next_check(tmp_path: object) -> None:
-    count = "    compute_score.n = getattr(compute_score, 'n', 0) + 1\n"
-    body = f"{count}    return 1 / (compute_score.n % 10)\n"
-    scores = scores_with(tmp_path, body)
-    for _ in range(5):
-        assert sum(bool(one.error) for one in score(scores, 10)) == 1
-        scores.end_step()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +16,7 @@ import pytest
 from tests.unprivileged import permissions_apply
 
 from winnow.config.trainer import TrainerConfig
-from winnow.errors import CheckpointError
+from winnow.errors import CheckpointError, PassingError
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.runs import state as module
@@ -84,13 +86,6 @@ def test_saving_returns_at_once_and_the_next_save_waits(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2]
 
 
-def test_what_is_no_longer_kept_goes_after_the_new_one_is_there(tmp_path: Path) -> None:
-    with saving(tmp_path, keep_last=1) as save:
-        for step in (1, 2, 3):
-            save(step)
-    assert steps(tmp_path) == [3]
-
-
 def test_what_the_checkpoint_refers_to_is_made_durable_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +111,40 @@ def test_an_error_comes_up_at_the_next_occasion(end: str, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="step-1: No space left on device; free some space"):
         go()
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EBUSY, errno.EIO])
+def test_a_passing_error_is_tried_again_and_ends_the_run_with_75_at_the_third(
+    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = {"rename": [1, 2], "fsync": [3], "end": [7]}
+    rename, fsync = Path.rename, os.fsync
+
+    step = 0
+
+    def fails(kind: str) -> None:
+        if step in failing[kind]:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "rename", lambda p, to: [fails("rename"), rename(p, to)][1])
+    monkeypatch.setattr(os, "fsync", lambda file: [fails("fsync"), fails("end"), fsync(file)][2])
+    with caplog.at_level(logging.WARNING), saving(tmp_path) as save:
+        for step in (1, 2, 4, 1, 2, 5):  # two failures in a row, twice
+            save(step)._join()
+    assert caplog.text.count("the next checkpoint tries again") == 4
+    assert steps(tmp_path) == [4, 5]
+
+    def end(last: list[int]) -> None:
+        nonlocal step
+        with saving(tmp_path / str(len(last))) as save:
+            for step in last:
+                save(step)._join()
+
+    for last in ([7], [1, 2, 3, 5]):  # one at the end; three in a row
+        with pytest.raises(PassingError, match=os.strerror(number)) as ended:
+            end(last)
+        assert ended.value.exit_code == 75
+        assert not steps(tmp_path / str(len(last)))
 
 
 def test_an_error_does_not_hide_the_one_that_ended_the_run(

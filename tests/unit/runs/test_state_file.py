@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import pickle
-import random
 import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,15 +25,8 @@ from tests.states import read_back, same
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from winnow.errors import CheckpointError
-from winnow.runs.state_file import (
-    SHARD_INDEX,
-    TENSORS,
-    TREE,
-    check_shards,
-    read_state,
-    write_state,
-)
-from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.runs.state_file import SHARD_INDEX, TENSORS, TREE, check_shards, read_state, write_state
+from winnow.types import Score, VersionSpan
 
 TEXTS = st.text(st.characters(), max_size=8)
 KEYS = TEXTS | st.sampled_from(["!tuple", "!", "a.b", "a"]) | st.integers() | st.booleans()
@@ -92,16 +82,6 @@ def test_any_value_comes_back_to_the_bit_and_of_its_type(value: Any) -> None:
     assert same(read_back({"value": value}), {"value": value})
 
 
-def test_random_states_come_back() -> None:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "generator": np.random.default_rng(3).bit_generator.state,  # integers of 128 bit
-        "torch": torch.get_rng_state(),
-    }
-    assert same(read_back(state), state)
-
-
 def test_views_of_one_storage_and_names_that_meet_are_kept_apart() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     views = {"a": {"b": base, 1: base[0]}, "a.b": base.T, "1": base[1:], "row": base[:, 1]}
@@ -114,18 +94,6 @@ def test_an_object_array_keeps_its_values() -> None:
     found = read_back({"array": array})["array"]
     assert found.dtype == object
     assert found.tolist() == array.tolist()
-
-
-def test_a_whole_answer_comes_back_with_all_that_travels_with_it() -> None:
-    prompt = Prompt(
-        "p", np.arange(3), "text", "source", {"answers": (1, 2)},
-        {"day": datetime.date(2026, 1, 2), "cost": Decimal("1.10")}, ({"role": "user"},),
-    )  # fmt: skip
-    logprobs = np.float32([-0.1, -np.inf])
-    segment = Segment(np.arange(2), logprobs, (VersionSpan(0, 1), VersionSpan(3, 2)))
-    trajectory = Trajectory((segment,), "stop", {"pixels": np.zeros((2, 0, 3), np.uint8)})
-    state = {"all": [prompt, trajectory, Score(0.5, 1.0, {"task": 0.5}, {"pred": "7"})]}
-    assert same(read_back(state), state)
 
 
 @dataclass
@@ -172,6 +140,7 @@ FOREIGN = {
     "a negative shape": retold(lambda tree: {"x": {"!array": ["<i8", [-1], 0]}}),
     "an array of pointers": retold(lambda tree: {"x": {"!array": ["|O8", [1], 0]}}),
     "an object without its fields": retold(lambda tree: {"x": {"!object": ["VersionSpan", {}]}}),
+    "a fraction that takes forever": retold(lambda tree: {"x": {"!fraction": "1e99999999"}}),
     "nested without end": lambda folder: (folder / TREE).write_text("[" * 10**5 + "]" * 10**5),
 }
 
@@ -185,20 +154,6 @@ def test_a_state_that_is_none_is_refused_in_one_line(
     with pytest.raises(CheckpointError, match=r"cannot be read: .+; use another") as caught:
         read_state(tmp_path, [VersionSpan])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", [TREE, TENSORS])
-@pytest.mark.parametrize("how", ["pickle", "torch"])
-def test_a_pickle_in_the_place_of_a_file_does_not_run(name: str, how: str, tmp_path: Path) -> None:
-    write_state(tmp_path, {"x": torch.arange(3)})
-    mark = tmp_path / "ran"
-    if how == "pickle":
-        (tmp_path / name).write_bytes(pickle.dumps(Bomb(mark)))
-    else:
-        torch.save(Bomb(mark), tmp_path / name)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_state(tmp_path, [])
-    assert not mark.exists()
 
 
 def shards(folder: Path, state: dict[str, Any]) -> Path:

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 from tests.states import read_back
 
 from winnow.config.rollout import SamplingConfig
-from winnow.sampling.admission import (
-    LEAST_CHANCE,
-    ClosedPrefix,
-    QualifyRate,
-    may_open,
-)
+from winnow.sampling.admission import LEAST_CHANCE, ClosedPrefix, QualifyRate, may_open
 
 ALL_HISTORIES = [(visits, yes) for visits in range(4) for yes in range(visits + 1)]
 
@@ -23,11 +18,6 @@ def after(outcomes: str, uid: str = "a", decay: float = 0.98) -> QualifyRate:
     for outcome in outcomes:
         rate.observe(uid, outcome == "+")
     return rate
-
-
-def test_nothing_seen_means_even_odds() -> None:
-    assert QualifyRate(0.98).rate == 0.5
-    assert QualifyRate(0.98).chance((0, 0)) == 0.5
 
 
 def test_without_a_filter_only_failures_cast_doubt() -> None:
@@ -51,11 +41,6 @@ def test_no_chance_falls_below_the_floor_or_rises_above_one(outcomes: str, decay
     assert all(LEAST_CHANCE <= chance <= 1 for chance in map(rate.chance, ALL_HISTORIES))
 
 
-def test_the_floor_is_one_in_32() -> None:
-    assert LEAST_CHANCE == 1 / 32
-    assert after("-" * 1000).chance((3, 0)) == 1 / 32
-
-
 def test_a_prompts_own_visits_move_its_chance_away_from_the_global_rate() -> None:
     rate = QualifyRate(0.98)
     for visit in range(60):
@@ -76,13 +61,6 @@ def test_only_the_latest_three_visits_of_a_prompt_count() -> None:
     assert after("---++").history("a") == (3, 2)
     assert after("+-").history("a") == (2, 1)
     assert after("").history("a") == (0, 0)
-
-
-def test_a_failure_leaves_the_prompts_own_history_alone() -> None:
-    rate = QualifyRate(0.98)
-    rate.observe("a", False, own=False)
-    assert rate.history("a") == (0, 0)
-    assert rate.rate < 0.5
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=60))
@@ -126,19 +104,6 @@ def test_groups_that_may_outlive_a_step_are_counted_in_full() -> None:
     # With a whole step of look-ahead, the look-ahead is the bound.
     assert rule(4, 1, 3)(qualified=3, in_flight=4, expected=0.5)
     assert not rule(4, 1, 3)(qualified=3, in_flight=5, expected=0.5)
-
-
-def test_something_may_always_open_when_nothing_is_in_flight() -> None:
-    for staleness, lookahead in [(0, 0), (1, 0), (1, 1), (2, 0.5), (2, 1.5)]:
-        assert rule(3, lookahead, staleness)(qualified=2, in_flight=0, expected=0.0)
-
-
-def test_qualified_groups_are_passed_once_every_earlier_group_is_closed() -> None:
-    prefix = ClosedPrefix(QualifyRate(0.98))
-    assert prefix.close(2, "c", "qualified") == []
-    assert prefix.close(1, "b", "not") == []
-    assert prefix.close(0, "a", "qualified") == [0, 2]
-    assert prefix.close(3, "d", "qualified") == [3]
 
 
 def test_the_estimate_learns_in_admission_order() -> None:

@@ -79,12 +79,7 @@ def test_events_arrive_whole_with_their_arrays_or_references_to_them(lengths: li
         assert [type(e.segment.token_ids) for e in others] == [np.ndarray, ArrayRef]
         for other in others:
             same(event.segment, other.segment)
-            assert (event.group_id, event.answer, event.kind, event.tick) == (
-                other.group_id,
-                other.answer,
-                other.kind,
-                other.tick,
-            )
+            assert (event.key, event.kind, event.tick) == (other.key, other.kind, other.tick)
     assert handle.fetched == 1, "once a block"
 
 

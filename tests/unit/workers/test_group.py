@@ -39,15 +39,12 @@ class Refusing:
         pass
 
 
-def test_a_call_that_cannot_be_sent_takes_no_number() -> None:
-    async def run() -> None:
-        receiver = LogReceiver("policy", 0)
-        group = WorkerGroup("policy", [(Refusing(), receiver)], lambda asked: asked, 5.0)
-        assert await group.call_rank(0, "step") == 0
-        with pytest.raises(TypeError, match="cannot pickle it"):
-            await group.call_rank(0, "step", object())
-        assert await group.call_rank(0, "step") == 1
-        receiver.has_ended.set()
-        await group.close()
-
-    asyncio.run(run())
+async def test_a_call_that_cannot_be_sent_takes_no_number() -> None:
+    receiver = LogReceiver("policy", 0)
+    group = WorkerGroup("policy", [(Refusing(), receiver)], lambda asked: asked, 5.0)
+    assert await group.call_rank(0, "step") == 0
+    with pytest.raises(TypeError, match="cannot pickle it"):
+        await group.call_rank(0, "step", object())
+    assert await group.call_rank(0, "step") == 1
+    receiver.has_ended.set()
+    await group.close()

@@ -10,7 +10,6 @@ from winnow.errors import ConfigError
 from winnow.workers.ray.session import Pool, Resources, check_room
 
 POLICY = Pool("policy", ("policy", "critic"), 2, 4, devices=1, cpus=2)
-ROLLOUT = Pool("rollout", ("engine",), 1, 4, devices=1, cpus=3)
 JUDGE = Pool("judge", ("reward",), per_node=2)
 
 
@@ -47,13 +46,6 @@ def test_pools_are_refused_where_a_part_or_all_of_them_do_not_fit(
         split = [{name: value / 2 for name, value in part.items()} for part in parts * 2]
         with pytest.raises(ConfigError, match="cannot hold the pools"):
             check_room(pools, split)
-
-
-@pytest.mark.parametrize("pool", [POLICY, ROLLOUT, JUDGE], ids=lambda pool: pool.name)
-def test_the_workers_of_a_slot_take_it_whole(pool: Pool) -> None:
-    for kind, whole in pool.needs(1).items():
-        assert pool.share[kind] * len(pool.roles) == pytest.approx(whole)
-    assert pool.size == pool.nodes * pool.per_node
 
 
 def test_a_cluster_that_is_too_small_is_told_what_is_missing() -> None:

@@ -27,6 +27,8 @@ class Scorer:
     """`module:function`, the module below `winnow.rewards.scorers`."""
     wrong_reward: float
     """Reward of a wrong answer, and of one whose scoring fails."""
+    reads: str = ""
+    """The part of an answer that counts; empty where the score explains itself."""
     metrics: frozenset[str] = frozenset()
     """Numbers in `Score.extra` that a filter may ask for."""
     apart: bool = False
@@ -43,32 +45,49 @@ class Scorer:
         found: ScoreFunction = getattr(import_module(f"{__name__}.{module}"), function)
         return found
 
+    def reason(self, score: Score, ground_truth: Any) -> str:
+        """Explain to people why an answer is not right; empty where it is."""
+        pred = score.extra.get("pred")
+        if score.accuracy >= 1 or score.error or not self.reads:
+            return ""
+        if not pred:
+            return f"nothing was read from the answer: {self.name} reads {self.reads}"
+        unreadable = ", which the task cannot read" if score.extra.get("unreadable") else ""
+        gold = str(ground_truth).rpartition("####")[2].strip()
+        return f"read {pred}{unreadable}, expected {gold}"
+
 
 _CODE_METRICS = frozenset({"cases", "passed", "passed_share"})
+_FORMAT = frozenset({"format"})
+_LINE, _BOX = "the last line 'Answer: …'", r"the last \boxed{}"
+_EITHER = f"{_BOX} or {_LINE}"
+_TAGS, _THOUGHTS = "the last <answer>…</answer>", "<think>…</think> and "
+_TAIL, _SHORT_TAIL = " in the last 300 characters", " in the last 100 characters"
 
 SCORERS: dict[str, Scorer] = {
     scorer.name: scorer
     for scorer in (
-        Scorer("sort_digits", "marks:score_sort_digits", -1.0),
-        Scorer("gsm8k", "marks:score_gsm8k", 0.0),
-        Scorer("gsm8k_flexible", "marks:score_gsm8k_flexible", 0.0),
-        Scorer("dapo_math", "dapo_math:score", -1.0),
-        Scorer("dapo_math_boxed", "dapo_math:score_boxed", -1.0),
-        Scorer("dapo_math_lenient", "maths:score_dapo_by_value", -1.0, apart=True),
-        Scorer("math", "maths:score_as_text", 0.0),
-        Scorer("math_verify", "maths:score_by_value", 0.0, apart=True),
-        Scorer("geometry3k", "maths:score_geometry3k", 0.0, frozenset({"format"}), apart=True),
-        Scorer("search_qa_em", "questions:score_exact", 0.0),
-        Scorer("search_qa_f1", "questions:score_f1", 0.0, frozenset({"f1"})),
-        Scorer("multiple_choice", "questions:score_choice", 0.0),
-        Scorer("think_answer", "marks:score_think_answer", 0.0),
-        Scorer("think_boxed", "marks:score_think_boxed", 0.0),
-        Scorer("countdown", "countdown:score", 0.0, frozenset({"format"})),
-        Scorer("code", "code:score", 0.0, _CODE_METRICS, sandboxed=True),
+        Scorer("sort_digits", "marks:score_sort_digits", -1.0, "the text behind the last '#'"),
+        Scorer("gsm8k", "marks:score_gsm8k", 0.0, "the one number behind the last '####'"),
+        Scorer("gsm8k_flexible", "marks:score_gsm8k_flexible", 0.0, "the last number"),
+        Scorer("dapo_math", "dapo_math:score", -1.0, _LINE + _TAIL),
+        Scorer("dapo_math_boxed", "dapo_math:score_boxed", -1.0, _BOX + _SHORT_TAIL),
+        Scorer("dapo_math_lenient", "maths:score_dapo_by_value", -1.0, _EITHER, apart=True),
+        Scorer("math", "maths:score_as_text", 0.0, _EITHER),
+        Scorer("math_verify", "maths:score_by_value", 0.0, _EITHER, apart=True),
+        Scorer("geometry3k", "maths:score_geometry3k", 0.0, _BOX, _FORMAT, apart=True),
+        Scorer("search_qa_em", "questions:score_exact", 0.0, _TAGS),
+        Scorer("search_qa_f1", "questions:score_f1", 0.0, _TAGS, frozenset({"f1"})),
+        Scorer("multiple_choice", "questions:score_choice", 0.0, "the letter that is chosen"),
+        Scorer("think_answer", "marks:score_think_answer", 0.0, _THOUGHTS + _TAGS),
+        Scorer("think_boxed", "marks:score_think_boxed", 0.0, _THOUGHTS + _BOX),
+        Scorer("countdown", "countdown:score", 0.0, _TAGS, _FORMAT),
+        Scorer("code", "code:score", 0.0, metrics=_CODE_METRICS, sandboxed=True),
         Scorer(
             "reasoning_gym",
             "procedural:score",
             0.0,
+            _TAGS,
             frozenset({"unreadable"}),
             apart=True,
             package="reasoning_gym",

@@ -29,7 +29,7 @@ _ARTICLE = re.compile(r"(?<![A-Za-z\\])(?:an?|the) +(?=[\w$\\])", re.IGNORECASE)
 # Roman type that holds a unit and nothing else, with the power that belongs to it.
 _UNIT_IN_TEXT = re.compile(
     rf"(?:\\,|~)?\\(?:text|mathrm)\{{(?:\s|~|\.|\bm\b|\bs\b|\band\b|\b(?:{_UNITS})\b)*\}}"
-    r"(?:\^\{?[23]\}?)?"
+    r"(?:\^(?:[23]|\{[23]\}))?"
 )
 _DECORATION = re.compile(
     r"\\mathrm\{th\}|\^\\circ|\^\{\\circ\}|\\(?:ldots|dots|;|!|\$|\ )|,\\!|\{,\}|\""
@@ -38,6 +38,7 @@ _MATH = re.compile(r"\$([^$]+)\$")
 _WRAPPER = re.compile(r"\\(?:text|textbf|overline)(?=\{)")
 _SHORT_FRACTION = re.compile(r"(frac)([^{\\])(\{[^{}]*\}|[^{\\])")
 _SHORT_ROOT = re.compile(r"(sqrt)([^{\\\[])")
+_GROUP = re.compile(r"\{([^{},]+)\}")  # braces without a comma are no set, and print nothing
 _PLAIN_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
@@ -69,6 +70,8 @@ def normalize(answer: str) -> str:
     math = _MATH.search(answer)
     answer = (math.group(1) if math else answer).replace("$", "").replace(" ", "")
     answer = _unbox(_unwrapped(answer))
+    group = _GROUP.fullmatch(answer)
+    answer = group.group(1) if group else answer
     answer = _SHORT_FRACTION.sub(_full_fraction, answer)
     answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
     if _PLAIN_NUMBER.fullmatch(answer):

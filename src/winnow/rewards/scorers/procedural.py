@@ -7,8 +7,8 @@ shares of the whole for an answer that is nearly right.
 
 Two checks stand between an answer and its task. Some tasks call `eval` on an answer, or sympy's
 `parse_expr`, which is `eval` too: such an answer must be plain data or a small formula
-(`may_pass`). And some tasks reward answers that solve nothing (`_is_hack`): not a number, any text
-for a truth value, numbers that were not given; or, among formulas, the question as an integral.
+(`may_pass`). And some tasks reward answers that solve nothing (`_is_hack`): NaN, any text for a
+truth value, numbers that were not given; or, among formulas, the question as an integral.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _LARGEST_EXPONENT = 999
 _CALCULATION = re.compile(r"[0-9\s+\-*/().]*")
 _FORMULA = re.compile(r"(?:[A-Za-z0-9\s+\-*/(),^]|(?<=\d)\.(?=\d))*")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*")
-_NOT_A_NUMBER = re.compile(r"[-+]?(?:nan|inf|infinity)\w?", re.IGNORECASE)
+# NaN and infinity as `float`, `complex`, `Decimal` and JSON read them, and no part of a word: tasks
+# compare with `>`, sort and take minima, and NaN comes through all of these.
+_NOT_FINITE = re.compile(r"(?<![a-z])(?:s?nan|inf(?:inity)?)+[ij]?(?![a-z])", re.IGNORECASE)
+_DROPPED = re.compile(r"[\s,]")  # by tasks, before they read a number
 # fmt: off
 _FUNCTIONS = frozenset((
     "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "asin", "acos", "atan",
@@ -154,7 +157,7 @@ def _bound(node: ast.AST) -> Fraction:
 
 def _is_hack(task: str, answer: str, entry: Mapping[str, Any]) -> bool:
     """Return whether a task would reward an answer that is no solution."""
-    if _NOT_A_NUMBER.fullmatch(answer.strip()):
+    if _NOT_FINITE.search(_DROPPED.sub("", answer)):
         return True
     if task == "game_of_life_halting":
         return answer.strip().lower() != str(entry["answer"]).strip().lower()

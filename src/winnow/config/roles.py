@@ -1,0 +1,204 @@
+"""The roles of a run's processes, resolved from a recipe: how many, of which class, on what.
+
+What builds, places, starts, plans, checks and shows a run reads `Roles`, and knows a role by its
+name only where it does that role's work. A role is added by an entry of `ROLES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from winnow.config.algorithm import GaeAdvantage, NoKl
+from winnow.config.data import Demonstrations
+from winnow.config.judge import NoRewardModel, sharding_of
+from winnow.config.rollout import VllmEngineConfig
+from winnow.config.root import Config
+from winnow.config.trainer import SyncMode
+
+POLICY_STATE = "ranks"
+"""A checkpoint's folder of the state that the ranks of the policy hold."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A kind of work that may have processes of its own; `ROLES` has them without their numbers."""
+
+    name: str
+    """Its name in `cluster.roles`."""
+    key: str
+    """Key of the number of processes."""
+    worker: str
+    """Import path of the workers' class."""
+    arguments: tuple[str, ...] = ("config",)
+    """Keyword arguments of the class, by name."""
+    kind: Literal["ranks", "engines", "pipelines"] = "ranks"
+    """Ranks hold a model together and are one group; an engine is a group, which may die and leave
+    the others; pipelines are whole each, in one group."""
+    title: str = "rank{s} of the {name}"
+    """Title of the processes, for people; `{s}` stands for the plural's s."""
+    log_name: str = "{name}"
+    """Name of a group in logs; `{number}` stands for that of an engine."""
+    is_needed: Callable[[Config], bool] = lambda config: True
+    """Test of a recipe: has it work for the role."""
+    saved_in: str | None = None
+    """A checkpoint's folder of the state that its ranks hold; None: they hold none."""
+    worker_by_engine: Mapping[str, str] | None = None
+    """By the name of the engine, the class in the place of `worker`."""
+    count: int = 0
+    """Processes, or engines; 0: the run's own process does the work, or nobody."""
+    width: int = 1
+    """GPUs of a process, or of an engine; 0: it holds no model."""
+    is_vllm: bool = False
+    """True where vLLM is in its processes, which takes the first GPUs that it sees."""
+    pool: str | None = None
+    """Its pool on a Ray cluster; None: one of its own."""
+
+    @property
+    def place(self) -> str:
+        """Return its pool, or its own name: roles of one place share GPUs."""
+        return self.pool or self.name
+
+    @property
+    def plural(self) -> str:
+        """Return the title of several processes. Example: `ranks of the policy`."""
+        return self.title.format(s="s", name=self.name.replace("_", " "))
+
+    @property
+    def count_text(self) -> str:
+        """Return the number of processes with their title. Example: `1 rank of the policy`."""
+        plural = "" if self.count == 1 else "s"
+        return f"{self.count} {self.title.format(s=plural, name=self.name.replace('_', ' '))}"
+
+    def group_name(self, number: int) -> str:
+        """Name a group in logs and errors. Example: `engine 0`."""
+        return self.log_name.format(name=self.name.replace("_", " "), number=number)
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs of all its processes."""
+        return self.count * self.width
+
+
+class Roles:
+    """The roles of a recipe, by name; iterates over those that have processes."""
+
+    def __init__(self, config: Config) -> None:
+        self._roles = {role.name: _resolved(role, config) for role in ROLES}
+
+    def __getitem__(self, name: str) -> Role:
+        return self._roles[name]
+
+    def __contains__(self, name: str) -> bool:
+        return self._roles[name].count > 0
+
+    def __iter__(self) -> Iterator[Role]:
+        return (role for role in self._roles.values() if role.count)
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    @property
+    def entries(self) -> tuple[Role, ...]:
+        """Return all roles, those without processes included."""
+        return tuple(self._roles.values())
+
+
+def needs_reference(config: Config) -> bool:
+    """Return whether a loss or the rewards have a KL to the reference."""
+    kl = config.algorithm.kl
+    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
+
+
+def _samples(config: Config) -> bool:
+    return not isinstance(config.sft, Demonstrations)
+
+
+def _has_values(config: Config) -> bool:
+    return isinstance(config.algorithm.advantage, GaeAdvantage)
+
+
+ROLES = [
+    Role(
+        "policy",
+        "trainer.strategy.ranks",
+        "winnow.runs.remote_learner:LearnerWorker",
+        ("config", "tokenizer", "path", "start", "vocabulary"),
+        log_name="learner",
+        saved_in=POLICY_STATE,
+    ),
+    Role(
+        "rollout",
+        "rollout.engine.processes",
+        "",
+        ("config",),
+        "engines",
+        "engine{s}",
+        "engine {number}",
+        worker_by_engine={
+            "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
+            "vllm": "winnow.rollout.vllm_start:make_vllm_worker",
+        },
+    ),
+    Role(
+        "reward",
+        "reward.processes",
+        "winnow.runs.rewarding:make_pipeline_worker",
+        ("config", "tokenizer"),
+        "pipelines",
+        "scorer{s}",
+    ),
+    Role(
+        "reward_model",
+        "reward.model.strategy.ranks",
+        "winnow.runs.scoring_ranks:RewardModelWorker",
+    ),
+    Role(
+        "judge",
+        "reward.judge.engine.processes",
+        "winnow.runs.judge_engines:make_judge_worker",
+        ("config",),
+        "engines",
+        "engine{s} of the judge",
+        "judge {number}",
+    ),
+    Role(
+        "reference",
+        "reference.strategy.ranks",
+        "winnow.runs.reference_ranks:ReferenceWorker",
+        ("config", "start", "vocabulary"),
+        is_needed=lambda config: needs_reference(config) and _samples(config),
+    ),
+    Role(
+        "critic",
+        "critic.strategy.ranks",
+        "winnow.runs.critic_ranks:CriticWorker",
+        ("config", "start"),
+        is_needed=lambda config: _has_values(config) and _samples(config),
+        saved_in="critic",
+    ),
+]
+"""Each role of a recipe, in the order in which they get GPUs of one machine."""
+
+
+def _resolved(role: Role, config: Config) -> Role:
+    """Put a recipe's numbers into a role."""
+    *path, name = role.key.split(".")
+    section: Any = config
+    for part in path:
+        section = getattr(section, part, None)
+    count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
+    if count is None:  # engines: 1 where none can be in the run's process
+        count = int(is_vllm or not isinstance(config.trainer.mode, SyncMode))
+    width, model = getattr(section, "tensor_parallel", 1), config.reward.model
+    if role.name == "reward":
+        width = int(not isinstance(model, NoRewardModel) and sharding_of(model) is None)
+    return replace(
+        role,
+        worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),
+        count=count if role.is_needed(config) else 0,
+        width=width,
+        is_vllm=is_vllm,
+        pool=getattr(getattr(config.cluster, "roles", None), role.name, None),
+    )
