@@ -42,9 +42,9 @@ from winnow.rollout.engine import (
     CompletionEvent,
     GroupRequest,
     SamplingParams,
-    WeightUpdate,
     answer_seed,
 )
+from winnow.rollout.weights import WeightUpdate
 from winnow.sampling import stream
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger

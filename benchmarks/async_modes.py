@@ -39,6 +39,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from winnow.builders.engines import make_engine
+from winnow.builders.run import rollout_sampling, use_machine
+from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.loader import PromptLoader, training_prompts
@@ -47,12 +50,10 @@ from winnow.observe.console import make_console
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.ledger import read_ledger
-from winnow.rewards.pipeline import RewardPipeline, Rewards
+from winnow.ranks.models import load_policy
+from winnow.rewards.pipeline import RewardPipeline
+from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import generate, group_request
-from winnow.runs.build import rollout_sampling, use_machine
-from winnow.runs.loading import load_policy
-from winnow.runs.topology import make_engine
-from winnow.runs.warm_start import make_warm_start
 
 WARM_UP, DRAIN = 5, 3
 """Steps at the beginning and at the end that are not counted."""

@@ -39,8 +39,9 @@ from winnow.learning.runner import Outputs
 from winnow.learning.strategy import LossResult, Strategy, run_pass
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.lora import add_lora
-from winnow.rollout.engine import PublishedEngine, WeightUpdate
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
+from winnow.rollout.engine import PublishedEngine
+from winnow.rollout.weights import WeightUpdate
 
 FAMILIES = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 HEAD, TEMPERATURE, UNKNOWN = 32, 0.9, 3
@@ -151,7 +152,7 @@ def torch_engine(model: Any) -> TorchEngine:
 @cache
 def started(kind: Kind) -> Any:
     """Start a vLLM with a model's shapes; it stays."""
-    from winnow.rollout.vllm_engine import meta_model, start_vllm
+    from winnow.rollout.vllm.engine import meta_model, start_vllm
 
     folder = tempfile.mkdtemp(prefix="winnow-canary-")
     model_of(kind).save_pretrained(folder)
@@ -162,7 +163,7 @@ def started(kind: Kind) -> Any:
 
 def vllm_engine(kind: Kind) -> Any:
     """Make an engine over a vLLM that is up."""
-    from winnow.rollout.vllm_engine import VllmEngine
+    from winnow.rollout.vllm.engine import VllmEngine
 
     llm, shapes = started(replace(kind, lora=False))
     return VllmEngine(llm, shapes, 4, kind.vocabulary - UNKNOWN)
@@ -387,7 +388,7 @@ def fault_table() -> Iterator[str]:
 
 async def vllm_stale_head(kind: Kind) -> Found:
     """Publish to vLLM twice, the second time without the remedy for its tied output layer."""
-    from winnow.rollout import vllm_plugin
+    from winnow.rollout.vllm import plugin as vllm_plugin
 
     engine, before = vllm_engine(kind), model_of(kind)
     policy, canary = strategy_of(changed(before, 0.05)), canary_of(kind)

@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from winnow.builders.warm_start import tiny_model
+from winnow.checkpoints.checkpoint import Manifest, this_machine
+from winnow.checkpoints.run_state import LocalTensors, RunState
 from winnow.config.model import SftWarmStart
 from winnow.config.trainer import TrainerConfig
 from winnow.data.sort_digits import build_tokenizer
@@ -31,9 +34,6 @@ from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import model_writer, use_layout_attention
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
-from winnow.runs.checkpoint import Manifest, this_machine
-from winnow.runs.state import LocalTensors, RunState
-from winnow.runs.warm_start import tiny_model
 
 
 def quickstart() -> PreTrainedModel:

@@ -21,8 +21,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.models.causal_lm import use_layout_attention
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.rollout.torch_engine import TorchEngine
 
 VOCABULARY, PAD, EOS, LIMIT, GROUP = 29, 0, 1, 128, 8
 

@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from winnow.observe.doctor import diagnose_run
 from winnow.observe.files import RunFolder
+from winnow.views.doctor import diagnose_run
 
 SICK = Path(__file__).parent / "sick"
 COMMON = (
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--only-report", action="store_true", help="of the runs that are there")
     asked = parser.parse_args()
-    import winnow.runs.session  # noqa: F401  imported once, for all runs
+    import winnow.commands.train  # noqa: F401  imported once, for all runs
 
     with tempfile.TemporaryDirectory() as scratch:
         runs = asked.runs or Path(scratch)

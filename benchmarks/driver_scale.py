@@ -35,6 +35,8 @@ import torch
 from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
+from winnow.checkpoints.checkpoint import Manifest
+from winnow.checkpoints.run_state import RunState
 from winnow.config.rollout import SamplingConfig
 from winnow.config.root import ObserveConfig
 from winnow.config.trainer import TrainerConfig
@@ -45,18 +47,17 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
+from winnow.ranks.remote import RemoteLearner
+from winnow.ranks.workers import RankFacts, StepReply
 from winnow.rewards.pipeline import ScoredAnswer
 from winnow.rewards.remote_pipeline import PipelineWorker, RemotePipeline
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup, quantum_for
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
-from winnow.runs import loop
-from winnow.runs.checkpoint import Manifest
-from winnow.runs.loop import Sharing, train
-from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.process import ShutdownSignal
-from winnow.runs.remote_learner import RankFacts, RemoteLearner, StepReply
-from winnow.runs.state import RunState
+from winnow.run import loop
+from winnow.run.loop import Sharing, train
+from winnow.run.shutdown import ShutdownSignal
+from winnow.run.step_metrics import Passes, Throughput
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
 from winnow.workers.array_refs import ArrayBlock, fetch

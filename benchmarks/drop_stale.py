@@ -23,7 +23,8 @@ from typing import Any
 
 from winnow.cli.main import app
 from winnow.sampling import stream
-from winnow.sampling.ledger import GroupState, Ledger
+from winnow.sampling.groups import GroupState
+from winnow.sampling.ledger import Ledger
 from winnow.types import Prompt
 
 

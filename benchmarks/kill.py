@@ -35,8 +35,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
+from winnow.checkpoints.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.errors import WinnowError
-from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
 
 STEPS = 4
 LEDGER = "ledger.parquet"

@@ -31,8 +31,8 @@ from benchmarks.kill import LONGEST_S, STEPS, Lab, kill_at, wait_for
 from tests.fault.quick_lab import SPARES, QuickLab
 from tests.forked import Forked, Server
 
-from winnow.observe.ledger_diff import diff, open_ledger
-from winnow.runs.checkpoint import checkpoints_in
+from winnow.checkpoints.checkpoint import checkpoints_in
+from winnow.views.ledger_diff import diff, open_ledger
 
 STEP_OFF = "trainer/mode=one_step_off"
 MODES: dict[str, tuple[str, ...]] = {

@@ -20,16 +20,18 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from winnow.builders.engines import make_engine
+from winnow.builders.run import rollout_sampling, use_machine
+from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.loader import PromptLoader, training_prompts
 from winnow.observe.console import make_console
-from winnow.rewards.pipeline import RewardPipeline, Rewards
-from winnow.rollout.engine import WeightUpdate, generate, group_request
-from winnow.runs.build import rollout_sampling, use_machine
-from winnow.runs.loading import Policies, load_policy
-from winnow.runs.topology import make_engine
-from winnow.runs.warm_start import make_warm_start
+from winnow.ranks.models import Policies, load_policy
+from winnow.rewards.pipeline import RewardPipeline
+from winnow.rewards.rewards import Rewards
+from winnow.rollout.engine import generate, group_request
+from winnow.rollout.weights import WeightUpdate
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 

@@ -35,6 +35,9 @@ from torch import Tensor
 
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
+from winnow.builders.run import keep_ledger
+from winnow.checkpoints.checkpoint import Manifest
+from winnow.checkpoints.run_state import LocalTensors, RunState
 from winnow.config.rollout import SamplingConfig
 from winnow.config.root import ObserveConfig
 from winnow.config.trainer import TrainerConfig
@@ -50,13 +53,10 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.runs import loop
-from winnow.runs.build import keep_ledger
-from winnow.runs.checkpoint import Manifest
-from winnow.runs.loop import Sharing, train
-from winnow.runs.metrics import Passes, Throughput
-from winnow.runs.process import ShutdownSignal
-from winnow.runs.state import LocalTensors, RunState
+from winnow.run import loop
+from winnow.run.loop import Sharing, train
+from winnow.run.shutdown import ShutdownSignal
+from winnow.run.step_metrics import Passes, Throughput
 from winnow.sampling.stream import Sampler
 from winnow.types import IntArray, Prompt, Score, Trajectory
 

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.fused_layers import fuse
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.rollout.torch_engine import TorchEngine
 from winnow.types import Segment
 
 TOKENS = 48

@@ -28,6 +28,8 @@ from tests.recorded import groups_of
 from torch import Tensor
 
 from winnow.algorithms.advantages import ESTIMATORS
+from winnow.builders.run import use_machine
+from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.learning.advantage import AdvantageStage
@@ -35,10 +37,8 @@ from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import OldSource, Policy
 from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.runs.build import use_machine
-from winnow.runs.build_learner import make_learner, make_objective
-from winnow.runs.loading import load_policy
-from winnow.runs.warm_start import make_warm_start
+from winnow.ranks.learner import make_learner, make_objective
+from winnow.ranks.models import load_policy
 from winnow.types import Group
 
 SOURCES: tuple[OldSource, ...] = ("current", "pass")

@@ -133,8 +133,8 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
     from winnow.learning.strategy import local
     from winnow.plan.rank import full_micro_batches, take_steps
-    from winnow.runs.build_learner import make_learner
-    from winnow.runs.loading import load_policy_model
+    from winnow.ranks.learner import make_learner
+    from winnow.ranks.models import load_policy_model
 
     class Drawn(FSDP2Strategy):
         def _hold(self) -> Any:

@@ -29,11 +29,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
-from winnow.rollout.engine import WeightUpdate
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
-from winnow.rollout.torch_engine import TorchEngine
-from winnow.rollout.weights import array_of
+from winnow.rollout.weights import WeightUpdate, array_of
 from winnow.workers.group import start_local
 
 WORKER = "winnow.rollout.remote_engine:TorchEngineWorker"

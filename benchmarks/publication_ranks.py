@@ -33,9 +33,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from winnow.data.sort_digits import build_tokenizer
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm
+from winnow.ranks.remote import RemoteLearner
+from winnow.ranks.workers import LearnerWorker
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
-from winnow.runs.remote_learner import LearnerWorker, RemoteLearner
 from winnow.workers.group import WorkerGroup, WorkerGroups, start_local
 from winnow.workers.host import RankInfo
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from winnow.learning.strategy import Strategy, score_sequences
-from winnow.models.causal_lm import quiet_transformers
+from winnow.models.folders import quiet_transformers
 from winnow.models.value import load_reward_model
 from winnow.types import IntArray
 

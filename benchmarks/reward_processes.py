@@ -26,13 +26,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from winnow.builders.processes import other_processes
+from winnow.builders.topology import placed_rewards
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.tokenizer import decoder
-from winnow.rewards.pipeline import Rewards, ScoredAnswer
-from winnow.runs.loading import Policies
-from winnow.runs.topology import other_processes, placed_rewards
+from winnow.ranks.models import Policies
+from winnow.rewards.pipeline import ScoredAnswer
+from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
 
 GROUP = 16

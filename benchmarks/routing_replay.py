@@ -29,6 +29,7 @@ from winnow.learning.routes import load_figures, token_routes
 from winnow.learning.runner import Outputs
 from winnow.learning.strategy import LossResult, Strategy, run_pass
 from winnow.models.causal_lm import use_layout_attention
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import (
     AnswerRequest,
     GroupRequest,
@@ -36,7 +37,6 @@ from winnow.rollout.engine import (
     answer_seed,
     trajectory_of,
 )
-from winnow.rollout.torch_engine import TorchEngine
 from winnow.types import ROUTES, Answer, Group, Prompt, Score
 
 ANSWERS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 16, 48

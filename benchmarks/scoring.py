@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from winnow.config.reward import RewardConfig, UserFunction
-from winnow.rewards.pipeline import RewardPipeline, Rewards
+from winnow.rewards.pipeline import RewardPipeline
+from winnow.rewards.rewards import Rewards
 from winnow.rewards.scorers import SCORERS
 from winnow.types import Prompt, Segment, Trajectory
 

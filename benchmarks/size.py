@@ -157,7 +157,7 @@ ONE_GROUP = (
 )
 CALLS = {
     "sample": ("winnow.sampling.stream:Sampler.step", ONE_GROUP),
-    "reward": ("winnow.rewards.pipeline:Rewards.score", ONE_GROUP),
+    "reward": ("winnow.rewards.rewards:Rewards.score", ONE_GROUP),
     "publication": (
         "winnow.rollout.remote_engine:RemoteEngine.load_weights",
         (*ONE_GROUP, "rollout.engine.processes=1"),
@@ -219,8 +219,8 @@ import torch, transformers, pyarrow.parquet, pydantic, rich.console, rich.table,
 import matplotlib.figure, typer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 began = time.process_time()
-import winnow.cli.main, winnow.runs.session
-print(f"importing winnow.runs.session: {time.process_time() - began:.2f} s of CPU beyond torch, "
+import winnow.cli.main, winnow.commands.train
+print(f"importing winnow.commands.train: {time.process_time() - began:.2f} s of CPU beyond torch, "
       "transformers, pyarrow, pydantic, rich, typer and matplotlib")
 """
 

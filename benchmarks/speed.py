@@ -26,17 +26,17 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from winnow.builders.engines import make_engine
+from winnow.builders.rewards import make_rewards
+from winnow.builders.run import rollout_sampling
+from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
 from winnow.data.loader import PromptLoader, training_prompts
 from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.rollout.engine import WeightUpdate
-from winnow.runs.build import rollout_sampling
-from winnow.runs.build_learner import make_learner
-from winnow.runs.loading import load_policy
-from winnow.runs.rewarding import make_rewards
-from winnow.runs.topology import make_engine
-from winnow.runs.warm_start import make_warm_start
+from winnow.ranks.learner import make_learner
+from winnow.ranks.models import load_policy
+from winnow.rollout.weights import WeightUpdate
 from winnow.sampling.stream import Sampler
 
 PHASES = ("rollout", "batch", "old_logprobs", "update", "publish", "step")

@@ -30,12 +30,12 @@ import torch
 from rich.console import Console
 from speed import WARM_UP_STEPS, Quickstart, measure
 
+from winnow.builders.warm_start import make_warm_start
 from winnow.config.data import SortDigitsTask
 from winnow.config.load import load_recipe
 from winnow.data.sort_digits import SortDigitsRows, prompt_text, solution
 from winnow.observe.console import make_console
 from winnow.rewards.scorers.marks import score_sort_digits
-from winnow.runs.warm_start import make_warm_start
 
 PROMPTS, ANSWERS, UPDATES, TOKENS = 64, 8, 4, 128
 WITHOUT_SAMPLING = ["sampling/filter=none"]

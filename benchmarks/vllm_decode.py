@@ -123,7 +123,7 @@ def torch_engine(folder: str, dtype: str) -> Write:
     import torch
 
     from winnow.models.causal_lm import load_causal_lm
-    from winnow.rollout.torch_engine import TorchEngine
+    from winnow.rollout.embedded.torch_engine import TorchEngine
 
     model = load_causal_lm(folder, getattr(torch, dtype), torch.device("cpu"))
     return tick_engine(lambda: TorchEngine(model, slots=ROWS, prefill_tokens=8192))
@@ -133,7 +133,7 @@ def own_draws(folder: str, dtype: str) -> Write:
     """Write with `rollout/engine=vllm`."""
     import torch
 
-    from winnow.rollout.vllm_engine import VllmEngine, meta_model, start_vllm
+    from winnow.rollout.vllm.engine import VllmEngine, meta_model, start_vllm
 
     llm = start_vllm(
         folder, dtype=dtype, slots=ROWS, prefill_tokens=8192, longest=512, cache_gib=1.0

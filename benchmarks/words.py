@@ -40,7 +40,7 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def parts_of(name: str) -> list[str]:
-    """Split a name into its words, in lower case. Example: `WithCritic` gives with, critic."""
+    """Split a name into its words, in lower case. Example: `EngineGroup` gives engine, group."""
     return [part.lower() for part in _PART.findall(name)]
 
 

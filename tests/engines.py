@@ -14,13 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from winnow.rollout.engine import (
-    AnswerRequest,
-    CompletionEvent,
-    EngineStatus,
-    GroupRequest,
-    WeightUpdate,
-)
+from winnow.rollout.engine import AnswerRequest, CompletionEvent, EngineStatus, GroupRequest
+from winnow.rollout.weights import WeightUpdate
 from winnow.types import Prompt, Segment, VersionSpan
 
 VOCABULARY = 64

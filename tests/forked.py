@@ -32,14 +32,14 @@ from winnow.gc_tuning import growing
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
-    *("winnow.cli.main", "winnow.config.load", "winnow.runs.session"),
+    *("winnow.cli.main", "winnow.config.load", "winnow.commands.train"),
     "hydra.core.override_parser.overrides_parser",
-    *("winnow.runs.warm_start", "winnow.learning.canary", "winnow.workers.child"),
-    *("winnow.runs.remote_learner", "winnow.rollout.engine_group", "winnow.rollout.remote_engine"),
-    "winnow.rollout.torch_engine",
+    *("winnow.builders.warm_start", "winnow.learning.canary", "winnow.workers.child"),
+    *("winnow.ranks.workers", "winnow.rollout.engine_group", "winnow.rollout.remote_engine"),
+    "winnow.rollout.embedded.torch_engine",
     *("winnow.workers.group", "winnow.learning.learner", "winnow.learning.fsdp2"),
     *("winnow.models.value", "winnow.models.lora", "winnow.sandbox.local", "winnow.rewards.pool"),
-    *("winnow.observe.curve", "winnow.observe.summary"),
+    *("winnow.views.curve", "winnow.views.summary"),
     *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
     *("winnow.workers.ray.group", "google.protobuf.json_format"),

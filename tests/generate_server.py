@@ -30,7 +30,7 @@ class Model:
         import torch
 
         from winnow.models.causal_lm import load_causal_lm
-        from winnow.rollout.torch_engine import TorchEngine
+        from winnow.rollout.embedded.torch_engine import TorchEngine
 
         self.args, self.version = args, "default"
         model = load_causal_lm(args.model, torch.float32, torch.device("cpu"), False)

@@ -9,7 +9,7 @@ import torch
 from tests.small_models import CHAT_TEMPLATE, byte_level_bpe
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from winnow.models.causal_lm import quiet_transformers
+from winnow.models.folders import quiet_transformers
 
 TEXTS = ["5391:", "1|539;3|59;5|9;9|#1359", "0123456789:|;#?abcdefghijk", "<|user|><|assistant|>"]
 

@@ -10,7 +10,8 @@ import numpy as np
 from winnow.config.reward import RewardConfig
 from winnow.rewards.judge import Judge
 from winnow.rewards.model import ModelScorer
-from winnow.rewards.pipeline import Decode, RewardPipeline, Rewards
+from winnow.rewards.pipeline import Decode, RewardPipeline
+from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
 
 LIMIT = 128

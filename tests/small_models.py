@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from winnow.data.sort_digits import build_tokenizer
-from winnow.models.causal_lm import quiet_transformers
+from winnow.models.folders import quiet_transformers
 
 QWEN_VOCABULARY = 151_936
 """Rows of Qwen's embedding: more than its tokenizer, or any tokenizer of a test, has ids."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from winnow.runs.checkpoint import STATE_CLASSES
-from winnow.runs.state_file import read_state, write_state
+from winnow.checkpoints.checkpoint import STATE_CLASSES
+from winnow.checkpoints.state_file import read_state, write_state
 
 
 def read_back(state: Mapping[str, Any]) -> dict[str, Any]:

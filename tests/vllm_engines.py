@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from vllm.distributed import parallel_state as state
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.vllm_engine import VllmEngine, meta_model, start_vllm
+from winnow.rollout.vllm.engine import VllmEngine, meta_model, start_vllm
+from winnow.rollout.weights import WeightUpdate
 
 SLOTS = 32
 """The most answers at once of an engine of a test."""

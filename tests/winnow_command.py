@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 from benchmarks.kill import SETTINGS
 
+from winnow.checkpoints.checkpoint import checkpoints_in
+from winnow.commands import train as session
 from winnow.observe.files import write_atomic
-from winnow.runs import session
-from winnow.runs.checkpoint import checkpoints_in
 
 if TYPE_CHECKING:
     from tests.forked import Server

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
+from winnow.rollout.weights import WeightUpdate
 
 
 class Drifting(TorchEngine):

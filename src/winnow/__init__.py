@@ -6,6 +6,8 @@ names of `winnow.api` are found when they are asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from winnow.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from winnow.api import (
         LLM,
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
         score,
         train,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

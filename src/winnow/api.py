@@ -73,7 +73,7 @@ class RunRecord:
         Raises:
             WinnowError: the run has saved none yet.
         """
-        from winnow.runs.checkpoint import find_checkpoint
+        from winnow.checkpoints.checkpoint import find_checkpoint
 
         return find_checkpoint(self.path, None).model
 
@@ -109,7 +109,7 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
         words = [str(recipe), *overrides]
         run = load_recipe(str(recipe), overrides).run
         if run.resume not in ("auto", "never"):
-            from winnow.runs.resume import asked_for
+            from winnow.checkpoints.opening import asked_for
 
             path = asked_for("run.resume", run.resume)[0]
         elif run.name is not None:
@@ -172,11 +172,11 @@ class LLM:
     def __init__(
         self, model: str | Path, overrides: Sequence[str] = (), trust: bool = False
     ) -> None:
-        from winnow.runs.build import use_machine
-        from winnow.runs.checkpoint import find_checkpoint
-        from winnow.runs.loading import load_policy
-        from winnow.runs.strangers import require_trusted_start
-        from winnow.runs.topology import make_engine
+        from winnow.builders.engines import make_engine
+        from winnow.builders.run import use_machine
+        from winnow.checkpoints.checkpoint import find_checkpoint
+        from winnow.checkpoints.strangers import require_trusted_start
+        from winnow.ranks.models import load_policy
 
         path, recipe = str(model), evaluation_recipe("default")
         if (Path(model) / "config.yaml").is_file():
@@ -332,7 +332,7 @@ def score(
     """
     import numpy as np
 
-    from winnow.runs.rewarding import make_rewards
+    from winnow.builders.rewards import make_rewards
     from winnow.types import Segment, Trajectory
 
     if isinstance(answers, str):

@@ -35,7 +35,15 @@ class CheckpointError(WinnowError):
 
 
 class NoSignalError(WinnowError):
-    """Sampling met its bound without a group to learn from."""
+    """Sampling met its bound without a group to learn from.
+
+    Args:
+        rule: name of the doctor's rule (`winnow.views.diagnosis.RULES`) that has the remedy.
+    """
+
+    def __init__(self, message: str, rule: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class TrainingError(WinnowError):

@@ -16,7 +16,7 @@ from winnow.errors import ConfigError
 from winnow.rollout.engine import SamplingParams, generate, load_custom_engine
 
 ENGINE = """
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
 
 class Wrapped(TorchEngine):
     def __init__(self, *, model, vocab_size, decode, live_updates, slots=8, **options):

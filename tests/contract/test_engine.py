@@ -20,18 +20,18 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from winnow.errors import ModelError, TrainingError
 from winnow.models.causal_lm import use_layout_attention
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
     Engine,
     GroupRequest,
     SamplingParams,
-    WeightUpdate,
     load_custom_engine,
 )
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.weights import WeightUpdate
 from winnow.types import Segment
 
 VOCAB = 40

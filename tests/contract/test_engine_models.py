@@ -18,8 +18,9 @@ from winnow.learning.runner import Outputs
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.lora import add_lora
-from winnow.rollout.engine import CompletionEvent, SamplingParams, WeightUpdate
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
+from winnow.rollout.engine import CompletionEvent, SamplingParams
+from winnow.rollout.weights import WeightUpdate
 from winnow.types import Group, Prompt
 
 VOCABULARY = 29

@@ -22,16 +22,11 @@ from winnow.errors import PublicationError, WorkerError
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm, use_layout_attention
-from winnow.rollout.engine import (
-    CompletionEvent,
-    Engine,
-    GroupRequest,
-    SamplingParams,
-    WeightUpdate,
-)
+from winnow.rollout.embedded.torch_engine import TorchEngine
+from winnow.rollout.engine import CompletionEvent, Engine, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.weights import WeightUpdate
 from winnow.workers.group import WorkerGroup, start_local
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -52,7 +52,7 @@ from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
 from winnow.models.sharded_loading import as_saved
 from winnow.models.value import load_reward_model, load_value_model
-from winnow.runs.scoring_ranks import scores_of
+from winnow.ranks.workers import scores_of
 
 EXACT = torch.float64
 CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ from winnow.learning.runner import Output
 from winnow.learning.strategy import LossFn, Stats, Strategy
 from winnow.models.value import load_value_model
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.runs.build_learner import make_objective
+from winnow.ranks.learner import make_objective
 from winnow.types import Group
 
 BUDGETS = [137, 1, 250, 350]

@@ -37,9 +37,10 @@ from winnow.http.client import RemoteError
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
-from winnow.rollout.engine import CompletionEvent, SamplingParams, WeightUpdate, generate
-from winnow.rollout.http_engine import HttpEngine, make_http_engine
-from winnow.rollout.http_server import seed_behind
+from winnow.rollout.engine import CompletionEvent, SamplingParams, generate
+from winnow.rollout.http.client import seed_behind
+from winnow.rollout.http.engine import HttpEngine, make_http_engine
+from winnow.rollout.weights import WeightUpdate
 
 SHAPE = {"vocab_size": 40, "initializer_range": 0.3, "tie_word_embeddings": False}
 LONGEST = 200
@@ -325,7 +326,7 @@ def test_a_server_that_cannot_read_the_weights_says_so(
     url: str, other: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_over(url)
-    monkeypatch.setattr("winnow.rollout.http_engine._save", lambda shard, file: None)
+    monkeypatch.setattr("winnow.rollout.http.engine._save", lambda shard, file: None)
     with pytest.raises(PublicationError, match=r"version 1: .* 500: .*weights_folder"):
         asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
 
@@ -410,7 +411,7 @@ def token(number: int, logprob: float) -> Step:
 def test_a_request_that_always_fails_ends_as_a_failed_answer(
     step: Step, line: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.rollout.http_engine._PAUSE_S", 0.001)
+    monkeypatch.setattr("winnow.rollout.http.engine._PAUSE_S", 0.001)
     engine = engine_over(url)
     with serving([step]) as served:
         engine.engines[url]._http._url = httpx.URL(served.url)

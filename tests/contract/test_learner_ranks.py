@@ -22,16 +22,15 @@ from tests.ranks import Ranks
 from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
 from torch.distributed.device_mesh import init_device_mesh
 
+from winnow.builders.processes import launcher
 from winnow.config.load import load_recipe
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.errors import WorkerError
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.runs.build_learner import Learning, make_learner
-from winnow.runs.critic_ranks import WithCritic
-from winnow.runs.loading import load_policy_model
-from winnow.runs.reference_ranks import WithReference
-from winnow.runs.topology import launcher
+from winnow.ranks.learner import Learning, make_learner
+from winnow.ranks.models import load_policy_model
+from winnow.ranks.remote import AssistedLearner
 from winnow.types import Group
 from winnow.workers.group import WorkerGroup, WorkerGroups
 
@@ -174,7 +173,7 @@ def test_a_reference_on_ranks_of_its_own_is_the_one_beside_the_policy(folder: st
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         given = {"config": config, "start": folder, "vocabulary": VOCABULARY}
         (ranks,) = crew.start(launch(Roles(config)["reference"], given, 0))
-        learner: Any = WithReference(learning.learner, ranks)
+        learner: Any = AssistedLearner(learning.learner, cast(Any, None), ranks, None)
         assert_alike(learnt(replace(learning, learner=learner), 2), wanted)
         assert wanted[0][1]["actor/kl_loss"] > 1e-4  # what the second step measures
         check_progress_and_death(learning, learner, ranks)
@@ -197,7 +196,7 @@ def test_a_critic_on_ranks_of_its_own_is_the_one_beside_the_policy(folder: str) 
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         given = {"config": config, "start": folder}
         (ranks,) = crew.start(launch(Roles(config)["critic"], given, 0))
-        learner: Any = WithCritic(learning.learner, cast(Any, None), ranks)
+        learner: Any = AssistedLearner(learning.learner, cast(Any, None), None, ranks)
         own = {name: array for name, array in weights.items() if name.startswith("policy")}
         assert_alike(learnt(replace(learning, learner=learner), 3), (wanted, own))
         assert wanted[1]["correction/rejected_tokens"] > 0.01

@@ -33,7 +33,8 @@ from winnow.config.reward import (
     UserFunction,
 )
 from winnow.http.service import address_of, listen
-from winnow.rewards.managers import Manager, make_manager
+from winnow.rewards.manager import Manager
+from winnow.rewards.managers import make_manager
 from winnow.rewards.serve import make_service
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score

@@ -31,7 +31,7 @@ from winnow.learning.imitation import Imitator
 from winnow.learning.learner import Learned, Learner, LearnerSettings
 from winnow.learning.policy import KlTerm, Policy, PolicyObjective
 from winnow.observe.metrics import Metrics, Stopwatch
-from winnow.runs.remote_learner import joined
+from winnow.ranks.remote import joined
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 from winnow.workers.array_refs import ArrayBlock, ArrayRef
 

@@ -16,11 +16,11 @@ import pytest
 from tests.ray_nodes import RayWorkers
 from tests.recipes import recipe
 
+from winnow.builders.processes import launcher
 from winnow.config import roles
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.errors import ConfigError, WorkerError
-from winnow.runs.topology import launcher
 from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.group import WorkerGroups
 from winnow.workers.ray.group import start_ray

@@ -23,13 +23,14 @@ from tests.reward_models import classifier_folder
 from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 from tests.written import answer, written
 
+from winnow.builders.processes import WorkerProcesses, other_processes
+from winnow.builders.topology import placed_rewards
 from winnow.config.root import Config
 from winnow.data.tokenizer import decoder
 from winnow.errors import RewardError, WorkerError
+from winnow.ranks.models import Policies
 from winnow.rewards import remote_pipeline
-from winnow.rewards.pipeline import Rewards
-from winnow.runs.loading import Policies
-from winnow.runs.topology import WorkerProcesses, other_processes, placed_rewards
+from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt, Score, Segment, Trajectory
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_workers")]

@@ -11,10 +11,10 @@ from tests.fault.quick_lab import SPARES
 from tests.forked import Server
 from tests.winnow_command import Outcome, in_forked_process, winnow
 
+from winnow.checkpoints.checkpoint import checkpoints_in
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
-from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TINY = tuple(each for each in SETTINGS if not each.startswith("rollout.engine."))
@@ -32,7 +32,7 @@ import asyncio
 from pathlib import Path
 
 import torch
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
 
 
 class Greedy(TorchEngine):

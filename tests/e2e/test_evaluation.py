@@ -18,8 +18,8 @@ from tests.forked import Server
 from tests.small_models import digits_folder, qwen_folder
 from tests.winnow_command import Outcome, winnow
 
+from winnow.commands import evaluate as evaluation_command
 from winnow.observe.rollouts import read_rollouts
-from winnow.runs import evaluate as evaluation_command
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -16,8 +16,8 @@ from benchmarks.kill import SETTINGS
 from tests.pages import ROOT, code_blocks
 from tests.winnow_command import WINNOW, Outcome, winnow
 
+from winnow.checkpoints.checkpoint import checkpoints_in, load_state
 from winnow.observe.jsonl import read_metrics
-from winnow.runs.checkpoint import checkpoints_in, load_state
 
 PAGE, REWARDS = ((ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("extending", "rewards"))
 SECTIONS = dict(part.split("\n", 1) for part in f"{REWARDS}{PAGE}".split("\n## ")[1:])

@@ -95,7 +95,7 @@ def test_a_wrong_file_is_told_before_the_warm_up_and_leaves_nothing(
 def test_a_package_that_is_absent_is_told_before_the_warm_up(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.runs.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("winnow.builders.preflight.find_spec", lambda name: None)
     on_ray = "cluster=ray", "trainer/strategy=fsdp2", "rollout.engine.processes=1"
     for settings, package in ((("model/adapter=lora",), "peft"), (on_ray, "ray")):
         said = winnow(home, "train", "quickstart", *settings)

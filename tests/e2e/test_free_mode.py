@@ -16,10 +16,10 @@ import pytest
 from benchmarks.kill import STEPS, leftovers
 from tests.fault.quick_lab import QuickLab
 
+from winnow.checkpoints.checkpoint import Checkpoint, checkpoints_in, load_state
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
-from winnow.runs.checkpoint import Checkpoint, checkpoints_in, load_state
-from winnow.sampling.ledger import AnswerState
+from winnow.sampling.groups import AnswerState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SETTINGS = (

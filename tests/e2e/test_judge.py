@@ -17,10 +17,10 @@ from tests.pauses import go_on
 from tests.processes import gone, workers_of
 from tests.winnow_command import Outcome, in_this_process
 
+from winnow.checkpoints.checkpoint import checkpoints_in
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts
-from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEY = "sk-very-secret-1"

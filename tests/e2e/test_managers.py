@@ -15,8 +15,8 @@ from tests import winnow_command
 from tests.processes import gone
 from tests.winnow_command import WINNOW, Outcome, cut_off, winnow
 
-from winnow.runs.build import LAG_OF_SCORERS_APART
-from winnow.runs.checkpoint import checkpoints_in, load_state
+from winnow.builders.run import LAG_OF_SCORERS_APART
+from winnow.checkpoints.checkpoint import checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 REWARD = """

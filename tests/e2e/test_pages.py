@@ -82,7 +82,7 @@ model: {path: FOLDER}
 data: {train_files: [train.jsonl], eval_files: [test.jsonl]}
 """
 OWN_ENGINE = """
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
 
 
 class Mine(TorchEngine):

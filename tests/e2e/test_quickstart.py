@@ -18,13 +18,13 @@ import torch
 from tests.winnow_command import Outcome, in_own_process, winnow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from winnow.checkpoints.checkpoint import checkpoints_in
 from winnow.data.sort_digits import is_held_out, solution
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.ledger_diff import check, open_ledger
 from winnow.observe.metrics import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
-from winnow.runs.checkpoint import checkpoints_in
+from winnow.views.ledger_diff import check, open_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

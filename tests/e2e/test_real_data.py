@@ -18,11 +18,11 @@ import pytest
 from tests.small_models import qwen_folder
 from tests.winnow_command import Outcome, in_this_process
 
+from winnow.checkpoints.checkpoint import checkpoints_in
 from winnow.config.load import load_recipe
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
-from winnow.runs.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,9 +16,7 @@ import yaml
 from benchmarks.kill import STEPS, contents, differences, figures
 from tests.winnow_command import cut_off, train
 
-from winnow.observe.jsonl import read_metrics
-from winnow.observe.rollouts import read_rollouts
-from winnow.runs.checkpoint import (
+from winnow.checkpoints.checkpoint import (
     MANIFEST,
     Checkpoint,
     _write_manifest,
@@ -26,7 +24,9 @@ from winnow.runs.checkpoint import (
     load_state,
     read_manifest,
 )
-from winnow.runs.state_file import write_state
+from winnow.checkpoints.state_file import write_state
+from winnow.observe.jsonl import read_metrics
+from winnow.observe.rollouts import read_rollouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

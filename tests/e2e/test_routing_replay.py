@@ -12,8 +12,8 @@ from tests.forked import Server
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, cut_off, in_forked_process, winnow
 
+from winnow.checkpoints.checkpoint import checkpoints_in, load_state
 from winnow.observe.jsonl import read_metrics
-from winnow.runs.checkpoint import checkpoints_in, load_state
 from winnow.types import PROMPT_ROUTES, ROUTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -21,9 +21,9 @@ from tests.forked import Server
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_forked_process, in_own_process
 
+from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts, rollout_files
-from winnow.runs.checkpoint import checkpoints_in, verify
 
 COMMAND = [
     *("train", "mine.yaml", "run.threads=1", "run.dir={dir}", "run.name={name}"),

@@ -15,10 +15,10 @@ from tests.fault.test_ranks import check_same
 from tests.pauses import go_on
 from tests.processes import workers_of
 
+from winnow.checkpoints.checkpoint import checkpoints_in, load_state
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.ledger import read_ledger
-from winnow.runs.checkpoint import checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 BESIDE = ("trainer/mode=one_step_off", "sampling.max_staleness=2", "evaluation.every=3")

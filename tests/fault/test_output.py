@@ -12,7 +12,7 @@ from benchmarks.kill import LONGEST_S, STEPS, differences
 from tests.fault.quick_lab import QuickLab
 from tests.pauses import go_on
 
-from winnow.runs.checkpoint import checkpoints_in
+from winnow.checkpoints.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PLAIN = "observe.console=plain"

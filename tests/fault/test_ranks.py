@@ -31,7 +31,7 @@ from tests.pauses import go_on
 from tests.processes import driver_of, gone, is_alive, workers_of
 from tests.ray_nodes import RayWorkers
 
-from winnow.runs.checkpoint import checkpoints_in, verify
+from winnow.checkpoints.checkpoint import checkpoints_in, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

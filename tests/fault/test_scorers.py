@@ -21,7 +21,7 @@ from tests.fault.quick_lab import QuickLab
 from tests.pauses import go_on
 from tests.processes import descendants, gone, is_alive, workers_of
 
-from winnow.runs.checkpoint import checkpoints_in
+from winnow.checkpoints.checkpoint import checkpoints_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -25,7 +25,7 @@ from tests.forked import Forked
 from tests.pauses import go_on
 from tests.processes import descendants, driver_of, gone
 
-from winnow.runs.checkpoint import checkpoints_in, verify
+from winnow.checkpoints.checkpoint import checkpoints_in, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

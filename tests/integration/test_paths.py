@@ -12,14 +12,14 @@ HEAVY = (
     *("winnow.rewards.pool", "winnow.rewards.remote_pipeline", "winnow.rewards.serve"),
     *("winnow.rollout.engine_group", "winnow.rollout.remote_engine", "winnow.rollout.weights"),
     *("winnow.learning.canary", "winnow.learning.custom", "winnow.learning.fsdp2"),
-    *("winnow.evaluation.report", "winnow.runs.checkpoint_upload", "winnow.runs.remote_learner"),
-    *("winnow.runs.warm_start", "winnow.observe.summary"),
+    *("winnow.evaluation.report", "winnow.checkpoints.upload", "winnow.ranks.workers"),
+    *("winnow.builders.warm_start", "winnow.views.summary"),
 )
 """Variants that a run may do without, and what they import; a package stands for what is below."""
 
 PROGRAM = """
 import sys
-import winnow.runs.session
+import winnow.commands.train
 for name in sorted(sys.modules):
     print(name)
 """
@@ -30,6 +30,6 @@ def test_the_trainer_imports_no_variant_before_a_recipe_names_it() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     imported = said.stdout.split()
-    assert "winnow.runs.session" in imported
+    assert "winnow.commands.train" in imported
     heavy = [n for n in imported if any(n == h or n.startswith(f"{h}.") for h in HEAVY)]
     assert heavy == [], "import it in the branch that the recipe chooses"

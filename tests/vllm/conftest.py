@@ -15,7 +15,7 @@ from tests.forked import Server
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """Starts processes that have imported everything, vLLM too."""
-    server = Server(preloaded=["winnow.rollout.vllm_engine"])
+    server = Server(preloaded=["winnow.rollout.vllm.engine"])
     yield server
     server.close()
 

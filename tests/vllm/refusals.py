@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from winnow.errors import WinnowError
-from winnow.rollout.vllm_start import make_vllm_worker
+from winnow.rollout.vllm.worker import make_vllm_worker
 from winnow.workers.host import RankInfo
 
 SHAPE: dict[str, Any] = {

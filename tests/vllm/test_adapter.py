@@ -20,9 +20,8 @@ from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.lora import add_lora, merge
-from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.vllm_engine import VllmEngine, VllmEngineWorker
-from winnow.rollout.weights import buckets
+from winnow.rollout.vllm.engine import VllmEngine, VllmEngineWorker
+from winnow.rollout.weights import WeightUpdate, buckets
 
 ADAPTER = LoraAdapter(rank=3, alpha=5.0, rslora=True)
 

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.contract.test_engine import groups_of, resumed, torch_engine
 from tests.generate_server import GenerateServers
-from tests.integration.runs.test_check_engine import check, failed
+from tests.integration.commands.test_engine_check import check, failed
 from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 from transformers import AutoModelForCausalLM
@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM
 from winnow.errors import ConfigError
 from winnow.observe.jsonl import read_metrics
 from winnow.rollout.engine import CompletionEvent, SamplingParams, generate
-from winnow.rollout.http_engine import HttpEngine, make_http_engine
+from winnow.rollout.http.engine import HttpEngine, make_http_engine
 
 ROOT = Path(__file__).parents[2]
 ROWS = 64
@@ -105,7 +105,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmServ
         mode = "processed_logits" if tied else "processed_logprobs"
         options = [f"--logprobs-mode={mode}"]
         if tied:
-            options.append("--logits-processors=winnow.rollout.vllm_plugin:HashSampler")
+            options.append("--logits-processors=winnow.rollout.vllm.plugin:HashSampler")
         started.append(start(model, folder, *options))
     try:
         yield started[0].wait(), started[1].wait()

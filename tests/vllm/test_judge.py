@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.integration.runs.test_judge_engines import judge_of, replies
+from tests.integration.builders.test_judge import judge_of, replies
 from tests.judges import judge_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

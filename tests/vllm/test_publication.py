@@ -24,12 +24,12 @@ from winnow.errors import PublicationError, WorkerError
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
-from winnow.rollout import vllm_plugin
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
-from winnow.rollout.vllm_engine import VllmEngine
-from winnow.rollout.weights import Bucket, buckets
+from winnow.rollout.vllm import plugin as vllm_plugin
+from winnow.rollout.vllm.engine import VllmEngine
+from winnow.rollout.weights import Bucket, WeightUpdate, buckets
 
 Weights = list[tuple[str, torch.Tensor]]
 

@@ -26,7 +26,7 @@ RUN = (
 @pytest.fixture(scope="module")
 def second() -> Iterator[Server]:
     """Starts processes in which kernels of Triton run on a CPU."""
-    preloaded = "tests.triton_on_cpu", "winnow.rollout.vllm_engine"
+    preloaded = "tests.triton_on_cpu", "winnow.rollout.vllm.engine"
     server = Server(environment={"TRITON_INTERPRET": "1"}, preloaded=preloaded)
     yield server
     server.close()

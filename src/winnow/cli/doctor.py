@@ -22,11 +22,11 @@ from typing import Any
 
 import typer
 
-from winnow import __version__
 from winnow.config.reward import SandboxConfig
 from winnow.config.root import TRACKER_SECTIONS
 from winnow.errors import RewardError
 from winnow.observe.figures import printable
+from winnow.version import __version__
 
 _GIB = 1 << 30
 _LEAST_FREE = 2 * _GIB
@@ -87,9 +87,9 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
     Raises:
         WinnowError: there is no such run, or its record is damaged.
     """
-    from winnow.observe.diagnosis import too_short
-    from winnow.observe.doctor import diagnose_run
     from winnow.observe.files import RunFolder
+    from winnow.views.diagnosis import too_short
+    from winnow.views.doctor import diagnose_run
 
     folder = RunFolder.open(run)
     steps, findings = diagnose_run(folder)

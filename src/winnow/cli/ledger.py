@@ -10,7 +10,7 @@ import typer
 from winnow.observe.figures import printable
 
 if TYPE_CHECKING:
-    from winnow.observe.ledger_diff import Difference, LedgerReport
+    from winnow.views.ledger_diff import Difference, LedgerReport
 
 app = typer.Typer(
     name="ledger",
@@ -42,7 +42,7 @@ def diff_command(
     as_json: _AsJson = False,
 ) -> None:
     """Say whether two runs consumed the same: prompts, fates, learning steps, tokens."""
-    from winnow.observe.ledger_diff import diff, open_ledger
+    from winnow.views.ledger_diff import diff, open_ledger
 
     found = diff(open_ledger(a, until), open_ledger(b, until), order)
     if as_json:
@@ -79,7 +79,7 @@ def check_command(
     """Say whether a run lost a group or had one twice, and whether its sums are the metrics'."""
     from dataclasses import asdict
 
-    from winnow.observe.ledger_diff import check, open_ledger
+    from winnow.views.ledger_diff import check, open_ledger
 
     report = check(open_ledger(run, until))
     if as_json:

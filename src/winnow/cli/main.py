@@ -83,7 +83,7 @@ HelpConfig = Annotated[
 
 def _version(asked: bool) -> None:
     if asked:
-        from winnow import __version__
+        from winnow.version import __version__
 
         typer.echo(f"winnow {__version__}")
         raise typer.Exit
@@ -182,7 +182,7 @@ def sft(
         return
     _require_trust(config, recipe, overrides, trust)
     with heap.growing():
-        from winnow.runs.session import run_sft
+        from winnow.commands.train import run_sft
 
     typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
 
@@ -216,8 +216,8 @@ def eval_command(
 ) -> None:  # fmt: skip
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
     with heap.growing():
-        from winnow.runs.evaluate import EvalRequest, run_evaluation
-        from winnow.runs.process import EXIT_INTERRUPTED, Stopped
+        from winnow.commands.evaluate import EvalRequest, run_evaluation
+        from winnow.run.shutdown import EXIT_INTERRUPTED, Stopped
 
     request = EvalRequest(
         model, tuple(overrides or ()), tuple(data or ()), recipe, out, step, trust
@@ -286,8 +286,8 @@ def export(
         if is_given and push is None:
             raise ConfigError(f"{option} is for a push; leave it out, or give --push OWNER/NAME")
     with heap.growing():
-        from winnow.runs.export import run_export, run_push
-        from winnow.runs.push import HubTarget
+        from winnow.commands.export import run_export, run_push
+        from winnow.commands.push import HubTarget
 
     if push is not None:
         hub = HubTarget(push, private, revision)
@@ -324,7 +324,7 @@ def check_engine(
     from dataclasses import asdict
 
     with heap.growing():
-        from winnow.runs.check_engine import config_to_check, run_engine_check
+        from winnow.commands.engine_check import config_to_check, run_engine_check
 
     config = config_to_check(engine, overrides or [], model)
     _require_trust(config, engine, overrides, trust)
@@ -420,7 +420,8 @@ def _continuing(config: Config, folder: str) -> Config:
 
 def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn:
     """Train in a child that is started again when it fails."""
-    from winnow.runs.process import Supervisor, outlive_readers, winnow_command
+    from winnow.run.shutdown import outlive_readers
+    from winnow.run.supervisor import Supervisor, winnow_command
 
     outlive_readers()
     trainer = config.trainer
@@ -435,7 +436,8 @@ def _train(
 ) -> None:
     """Train in this process, and end with the exit code of what stopped it."""
     began = time.monotonic()
-    from winnow.runs.process import Heartbeat, ShutdownSignal, Stopped, outlive_readers
+    from winnow.run.shutdown import ShutdownSignal, Stopped, outlive_readers
+    from winnow.run.supervisor import Heartbeat
 
     beside = None
     if dashboard:
@@ -447,7 +449,7 @@ def _train(
     try:
         with stop.listening():
             with heap.growing():
-                from winnow.runs.session import run_training
+                from winnow.commands.train import run_training
 
             beats = Heartbeat(heartbeat)
             code = run_training(config, recipe, fresh, _console(), stop, beats, began, beside)
@@ -465,7 +467,7 @@ def _load(recipe: str, overrides: list[str] | None, folder: str | None = None) -
 
 
 def _require_trust(config: Config, recipe: str, overrides: list[str] | None, trusts: bool) -> None:
-    from winnow.runs.strangers import require_trusted_start
+    from winnow.checkpoints.strangers import require_trusted_start
 
     require_trusted_start(config, recipe, overrides or [], trusts)
 

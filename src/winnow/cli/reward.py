@@ -75,7 +75,7 @@ def try_command(
 
     For instance: winnow reward try train.parquet --row 3 --answer "#### 42"
     """
-    from winnow.runs.strangers import require_trusted_start
+    from winnow.checkpoints.strangers import require_trusted_start
 
     file, settings = _split(words or [])
     if scorer is not None and function is not None:
@@ -210,7 +210,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
 
     import numpy as np
 
-    from winnow.runs.rewarding import make_rewards
+    from winnow.builders.rewards import make_rewards
     from winnow.types import Segment, Trajectory
 
     section = config.reward

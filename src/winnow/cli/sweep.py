@@ -28,7 +28,7 @@ from winnow.observe.figures import duration, figure_table, number, print_table, 
 from winnow.observe.files import free_path, recipe_stem, write_atomic, writing
 from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics
 from winnow.observe.metrics import LENGTH, REWARD
-from winnow.runs.process import Stopped, heeded, outlive_readers
+from winnow.run.shutdown import Stopped, heeded, outlive_readers
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -123,7 +123,7 @@ ROLES = [
     Role(
         "policy",
         "trainer.strategy.ranks",
-        "winnow.runs.remote_learner:LearnerWorker",
+        "winnow.ranks.workers:LearnerWorker",
         ("config", "tokenizer", "path", "start", "vocabulary"),
         log_name="learner",
         saved_in=POLICY_STATE,
@@ -138,13 +138,13 @@ ROLES = [
         "engine {number}",
         worker_by_engine={
             "torch": "winnow.rollout.remote_engine:TorchEngineWorker",
-            "vllm": "winnow.rollout.vllm_start:make_vllm_worker",
+            "vllm": "winnow.rollout.vllm.worker:make_vllm_worker",
         },
     ),
     Role(
         "reward",
         "reward.processes",
-        "winnow.runs.rewarding:make_pipeline_worker",
+        "winnow.builders.rewards:make_pipeline_worker",
         ("config", "tokenizer"),
         "pipelines",
         "scorer{s}",
@@ -152,12 +152,12 @@ ROLES = [
     Role(
         "reward_model",
         "reward.model.strategy.ranks",
-        "winnow.runs.scoring_ranks:RewardModelWorker",
+        "winnow.ranks.workers:RewardModelWorker",
     ),
     Role(
         "judge",
         "reward.judge.engine.processes",
-        "winnow.runs.judge_engines:make_judge_worker",
+        "winnow.builders.judge:make_judge_worker",
         ("config",),
         "engines",
         "engine{s} of the judge",
@@ -166,14 +166,14 @@ ROLES = [
     Role(
         "reference",
         "reference.strategy.ranks",
-        "winnow.runs.reference_ranks:ReferenceWorker",
+        "winnow.ranks.workers:ReferenceWorker",
         ("config", "start", "vocabulary"),
         is_needed=lambda config: needs_reference(config) and _samples(config),
     ),
     Role(
         "critic",
         "critic.strategy.ranks",
-        "winnow.runs.critic_ranks:CriticWorker",
+        "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
         is_needed=lambda config: _has_values(config) and _samples(config),
         saved_in="critic",

@@ -10,8 +10,8 @@ from typing import Any
 
 from winnow.dashboard.columns import MetricsColumns
 from winnow.dashboard.runs import RunFiles
-from winnow.observe.diagnosis import Diagnosis
-from winnow.observe.doctor import ROLLOUT_COLUMNS, WRONG, unlearnt, wrong_answers
+from winnow.views.diagnosis import Diagnosis
+from winnow.views.doctor import ROLLOUT_COLUMNS, WRONG, unlearnt, wrong_answers
 
 _ROLLOUTS = "rollouts"
 

@@ -25,9 +25,9 @@ from winnow.dashboard.runs import CONFIG, Entry, GoneError, RunFiles, RunSet, Un
 from winnow.dashboard.times import LOG, TRACE, Timeline, log_lines
 from winnow.errors import ConfigError
 from winnow.observe import metrics
-from winnow.observe.diagnosis import too_short
 from winnow.observe.files import TOKENIZER
 from winnow.observe.jsonl import METRICS_FILE, evaluations
+from winnow.views.diagnosis import too_short
 
 KINDS = {"training": "rollouts", "held_out": "eval"}
 """Folders of answers by what they were written for."""

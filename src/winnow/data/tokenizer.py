@@ -42,7 +42,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    from winnow.models.causal_lm import quiet_transformers
+    from winnow.models.folders import quiet_transformers
 
     check_place(path, field)
     here = local_folder(path, field)

@@ -25,7 +25,8 @@ from winnow.observe.rollouts import (
     problem_id,
     write_rollouts,
 )
-from winnow.rewards.pipeline import TASK, Rewards
+from winnow.rewards.pipeline import TASK
+from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, generate, group_request
 from winnow.types import Answer, Group, Prompt, Trajectory
 

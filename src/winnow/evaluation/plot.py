@@ -19,11 +19,11 @@ import numpy as np
 
 from winnow.errors import ConfigError
 from winnow.evaluation.statistics import two_sided_bound
-from winnow.observe.curve import COLORS, DPI, LINES, STYLE, as_percent, smooth, used_tokens
 from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import read_metrics, series
 from winnow.observe.metric_names import metric_of
 from winnow.observe.metrics import ACCURACY, ENTROPY, LENGTH, REWARD, STEP_S, Record
+from winnow.views.curve import COLORS, DPI, LINES, STYLE, as_percent, smooth, used_tokens
 
 Axis = Literal["steps", "tokens", "time"]
 DEFAULT_METRICS = (REWARD, ACCURACY, LENGTH, ENTROPY)

@@ -1,7 +1,7 @@
 """One model on several ranks by Megatron's tensor, pipeline and expert parallelism.
 
 Each rank has one stage of the model, of whose matrices it has rows or columns
-(`winnow.models.mcore_stage`). A share of the batch is run by `tensor * pipeline` ranks: micro-
+(`winnow.models.megatron.stage`). A share of the batch is run by `tensor * pipeline` ranks: micro-
 batches pass through their stages as Megatron's schedule (1F1B) has them, whole, and the last stage
 computes log-probs and losses. The other ranks hold the same parts and run other shares.
 
@@ -9,8 +9,8 @@ Gradients, the optimizer and what is saved are ours. Half-precision gradients of
 added up in fp32; after the last one each parameter's sum goes to that one of its data-parallel
 ranks which owns its fp32 master and AdamW's state, is stepped there, and comes back to all (ZeRO
 stage 1, arXiv 1910.02054, parameter by parameter). States and exports have the names and shapes of
-the Hugging Face model, of which a rank has rectangles (`winnow.models.mcore_map`): they can be read
-with any other layout, and by FSDP2.
+the Hugging Face model, of which a rank has rectangles (`winnow.models.megatron.weights`): any other
+layout can read them, and FSDP2.
 
 Shapes as in `winnow.learning.strategy`; `n` tokens of a rank.
 """
@@ -37,8 +37,8 @@ from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.shards import Piece
 from winnow.learning.strategy import HALF, Figures, LossFn, Stats, Strategy, check_state, tensors_of
 from winnow.models.causal_lm import is_reward_model, is_value_model
-from winnow.models.mcore_map import Part, RankPlace, check_layout, parts_of
-from winnow.models.mcore_stage import PackedSamples, Stage, rotary
+from winnow.models.megatron.stage import PackedSamples, Stage, rotary
+from winnow.models.megatron.weights import Part, RankPlace, check_layout, parts_of
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.routing import ExpertLoad, LoadCounter, route_shape
 from winnow.models.sharded_loading import saved_weights
@@ -542,7 +542,7 @@ class StageRunner(ModelRunner):
             scalar_head(model).to(next(self.stage.parameters()).device)
 
     def named_own(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank by the names of `winnow.models.mcore_map`."""
+        """Yield the parameters of this rank by the names of `winnow.models.megatron.weights`."""
         yield from self.stage.named_parameters()
         if self._place_is_last and (self._gives_value or self._gives_score):
             for name, parameter in scalar_head(self.model).named_parameters():

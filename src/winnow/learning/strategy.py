@@ -35,10 +35,8 @@ from winnow.learning.batch import (
     pack_sequences,
 )
 from winnow.learning.runner import ModelRunner, Output, Outputs
-from winnow.models.causal_lm import (
-    has_adapter,
-)
 from winnow.models.compiled_layers import CompiledLayers
+from winnow.models.folders import has_adapter
 from winnow.models.fused_layers import fuse
 from winnow.models.lora import (
     adapter_dropouts,

@@ -10,26 +10,31 @@ Shapes: `T` tokens of a forward call, `H` width, `N` query heads, `K` key/value 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
-import stat
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import brief, is_elsewhere, local_folder, remedy_of
-from winnow.observe.files import system_error
+from winnow.models.fetch import is_elsewhere, local_folder
+from winnow.models.folders import (
+    ADAPTER_CONFIG,
+    LOADING,
+    Loaded,
+    Source,
+    Writer,
+    add_files,
+    failures_told,
+    quiet_transformers,
+    read_config,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,8 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""File of a PEFT folder: where it is, the folder holds an adapter."""
 ATTENTION = "winnow"
 _UNSUPPORTED_HEADS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -126,20 +129,6 @@ def load_causal_lm(
     return settled(model, where, device)
 
 
-@dataclass(frozen=True)
-class Source:
-    """A model's place, and the key of the recipe that names it."""
-
-    path: str
-    """Its folder here, or a bare hub name."""
-    field: str
-    given: str
-    """The recipe's word for it, which may be a URL."""
-
-    def __str__(self) -> str:
-        return f"{self.field} {self.given}"
-
-
 def find_model(
     path: str, field: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Source:
@@ -156,33 +145,13 @@ def find_model(
     if (folder / ADAPTER_CONFIG).is_file():
         from winnow.models.lora import merged_folder
 
-        return Source(str(merged_folder(folder, dtype, trust_remote_code)), field, path)
+        cpu, trust = torch.device("cpu"), trust_remote_code
+        merged = merged_folder(folder, dtype, lambda base: load_causal_lm(base, dtype, cpu, trust))
+        return Source(str(merged), field, path)
     where = Source(str(folder) if folder.is_dir() else here, field, path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
     return where
-
-
-def read_config(where: Source, trust_remote_code: bool) -> Any:
-    """Read a model's config.json.
-
-    Raises:
-        ModelError: it is not there, or damaged.
-    """
-    from transformers import AutoConfig
-
-    with failures_told(f"{where}: cannot read its config"):
-        return AutoConfig.from_pretrained(where.path, trust_remote_code=trust_remote_code)
-
-
-LOADING = {
-    "attn_implementation": "eager",
-    "ignore_mismatched_sizes": True,  # refused by `check_weights`, with a name
-    "output_loading_info": True,
-}
-"""Options of transformers' loaders."""
-Loaded = tuple["PreTrainedModel", Mapping[str, Collection[Any]]]
-"""A model, and what transformers says of weights that do not fit."""
 
 
 def load(
@@ -207,23 +176,6 @@ def load(
     given = {"config": config, "dtype": dtype, **trust, **LOADING}
     with failures_told(f"{where}: cannot load its weights"), quiet_transformers():
         return cast(Loaded, kind.from_pretrained(where.path, **given))
-
-
-@contextlib.contextmanager
-def failures_told(
-    fault: str, remedy: str = "give a complete Hugging Face folder"
-) -> Iterator[None]:
-    """Turn failures to read a folder into a ModelError of one line."""
-    try:
-        yield
-    except ImportError as error:
-        remedy = "install that, or give weights that are not quantized"
-        raise ModelError(f"{fault}: {brief(error)}; {remedy}") from error
-    except (
-        *(OSError, ValueError, KeyError, RuntimeError),
-        *(SafetensorError, UnpicklingError),
-    ) as error:
-        raise ModelError(f"{fault}: {brief(error)}; {remedy_of(error, remedy)}") from error
 
 
 def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:
@@ -263,20 +215,6 @@ def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None
     unused = loading["unexpected_keys"]
     if unused:
         log.warning("%s: %d weights are not used, such as %s", where, len(unused), min(unused))
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Switch transformers' progress bars off, and within the block all that it logs but errors."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def hidden_states(
@@ -339,15 +277,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
-    """Return the dtype that a recipe names."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-Writer = Callable[[dict[str, Tensor], Path], None]
-"""Writes weights, given by name, and all that belongs to them into a folder."""
-
-
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
@@ -374,44 +303,6 @@ def model_writer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Writer
     return write
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
-    """Return the files that a tokenizer saves, by path within its folder.
-
-    Raises:
-        ModelError: the system's temporary folder takes no such files.
-    """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer.init_kwargs.pop("local_files_only", None)  # how it was loaded here, not what it is
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            tokenizer.save_pretrained(name)
-            root = Path(name)
-            return {f.relative_to(root): f.read_bytes() for f in root.rglob("*") if f.is_file()}
-    except Exception as error:
-        # The tokenizers library, which writes one of the files, raises bare exceptions.
-        if (cause := system_error(error)) is None:
-            raise
-        raise ModelError(
-            f"cannot write the tokenizer to the folder for temporary files: {cause.strerror}; "
-            "free some space there, or choose another one with TMPDIR=FOLDER"
-        ) from error
-
-
-def add_files(files: Mapping[Path, bytes], folder: Path) -> None:
-    """Write a tokenizer's files beside a model's, by their paths within `folder`.
-
-    The weights get the mode of a new file, as the umask has it: safetensors lets only their owner
-    read them.
-    """
-    for path, content in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-        for weights in folder.glob("*.safetensors"):
-            weights.chmod(stat.S_IMODE((folder / path).stat().st_mode))
-
-
 def is_value_model(model: nn.Module) -> bool:
     """Return whether the head gives a value a token."""
     from transformers.modeling_layers import GenericForTokenClassification
@@ -424,8 +315,3 @@ def is_reward_model(model: nn.Module) -> bool:
     from transformers.modeling_layers import GenericForSequenceClassification
 
     return isinstance(model, GenericForSequenceClassification)
-
-
-def has_adapter(model: nn.Module) -> bool:
-    """Return whether an adapter was put into the model."""
-    return bool(getattr(model, "peft_config", None))

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,17 +23,16 @@ from torch import Tensor, nn
 
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
-from winnow.models.causal_lm import (
+from winnow.models.fetch import cache_root, local_folder
+from winnow.models.folders import (
     ADAPTER_CONFIG,
     Writer,
     add_files,
     failures_told,
     has_adapter,
-    load_causal_lm,
     quiet_transformers,
     tokenizer_files,
 )
-from winnow.models.fetch import cache_root, local_folder
 from winnow.observe.files import atomic_folder, refusals_told
 
 if TYPE_CHECKING:
@@ -150,10 +149,15 @@ def saved_adapter(folder: Path, given: LoraAdapter) -> LoraAdapter:
     return given.model_copy(update=shape)
 
 
-def merged_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Path:
+def merged_folder(
+    folder: Path, dtype: torch.dtype, load_base: Callable[[str], PreTrainedModel]
+) -> Path:
     """Return a model's folder in the cache that has a PEFT folder's adapter in its weights.
 
     It is made once, for all processes of the node; other weights of either make another one.
+
+    Args:
+        load_base: loads the model that the adapter names, in `dtype`.
 
     Raises:
         ModelError: adapter or base cannot be loaded, or the folder cannot be written.
@@ -177,7 +181,7 @@ def merged_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool = Fa
         with FileLock(target.with_name(f".{target.name}.lock")):
             if target.is_dir():
                 return target
-            model = load_causal_lm(base, dtype, torch.device("cpu"), trust_remote_code)
+            model = load_base(base)
             load_lora(model, folder)
             merge(model)
             with atomic_folder(target) as draft, quiet_transformers():

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.causal_lm import LOADING, Loaded, Source, failures_told, quiet_transformers
+from winnow.models.folders import LOADING, Loaded, Source, failures_told, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,15 +15,8 @@ import torch
 from torch import nn
 
 from winnow.errors import ModelError
-from winnow.models.causal_lm import (
-    Loaded,
-    Source,
-    check_weights,
-    find_model,
-    load,
-    read_config,
-    settled,
-)
+from winnow.models.causal_lm import check_weights, find_model, load, settled
+from winnow.models.folders import Loaded, Source, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,7 +29,7 @@ from winnow.errors import ConfigError
 from winnow.learning.balance import Deal, deal, work
 from winnow.learning.batch import cut_updates
 from winnow.learning.shards import MODEL_FILE_BYTES
-from winnow.models.causal_lm import torch_dtype
+from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.plan.rank import (
@@ -41,7 +41,7 @@ from winnow.plan.rank import (
     update_micro_batches,
 )
 from winnow.plan.tracker import Phase, local_bytes
-from winnow.rollout.slots import cache_bytes
+from winnow.rollout.embedded.slots import cache_bytes
 from winnow.types import IntArray
 
 GIB = 2**30

@@ -98,7 +98,7 @@ def planned_megatron(
         return shape if previous else None, shape if following else None
 
     with _answering() as answer:
-        from winnow.models.mcore_import import import_megatron
+        from winnow.models.megatron.mcore_import import import_megatron
 
         import_megatron(_CPU)
         from megatron.core import parallel_state

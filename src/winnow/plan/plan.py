@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import fill
 
+from winnow.checkpoints.strangers import require_trusted_start
 from winnow.config.data import Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.roles import Roles
@@ -23,8 +24,7 @@ from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
 from winnow.plan.estimate import Figures, Machine, gpus_beside, shares_gpus
 from winnow.plan.rank import RankPlan, run_rank, stages_of
-from winnow.runs.metrics import StepTokens
-from winnow.runs.strangers import require_trusted_start
+from winnow.run.step_metrics import StepTokens
 from winnow.types import IntArray
 
 _SHAPES = Path(__file__).with_name("shapes")

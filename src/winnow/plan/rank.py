@@ -36,11 +36,12 @@ from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
 from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import Stats, Strategy
-from winnow.models.causal_lm import load_causal_lm, torch_dtype
+from winnow.models.causal_lm import load_causal_lm
+from winnow.models.folders import torch_dtype
 from winnow.models.value import load_reward_model, load_value_model
 from winnow.plan.megatron import planned_megatron
 from winnow.plan.tracker import DeviceTracker
-from winnow.runs.build_learner import (
+from winnow.ranks.learner import (
     Learning,
     critic_options,
     critic_passes,
@@ -50,8 +51,8 @@ from winnow.runs.build_learner import (
     make_value_objective,
     readout_options,
 )
-from winnow.runs.loading import check_attention, load_policy_model
-from winnow.runs.metrics import Attention
+from winnow.ranks.models import check_attention, load_policy_model
+from winnow.run.step_metrics import Attention
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
 Assign = Callable[[str, str, Strategy], object]

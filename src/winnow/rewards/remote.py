@@ -19,7 +19,7 @@ import numpy as np
 from winnow.config.reward import RemoteManager, RewardConfig
 from winnow.errors import RewardError
 from winnow.http.client import HttpJson, RemoteError, token_of
-from winnow.rewards.managers import Manager
+from winnow.rewards.manager import Manager
 from winnow.rewards.task import Failure, checked, failure_of, read_result
 from winnow.types import Prompt, Score
 

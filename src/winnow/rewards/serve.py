@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from winnow.errors import RewardError
 from winnow.http.service import JsonService, Refusal
-from winnow.rewards.managers import Manager
+from winnow.rewards.manager import Manager
 from winnow.rewards.remote import plain
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score

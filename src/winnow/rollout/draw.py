@@ -62,7 +62,7 @@ def draw_arguments(
     vocabulary: int,
     forced: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the `extra_args` of a request to a vLLM that draws by `vllm_plugin`.
+    """Return the `extra_args` of a request to a vLLM that draws by `rollout.vllm.plugin`.
 
     Args:
         sampling: temperature and truncation; the rest does not matter here.

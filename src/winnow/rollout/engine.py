@@ -8,7 +8,7 @@ answer is the same however often it is interrupted, and wherever it is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from struct import Struct
@@ -18,14 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from winnow.errors import ConfigError, TrainingError
+from winnow.rollout.weights import Bucket, WeightUpdate
 from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Segment, Trajectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
-
-    from winnow.rollout.weights import Bucket
-    from winnow.workers.array_refs import Handle
 
 EMPTY = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
 _SEED_KEY = Struct("<qqq")
@@ -141,18 +138,6 @@ class EngineStatus:
     they have."""
     buckets: int = 0
     """Buckets of weights taken since it started."""
-
-
-@dataclass(frozen=True, eq=False)
-class WeightUpdate:
-    """New weights for an engine; the version alone where it shares the trainer's tensors, or where
-    all its buckets have come."""
-
-    version: int
-    tensors: Iterable[tuple[str, Tensor]] | None = None
-    shares: Sequence[Handle] | None = None
-    """The same, packed already by the ranks that hold them, and left in their stores: a handle a
-    rank, of the list of its buckets (`weights.store_bucket`)."""
 
 
 class Engine(Protocol):

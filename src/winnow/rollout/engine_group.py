@@ -29,10 +29,9 @@ from winnow.rollout.engine import (
     EngineStatus,
     GroupRequest,
     PublishedEngine,
-    WeightUpdate,
 )
 from winnow.rollout.remote_engine import RemoteEngine
-from winnow.rollout.weights import Bucket, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send
 from winnow.types import Segment
 
 log = logging.getLogger(__name__)

@@ -32,9 +32,8 @@ from winnow.rollout.engine import (
     EngineStatus,
     GroupRequest,
     PublishedEngine,
-    WeightUpdate,
 )
-from winnow.rollout.weights import Bucket, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send
 from winnow.types import FloatArray, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
@@ -240,8 +239,9 @@ class TorchEngineWorker(EngineWorker):
     ) -> None:
         import torch
 
-        from winnow.models.causal_lm import load_causal_lm, torch_dtype
-        from winnow.rollout.torch_engine import TorchEngine
+        from winnow.models.causal_lm import load_causal_lm
+        from winnow.models.folders import torch_dtype
+        from winnow.rollout.embedded.torch_engine import TorchEngine
 
         device = torch.device("cpu" if rank.device_index is None else f"cuda:{rank.device_index}")
         made = load_causal_lm(model, torch_dtype(dtype), device, trust_remote_code)

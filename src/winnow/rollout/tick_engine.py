@@ -20,14 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from winnow.rollout.engine import (
-    EMPTY,
-    AnswerRequest,
-    CompletionEvent,
-    EngineStatus,
-    GroupRequest,
-    WeightUpdate,
-)
+from winnow.rollout.engine import EMPTY, AnswerRequest, CompletionEvent, EngineStatus, GroupRequest
+from winnow.rollout.weights import WeightUpdate
 from winnow.types import FinishReason, IntArray, Segment, VersionSpan
 
 if TYPE_CHECKING:

@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from winnow.errors import PublicationError
-from winnow.rollout.engine import WeightUpdate
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, Handle, Store
 from winnow.workers.threads import in_thread
 
@@ -89,6 +88,18 @@ class Bucket:
         for piece in self.pieces:
             found = piece.checksum(found)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class WeightUpdate:
+    """New weights for an engine; the version alone where it shares the trainer's tensors, or where
+    all its buckets have come."""
+
+    version: int
+    tensors: Iterable[tuple[str, Tensor]] | None = None
+    shares: Sequence[Handle] | None = None
+    """The same, packed already by the ranks that hold them, and left in their stores: a handle a
+    rank, of the list of its buckets (`store_bucket`)."""
 
 
 def store_bucket(bucket: Bucket, store: Store) -> Bucket:

@@ -5,17 +5,17 @@ Messages for when nothing qualifies are made of these counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from winnow.config.rollout import SamplingConfig
-from winnow.observe.diagnosis import advice
+from winnow.errors import NoSignalError
 from winnow.sampling.filters import Verdict
 from winnow.types import Group, Prompt
 
 if TYPE_CHECKING:
-    from winnow.sampling.ledger import GroupState
+    from winnow.sampling.groups import GroupState
 
 Fate = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
 FATES: tuple[Fate, ...] = get_args(Fate)
@@ -277,7 +277,7 @@ def _share(part: float, whole: int) -> float:
     return part / whole if whole else float("nan")
 
 
-def what_the_filter_saw(tally: Tally, fates: dict[Fate, int]) -> str:
+def what_the_filter_saw(tally: Tally, fates: Mapping[Fate, int]) -> str:
     """Describe groups by verdict, accuracy and truncation, in one clause."""
     accuracy = tally.accuracy_sum / tally.answers if tally.answers else 0.0
     truncated = tally.truncated_answers / tally.answers if tally.answers else 0.0
@@ -289,14 +289,23 @@ def what_the_filter_saw(tally: Tally, fates: dict[Fate, int]) -> str:
     )
 
 
-def no_signal_message(tally: Tally, fates: dict[Fate, int]) -> str:
-    """Say why the run cannot learn, and what to do."""
+def no_signal_error(tally: Tally, fates: Mapping[Fate, int]) -> NoSignalError:
+    """Make the error of a run that has nothing to learn from, with its likely cause."""
+    right, wrong, failed = fates["all_right"], fates["all_wrong"], tally.failed
     cut_off = tally.truncated_answers / tally.answers if tally.answers else 0.0
-    remedy = advice(fates["all_right"], fates["all_wrong"], tally.failed, cut_off)
-    reason = f"; last error: {tally.last_error}" if tally.failed and tally.last_error else ""
-    return (
+    if failed > right + wrong:
+        rule, cause = "scoring_fails", "most groups failed in the engine or in scoring"
+    elif right > wrong:
+        rule, cause = "reward_flat_right", "nearly all counts as right"
+    elif cut_off > 0.5:
+        rule, cause = "cut_off", "most answers are cut off"
+    else:
+        rule, cause = "reward_flat_wrong", "nearly all counts as wrong"
+    reason = f"; last error: {tally.last_error}" if failed and tally.last_error else ""
+    return NoSignalError(
         f"no group to learn from: sampling met its bound {tally.empty_bounds} times in a row; "
-        f"{what_the_filter_saw(tally, fates)}{reason}; {remedy}"
+        f"{what_the_filter_saw(tally, fates)}{reason}; {cause}",
+        rule,
     )
 
 

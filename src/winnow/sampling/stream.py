@@ -34,7 +34,7 @@ from winnow.rollout.engine import (
 from winnow.sampling.accounting import (
     GIVEN_BACK,
     StepGroups,
-    no_signal_message,
+    no_signal_error,
     stop_message,
     what_the_filter_saw,
 )
@@ -337,7 +337,7 @@ class Sampler:
         ledger.pass_bound()
         if tally.empty_bounds >= self._config.max_empty_steps:
             await self.halt()
-            raise NoSignalError(no_signal_message(tally, fates))
+            raise no_signal_error(tally, fates)
         log.warning("nothing qualified within the bound: %s", what_the_filter_saw(tally, fates))
         return False
 

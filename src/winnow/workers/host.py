@@ -1,7 +1,7 @@
 """The worker's end: makes the object, runs its methods, and reports the outcome of each call.
 
 A worker is an object of any class, named by an import path
-(`winnow.runs.remote_learner:LearnerWorker`), and made in its process as
+(`winnow.ranks.workers:LearnerWorker`), and made in its process as
 `LearnerWorker(rank=RankInfo(…), **kwargs)` with keyword arguments that can be pickled. Its methods
 are plain or asynchronous. It may have
 

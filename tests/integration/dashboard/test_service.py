@@ -22,9 +22,9 @@ from tests.services import listening
 
 from winnow.dashboard.pages import RunPages
 from winnow.dashboard.service import STATIC, Dashboard
-from winnow.observe.doctor import diagnose_run
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import RolloutGroup
+from winnow.views.doctor import diagnose_run
 
 MakeRun = Callable[[str], RunFolder]
 ROOT = Path(__file__).parents[3]

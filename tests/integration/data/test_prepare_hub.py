@@ -16,6 +16,7 @@ import pytest
 from tests.hubs import COMMIT, Hub
 from tests.small_tokenizers import train_bpe
 
+from winnow.checkpoints.opening import opened_run
 from winnow.config.data import DataConfig, Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
@@ -24,7 +25,6 @@ from winnow.data.prepare import Prepared, Request, prepare
 from winnow.data.published import with_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
-from winnow.runs.resume import opened_run
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:

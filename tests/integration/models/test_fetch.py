@@ -247,8 +247,8 @@ def test_a_run_and_an_evaluation_take_a_model_from_a_url(tmp_path: Path, cache: 
 
 
 def test_a_run_keeps_the_commit_of_a_hub_model(tmp_path: Path, hub: Hub) -> None:
+    from winnow.checkpoints.opening import opened_run
     from winnow.config.load import load_recipe
-    from winnow.runs.resume import opened_run
 
     files = read(str(digits_folder(tmp_path / "digits")))
     hub.repos = {"owner/digits": files}

@@ -18,9 +18,8 @@ from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
-from winnow.rollout.engine import WeightUpdate
 from winnow.rollout.remote_engine import TorchEngineWorker
-from winnow.rollout.weights import buckets
+from winnow.rollout.weights import WeightUpdate, buckets
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,7 +10,7 @@ import torch
 from tests.forked import Server
 
 from winnow.errors import ConfigError
-from winnow.models.mcore_import import check_installed, import_megatron
+from winnow.models.megatron.mcore_import import check_installed, import_megatron
 
 
 def main() -> None:

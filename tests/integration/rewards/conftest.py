@@ -10,7 +10,7 @@ import pytest
 from tests.scoring import LIMIT, SIGNATURE, UserRewards, rewards_of
 
 from winnow.config.reward import RewardConfig, UserFunction
-from winnow.rewards.pipeline import Rewards
+from winnow.rewards.rewards import Rewards
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from tests.scoring import LIMIT, answer, rewards_of
 from tests.scoring import ask as ask_any
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from winnow.builders.rewards import make_model_scorer
 from winnow.config.judge import SequenceClassifier
 from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig
 from winnow.errors import ModelError, RewardError
-from winnow.models.causal_lm import quiet_transformers
-from winnow.rewards.pipeline import Rewards
-from winnow.runs.rewarding import make_model_scorer
+from winnow.models.folders import quiet_transformers
+from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt
 
 MESSAGES = ({"role": "system", "content": "sort"}, {"role": "user", "content": "5391:"})

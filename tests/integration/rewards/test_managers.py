@@ -28,7 +28,8 @@ from winnow.config.reward import (
 )
 from winnow.errors import ConfigError, RewardError
 from winnow.http.service import listen
-from winnow.rewards.managers import Manager, make_manager
+from winnow.rewards.manager import Manager
+from winnow.rewards.managers import make_manager
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 

@@ -24,9 +24,9 @@ from winnow.config.rollout import VarianceFilter
 from winnow.errors import RewardError
 from winnow.observe.metrics import Metrics
 from winnow.rewards.judge import Judge
-from winnow.rewards.pipeline import Rewards
+from winnow.rewards.rewards import Rewards
 from winnow.rewards.scorers import SCORERS
-from winnow.runs.metrics import _record_parts
+from winnow.run.step_metrics import _record_parts
 from winnow.sampling.filters import judge
 
 TAGGED = "<think>so</think><answer>#1359</answer>"

@@ -15,7 +15,7 @@ from tests.scoring import PROMPT, SIGNATURE, UserRewards, answer, ask, rewards_o
 from winnow.config.reward import RewardConfig, UserFunction
 from winnow.errors import RewardError
 from winnow.rewards import pool
-from winnow.rewards.pipeline import Rewards
+from winnow.rewards.rewards import Rewards
 
 MIXED = """
 import asyncio, os, re, signal, subprocess, sys, time

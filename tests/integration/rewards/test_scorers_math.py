@@ -13,7 +13,7 @@ from tests.scorers import CASES, accuracy, check
 from tests.scoring import answer, rewards_of
 
 from winnow.config.reward import RewardConfig
-from winnow.rewards.pipeline import Rewards
+from winnow.rewards.rewards import Rewards
 from winnow.rewards.routing import Router
 from winnow.types import Prompt, Score
 

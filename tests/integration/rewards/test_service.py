@@ -12,6 +12,7 @@ import pytest
 from tests.processes import children
 from tests.scoring import LIMIT, PROMPT, SIGNATURE, UserRewards, answer, rewards_of
 
+from winnow.builders.run import LAG_OF_SCORERS_APART, score_lag_ticks
 from winnow.config.load import load_recipe
 from winnow.config.reward import (
     CustomManager,
@@ -21,8 +22,7 @@ from winnow.config.reward import (
     UserFunction,
 )
 from winnow.errors import RewardError
-from winnow.rewards.pipeline import Rewards
-from winnow.runs.build import LAG_OF_SCORERS_APART, score_lag_ticks
+from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt, Score
 
 

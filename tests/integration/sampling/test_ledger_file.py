@@ -24,19 +24,20 @@ from tests.engines import Prompts, ScriptedEngine, uniforms
 from tests.examples import examples
 from tests.winnow_command import Outcome, in_this_process
 
+from winnow.builders.run import keep_ledger
 from winnow.config.rollout import SamplingConfig
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import read_ledger, write_ledger
-from winnow.observe.ledger_diff import ASPECTS, TIMES, LedgerReport, check, diff, open_ledger
 from winnow.observe.metrics import Metrics
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
-from winnow.runs.build import keep_ledger
-from winnow.runs.metrics import record_step
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
+from winnow.rollout.weights import WeightUpdate
+from winnow.run.step_metrics import record_step
 from winnow.sampling.accounting import SettledGroup, StepGroups
 from winnow.sampling.stream import Sampler
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.views.ledger_diff import ASPECTS, TIMES, LedgerReport, check, diff, open_ledger
 
 Rows = list[dict[str, Any]]
 

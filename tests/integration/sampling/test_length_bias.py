@@ -19,7 +19,8 @@ import pytest
 from tests.engines import VOCABULARY, Prompts, ScriptedEngine, uniform
 
 from winnow.config.rollout import SamplingConfig
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
+from winnow.rollout.weights import WeightUpdate
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 

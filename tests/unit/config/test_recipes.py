@@ -14,12 +14,12 @@ from tests.recipes import recipe
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.aggregation import AGGREGATIONS
 from winnow.algorithms.losses import POLICY_LOSSES
+from winnow.builders.warm_start import cache_folder
 from winnow.config.algorithm import Advantage, PolicyLoss
 from winnow.config.files import RECIPES, available_recipes
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.config.rules import notices
-from winnow.runs.warm_start import cache_folder
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 

@@ -18,9 +18,8 @@ from winnow.errors import PublicationError, WorkerError
 from winnow.learning.canary import ALLOWED, CEILING, LARGEST, LENGTHS, Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
-from winnow.rollout.engine import WeightUpdate
-from winnow.rollout.torch_engine import TorchEngine
-from winnow.rollout.weights import Bucket, send
+from winnow.rollout.embedded.torch_engine import TorchEngine
+from winnow.rollout.weights import Bucket, WeightUpdate, send
 
 Tensors = list[tuple[str, Tensor]]
 VOCABULARY, POSITIONS, TEMPERATURE = 120, 300, 0.8

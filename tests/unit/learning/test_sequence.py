@@ -11,7 +11,7 @@ from tests.small_models import digits_folder, digits_model
 from winnow.config.load import load_recipe
 from winnow.errors import ModelError
 from winnow.learning.sequence import check_model
-from winnow.runs.loading import load_policy
+from winnow.ranks.models import load_policy
 
 
 @pytest.mark.parametrize(

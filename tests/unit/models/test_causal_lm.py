@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
-from winnow.models.causal_lm import add_files, load_causal_lm, save_model, tokenizer_files
+from winnow.models.causal_lm import load_causal_lm, save_model
+from winnow.models.folders import add_files, tokenizer_files
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora
 
 

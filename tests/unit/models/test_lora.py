@@ -20,14 +20,8 @@ from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.learning.learner import Learner
 from winnow.models import fetch
-from winnow.models.causal_lm import (
-    ADAPTER_CONFIG,
-    has_adapter,
-    head_logits,
-    hidden_states,
-    load_causal_lm,
-    output_head,
-)
+from winnow.models.causal_lm import head_logits, hidden_states, load_causal_lm, output_head
+from winnow.models.folders import ADAPTER_CONFIG, has_adapter
 from winnow.models.lora import (
     ADAPTER_WEIGHTS,
     adapter_base,
@@ -41,8 +35,8 @@ from winnow.models.lora import (
 )
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.sharded_loading import saved_weights
-from winnow.runs.build_learner import make_learner
-from winnow.runs.loading import load_policy_model, start_notes
+from winnow.ranks.learner import make_learner
+from winnow.ranks.models import load_policy_model, start_notes
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from winnow.errors import ModelError
 from winnow.learning.strategy import tensors_of
-from winnow.models.mcore_map import Dimensions, Part, RankPlace, check_layout, parts_of
+from winnow.models.megatron.weights import Dimensions, Part, RankPlace, check_layout, parts_of
 
 KINDS = ["tied", "untied", "qwen2", "llama", "three layers", "critic", "even experts"]
 

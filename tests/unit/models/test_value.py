@@ -19,7 +19,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from winnow.errors import ModelError
-from winnow.models.causal_lm import hidden_states, quiet_transformers
+from winnow.models.causal_lm import hidden_states
+from winnow.models.folders import quiet_transformers
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.value import load_reward_model, load_value_model, scalar_head
 

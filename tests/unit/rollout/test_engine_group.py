@@ -28,11 +28,10 @@ from winnow.rollout.engine import (
     EngineStatus,
     GroupRequest,
     SamplingParams,
-    WeightUpdate,
 )
 from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
-from winnow.rollout.weights import Bucket, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send
 from winnow.types import Segment
 from winnow.workers.local import SharedHandle
 

@@ -16,9 +16,9 @@ from tests.stored import Elsewhere
 from winnow.errors import WorkerError
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout import remote_engine
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
-from winnow.rollout.torch_engine import TorchEngine
 from winnow.types import FloatArray, IntArray, Segment, VersionSpan
 from winnow.workers.array_refs import ArrayBlock, ArrayRef
 

@@ -14,8 +14,7 @@ from tests.contract.test_engine import SHAPE, drain, groups_of, model_of, torch_
 from transformers import Qwen3Config
 
 from winnow.errors import ConfigError
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
-from winnow.rollout.slots import (
+from winnow.rollout.embedded.slots import (
     DecodeLayout,
     PrefilledAnswer,
     PromptBlock,
@@ -23,6 +22,7 @@ from winnow.rollout.slots import (
     Slots,
     slots_that_fit,
 )
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 
 PLAIN, NUCLEUS = SamplingParams(5), SamplingParams(5, top_p=0.5)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from winnow.errors import ConfigError, ModelError
-from winnow.rollout.vllm_start import (
+from winnow.rollout.vllm.refusals import (
     check_adapted,
     check_extra,
     check_installed,

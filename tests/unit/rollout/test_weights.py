@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.models.causal_lm import use_layout_attention
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, WeightUpdate
-from winnow.rollout.torch_engine import TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.weights import (
     BUCKET_BYTES,
     Bucket,
     WeightReceiver,
+    WeightUpdate,
     array_of,
     buckets,
     fetched,

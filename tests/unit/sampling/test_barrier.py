@@ -23,9 +23,9 @@ from winnow.rollout.engine import (
     Engine,
     GroupRequest,
     SamplingParams,
-    WeightUpdate,
 )
 from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.weights import WeightUpdate
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
 

@@ -17,9 +17,9 @@ from tests.engines import prompt, written
 from tests.examples import examples
 from tests.states import read_back, same
 
+from winnow.checkpoints.checkpoint import STATE_CLASSES
+from winnow.checkpoints.state_file import read_state, write_state
 from winnow.config.rollout import NoFilter, SamplingConfig
-from winnow.runs.checkpoint import STATE_CLASSES
-from winnow.runs.state_file import read_state, write_state
 from winnow.sampling.accounting import SettledGroup, StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.types import Score, Segment, Trajectory

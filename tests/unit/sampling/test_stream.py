@@ -19,15 +19,16 @@ from winnow.rollout.engine import (
     CompletionEvent,
     GroupRequest,
     SamplingParams,
-    WeightUpdate,
     answer_seed,
 )
 from winnow.rollout.engine_group import EngineGroup
+from winnow.rollout.weights import WeightUpdate
 from winnow.sampling import stream
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
 from winnow.types import Prompt, Score, Trajectory
+from winnow.views.diagnosis import remedy_of
 
 LIMIT = 60
 
@@ -317,22 +318,29 @@ def test_bounds_without_a_qualified_group_are_no_step_and_three_in_a_row_stop() 
         "of 18 groups looked at, 0 qualified, 18 were all wrong, 0 all right, 0 failed" in message
     )
     assert "mean accuracy 0.000" in message
-    assert "nearly all counts as wrong: ask `winnow reward try FILE --row 1" in message
+    assert message.endswith("nearly all counts as wrong")
     assert "\n" not in message
     assert run.sampler.ledger.account.booked["all_wrong"] > 0
 
 
-def test_what_to_do_follows_from_what_the_filter_saw() -> None:
+def test_cause_and_remedy_follow_from_what_the_filter_saw() -> None:
     long = ScriptedEngine(lambda request, answer: 1000)
     broken = ScriptedEngine(ragged, fails=lambda group, answer, attempt: 3)
-    for run, remedy in [
-        (Run(score=always(1.0)), "nearly all counts as right: .*reward.function.path"),
-        (Run(long, score=always(0.0)), "raise rollout.max_response_tokens"),
-        (Run(broken), r"last error: .*a scripted failure.*failed in the engine or in scoring"),
-        (Run(score=always(0.3)), "nearly all counts as wrong: .* easier prompts"),
+    for run, cause, rule, remedy in [
+        (
+            Run(score=always(1.0)),
+            "nearly all counts as right",
+            "reward_flat_right",
+            "winnow reward",
+        ),
+        (Run(long, score=always(0.0)), "are cut off", "cut_off", "raise rollout.max_response"),
+        (Run(broken), r"last error: .*a scripted failure.*", "scoring_fails", "reward.timeout_s"),
+        (Run(score=always(0.3)), "nearly all counts as wrong", "reward_flat_wrong", "easier"),
     ]:
-        with pytest.raises(NoSignalError, match=remedy):
+        with pytest.raises(NoSignalError, match=cause) as caught:
             run.steps(1)
+        assert caught.value.rule == rule
+        assert remedy in remedy_of(rule)
 
 
 def test_an_empty_bound_followed_by_signal_is_one_step_with_both_on_its_books() -> None:

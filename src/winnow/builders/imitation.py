@@ -1,0 +1,64 @@
+"""From a recipe to the objects of a run that imitates demonstrations (`winnow sft`)."""
+
+from __future__ import annotations
+
+from winnow.builders.run import make_base, make_evaluator
+from winnow.builders.topology import Topology
+from winnow.config.data import Demonstrations
+from winnow.config.root import Config
+from winnow.data.demonstrations import read_demonstrations
+from winnow.data.loader import PromptLoader, evaluation_prompts
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import MetricsLog
+from winnow.observe.metrics import Timeline, no_timeline
+from winnow.observe.sinks import Sinks
+from winnow.ranks.models import Policies
+from winnow.rewards.rewards import Rewards
+from winnow.run.sft import Imitation, Shown
+from winnow.run.shutdown import ShutdownSignal
+
+
+def read_shown(config: Config, policy: Policies) -> Shown:
+    """Read a recipe's demonstrations.
+
+    Raises:
+        DataError, ModelError: as for `read_demonstrations`.
+    """
+    sft = config.sft
+    assert isinstance(sft, Demonstrations)
+    positions = getattr(policy.model.config, "max_position_embeddings", sft.max_tokens)
+    limited = sft.model_copy(update={"max_tokens": min(sft.max_tokens, positions)})
+    shown, held_out = (
+        read_demonstrations(files, limited, config.data, policy.tokenizer, policy.stop_ids)
+        for files in (sft.train_files, sft.eval_files)
+    )
+    return Shown(shown, held_out, sft.batch_size)
+
+
+def build_imitation(
+    config: Config,
+    recipe: str,
+    policy: Policies,
+    folder: RunFolder,
+    sinks: Sinks,
+    metrics: MetricsLog,
+    stop: ShutdownSignal,
+    rewards: Rewards,
+    placed: Topology,
+    shown: Shown,
+    tell: Timeline = no_timeline,
+) -> Imitation:
+    """Build everything that `imitate` sequences.
+
+    Raises:
+        WinnowError: held-out prompts do not fit what the recipe asks.
+    """
+    held_out = evaluation_prompts(config.data, policy.tokenizer)
+    evaluator = make_evaluator(config, policy, placed.engine, folder.evaluation, rewards, held_out)
+    loader = PromptLoader(shown.training.prompts, config.run.seed, config.data.shuffle)
+    base = make_base(
+        config, recipe, folder, sinks, metrics, stop, placed, evaluator, loader, {}, tell
+    )
+    base.evaluate_before = config.evaluation.before
+    base.notes = (shown.note(base.steps),)
+    return Imitation(**vars(base), shown=shown, loader=loader)

@@ -1,0 +1,203 @@
+"""Warm starts: a tiny model that imitates demonstrations of a generated task, made on the spot.
+
+Finished starts are cached under a hash of everything that decides their bits: configuration,
+seed, threads, versions, and the source code that makes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from filelock import FileLock
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+import winnow
+from winnow.config.data import SortDigitsTask
+from winnow.config.model import SftWarmStart
+from winnow.config.root import Config
+from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration, build_tokenizer, demonstrations
+from winnow.errors import WinnowError
+from winnow.learning.batch import MicroBatch, micro_batches, pack
+from winnow.learning.imitation import imitation_loss
+from winnow.learning.learner import lr_at
+from winnow.learning.strategy import Strategy
+from winnow.models.causal_lm import save_model, use_layout_attention
+from winnow.observe.console import ConsoleSink
+from winnow.observe.files import atomic_folder
+from winnow.observe.sinks import RunInfo, Sink
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+
+_CODE = ("algorithms", "data", "learning", "models", "builders/warm_start.py")
+_SEED_STREAM = 0x5F7
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the place of this configuration's start in the cache."""
+    warm = _section(config)
+    root = warm.cache_dir or os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
+    decides = {
+        "warm_start": warm.model_dump(exclude={"cache_dir", "seed"}),
+        "task": config.data.task.model_dump(exclude={"eval_problems"}),
+        "limit": config.rollout.max_response_tokens,
+        "seed": _seed(config),
+        "threads": torch.get_num_threads(),
+        "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        "code": _code_hash(),
+    }
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(root) / "warm-starts" / digest
+
+
+def make_warm_start(
+    config: Config,
+    fresh: bool,
+    sink: ConsoleSink,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Path:
+    """Find the folder of a warm start in the cache, or train it now and show that.
+
+    Args:
+        fresh: train even if the cache has it.
+        on_progress: called after each step.
+
+    Raises:
+        WinnowError: the cache cannot be written to.
+    """
+    target = cache_folder(config)
+    made_before = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
+    if not fresh and _is_whole(target):  # no lock: a shared cache may be read-only
+        sink.note(made_before)
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever comes second waits, and then finds the start in the cache.
+        with FileLock(target.with_name(f".{target.name}.partial.lock")):
+            if not fresh and _is_whole(target):
+                sink.note(made_before)
+                return target
+            # A disk that cannot be written to is met before the minute of training, not after it.
+            with atomic_folder(target) as draft:
+                sink.start(RunInfo("warm-up", _section(config).steps, kind="warm_up"))
+                try:
+                    model, tokenizer = _train(config, sink, on_progress)
+                finally:
+                    sink.close()
+                save_model(model, tokenizer, draft)
+    except OSError as error:
+        raise WinnowError(
+            f"cannot keep the warm start in {target.parent}: {error.strerror or error}; "
+            "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
+        ) from error
+    return target
+
+
+def _is_whole(target: Path) -> bool:
+    return (target / "config.json").is_file()
+
+
+def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:
+    """A Qwen3-architecture model with random weights of a seed."""
+    shape = warm.model
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.mlp_size,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    torch.random.set_rng_state(state)
+    use_layout_attention(model)
+    return model.eval()
+
+
+def _train(
+    config: Config, sink: Sink, on_progress: Callable[[], None]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    assert isinstance(config.data.task, SortDigitsTask)
+    warm, limit, seed = _section(config), config.rollout.max_response_tokens, _seed(config)
+    tokenizer = build_tokenizer()
+    positions = 1 << (limit + config.data.task.max_digits + 1).bit_length()
+    model = tiny_model(warm, len(tokenizer), positions, seed)
+    strategy = Strategy(
+        model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
+    )
+    rng = np.random.default_rng([seed, _SEED_STREAM])
+    shown = demonstrations(
+        warm.steps * warm.batch_size, warm.demonstrations, config.data.task, limit, rng
+    )
+    for step in range(1, warm.steps + 1):
+        part = shown[(step - 1) * warm.batch_size : step * warm.batch_size]
+        micro = _as_micro_batches(part, config.trainer.microbatch_tokens)
+        stats = strategy.forward_backward(micro, frozenset({"logprob"}), imitation_loss)
+        lr = lr_at(
+            step,
+            total_steps=warm.steps,
+            lr=warm.lr,
+            warmup_steps=min(warm.warmup_steps, warm.steps),
+            schedule="cosine",
+        )
+        strategy.optimizer_step(lr)
+        sink.log(step, {"sft/loss": stats["loss"]})
+        on_progress()
+    return model, tokenizer
+
+
+def _as_micro_batches(part: Sequence[Demonstration], max_tokens: int) -> list[MicroBatch]:
+    """Demonstrations are answers that nobody scored."""
+    groups = [
+        Group(
+            i,
+            Prompt(str(i), demo.prompt_ids, "", "", None),
+            (Answer(_demonstrated(demo), Score(0.0, 0.0)),),
+        )
+        for i, demo in enumerate(part)
+    ]
+    batch = pack(groups)
+    return micro_batches(batch, range(batch.n_groups), max_tokens)
+
+
+def _demonstrated(demo: Demonstration) -> Trajectory:
+    logprobs = np.zeros(len(demo.response_ids), np.float32)
+    return Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
+
+
+def _section(config: Config) -> SftWarmStart:
+    assert isinstance(config.warm_start, SftWarmStart)
+    return config.warm_start
+
+
+def _seed(config: Config) -> int:
+    seed = _section(config).seed
+    return config.run.seed if seed is None else seed
+
+
+def _code_hash() -> str:
+    root = Path(winnow.__file__).parent
+    digest = hashlib.sha256()
+    for name in _CODE:
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(str(file.relative_to(root)).encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

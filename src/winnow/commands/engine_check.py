@@ -1,0 +1,337 @@
+"""`winnow check-engine`: tests that an engine samples from the model that it is said to hold.
+
+    folder ─► the model as training runs it ─► log-probs of fixed sequences ─┐
+    engine, or a server of somebody's ─► its log-probs, and tokens it draws ─┴─► findings
+
+The test of what it draws: where a token is drawn from p, the probability of all likelier tokens
+plus a random part of its own is uniform on [0, 1) (the randomised probability integral transform),
+for each token independently. So the number of values in each tail is binomial, whatever the
+contexts were. `rank_bias` compares 16 tails with that, each exactly, and multiplies the least
+p-value by 16: an engine that is right is refused with probability `ALPHA` at most.
+
+Shapes: `B` answers to a prompt, `T` their tokens, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, cast
+
+import numpy as np
+import torch
+
+from winnow.builders.engines import canary_of, check_engine, engine_of
+from winnow.builders.processes import other_processes
+from winnow.builders.run import use_machine
+from winnow.config.judge import NoJudge, NoRewardModel
+from winnow.config.load import resolve_recipe
+from winnow.config.model import LoraAdapter, ReferenceConfig
+from winnow.config.root import Config
+from winnow.config.trainer import CriticConfig
+from winnow.errors import ConfigError, PublicationError
+from winnow.http.client import RemoteError
+from winnow.learning.canary import Canary, CanaryScores
+from winnow.learning.strategy import Strategy
+from winnow.models.causal_lm import head_logits, hidden_states, output_head
+from winnow.ranks.models import Policies, load_policy, load_policy_model
+from winnow.rollout.embedded.slots import PrefillLayout
+from winnow.rollout.engine import (
+    AnswerRequest,
+    Engine,
+    GroupRequest,
+    PublishedEngine,
+    SamplingParams,
+    answer_seed,
+    generate,
+)
+from winnow.rollout.http.engine import HttpEngine
+from winnow.rollout.weights import WeightUpdate
+from winnow.types import FloatArray, IntArray, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ALPHA = 1e-6
+"""Probability that an engine which samples from the whole softmax is said not to."""
+TAILS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
+"""Probability of each tail; of the least likely tokens, and of the likeliest."""
+PROMPTS, ANSWERS, TOKENS = 16, 8, 32
+"""4,096 tokens, so that an engine which never draws the least likely 0.5 % is always found."""
+_PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class EngineFinding:
+    """One line of the report."""
+
+    name: str
+    state: Literal["passed", "failed", "not offered"]
+    text: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Witness:
+    """A model as training runs it, and what it says of the canary's sequences."""
+
+    strategy: Strategy
+    vocabulary: int
+    fp32_head: bool
+    canary: Canary
+    expected: CanaryScores
+
+    @classmethod
+    def of(cls, config: Config, policy: Policies, model: PreTrainedModel) -> Witness:
+        """Score the canary's sequences with a model."""
+        model.requires_grad_(False)
+        vocabulary, fp32_head = policy.vocabulary, config.model.fp32_head
+        strategy = Strategy(
+            model,
+            temperature=config.rollout.temperature,
+            vocab_size=vocabulary,
+            fp32_head=fp32_head,
+        )
+        canary = canary_of(config, policy)
+        return cls(strategy, vocabulary, fp32_head, canary, canary.expected(strategy))
+
+    async def compare(self, name: str, engine: Engine, version: int) -> EngineFinding:
+        """Compare the engine's log-probs of fixed sequences."""
+        try:
+            most = await self.canary.check(self.expected, version, members_of(engine))
+        except PublicationError as error:
+            return EngineFinding(name, "failed", str(error))
+        said = f"largest |Δlogp| of fixed tokens {most:.2g} nats"
+        return EngineFinding(name, "passed", said, {"largest": most})
+
+
+def members_of(engine: Engine) -> Mapping[str, PublishedEngine]:
+    """Return engines that score given tokens, by name: those of a group each."""
+    members = getattr(engine, "engines", {"the engine": engine})
+    return cast("Mapping[str, PublishedEngine]", members)
+
+
+def config_to_check(target: str, overrides: Sequence[str], model: str | None) -> Config:
+    """Return the recipe to check, or one over a server.
+
+    Raises:
+        ConfigError: it is wrong, or names no model.
+    """
+    words = ["trainer/strategy=single", "reward.processes=0", "warm_start=none"]
+    words += [] if model is None else [f"model.path={json.dumps(model)}"]
+    is_server = target.startswith(("http://", "https://"))
+    if is_server:
+        words += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
+        words += [
+            f"data.max_prompt_tokens={_PROMPT_TOKENS}",
+            f"rollout.max_response_tokens={TOKENS}",
+        ]
+    config = resolve_recipe(None if is_server else target, [*words, *overrides])
+    nothing = {"model": NoRewardModel(), "judge": NoJudge()}
+    reward = config.reward.model_copy(update=nothing)  # nobody scores
+    unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
+    config = config.model_copy(update={"reward": reward, **unused})
+    if isinstance(adapter := config.model.adapter, LoraAdapter):  # whole weights are compared
+        adapter = adapter.model_copy(update={"publish": "merged"})
+        model_section = config.model.model_copy(update={"adapter": adapter})
+        config = config.model_copy(update={"model": model_section})
+    if config.model.path is None:
+        raise ConfigError("there is no model to compare with; give its folder in --model FOLDER")
+    return config
+
+
+def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
+    """Run every check; the engine holds the weights of `model.path` again afterwards.
+
+    Args:
+        update: folder of other weights of the same model.
+
+    Raises:
+        WinnowError: the engine cannot be made, or dies.
+    """
+    check_engine(config)
+    device = use_machine(config)
+    assert config.model.path is not None
+    source = config.model.source or config.model.path
+    policy = load_policy(config, source, device)
+
+    def witness(path: str) -> Witness:
+        model = load_policy_model(config.model, path, device, config.run.seed)
+        return Witness.of(config, policy, model)
+
+    own = witness(source)
+    other = None if update is None else witness(update)
+    if other is not None and _is_alike(own, other):
+        raise ConfigError(
+            f"--update {update}: its weights give the same log-probs as those of model.path "
+            f"{config.model.path}, so that no update could be seen; give other ones"
+        )
+    with other_processes(config, policy, None) as others:
+        engine = engine_of(config, policy, others())
+        return asyncio.run(_examine(engine, own, other, config.run.seed))
+
+
+async def _examine(
+    engine: Engine, own: Witness, other: Witness | None, seed: int
+) -> list[EngineFinding]:
+    try:
+        found = [await own.compare("weights", engine, 0)]
+        found += await _sampling(engine, own, seed)
+        found.append(await _update(engine, own, other))
+        found.append(await _sleep(engine, own))
+    finally:
+        await engine.close()
+    return found
+
+
+async def _sampling(engine: Engine, own: Witness, seed: int) -> list[EngineFinding]:
+    """Draw tokens; compare them, and the log-probs that come with them, with the softmax."""
+    rng = np.random.default_rng(seed)
+    sampling = SamplingParams(TOKENS, temperature=own.canary.temperature)
+    groups = [
+        GroupRequest(
+            number,
+            rng.integers(0, own.vocabulary, _PROMPT_TOKENS),
+            tuple(AnswerRequest(i, answer_seed(seed, number, i)) for i in range(ANSWERS)),
+            sampling,
+            number,
+        )
+        for number in range(PROMPTS)
+    ]
+    done = await generate(engine, groups)
+    ranks, gaps = list[FloatArray](), list[FloatArray]()
+    for group in groups:
+        answers = [done[group.group_id, i] for i in range(ANSWERS)]
+        own_ranks, own_gaps = ranks_of(own, group.prompt_ids, answers, rng)
+        ranks.append(own_ranks)
+        gaps.append(own_gaps)
+    return [_support(np.concatenate(ranks)), _returned(own, np.concatenate(gaps))]
+
+
+def _support(ranks: FloatArray) -> EngineFinding:
+    p_value, where = rank_bias(ranks)
+    figures = {"p_value": p_value, "tokens": float(len(ranks))}
+    if p_value < ALPHA:
+        said = f"does not sample from the whole softmax: {where} (p = {p_value:.1g})"
+        return EngineFinding("support", "failed", said, figures)
+    said = f"{len(ranks):,} tokens are drawn from the whole softmax (p = {p_value:.2g})"
+    return EngineFinding("support", "passed", said, figures)
+
+
+def _returned(own: Witness, gaps: FloatArray) -> EngineFinding:
+    most, mean = float(gaps.max()), float(gaps.mean())
+    allowed = 2 * own.expected.limits.mean  # own log-probs are one pass's, not a mean
+    numbers = f"mean |Δlogp| {mean:.2g} nats, largest {most:.2g}"
+    figures = {"mean": mean, "largest": most, "allowed": allowed}
+    if not mean <= allowed:
+        said = (
+            "its log-probs are not those of the distribution at temperature "
+            f"{own.canary.temperature:g}: {numbers}, allowed is a mean of {allowed:.2g} (vLLM: "
+            "start it with --logprobs-mode processed_logprobs)"
+        )
+        return EngineFinding("logprobs", "failed", said, figures)
+    return EngineFinding("logprobs", "passed", f"those of the draws: {numbers}", figures)
+
+
+def ranks_of(
+    own: Witness, prompt: IntArray, answers: Sequence[Trajectory], rng: np.random.Generator
+) -> tuple[FloatArray, FloatArray]:
+    """Return where drawn tokens lie in their distributions, and how far their log-probs are off.
+
+    Args:
+        answers: B of T tokens each, to one prompt.
+
+    Returns:
+        Values [B * T], uniform on [0, 1) if the tokens were drawn from the softmax, large where a
+        token is unlikely; and |Δlogp| [B * T] in nats.
+    """
+    model, temperature = own.strategy.model, own.canary.temperature
+    head = output_head(model)
+    ids = np.stack([np.concatenate([prompt, answer.token_ids]) for answer in answers])
+    flat = torch.from_numpy(ids[:, :-1].copy()).to(head.weight.device)
+    layout = PrefillLayout(np.full(len(flat), flat.shape[1]), flat.device)
+    ranks, gaps = [], []
+    with torch.inference_mode():
+        hidden = hidden_states(model, flat.flatten(), layout.positions, layout)
+        hidden = hidden.view(len(flat), flat.shape[1], -1)[:, len(prompt) - 1 :]
+        for row, answer in zip(hidden, answers, strict=True):
+            logits = head_logits(head, row, own.fp32_head)[:, : own.vocabulary]
+            logprobs = (logits.double() / temperature).log_softmax(-1).cpu().numpy()  # [T, V]
+            drawn = np.arange(len(row)), answer.token_ids
+            own_logprobs = logprobs[drawn]
+            likelier = np.where(logprobs > own_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
+            equal = np.where(logprobs == own_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
+            ranks.append(likelier + rng.random(len(row)) * equal)
+            gaps.append(np.abs(own_logprobs - answer.logprobs))
+    return np.concatenate(ranks), np.concatenate(gaps)
+
+
+def rank_bias(ranks: FloatArray) -> tuple[float, str]:
+    """Test whether values are uniform in their tails; returns the p-value and the worst tail.
+
+    Each count is compared with the binomial distribution, exactly and from both sides; the p-value
+    is the least of them times their number (Bonferroni), so that it is never too small.
+    """
+    count, worst, where = len(ranks), 1.0, ""
+    for tail in TAILS:
+        for name, hits in (("least likely", ranks > 1 - tail), ("likeliest", ranks < tail)):
+            hit = int(hits.sum())
+            p_value = 2 * min(_binomial_sides(hit, count, tail))
+            if p_value < worst:
+                worst = p_value
+                where = (
+                    f"the {name} {tail:.1%} of probability came {hit:,} times in {count:,} tokens, "
+                    f"expected are {tail * count:,.0f}"
+                )
+    return min(1.0, worst * 2 * len(TAILS)), where
+
+
+def _binomial_sides(hits: int, count: int, chance: float) -> tuple[float, float]:
+    """Return the probabilities of at most and of at least so many hits."""
+    k = torch.arange(count + 1, dtype=torch.float64)
+    ways = math.lgamma(count + 1) - torch.lgamma(k + 1) - torch.lgamma(count - k + 1)
+    each = ways + k * math.log(chance) + (count - k) * math.log1p(-chance)
+    return float(each[: hits + 1].logsumexp(0).exp()), float(each[hits:].logsumexp(0).exp())
+
+
+async def _update(engine: Engine, own: Witness, other: Witness | None) -> EngineFinding:
+    """Give the engine other weights, and its own again."""
+    name = "update"
+    if other is None:
+        return EngineFinding(name, "not offered", "give other weights in --update FOLDER")
+    figures, faults = dict[str, float](), list[str]()
+    for number, (witness, what) in enumerate([(other, "new"), (own, "first")], 1):
+        try:
+            await engine.load_weights(WeightUpdate(number, witness.strategy.export_weights()))
+        except (ConfigError, PublicationError) as error:
+            faults.append(f"the {what} weights: {error}")
+            break
+        found = await witness.compare(name, engine, number)
+        if found.state == "failed":
+            faults.append(f"the {what} weights: {found.text}")
+        figures |= {f"{what} {key}": value for key, value in found.figures.items()}
+    if faults:
+        return EngineFinding(name, "failed", "; ".join(faults), figures)
+    said = ", ".join(f"{key} {value:.2g}" for key, value in figures.items())
+    return EngineFinding(name, "passed", f"|Δlogp| in nats with the weights: {said}", figures)
+
+
+async def _sleep(engine: Engine, own: Witness) -> EngineFinding:
+    """Let servers sleep and wake, and compare their weights again."""
+    servers = engine.engines.values() if isinstance(engine, HttpEngine) else ()
+    try:
+        slept = [await server.sleep_and_wake() for server in servers]
+    except RemoteError as error:
+        return EngineFinding("sleep", "failed", str(error))
+    if not slept or not all(slept):
+        return EngineFinding("sleep", "not offered", "the engine has no sleep, or does not use it")
+    return await own.compare("sleep", engine, 3)
+
+
+def _is_alike(one: Witness, two: Witness) -> bool:
+    pairs = zip(one.expected.logprobs, two.expected.logprobs, strict=True)
+    gaps = np.concatenate([np.abs(a - b) for a, b in pairs])
+    return float(gaps.mean()) <= one.expected.limits.mean

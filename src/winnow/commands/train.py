@@ -1,0 +1,509 @@
+"""A training run from a recipe to the closing screen, as the command line starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from winnow import gc_tuning as heap
+from winnow.builders.engines import holds_no_weights, uses_device
+from winnow.builders.preflight import check_places, check_start, starting
+from winnow.builders.processes import other_processes
+from winnow.builders.run import build, use_machine, with_steps
+from winnow.builders.topology import Topology, placed_models, placed_rewards
+from winnow.checkpoints.checkpoint import checkpoints_in, verify
+from winnow.checkpoints.opening import DamagedError, Opened, damage_found, opened_run
+from winnow.checkpoints.run_state import seed_everything
+from winnow.config.data import Demonstrations, NoTask
+from winnow.config.load import dump_config
+from winnow.config.model import SftWarmStart
+from winnow.config.rollout import VarianceFilter
+from winnow.config.root import Config
+from winnow.config.trainer import LocalCluster
+from winnow.data.loader import PromptSource, training_prompts
+from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
+from winnow.models.fetch import fetched_bytes
+from winnow.observe.console import ConsoleSink, make_console
+from winnow.observe.figures import duration
+from winnow.observe.files import RunFolder, write_atomic
+from winnow.observe.jsonl import MetricsLog, read_metrics
+from winnow.observe.metrics import SFT_S, START_S, Record, no_timeline
+from winnow.observe.profile import profile_notes
+from winnow.observe.rollouts import RolloutGroup
+from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, UserSink
+from winnow.observe.trace import TraceFile
+from winnow.ranks.learner import needs_start
+from winnow.ranks.models import Policies, fetch_models, load_policy, memory_told, start_notes
+from winnow.rewards.rewards import Rewards
+from winnow.run.loop import Run, train
+from winnow.run.shutdown import MachineEnd, ShutdownSignal, Stopped
+from winnow.run.supervisor import Heartbeat
+from winnow.sampling.ledger import Ledger
+from winnow.views.curve import CurveSink, draw_curve
+from winnow.views.diagnosis import remedy_of
+from winnow.views.doctor import LiveDiagnosis
+
+if TYPE_CHECKING:
+    from winnow.run.sft import Imitation, Shown
+
+log = logging.getLogger(__name__)
+
+Parts = tuple[
+    Config, str, Policies, RunFolder, Sinks, MetricsLog, ShutdownSignal, Rewards, Topology
+]
+"""Arguments that every run is built from."""
+_FINISHED = "{} is finished: nothing to do (trainer.{}=N makes it longer, run.name a new run)"
+
+
+def run_training(
+    config: Config,
+    recipe: str,
+    fresh: bool,
+    console: Console,
+    stop: ShutdownSignal,
+    heartbeat: Heartbeat,
+    began: float,
+    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None,
+) -> int:
+    """Train a recipe, or go on where a run of it was left, and show what came of it.
+
+    Args:
+        began: when the command did, by `time.monotonic`.
+        beside: given the run's folder, holds what goes on beside the run, and says so in a line.
+
+    Returns:
+        The exit code: 0, or that of the request which stopped the run.
+
+    Raises:
+        WinnowError: what the user can mend; what the run had by then stays in its folder.
+    """
+    given = recipe, fresh, console, stop, heartbeat, began, beside
+    check_start(config)
+    heartbeat.watch(fetched_bytes)
+    try:
+        return _run(config, *given)
+    except DamagedError as damage:
+        run = config.run.model_copy(update={"resume": str(damage.older.path)})
+        return _run(config.model_copy(update={"run": run}), *given, damage.warnings)
+
+
+def _run(
+    config: Config,
+    recipe: str,
+    fresh: bool,
+    console: Console,
+    stop: ShutdownSignal,
+    heartbeat: Heartbeat,
+    began: float,
+    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None,
+    warnings: Iterable[str] = (),
+) -> int:
+    """Do what `run_training` does, once.
+
+    Raises:
+        DamagedError: it cannot go on from the newest checkpoint, but from an older one.
+    """
+    device = use_machine(config, uses_device(config))
+    seed_everything(config.run.seed)
+    with (
+        opened_run(config, recipe) as opened,
+        damage_found(opened) as has_begun,
+        _logged(opened) as company,
+    ):
+        folder = opened.folder
+        config = _as_begun(config, opened)
+        heartbeat.folder(folder.path)
+        sink = make_console(config.observe.console, console)
+        is_finished = opened.is_finished(config.trainer.steps)
+        if not is_finished:
+            check_places(config, opened.checkpoint is not None)
+        _tell(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
+        if is_finished:
+            if opened.checkpoint is not None and opened.may_be_damaged:
+                verify(opened.checkpoint)  # as no ranks will
+            sink.note(_finished(config, folder))
+            _close(config, recipe, folder, console)
+            return 0
+        if beside is not None:
+            _tell(sink, [company.enter_context(beside(folder.path))])
+        path, first, figures = _models(config, opened, fresh, sink, heartbeat)
+        policy = load_policy(config, path, device, first, holds_no_weights(config))
+        data, config, kept = _read_data(config, opened, policy)
+        end = MachineEnd(config.trainer)
+        _tell(sink, [*end.notes, *starting(config)])
+        with (
+            memory_told(config),
+            contextlib.closing(MetricsLog(folder.metrics)) as metrics,
+            other_processes(config, policy, first) as others,
+            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
+        ):
+            placed = placed_models(config, policy, first, others)
+            trace = [TraceFile(folder.trace)] if config.observe.trace else []
+            sinks = Sinks(
+                [sink, metrics, heartbeat, end, *trace, *_own_sinks(config, folder, sink)]
+            )
+            parts = config, dump_config(kept), policy, folder, sinks, metrics, stop, rewards, placed
+            run = _built(parts, data, sink, trace)
+            _tell(sink, opened.differences(placed.machine))
+            _resume(config, replace(opened, config=kept), run, sink, metrics)
+            has_begun.set()
+            _watch(heartbeat, run, rewards)
+            _start_sinks(sinks, run, folder, figures, began)
+            stopped = _train(config, policy, run, stop, end)
+        if stopped is not None:
+            _say(sink, _farewell(stopped, run.state.step, folder))
+            return stopped.exit_code
+        _tell(sink, run.passes.notes if isinstance(run, Run) else ())
+        _close(config, recipe, folder, console)
+        log.info("finished in %s", duration(time.monotonic() - began))
+    return 0
+
+
+def _built(
+    parts: Parts,
+    data: PromptSource | Shown,
+    sink: ConsoleSink,
+    trace: list[TraceFile],
+) -> Run | Imitation:
+    """Make the run that belongs to the data, of the parts that both kinds begin with."""
+    tell = trace[0] if trace else no_timeline
+    if isinstance(data, PromptSource):
+        return build(*parts, data, lambda p: sink.status(_in_words(p)), tell)
+    from winnow.builders.imitation import build_imitation
+
+    return build_imitation(*parts, data, tell)
+
+
+def _read_data(
+    config: Config, opened: Opened, policy: Policies
+) -> tuple[PromptSource | Shown, Config, Config]:
+    """Read what is learnt from, put the steps that it fills into the recipe and the one that the
+    folder keeps, and keep the tokenizer and the model's config there."""
+    begun = opened.config
+    _keep_descriptions(policy, opened.folder)
+    if isinstance(config.sft, Demonstrations):
+        from winnow.builders.imitation import read_shown
+
+        shown = read_shown(config, policy)
+        return shown, shown.with_steps(config), shown.with_steps(begun)
+    source = training_prompts(config.data, policy.tokenizer, config.run.seed)
+    return source, with_steps(config, source), with_steps(begun, source)
+
+
+def _as_begun(config: Config, opened: Opened) -> Config:
+    """Take over what the run settled at its start: commits of the hub, steps."""
+    names = "model", "data", "trainer"
+    config = config.model_copy(update={name: getattr(opened.config, name) for name in names})
+    profile = config.trainer.profile
+    path = profile.save_path or str(opened.folder.path.absolute() / "profile")
+    trainer = {"profile": profile.model_copy(update={"save_path": path})}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
+
+
+def _finished(config: Config, folder: RunFolder) -> str:
+    length = "steps" if config.trainer.data_epochs is None else "data_epochs"
+    return _FINISHED.format(folder.path, length)
+
+
+def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
+    """Have the heartbeat look at what moves while a run is well."""
+    heartbeat.watch(
+        lambda: run.engine.status().generated_tokens,
+        lambda: run.learner.progress,
+        rewards.scored_apart,
+    )
+
+
+def _keep_descriptions(policy: Policies, folder: RunFolder) -> None:
+    """Keep what token ids can be read by later, of a fast tokenizer, and the run be planned by."""
+    if policy.tokenizer.is_fast and not folder.tokenizer.exists():
+        text = policy.tokenizer.backend_tokenizer.to_str()
+        write_atomic(folder.tokenizer, text.encode())
+    if not folder.model.exists():
+        write_atomic(folder.model, policy.model.config.to_json_string().encode())
+
+
+def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
+    """Make the diagnosis, the curve, the user's sinks and trackers; their warnings are shown as
+    other lines."""
+    warn, tracking = partial(_say, sink), config.observe.tracking
+    made: list[Sink] = [LiveDiagnosis(config.model_dump(mode="json"), folder, warn)]
+    if not isinstance(config.sft, Demonstrations):  # which has none of the curve's figures
+        made += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
+    made += [
+        UserSink(section, number, warn, tracking)
+        for number, section in enumerate(config.observe.sinks)
+    ]
+    if config.observe.trackers:
+        from winnow.observe.trackers import make_trackers
+
+        made += make_trackers(config, folder, warn)
+    return made
+
+
+def _start_sinks(
+    sinks: Sinks, run: Run | Imitation, folder: RunFolder, figures: Record, began: float
+) -> None:
+    """Start the sinks; the first record will say what came before it took."""
+    kind: Kind = "train" if isinstance(run, Run) else "sft"
+    sinks.start(RunInfo(folder.name, run.steps, run.first_step, kind))
+    start_s = time.monotonic() - began - figures.get(SFT_S, 0.0)
+    sinks.begin_with({**figures, START_S: start_s})
+
+
+def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
+    """Show lines on the console and keep them in the log."""
+    for line in lines:
+        sink.note(line)
+        log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
+
+
+def _say(sink: ConsoleSink, line: str) -> None:
+    _tell(sink, [line])
+
+
+@contextlib.contextmanager
+def _logged(opened: Opened) -> Iterator[contextlib.ExitStack]:
+    """Keep a log, the error that ends the run in it; yields a stack for what goes on beside."""
+    with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as company:
+        yield company
+
+
+@contextlib.contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Log the error that ends a run."""
+    try:
+        yield
+    except WinnowError as error:
+        log.error("%s", error)
+        raise
+    except Exception:
+        log.exception("this is a mistake of winnow's")
+        raise
+
+
+def _models(
+    config: Config, opened: Opened, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
+) -> tuple[str, str | None, Record]:
+    """Find the model to go on with, and the one that the run began from; make a warm start.
+
+    Returns:
+        The folder to go on with, the folder that the run began from where an adapter, a reference
+        or a critic needs it, and figures of a warm start made now. A resumed run's warm start that
+        is no longer cached is made again, with the same bits.
+    """
+    checkpoint, is_needed = opened.checkpoint, needs_start(config)
+    if checkpoint is not None and not is_needed:
+        return str(checkpoint.model), None, {}
+    began, start, figures = time.monotonic(), config.model.source, {}
+    if isinstance(config.warm_start, SftWarmStart):
+        from winnow.builders.warm_start import make_warm_start
+
+        fresh = fresh and checkpoint is None
+        start = str(make_warm_start(config, fresh, sink, heartbeat.beat))
+        figures = {SFT_S: time.monotonic() - began}
+    assert start is not None, "the configuration asks for a model or a warm start"
+    if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
+        fetch_models(config, sink.note)
+        _tell(sink, start_notes(config.model, start))
+    if checkpoint is not None:
+        return str(checkpoint.model), start, {}
+    return start, start if is_needed else None, figures
+
+
+def _resume(
+    config: Config, opened: Opened, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
+) -> None:
+    """Set the run, the random states and the folder to the checkpoint, if there is one, and say
+    what is to be known of the steps that follow."""
+    seed_everything(config.run.seed)  # what was started since may have drawn
+    checkpoint = opened.checkpoint
+    if checkpoint is not None:
+        run.unfinished = run.state.restore(checkpoint, opened.state(config))
+        run.first_step = checkpoint.step + 1
+        run.evaluate_before = False
+        if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
+            sink.note(_finished(config, opened.folder))
+    opened.rewind(metrics)
+    _tell(sink, _notes_of(config, run))
+
+
+def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
+    profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
+    return [*run.notes, *profile, *_lag_notes(config, run)]
+
+
+def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
+    """Say how late scores are seen, where the recipe leaves that open and they are late."""
+    if not isinstance(run, Run):
+        return []
+    lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
+    if config.sampling.score_lag_ticks is not None or not lag:
+        return []
+    when = f", when the engines are next looked at (each {looks} ticks)" if looks > 1 else ""
+    return [
+        f"Scorers run beside the engine: a score is seen {lag} decode ticks after its answer's "
+        f"end{when} (sampling.score_lag_ticks)"
+    ]
+
+
+def _train(
+    config: Config, policy: Policies, run: Run | Imitation, stop: ShutdownSignal, end: MachineEnd
+) -> Stopped | None:
+    """Train, and save what was reached when it is stopped or cannot go on."""
+    stopped, end.save_s = None, lambda: run.state.save_s
+    told = memory_told(config, policy.model, run.save_boundary)
+    with stop.deferring(), stop.before(end), heap.frozen(), run.state, told:
+        try:
+            if isinstance(run, Run):
+                asyncio.run(train(run))
+            else:
+                from winnow.run.sft import imitate
+
+                asyncio.run(imitate(run))
+        except Stopped as request:
+            stopped = request
+            run.state.save()
+        except (NoSignalError, RewardError) as error:
+            # Both come up while sampling, so weights are those of the boundary.
+            if isinstance(error, NoSignalError) and isinstance(run, Run):
+                if config.sampling.on_bound == "stop":
+                    run.state.note_sampling()
+                # The answers that taught nothing are what there is to look at now.
+                seen = [
+                    RolloutGroup(s.group, s.fate) for s in run.sampler.ledger.accounting.settled
+                ]
+                run.keep_rollouts((run.state.step or 0) + 1, seen)
+            run.state.save()
+            if isinstance(error, NoSignalError) and error.rule:
+                raise NoSignalError(f"{error}: {remedy_of(error.rule)}", error.rule) from error
+            raise
+        else:
+            run.sinks.mark_complete()
+        finally:
+            with contextlib.closing(run.sinks):
+                if run.profiler is not None:
+                    run.profiler.close()
+        run.state.wait()
+    return stopped
+
+
+def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
+    saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
+    return (
+        f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {quote(str(folder.path))}"
+    )
+
+
+def run_sft(config: Config, fresh: bool, console: Console) -> Path:
+    """Make a recipe's warm start alone; returns the model's folder.
+
+    Raises:
+        ConfigError: the recipe has none.
+    """
+    if not isinstance(config.warm_start, SftWarmStart):
+        raise ConfigError(
+            f"warm_start is {config.warm_start.name}: there is nothing to fine-tune; "
+            "choose warm_start=sft"
+        )
+    from winnow.builders.warm_start import make_warm_start
+
+    use_machine(config)
+    sink = make_console(config.observe.console, console)
+    return make_warm_start(config, fresh, sink)
+
+
+def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
+    """Say what will happen, in the words of a newcomer."""
+    kind = "sft" if isinstance(config.sft, Demonstrations) else "train"
+    lines = [f"winnow {kind} {recipe}: everything of this run goes to {folder.path}"]
+    lines += config.run.description
+    if isinstance(config.sft, Demonstrations):
+        return lines
+    epochs = config.trainer.data_epochs
+    length = f"{config.trainer.steps}" if epochs is None else f"{epochs:g} passes over the data in"
+    size = (
+        f"{length} steps of {config.sampling.groups_per_step} prompts x {config.rollout.n} answers"
+    )
+    if isinstance(config.sampling.filter, VarianceFilter):
+        size += (
+            "; a prompt whose answers are all right or all wrong teaches nothing and is replaced"
+        )
+    lines.append(f"{size}.")
+    return lines
+
+
+def _in_words(ledger: Ledger) -> str:
+    return (
+        f"{ledger.qualified}/{ledger.wanted} groups, {ledger.in_flight} in flight, "
+        f"{ledger.account.generated:,} tokens"
+    )
+
+
+def _close(
+    config: Config,
+    recipe: str,
+    folder: RunFolder,
+    console: Console,
+) -> None:
+    last = checkpoints_in(folder.checkpoints)[-1]
+    if isinstance(config.sft, Demonstrations):
+        if config.observe.console != "off":
+            console.print(f"{folder.name}: done; the model is in {last.model}", soft_wrap=True)
+            for command, meaning in next_commands(config, recipe, folder).items():
+                console.print(f"{command}  # {meaning}", soft_wrap=True, markup=False)
+        return
+    draw_curve(folder.path)
+    records = read_metrics(folder.metrics)
+    paths = {
+        "learning curve": folder.curve,
+        "rollouts": folder.rollouts,
+        "model": last.model,
+        "figures": folder.metrics,
+    }
+    if config.observe.console != "off":
+        from winnow.views.summary import print_summary, samples
+
+        print_summary(
+            console,
+            f"{folder.name}: done",
+            records,
+            samples=samples(folder.evaluation(0), folder.evaluation(last.step)),
+            paths=paths,
+            commands=next_commands(config, recipe, folder),
+        )
+
+
+def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
+    """List commands that work from here, offline: the run's own recipe has its data and model."""
+    other, path = config.run.seed + 1, quote(str(folder.path))
+    target = quote(f"{folder.name}-model")
+    new = f"{quote(str(folder.config))} run.name={quote(f'{folder.name}-{other}')}"
+    commands = {}
+    if isinstance(config.sft, Demonstrations):
+        model = quote(str(checkpoints_in(folder.checkpoints)[-1].model))
+        commands[f"winnow train RECIPE model.path={model}"] = "go on by rewards"
+    if config.data.eval_files or not isinstance(config.data.task, NoTask):
+        commands[f"winnow eval {path}"] = "ask the trained model the held-out prompts again"
+    commands |= {
+        f"winnow rollouts {path}": "what the model wrote, and how it was scored",
+        f"winnow doctor {path}": "what is wrong with the run, if anything",
+        f"winnow dashboard {quote(str(folder.path.parent))}": "all of it in a browser",
+    }
+    if config.run.fork is None:
+        commands[f"winnow train {new} seed={other}"] = "the same with other random numbers"
+    return {
+        **commands,
+        f"winnow train {quote(recipe)} --help-config": "every setting, with its meaning",
+        f"winnow export {path} {target}": "the model as a Hugging Face folder",
+    }

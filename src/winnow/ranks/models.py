@@ -1,0 +1,307 @@
+"""Load the policy's model and tokenizer as a recipe asks: base, adapter, frozen weights."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from winnow.config.data import Demonstrations, NoTask
+from winnow.config.judge import EngineJudge, SequenceClassifier
+from winnow.config.model import LoraAdapter, ModelConfig
+from winnow.config.rollout import VllmEngineConfig
+from winnow.config.root import Config
+from winnow.config.rules import longest_tokens
+from winnow.config.trainer import Fsdp2, LocalCluster, Megatron
+from winnow.data.prompts import PromptSet
+from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
+from winnow.errors import ConfigError, ModelError, TrainingError, WinnowError, WorkerError
+from winnow.models.causal_lm import freeze, load_causal_lm
+from winnow.models.fetch import local_folder
+from winnow.models.folders import ADAPTER_CONFIG, torch_dtype
+from winnow.models.lora import adapter_base, add_lora, load_lora
+from winnow.models.routing import check_replay
+from winnow.observe.files import one_line
+from winnow.observe.rollouts import Decode
+from winnow.rollout.embedded.slots import cache_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from winnow.models.sharded_loading import Hollow
+
+_EXACT_TOKENS = 4096
+"""Tokens whose scores take 2.5 GiB with 40 heads."""
+_NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
+
+
+def fetch_models(config: Config, tell: Callable[[str], None]) -> None:
+    """Fetch every model of a recipe that lies elsewhere, and say so, before anything is loaded.
+
+    Raises:
+        ModelError: one cannot be fetched.
+    """
+    named = {
+        "model.path": config.model.source,
+        "model.tokenizer": config.model.tokenizer,
+        "reference.path": config.reference.path,
+        "critic.path": config.critic.path,
+    }
+    if isinstance(config.reward.model, SequenceClassifier):
+        named["reward.model.path"] = config.reward.model.path
+        named["reward.model.tokenizer"] = config.reward.model.tokenizer
+    if isinstance(config.reward.judge, EngineJudge):
+        named["reward.judge.path"] = config.reward.judge.path
+    for field, path in named.items():
+        if path is not None:
+            local_folder(path, field, tell)
+
+
+def load_policy_model(
+    config: ModelConfig,
+    path: str,
+    device: torch.device,
+    seed: int,
+    start: str | None = None,
+    hollow: Hollow = False,
+) -> PreTrainedModel:
+    """Load the model to train, from a model's folder or from a checkpoint's with an adapter.
+
+    Args:
+        path: not `config.path` where a warm start or a checkpoint gives the model.
+        seed: of a new adapter.
+        start: where the model lies now that an adapter belongs to, if that has moved.
+        hollow: leave the weights in their folder, for each rank to read its own rows; or take
+            their shapes alone, for a plan.
+
+    Raises:
+        ModelError: model, adapter or frozen weights are not what the recipe says.
+    """
+    folder = Path(local_folder(path)).expanduser()
+    base = None  # of an adapter that is trained on; else it is merged
+    if isinstance(config.adapter, LoraAdapter) and is_adapter(path):
+        base = adapter_base(folder, _whole(start or config.source))
+    dtype = torch_dtype(config.dtype)
+    model = load_causal_lm(base or path, dtype, device, config.trust_remote_code, hollow=hollow)
+    if base is not None:
+        load_lora(model, folder)
+    elif isinstance(config.adapter, LoraAdapter):
+        add_lora(model, config.adapter, seed)
+    if config.freeze:
+        freeze(model, config.freeze)
+    return model
+
+
+def is_adapter(path: str | None) -> bool:
+    """Return whether a model's place holds an adapter alone, as a PEFT folder."""
+    return path is not None and (Path(local_folder(path)).expanduser() / ADAPTER_CONFIG).is_file()
+
+
+def start_notes(config: ModelConfig, start: str) -> list[str]:
+    """Say what becomes of an adapter that a run starts from."""
+    if not is_adapter(start):
+        return []
+    of = f"{start} is an adapter of {adapter_base(Path(local_folder(start)))}"
+    if isinstance(config.adapter, LoraAdapter):
+        return [f"{of}: it is trained on with its own rank and scale, not those of model.adapter"]
+    return [f"{of}: it is merged into a copy of that (model/adapter=lora would train it on)"]
+
+
+def _whole(path: str | None) -> str | None:
+    """Return the base of an adapter's folder; any other path as it is."""
+    if path is None or not is_adapter(path):
+        return path
+    return adapter_base(Path(local_folder(path)))
+
+
+@dataclass(frozen=True)
+class Policies:
+    """A model in memory, with its tokenizer and what follows from it."""
+
+    path: str
+    device: torch.device
+    model: PreTrainedModel
+    """Hollow where other processes hold the weights."""
+    tokenizer: PreTrainedTokenizerBase
+    decode: Decode
+    vocabulary: int
+    """Ids below it are the tokenizer's; the embedding may be padded beyond."""
+    stop_ids: tuple[int, ...]
+    tokenizer_folder: str
+
+
+def load_policy(
+    config: Config,
+    path: str,
+    device: torch.device,
+    start: str | None = None,
+    hollow: bool = False,
+) -> Policies:
+    """Load the model and tokenizer of a folder.
+
+    Args:
+        hollow: leave the model's weights in their folder.
+        start: where the model lies now that an adapter in `path` belongs to, if that has moved.
+
+    Raises:
+        ModelError: one of them is missing, broken, or they do not fit each other.
+    """
+    given = config.model.tokenizer
+    field = "model.tokenizer" if given else "model.path"
+    source = given or path
+    if not given and is_adapter(path) and not has_tokenizer(local_folder(path)):
+        source = _whole(path) or path
+    tokenizer = load_tokenizer(source, config.model.trust_remote_code, field)
+    with memory_told(config):
+        model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    embedded = cast(int, model.config.vocab_size)
+    if vocabulary > embedded:
+        raise ModelError(
+            f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
+            "give the tokenizer that belongs to the model in model.tokenizer"
+        )
+    if not hollow:
+        check_finite(path, model.named_parameters())
+    check_positions(config, path, model)
+    engine = config.rollout.engine
+    # Options of the user's own may change what vLLM makes of a model; it checks that itself.
+    if isinstance(engine, VllmEngineConfig) and not engine.extra:
+        from winnow.rollout.vllm.refusals import check_vllm_model
+
+        is_here = isinstance(config.cluster, LocalCluster)
+        on_cpu = is_here and device.type == "cpu" and not torch.cuda.is_available()
+        check_vllm_model(path, model.config, longest_tokens(config), on_cpu)
+    strategy = config.trainer.strategy
+    if isinstance(strategy, Fsdp2):
+        from winnow.learning.sequence import check_model
+
+        check_model(model, strategy.sequence)
+    if isinstance(strategy, Megatron):
+        from winnow.models.megatron.weights import RankPlace, check_layout
+
+        place = RankPlace(strategy.tensor, strategy.pipeline, strategy.expert)
+        check_layout(model, place, strategy.sequence_parallel)
+    if config.rollout.routing_replay:
+        check_replay(model)
+    generation = getattr(model, "generation_config", None)
+    stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
+    decode = decoder(tokenizer)
+    return Policies(path, device, model, tokenizer, decode, vocabulary, stop_ids, source)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, here or in a worker, says that memory was refused."""
+    found = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}")
+    return isinstance(error, MemoryError | RuntimeError | WorkerError) and found is not None
+
+
+@contextlib.contextmanager
+def memory_told(
+    config: Config,
+    model: PreTrainedModel | None = None,
+    save: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Tell what took the memory where it ends within the block, and how to take less.
+
+    Args:
+        model: the policy's; None while models are loaded.
+        save: saves what can be, before; ranks that have failed cannot.
+
+    Raises:
+        TrainingError: instead of the errors of allocators.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if model is None:
+            raise TrainingError(
+                f"out of memory while models are loaded: {one_line(error)[:200]}; choose a smaller "
+                "model.path or model.dtype=bfloat16, share it out with trainer/strategy=fsdp2 and "
+                "trainer.strategy.ranks, or lower rollout.engine.slots or rollout.engine.cache_gib"
+            ) from error
+        with contextlib.suppress(MemoryError, RuntimeError, WinnowError):
+            save()
+        answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
+        slots, longest = getattr(config.rollout.engine, "slots", 0), longest_tokens(config)
+        if slots:
+            size = slots * cache_bytes(model.config, torch_dtype(config.model.dtype), longest)
+            engine = (
+                f"an engine writes up to {slots:,} answers of {longest:,} tokens at once (keys and "
+                f"values of {size / 2**30:.3g} GiB): lower rollout.engine.slots or "
+                "rollout.engine.cache_gib; "
+            )
+        raise TrainingError(
+            f"out of memory: {one_line(error)[:200]}; {engine}learning runs "
+            f"{config.trainer.microbatch_tokens:,} tokens of {answers:,} answers at once: lower "
+            "trainer.microbatch_tokens, or set model.gradient_checkpointing=true; with run.fork "
+            "a run goes on from its last checkpoint with other settings"
+        ) from error
+
+
+def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights that are NaN or infinite."""
+    for name, parameter in parameters:
+        if not bool(torch.isfinite(parameter).all()):
+            raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
+
+
+def check_positions(
+    config: Config, path: str, model: PreTrainedModel, longest_prompt: int = 0
+) -> None:
+    """Refuse answers that cannot fit: alone, or, with learned positions, after a prompt."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    asks = config.data.eval_files or not isinstance(config.data.task, NoTask)
+    if not isinstance(positions, int) or (isinstance(config.sft, Demonstrations) and not asks):
+        return
+    answer = config.rollout.max_response_tokens
+    is_rotary = getattr(model.config, "rope_parameters", None) is not None
+    prompt = 0 if is_rotary else longest_prompt
+    if answer + prompt >= positions:
+        after = f" after the longest prompt's {prompt} tokens" if prompt else ""
+        remedy = "it, or data.max_prompt_tokens," if prompt else "it,"
+        raise ModelError(
+            f"rollout.max_response_tokens {answer}{after} does not fit the model's {positions} "
+            f"positions ({path}); lower {remedy} or use a model with a longer context"
+        )
+
+
+def check_attention(config: Config, model: nn.Module, field: str, device_type: str) -> None:
+    """Refuse float32 attention over long answers on CUDA, where it would keep all scores.
+
+    No kernel there takes float32 with fewer heads for keys than for queries, and PyTorch then
+    computes [heads, tokens, tokens] as they stand.
+
+    Args:
+        field: key of the model's dtype.
+
+    Raises:
+        ConfigError: names the field, the memory and the remedy.
+    """
+    shape, longest = cast(Any, model).config, longest_tokens(config)
+    heads = getattr(shape, "num_attention_heads", 0)
+    shared = getattr(shape, "num_key_value_heads", None) or heads
+    is_exact = next(model.parameters()).dtype == torch.float32
+    if device_type == "cuda" and is_exact and shared < heads and longest > _EXACT_TOKENS:
+        size = 4 * heads * longest**2 / 2**30
+        raise ConfigError(
+            f"{field}=float32 on CUDA keeps the scores of {heads} heads on {shared} key/value "
+            f"heads over {longest:,} tokens, the longest prompt and answer: {size:.3g} GiB a "
+            f"layer; set {field}=bfloat16 (it is stepped on float32 masters), or lower "
+            f"data.max_prompt_tokens and rollout.max_response_tokens to {_EXACT_TOKENS:,} in all"
+        )
+
+
+def longest_prompt(config: Config, prompts: object) -> int:
+    """Return the longest prompt in tokens; for generated prompts, which never end, the limit."""
+    if not isinstance(prompts, PromptSet):
+        return config.data.max_prompt_tokens
+    return max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)

@@ -1,0 +1,294 @@
+"""The embedded engine: any Hugging Face causal LM, continuous batching, no server.
+
+    submit ──► queue (prefixes first, then by priority)
+                 │ prefill: each distinct prompt once, in blocks
+                 ▼
+    slots [0, R) ── tick: one token a row ──► finished rows leave, queued answers take their place
+                                              at once; without a queue the last rows move up
+
+Weights are the trainer's own tensors unless an update brings some; `tick_engine` has the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from winnow.models.causal_lm import AttentionLayout, head_logits, hidden_states, output_head
+from winnow.models.folders import has_adapter
+from winnow.models.lora import adapter_weights
+from winnow.models.routing import routing_of
+from winnow.rollout.draw import RowParams, draw, logprobs_along, uniform
+from winnow.rollout.embedded.slots import (
+    DecodeLayout,
+    Layers,
+    PrefilledAnswer,
+    PrefillLayout,
+    PromptBlock,
+    Slots,
+    slots_that_fit,
+)
+from winnow.rollout.engine import CompletionEvent, GroupRequest
+from winnow.rollout.tick_engine import TickEngine
+from winnow.rollout.weights import WeightUpdate
+from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray, Segment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from winnow.rollout.weights import WeightReceiver
+
+
+class TorchEngine(TickEngine[PrefilledAnswer]):
+    """Implements `PublishedEngine` with a model in this process.
+
+    Args:
+        model: loaded by `models.load_causal_lm`; may be the trainer's own.
+        slots: answers written at once; fewer where `cache_gib` holds no more.
+        prefill_tokens: most padded prompt tokens in one prefill.
+        vocab_size: ids at or beyond it are never drawn (padding of the embedding).
+        decode: token ids to text; needed only where requests carry stop strings.
+        live_updates: take new weights while answers run.
+        fp32_head: compute a half-precision model's logits in fp32.
+        longest: most tokens of a prompt and its answer; only `cache_gib` needs it.
+        cache_gib: most GiB of keys and values; None sets no bound.
+        routes: tell of each token the experts that it went to, among the extras of a finished
+            answer that may be trained on.
+
+    Raises:
+        ConfigError: the cache holds not one answer.
+        ModelError: routes are asked for, and the model has none.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        prefill_tokens: int,
+        vocab_size: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        live_updates: bool = False,
+        fp32_head: bool = False,
+        longest: int | None = None,
+        cache_gib: float | None = None,
+        routes: bool = False,
+    ) -> None:
+        super().__init__(PrefilledAnswer, decode, live_updates)
+        self._model = model
+        self._head = output_head(model)
+        self._routing = routing_of(model, replays=True) if routes else None
+        self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
+        self._prefill_tokens, self._fp32_head = prefill_tokens, fp32_head
+        weight = self._head.weight
+        self._device = weight.device
+        if longest is not None:
+            slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
+        self._empty_slots = partial(Slots, slots, weight.dtype, weight.device, longest)
+        self._slots = self._empty_slots()
+        self._is_stop = torch.zeros(self._vocab, dtype=torch.bool, device=self._device)
+        self._stop_ids: tuple[int, ...] = ()
+
+    @property
+    def _slot_count(self) -> int:
+        return self._slots.count
+
+    @property
+    def _running(self) -> Sequence[PrefilledAnswer]:
+        return self._slots.answers
+
+    def _check(self, group: GroupRequest) -> None:
+        self._set_stop_ids(group.sampling.stop_token_ids)
+        super()._check(group)
+
+    def _set_stop_ids(self, stop_ids: tuple[int, ...]) -> None:
+        if stop_ids == self._stop_ids:
+            return
+        if len(self._slots) or self._queue:
+            raise ValueError("one engine decodes with one set of stop ids at a time")
+        self._stop_ids = stop_ids
+        self._is_stop.zero_()
+        self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
+
+    async def _take_tensors(self, update: WeightUpdate) -> None:
+        own = dict(self._model.named_parameters())
+        for name, tensor in update.tensors or ():
+            if name not in own or own[name].shape != tensor.shape:
+                raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
+            own[name].data.copy_(tensor)
+
+    def _receiver(self, version: int) -> WeightReceiver:
+        from winnow.rollout.weights import WeightReceiver
+
+        # Beside an adapter the base stays.
+        only = dict(adapter_weights(self._model)) if has_adapter(self._model) else None
+        return WeightReceiver(self._model, version, only)
+
+    def _renew(self) -> None:
+        for answer in self._queue:
+            answer.block = None  # what has not begun begins with the new weights
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float, last: int
+    ) -> list[FloatArray]:
+        """Score the last tokens of sequences by the engine's own prefill and output layer."""
+        found = []
+        for ids in sequences:
+            with torch.inference_mode():
+                hidden, _ = self._run_prefill([ids])
+                following = torch.tensor(ids[1:][-last:], device=self._device)
+                states = hidden[-len(following) :]
+                found.append(logprobs_along(self._logits, states, following, temperature))
+            await asyncio.sleep(0)
+        return found
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return head_logits(self._head, hidden, self._fp32_head)[:, : self._vocab]
+
+    async def close(self) -> None:
+        """Drop queue, rows and cache."""
+        await super().close()
+        self._slots = self._empty_slots()
+
+    # -- filling rows -------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Put queued answers into free rows, a block of prefilled contexts at a time."""
+        while self._queue and self._slots.free:
+            if self._queue[0].block is None:
+                self._prefill()
+            block = self._queue[0].block
+            assert block is not None
+            batch: list[PrefilledAnswer] = []
+            for answer in self._queue[: self._slots.free]:
+                if answer.block is not block:
+                    break
+                batch.append(answer)
+            del self._queue[: len(batch)]
+            self._slots.place(batch, block)
+
+    def _prefill(self) -> None:
+        """Prefill the next contexts of the queue as one padded block.
+
+        Answers of one group without a prefix share a row of it.
+        """
+        contexts: list[IntArray] = []
+        shared: dict[int, int] = {}
+        width = 1
+        block = PromptBlock([])
+        for answer in self._queue:
+            if answer.block is not None:
+                continue
+            key = id(answer.group) if answer.request.prefix is None else id(answer)
+            if key not in shared:
+                longest = max(width, len(answer.context) - 1)
+                if contexts and longest * (len(contexts) + 1) > self._prefill_tokens:
+                    break
+                width = longest
+                shared[key] = len(contexts)
+                contexts.append(answer.context)
+            answer.block, answer.block_row = block, shared[key]
+        _, block.layers[:] = self._run_prefill(contexts)
+        if self._routing is not None:
+            self._share_routes(block)
+
+    def _share_routes(self, block: PromptBlock) -> None:
+        """Give answers with one context the same array of their prompt's routes."""
+        routes = block.layers[-1][0].transpose(1, 2).cpu().numpy()
+        known: dict[int, NDArray[Any]] = {}
+        for answer in self._queue:
+            if answer.block is block and answer.request.trained:
+                row, stop = answer.block_row, len(answer.group.prompt_ids) - 1
+                if row not in known:
+                    known[row] = routes[row, :stop].copy()
+                answer.prompt_routes = known[row]
+
+    def _run_prefill(self, contexts: Sequence[IntArray]) -> tuple[Tensor, Layers]:
+        """Return hidden states [T, H] of contexts without their last tokens, keys and values.
+
+        The last token of a context is fed by the first tick, which draws the next one. A context of
+        one token is given whole, as none can be empty; its row sees nothing of it.
+        """
+        lengths = np.array([max(1, len(context) - 1) for context in contexts])
+        ids = np.concatenate([c[:n] for c, n in zip(contexts, lengths, strict=True)])
+        layout = PrefillLayout(lengths, self._device)
+        tokens = torch.from_numpy(ids).to(self._device, torch.long)
+        hidden, routes = self._run(tokens, layout.positions, layout)
+        if routes is not None:
+            layout.add_routes(routes)
+        return hidden, layout.layers
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, layout: AttentionLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states [T, H] and routes [T, layers, k] of tokens."""
+        if self._routing is None:
+            return hidden_states(self._model, tokens, positions, layout), None
+        with self._routing.recorded() as chosen:
+            hidden = hidden_states(self._model, tokens, positions, layout)
+        return hidden, torch.stack(chosen, 1).to(self._routing.shape.dtype)
+
+    # -- one tick -----------------------------------------------------------------------------
+
+    def _advance(self) -> list[CompletionEvent]:
+        with torch.inference_mode():
+            self._refill()
+            return self._run_tick()
+
+    def _run_tick(self) -> list[CompletionEvent]:
+        """Draw one token in each row; returns what that finished, by group and answer."""
+        slots, cache = self._slots, self._slots.cache
+        count = len(slots)
+        rows, at = slots.rows[:count], slots.at[:count]
+        length = int(slots.lengths[:count].max())
+        cache.reserve(length)
+        cache.bias[rows, at] = 0.0
+        layout = DecodeLayout(cache, rows, at, length)
+        hidden, routes = self._run(slots.ids[rows, at], at, layout)
+        if routes is not None:
+            slots.keep_routes(routes)
+        u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
+        params = RowParams(slots.kinds, slots.kind[:count])
+        ids, logprobs = draw(self._logits(hidden), u, params)
+        slots.append(ids, logprobs)
+        self._tick += 1
+        self._generated += count
+        reasons = self._finished(ids)
+        if not reasons:
+            return []
+        events = self._events_of(list(reasons), "finished", reasons)
+        self._leave(list(reasons))
+        return events
+
+    def _finished(self, ids: Tensor) -> dict[int, FinishReason]:
+        """Return rows whose newest token ended them, with the reason."""
+        count = len(self._slots)
+        stopped = self._is_stop[ids]
+        ended = stopped | (self._slots.at[:count] >= self._slots.limit[:count])
+        reasons: dict[int, FinishReason] = {}
+        if bool(ended.any()):
+            done = ended.nonzero().flatten()
+            for row, stop in zip(done.tolist(), stopped[done].tolist(), strict=True):
+                reasons[row] = "stop" if stop else "length"
+        reasons |= dict.fromkeys(self._with_stop_string(self._slots.with_stop_strings), "stop")
+        return reasons
+
+    def _written(self, rows: Sequence[int]) -> list[Segment]:
+        return self._slots.written(rows, self._version)
+
+    def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
+        prompt = self._slots.answers[row].prompt_routes
+        return {} if prompt is None else {PROMPT_ROUTES: prompt, ROUTES: self._slots.routes(row)}
+
+    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+        return self._slots.tails(rows, width)
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        with torch.inference_mode():  # in which the cache was made
+            self._slots.leave(rows)

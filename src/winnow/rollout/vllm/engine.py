@@ -1,0 +1,599 @@
+"""The engine over vLLM: its scheduler's steps are our ticks, its tokens our draws.
+
+    submit ──► queue ──free slots──► LLMEngine.step(), one tick ──► finished answers
+                                       ▲ draws: plugin.HashSampler
+    take_bucket ──whole tensors──► plugin.TensorTransfer, in each of vLLM's workers
+
+vLLM seeds global generators, binds memory and takes `torch.set_num_threads` out of use: it belongs
+in a process of its own, which `VllmEngineWorker` sets up. Its prefix cache knows no versions of
+weights, and cannot be emptied while answers run: each version has a salt of its own instead, which
+takes part in the keys of that cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from bisect import insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from itertools import count
+from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+# Read when vLLM is imported. The scheduler stays in this process, where a step is a call: in one of
+# its own it would run on between them.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Of these a user's own value stands.
+for _name, _value in {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one is asked for where it is needed
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or all engines of a machine share its first cores
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from vllm import EngineArgs, envs  # noqa: E402
+from vllm import SamplingParams as RequestParams  # noqa: E402
+from vllm.config import WeightTransferConfig  # noqa: E402
+from vllm.config.lora import MaxLoRARanks  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from winnow.config.model import LoraAdapter  # noqa: E402
+from winnow.errors import PublicationError, WorkerError  # noqa: E402
+from winnow.models.causal_lm import find_model  # noqa: E402
+from winnow.models.folders import has_adapter  # noqa: E402
+from winnow.models.lora import adapted_layers, adapter_weights, adapter_writer, add_lora  # noqa: E402
+from winnow.models.routing import route_shape, router_layers  # noqa: E402
+from winnow.observe.profile import StepProfiler  # noqa: E402
+from winnow.rollout.draw import draw_arguments  # noqa: E402
+from winnow.rollout.engine import CompletionEvent, GroupRequest, SamplingParams  # noqa: E402
+from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
+from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
+from winnow.rollout.vllm import plugin  # noqa: E402
+from winnow.rollout.vllm.refusals import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
+from winnow.rollout.weights import (  # noqa: E402
+    Bucket,
+    Named,
+    StagedReceiver,
+    WeightReceiver,
+    WeightUpdate,
+    buckets,
+)
+from winnow.types import (  # noqa: E402
+    PROMPT_ROUTES,
+    ROUTES,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Segment,
+)
+
+log = logging.getLogger(__name__)
+
+_LONGEST_SCORED = 512
+"""Tokens of the longest sequence that a publication is checked with."""
+_SCORED_AT_ONCE = 4
+"""Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
+_SALTS = count()
+_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Folder of an adapter's files while vLLM's workers read them, where it has room; None: the
+system's own choice."""
+
+
+@dataclass(eq=False)
+class RunningAnswer(WrittenAnswer):
+    """A written answer that vLLM has, or will have."""
+
+    name: str = ""
+    """Its request's at vLLM, while it has one."""
+    routes: NDArray[Any] | None = None
+    """The experts of its tokens as vLLM tells them, once vLLM has ended it."""
+
+
+class VllmEngine(TickEngine[RunningAnswer]):
+    """Implements `PublishedEngine` over a vLLM in this process.
+
+    A publication that fails once vLLM has begun with it cannot be repeated: every later call that
+    would draw or publish raises WorkerError, and the engine has to be replaced.
+
+    Args:
+        llm: made by `start_vllm`.
+        model: of the same shapes, on the meta device; where it has an adapter, that alone comes.
+        slots: answers written at once; fewer while the cache holds no more.
+        vocab_size: ids at or beyond it are never drawn (padding of the embedding).
+        decode: token ids to text; needed only where requests carry stop strings.
+        live_updates: take new weights while answers run.
+
+    Raises:
+        ConfigError: vLLM does not apply an adapter to all layers that have one.
+    """
+
+    def __init__(
+        self,
+        llm: LLMEngine,
+        model: nn.Module,
+        slots: int,
+        vocab_size: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        live_updates: bool = False,
+    ) -> None:
+        super().__init__(RunningAnswer, decode, live_updates)
+        self._llm, self._model, self._slots = llm, model, slots
+        self._vocab_size = vocab_size
+        self._rows: list[RunningAnswer] = []
+        self._scored: dict[str, FloatArray | None] = {}
+        self._numbers = count()
+        self._broken: str | None = None
+        self._expected: dict[str, Tensor] | None = None  # of an adapter
+        self._lora: LoRARequest | None = None
+        self._tells_routes = llm.vllm_config.aux_output_config.enabled
+        self._route_shape, self._route_layers = route_shape(model), router_layers(model)
+        if has_adapter(model):
+            self._expected = dict(adapter_weights(model))
+            for taken in llm.collective_rpc("adapted_layers"):
+                check_adapted(adapted_layers(model), taken)
+            # Before the first publication it answers as the base does.
+            self._load_adapter(
+                [(n, torch.zeros_like(t, device="cpu")) for n, t in self._expected.items()]
+            )
+        self._renew()
+
+    @property
+    def _slot_count(self) -> int:
+        return self._slots
+
+    @property
+    def _running(self) -> Sequence[RunningAnswer]:
+        return self._rows
+
+    def _check(self, group: GroupRequest) -> None:
+        super()._check(group)
+        self._check_health()
+        longest = self._llm.model_config.max_model_len
+        needs = len(group.prompt_ids) + group.sampling.max_tokens
+        if needs > longest:
+            raise ValueError(
+                f"group {group.group_id}: a prompt of {len(group.prompt_ids)} tokens and an answer "
+                f"of {group.sampling.max_tokens} exceed the {longest} that vLLM was started for"
+            )
+
+    def _check_health(self) -> None:
+        if self._broken is not None:
+            raise WorkerError(self._broken, "engine", 0)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def _check_may_change(self) -> None:
+        self._check_health()
+        super()._check_may_change()
+
+    def _receiver(self, version: int) -> WeightReceiver:
+        if self._expected is not None:
+            return self._adapter_receiver(version)
+
+        def load(named: Named) -> None:
+            self._call_workers("update_weights", update_info={"named": named})
+
+        self._call_workers("start_weight_update")
+        finish = "finish_weight_update"
+        return StagedReceiver(self._model, version, load, lambda: self._call_workers(finish))
+
+    def _adapter_receiver(self, version: int) -> WeightReceiver:
+        """Gather an adapter, which vLLM takes as a whole."""
+        named: Named = []
+
+        def finish() -> None:
+            with self._broken_by("add_lora"):
+                self._load_adapter(named)
+
+        return StagedReceiver(self._model, version, named.extend, finish, self._expected)
+
+    def _load_adapter(self, named: Named) -> None:
+        """Have vLLM apply an adapter from its next step on, in the place of the one before."""
+        write = adapter_writer(cast(PreTrainedModel, self._model), None)
+        size = sum(tensor.nbytes for _, tensor in named)
+        has_room = _MEMORY is not None and shutil.disk_usage(_MEMORY).free > 2 * size
+        place = _MEMORY if has_room else None
+        with TemporaryDirectory(prefix="winnow-adapter-", dir=place) as folder:
+            write(dict(named), Path(folder))
+            # Requests name the adapter by its number; those of a new version find the new one.
+            self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self._lora = LoRARequest("policy", 1, folder)
+
+    async def _take_tensors(self, update: WeightUpdate) -> None:
+        dtype = next(self._model.parameters()).dtype
+        if self._expected is not None:
+            dtype = next(iter(self._expected.values())).dtype
+        rounded = ((name, tensor.to(dtype)) for name, tensor in update.tensors or ())
+        for bucket in buckets(WeightUpdate(update.version, rounded)):
+            await self.take_bucket(bucket)
+
+    async def take_bucket(self, bucket: Bucket) -> int:
+        with self._ended_by_failure(bucket.version):
+            return await super().take_bucket(bucket)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        with self._ended_by_failure(update.version):
+            await super().load_weights(update)
+
+    @contextmanager
+    def _ended_by_failure(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except PublicationError as error:
+            self._break(f"weights of version {version} came in part: {error}")
+            raise
+
+    def _call_workers(self, method: str, **kwargs: Any) -> None:
+        with self._broken_by(method):
+            self._llm.collective_rpc(method, kwargs=kwargs)
+
+    @contextmanager
+    def _broken_by(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._break(f"vLLM's {method} failed with {reason}")
+            log.exception("vLLM's %s failed", method)
+            self._check_health()
+
+    def _break(self, reason: str) -> None:
+        """Raise from now on, and wake those that wait for the end of the update."""
+        self._broken = f"{reason}; vLLM cannot take weights again, so the engine must be replaced"
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and not arriving.settled.done():
+            arriving.settled.set_result(None)
+
+    def _renew(self) -> None:
+        self._salt = str(next(_SALTS))
+        # Those that still wait for memory, or of which not all is prefilled, begin anew: the old
+        # salt would give them a prompt's keys of the old weights.
+        rows = [row for row, a in enumerate(self._rows) if len(a.ids) == len(a.prefix)]
+        for row in rows:
+            insort(self._queue, self._rows[row], key=attrgetter("order"))
+        self._leave(rows)
+
+    async def sleep(self) -> None:
+        """Give GPU memory back until `wake`; has not been run on one.
+
+        Raises:
+            ValueError: answers are under way, of which the keys would be lost.
+        """
+        self._check_health()
+        if self._rows or self._queue:
+            raise ValueError("abort what runs before the engine sleeps: its cache is dropped")
+        self._llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Take the memory again; the weights are those from before, the cache is empty."""
+        self._check_health()
+        self._llm.wake_up()
+
+    # -- one tick -----------------------------------------------------------------------------
+
+    def _advance(self) -> list[CompletionEvent]:
+        self._check_health()
+        while self._queue and len(self._rows) < self._slots:
+            self._place(self._queue.pop(0))
+        reasons = self._run_step()
+        rows = list(reasons)
+        events = self._events_of(rows, "finished", reasons) if rows else []
+        self._leave(rows)
+        return events
+
+    def _place(self, answer: RunningAnswer) -> None:
+        group, request = answer.group, answer.request
+        sampling = group.sampling_of(request)
+        start = len(group.prompt_ids)
+        own = draw_arguments(sampling, request.seed, start, self._vocab_size)
+        # What goes on and what is older keeps its memory when the cache is full.
+        priority = 0 if len(answer.prefix) else 1 + max(group.priority, 0)
+        params = _params(sampling.max_tokens - len(answer.prefix), own, sampling.stop_token_ids)
+        answer.name = self._add(answer.context, params, priority)
+        self._rows.append(answer)
+
+    def _add(self, context: IntArray, params: RequestParams, priority: int) -> str:
+        number = next(self._numbers)
+        prompt = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
+        # Of the same priority the older goes first, by numbers: a clock may be set back.
+        kwargs = {"priority": priority, "arrival_time": float(number), "lora_request": self._lora}
+        self._llm.add_request(str(number), prompt, params, **kwargs)
+        return str(number)
+
+    def _run_step(self) -> dict[int, FinishReason]:
+        """Run a step of vLLM's scheduler; returns rows whose newest token ended them."""
+        found = {output.request_id: output for output in self._llm.step()}
+        for name in self._scored.keys() & found.keys():
+            self._scored[name] = _logprobs_of(found[name])
+        self._tick += bool(self._rows)
+        reasons: dict[int, FinishReason] = {}
+        with_stops: list[int] = []
+        for row, answer in enumerate(self._rows):
+            output = found.get(answer.name)
+            if output is None:  # its prompt is not prefilled yet, or it waits for memory
+                continue
+            got = output.outputs[0]
+            answer.ids += got.token_ids
+            answer.logprobs += _logprobs_of(output).tolist()
+            self._generated += len(got.token_ids)
+            if output.finished:
+                reasons[row] = "length" if got.finish_reason == "length" else "stop"
+                answer.routes = got.routed_experts
+            if answer.group.sampling.stop:
+                with_stops.append(row)
+        return reasons | dict.fromkeys(self._with_stop_string(with_stops), "stop")
+
+    def _written(self, rows: Sequence[int]) -> list[Segment]:
+        return [self._rows[row].segment(self._version) for row in rows]
+
+    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+        return [self._rows[row].ids[-width:] for row in rows]
+
+    def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
+        answer = self._rows[row]
+        if not (self._tells_routes and answer.request.trained):
+            return {}
+        told = answer.routes
+        if told is None:  # ended by a stop string, of which vLLM knows nothing
+            known = self._llm.output_processor
+            (name,) = known.external_req_ids[answer.name]
+            told = np.concatenate(known.request_states[name].routed_experts_chunks)
+        prompt, shape = len(answer.group.prompt_ids), self._route_shape
+        size = prompt + len(answer.ids) - 1, self._llm.model_config.get_total_num_hidden_layers()
+        if told.shape != (*size, shape.choices) or int(told.max()) >= shape.experts:
+            raise WorkerError(
+                f"vLLM tells experts up to {told.max()} in {told.shape} of {size[0]} tokens, "
+                f"{size[1]} layers and {shape.choices} of {shape.experts} experts",
+                "engine",
+                0,
+            )
+        # Layers that are no mixtures have rows there, too.
+        here = told[:, self._route_layers].astype(np.int16)
+        routes = torch.from_numpy(here).to(shape.dtype).numpy()
+        return {PROMPT_ROUTES: routes[: prompt - 1], ROUTES: routes[prompt - 1 :]}
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        gone = set(rows)
+        if gone:  # those that are finished vLLM knows no more
+            self._llm.abort_request([self._rows[row].name for row in rows])
+            self._rows = [answer for row, answer in enumerate(self._rows) if row not in gone]
+
+    # -- scoring ------------------------------------------------------------------------------
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float, last: int
+    ) -> list[FloatArray]:
+        """Score the last tokens of sequences by having vLLM decode them, whatever it would draw.
+
+        Its own log-probs of prompts know neither temperature nor vocabulary.
+        """
+        self._check_health()
+        sampling = SamplingParams(0, temperature)
+        nothing = np.zeros(0, np.float32)
+        found: list[FloatArray] = [nothing] * len(sequences)
+        names: dict[str, int] = {}
+        for place, ids in enumerate(sequences):
+            start = len(ids) - min(last, len(ids) - 1)
+            if start == len(ids):  # a single token has none before it
+                continue
+            forced = ids[start:].tolist()
+            own = draw_arguments(sampling, 0, start, self._vocab_size, forced)
+            params = _params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
+            names[self._add(ids[:start], params, -1)] = place
+        self._scored |= dict.fromkeys(names)
+        while any(self._scored[name] is None for name in names):
+            if self._rows:
+                self._events += self._advance()
+            else:
+                self._run_step()
+            await asyncio.sleep(0)
+        for name, place in names.items():
+            scored = self._scored.pop(name)
+            assert scored is not None
+            found[place] = scored
+        return found
+
+
+def _params(
+    max_tokens: int,
+    own: Mapping[str, Any],
+    stop_token_ids: Sequence[int] = (),
+    kind: RequestOutputKind = RequestOutputKind.DELTA,
+) -> RequestParams:
+    """Return vLLM's settings of a request, whose draws are `plugin`'s."""
+    return RequestParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+        stop_token_ids=list(stop_token_ids),
+        output_kind=kind,
+        extra_args=dict(own),
+    )
+
+
+def _logprobs_of(output: Any) -> FloatArray:
+    """Return log-probs of the new tokens of a vLLM output."""
+    got = output.outputs[0]
+    rows = zip(got.logprobs, got.token_ids, strict=True)
+    return np.array([row[token].logprob for row, token in rows], np.float32)
+
+
+_OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "async_scheduling": False,
+    "scheduling_policy": "priority",
+    "logprobs_mode": "processed_logits",
+    "worker_extension_cls": "winnow.rollout.vllm.plugin.WorkerExtension",
+}
+"""vLLM's options that are the same for every model."""
+
+
+def start_vllm(
+    model: str,
+    *,
+    dtype: str,
+    slots: int,
+    prefill_tokens: int,
+    longest: int | None = None,
+    cache_gib: float | None = None,
+    fp32_head: bool = False,
+    tensor_parallel: int = 1,
+    prefix_caching: bool = True,
+    chunked_prefill: bool = True,
+    sleep: bool = False,
+    trust_remote_code: bool = False,
+    lora: Mapping[str, Any] | None = None,
+    routes: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> LLMEngine:
+    """Start a vLLM in this process as `VllmEngine` needs it.
+
+    Args:
+        model: a Hugging Face folder.
+        longest: most tokens of a prompt and its answer; None is what the model has positions for.
+        cache_gib: GiB of keys and values; None is what vLLM finds free.
+        sleep: allocate memory so that `VllmEngine.sleep` gives it back; takes a GPU.
+        lora: `lora_options` of an adapter that is published alone.
+        extra: further options of vLLM's `EngineArgs`.
+
+    Raises:
+        ConfigError: vLLM has no such option, or memory holds not one answer.
+        ModelError: vLLM refuses the model.
+    """
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    positions = getattr(config, "max_position_embeddings", None)
+    if longest is not None:
+        longest = max(longest, min(_LONGEST_SCORED, positions or _LONGEST_SCORED))
+    batch = slots + _SCORED_AT_ONCE
+    # vLLM asks for steps that hold the longest sequence where it may not cut one.
+    step_tokens = max(prefill_tokens, batch, 0 if chunked_prefill else longest or positions or 0)
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "max_model_len": longest,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": step_tokens,
+        "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
+        "tensor_parallel_size": tensor_parallel,
+        # In an actor of Ray's vLLM would ask Ray for further ones.
+        "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
+        "enable_prefix_caching": prefix_caching,
+        "enable_chunked_prefill": chunked_prefill,
+        "enable_sleep_mode": sleep,
+        "enforce_eager": not torch.cuda.is_available(),
+        "logits_processors": [_sampler(routes)],
+        "weight_transfer_config": WeightTransferConfig(backend=plugin.BACKEND),
+        "enable_return_routed_experts": routes,
+        **(lora or {}),
+    }
+    own = dict(extra or {})
+    check_extra(own, {field.name for field in fields(EngineArgs)})
+    if fp32_head:
+        arguments["hf_overrides"] = own.pop("hf_overrides", {}) | {"head_dtype": "float32"}
+    try:
+        llm = LLMEngine.from_engine_args(EngineArgs(**_OPTIONS | arguments | own))
+        llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    except Exception as error:
+        raise refusal(error, model, cache_gib) from error
+    _check_kernels(llm, model)
+    return llm
+
+
+def _sampler(routes: bool) -> type[Any]:
+    """Return the processor for vLLM's model runner; routes take the second one."""
+    if routes:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    is_second = envs.VLLM_USE_V2_MODEL_RUNNER
+    return plugin.HashSamplerV2 if is_second else plugin.HashSampler
+
+
+def _check_kernels(llm: LLMEngine, model: str) -> None:
+    if llm.vllm_config.device_config.device_type == "cpu" and not llm.model_config.use_mla:
+        taken = CPUAttentionBackend.get_supported_head_sizes()
+        check_head_size(model, llm.model_config.get_head_size(), taken)
+
+
+def lora_options(model: nn.Module, rank: int) -> dict[str, Any]:
+    """Return vLLM's options for the adapter of a model (`meta_model`), whose rank it pads."""
+    names = sorted({name.rpartition(".")[2] for name in adapted_layers(model)})
+    room = min(each for each in get_args(MaxLoRARanks) if each >= rank)
+    return {"enable_lora": True, "max_lora_rank": room, "lora_target_modules": names}
+
+
+def meta_model(
+    model: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    adapter: LoraAdapter | None = None,
+) -> nn.Module:
+    """Return the model of a folder without memory: it names the tensors of a publication."""
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    found: nn.Module = made.to(dtype)
+    if adapter is not None:
+        add_lora(found, adapter, seed=0)
+    return found
+
+
+class VllmEngineWorker(EngineWorker):
+    """An `EngineWorker` with a `VllmEngine`.
+
+    Args:
+        rank: a `workers.RankInfo`; vLLM takes the first GPUs that its process sees.
+        model: a Hugging Face folder.
+        dtype: of the weights; must be that of published ones.
+        tokenizer: its folder, where requests carry stop strings.
+        vocab_size, live_updates: of `VllmEngine`.
+        adapter: to be put beside the model's weights; publications then are of it alone.
+        profiler: of this process; vLLM's own processes, which tensor_parallel has, are not in it.
+        options: of `start_vllm`.
+
+    Raises:
+        ConfigError, ModelError: as for `start_vllm`.
+    """
+
+    def __init__(
+        self,
+        rank: Any,
+        *,
+        model: str,
+        dtype: Literal["float32", "bfloat16"],
+        tokenizer: str | None = None,
+        trust_remote_code: bool = False,
+        slots: int,
+        vocab_size: int,
+        live_updates: bool = False,
+        adapter: LoraAdapter | None = None,
+        profiler: StepProfiler | None = None,
+        **options: Any,
+    ) -> None:
+        code = trust_remote_code
+        model = find_model(model, "model.path", getattr(torch, dtype), code).path
+        shapes = meta_model(model, getattr(torch, dtype), code, adapter)
+        if adapter is not None:
+            options["lora"] = lora_options(shapes, adapter.rank)
+        llm = start_vllm(model, dtype=dtype, slots=slots, trust_remote_code=code, **options)
+        decode = None if tokenizer is None else decode_of(tokenizer, code)
+        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
+        super().__init__(engine, profiler)

@@ -1,0 +1,48 @@
+"""The start of a vLLM engine in its process: what must be installed, and what vLLM refuses.
+
+It knows vLLM by its package's name and its messages alone, so that a vLLM that is absent or of
+another version is told in one line, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from winnow.config.rollout import VLLM_CPU_CACHE_GIB
+from winnow.errors import ConfigError
+from winnow.rollout.vllm.refusals import INSTALL, TESTED_WORDS, check_installed, first_line
+
+
+def make_vllm_worker(
+    rank: Any, *, cache_gib: float | None = None, sleep: bool = False, **arguments: Any
+) -> Any:
+    """Make an engine's worker (`VllmEngineWorker`) where vLLM is installed.
+
+    Args:
+        rank: a `workers.RankInfo`.
+        cache_gib: None is a fixed amount on a CPU, where vLLM would take half of the memory.
+        sleep: be able to give GPU memory back.
+        arguments: of `VllmEngineWorker`.
+
+    Raises:
+        ConfigError: vLLM is absent or of another version, refuses an option, or cannot sleep.
+        ModelError: vLLM refuses the model.
+    """
+    version = check_installed()
+    if sleep and rank.device_index is None:
+        raise ConfigError(
+            "rollout.engine.sleep=true takes a GPU, and this engine is on a CPU, where vLLM's "
+            "sleep gives nothing back; set rollout.engine.sleep=false"
+        )
+    try:
+        found = importlib.import_module("winnow.rollout.vllm.engine")
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"rollout/engine=vllm: vLLM {version} cannot be used, as {first_line(error)}; "
+            f"{TESTED_WORDS}: {INSTALL}"
+        ) from error
+    if rank.device_index is None:
+        cache_gib = cache_gib or VLLM_CPU_CACHE_GIB
+    return found.VllmEngineWorker(rank, cache_gib=cache_gib, sleep=sleep, **arguments)

@@ -1,0 +1,3 @@
+"""The version of the package, for all that names it: checkpoints, `winnow --version`, releases."""
+
+__version__ = "0.1.0"

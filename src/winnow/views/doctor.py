@@ -1,0 +1,127 @@
+"""A run's diagnosis from its folder, while it goes on and afterwards."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from winnow.errors import WinnowError
+from winnow.observe.files import RunFolder, write_atomic
+from winnow.observe.jsonl import read_metrics
+from winnow.observe.metrics import Record
+from winnow.observe.rollouts import read_rollouts, rollout_files
+from winnow.observe.sinks import RunInfo
+from winnow.views.diagnosis import Diagnosis, RunFinding, diagnose
+
+WRONG = ("reward_flat_wrong", "filtered")
+"""Findings of which wrong answers may say more."""
+_WORD = re.compile(r"\w(?:[\w.,/-]*\w)?")
+ROLLOUT_COLUMNS = ["group", "outcome", "accuracy", "prompt", "response"]
+"""Columns of a file of answers that findings are told by."""
+
+log = logging.getLogger(__name__)
+
+
+class LiveDiagnosis:
+    """A sink that says each disease once, when it is found, and keeps it in findings.jsonl.
+
+    Args:
+        tell: takes a line for the terminal and the log.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], folder: RunFolder, tell: Callable[[str], None]
+    ) -> None:
+        self._diagnosis, self._folder, self._tell = Diagnosis(settings), folder, tell
+        self._lines: list[str] = []
+
+    def start(self, info: RunInfo) -> None:
+        """Look at what a resumed run has behind it; that has been said already."""
+        if info.first_step > 1 and self._folder.metrics.is_file():
+            for record in read_metrics(self._folder.metrics):
+                self._add(int(record["step"]), record)
+        if self._lines or self._folder.findings.is_file():
+            self._write()
+
+    def log(self, step: int, record: Record) -> None:
+        for finding in self._add(step, record):
+            self._tell(
+                f"Warning: step {step}: {finding.name}: {finding.evidence} (likely {finding.cause};"
+                f" winnow doctor {self._folder.path})"
+            )
+            self._write()
+
+    def close(self) -> None:
+        pass
+
+    def _add(self, step: int, record: Record) -> list[RunFinding]:
+        new = self._diagnosis.add(step, record)
+        self._lines += [f"{json.dumps(asdict(finding))}\n" for finding in new]
+        return new
+
+    def _write(self) -> None:
+        try:
+            write_atomic(self._folder.findings, "".join(self._lines).encode())
+        except WinnowError as error:
+            log.warning("%s (no findings)", error)
+
+
+def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
+    """Look at the record of a run: metrics.jsonl, config.yaml and the newest rollouts.
+
+    Returns:
+        The number of its steps, and the findings.
+
+    Raises:
+        WinnowError: a file of the record is damaged.
+    """
+    settings = folder.recipe()
+    records: list[Record] = list(read_metrics(folder.metrics)) if folder.metrics.is_file() else []
+    steps = max((int(record["step"]) for record in records), default=0)
+    files = rollout_files(folder.rollouts)
+    rows = read_rollouts(files[-1][1]).select(ROLLOUT_COLUMNS).to_pylist() if files else []
+    if files and files[-1][0] > steps:  # a step in which nothing could be learnt has no line
+        records.append(unlearnt(files[-1][0], rows))
+    found = diagnose(records, settings)
+    more = {name: wrong_answers(rows) for name in WRONG}
+    return steps, [replace(f, evidence=f.evidence + more.get(f.name, "")) for f in found]
+
+
+def wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Say of the all-wrong groups whose text was kept whether their answers agree with each other:
+    a model that says the same each time is rather misread than lost. Empty without such groups,
+    else a clause to put behind others.
+
+    Args:
+        rows: of rollouts.
+    """
+    endings: dict[tuple[Any, str], list[str]] = {}
+    for row in rows:
+        words = _WORD.findall(str(row.get("response") or ""))
+        if row.get("accuracy") == 0 and words:
+            key = row.get("group"), " ".join(str(row.get("prompt")).split())
+            endings.setdefault(key, []).append(words[-1])
+    votes = {key: Counter(said).most_common(1)[0] for key, said in endings.items() if said[1:]}
+    agreed = [key for key, (_, count) in votes.items() if 2 * count > len(endings[key])]
+    said = f"; in {len(agreed)} of {len(votes)} wrong groups most answers end alike"
+    if not agreed:
+        return f"{said}: rather a hard task than a misread format" if votes else ""
+    key = max(agreed, key=lambda each: votes[each][1] / len(endings[each]))
+    example = f"{key[1][-60:]!r}, answered {votes[key][0][-40:]!r}"
+    return f"{said}, such as {example}: if that is right, the scorer misreads it"
+
+
+def unlearnt(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:
+    """Make the record of a step that sampling could not fill, from its answers."""
+    fates = Counter({row["group"]: row["outcome"] for row in rows}.values())
+    rights = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+    record = {f"sampling/groups/{fate}": float(number) for fate, number in fates.items()}
+    record["sampling/accuracy"] = math.fsum(rights) / len(rights) if rights else math.nan
+    nothing = {} if fates["trained"] else {"sampling/keep_rate": 0.0, "sampling/empty_bounds": 1.0}
+    return {"step": step, **record, **nothing}

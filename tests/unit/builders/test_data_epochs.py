@@ -1,0 +1,76 @@
+"""The steps that passes over the data fill."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from winnow.builders.run import _notes, with_steps
+from winnow.config.load import load_recipe
+from winnow.data.loader import training_prompts
+from winnow.data.prompts import PromptSet
+from winnow.data.sort_digits import build_tokenizer
+from winnow.errors import ConfigError
+from winnow.run.loop import DataPasses
+from winnow.types import Prompt
+
+
+def prompts(count: int) -> PromptSet:
+    return PromptSet(tuple(Prompt(f"f:{i}", np.array([i]), "", "s", "") for i in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"), [(1, 100, 12), (3, 100, 37), (0.29, 100, 3), (0.58, 400, 29)]
+)
+def test_steps_are_those_that_the_passes_fill(epochs: float, rows: int, steps: int) -> None:
+    told = [f"trainer.data_epochs={epochs}", "sampling.groups_per_step=8"]
+    config = load_recipe("quickstart", [*told, "trainer.mini_batch_groups=null"])
+    assert with_steps(config, prompts(rows)).trainer.steps == steps
+
+
+def test_data_that_never_ends_or_fills_no_step_is_refused() -> None:
+    config = load_recipe("quickstart", ["trainer.data_epochs=2"])
+    with pytest.raises(ConfigError) as endless:
+        with_steps(config, training_prompts(config.data, build_tokenizer(), 0))
+    assert str(endless.value) == (
+        "trainer.data_epochs=2 counts passes over the data, and data/task=sort_digits never ends; "
+        "set data.max_train_prompts, or trainer.data_epochs=null and trainer.steps"
+    )
+    with pytest.raises(ConfigError) as short:
+        with_steps(config, prompts(31))
+    assert str(short.value) == (
+        "trainer.data_epochs=2 of 31 prompts fills no step of sampling.groups_per_step=64; raise "
+        "the one or lower the other"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("none", "2 passes over 100 prompts: at most 25 steps of 8 (trainer.data_epochs)"),
+        ("variance", "2 passes over 100 prompts: at most 25 steps of 8; at their end fewer than 8"),
+    ],
+)
+def test_prompts_that_fill_no_step_are_told_before_they_are_left(kind: str, told: str) -> None:
+    cut = "sampling.groups_per_step=8", "trainer.mini_batch_groups=null", f"sampling/filter={kind}"
+    config = load_recipe("quickstart", ["trainer.data_epochs=2", *cut])
+    source = prompts(100)
+    assert next(_notes(source, PromptSet(()), with_steps(config, source))).startswith(told)
+
+
+def test_prompts_that_were_left_are_told_at_the_end() -> None:
+    (note,) = DataPasses(100, 8, used=96).notes
+    assert note == "4 prompts of the passes over the data were left: they fill no step"
+    assert DataPasses(100, 10, used=100).notes == ()
+    assert DataPasses(100, 8, used=64).notes == ()  # stopped, not over
+    assert DataPasses().notes == ()
+
+
+def test_a_source_that_verl_scores_otherwise_is_told() -> None:
+    source = PromptSet((Prompt("f:0", np.array([1]), "", "math", ""),))
+    config = load_recipe("quickstart")
+    (note,) = _notes(source, PromptSet(()), config)
+    assert note.startswith("Data source math is scored by math_verify")
+    assert "dapo_math" in note
+    routed = load_recipe("quickstart", ["reward.scorers={math: dapo_math}"])
+    assert list(_notes(source, PromptSet(()), routed)) == []

@@ -1,0 +1,290 @@
+"""Where a recipe's processes go: pools on Ray, GPUs of this machine; and who leaves GPUs alone."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from tests.recipes import recipe
+
+from winnow.builders import topology
+from winnow.builders.engines import uses_device
+from winnow.builders.placement import devices_of, local_devices, pools_of, visible_devices
+from winnow.builders.processes import launcher
+from winnow.builders.run import use_machine
+from winnow.checkpoints.run_state import _random_states, _set_random_states
+from winnow.config.roles import Roles
+from winnow.config.root import Config
+from winnow.config.trainer import RayCluster, WholeModels
+from winnow.errors import ConfigError
+from winnow.workers import group
+from winnow.workers.group import WorkerGroups
+from winnow.workers.ray.session import Pool
+
+FOUR = "trainer/strategy=fsdp2", "trainer.strategy.ranks=4"
+POOL = "cluster.pools={all:{nodes:2,per_node:2,cpus:3}}"
+TOGETHER = (*FOUR, "rollout.engine.processes=4", POOL, "cluster.roles={policy:all,rollout:all}")
+JUDGED = "reward/model=sequence_classifier", "reward.model.path=R"
+SHARDED = (*JUDGED, "reward/model/strategy=fsdp2")
+
+
+def on_ray(*overrides: str) -> Config:
+    return recipe("quickstart", "cluster=ray", *overrides)
+
+
+def pools(config: Config, has_devices: bool) -> list[Pool]:
+    assert isinstance(config.cluster, RayCluster)
+    return pools_of(Roles(config), config.cluster, has_devices)
+
+
+def devices(config: Config, trains: bool = True) -> dict[str, range]:
+    return local_devices(Roles(config), config.run.device, trains)
+
+
+def learning_devices(config: Config, ranks: int) -> int:
+    return devices_of(Roles(config), config.cluster, ranks)
+
+
+def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
+    config = on_ray(*FOUR, "rollout.engine.processes=3", "cluster.nodes=2")
+    assert pools(config, True) == [
+        Pool("policy", ("policy",), 2, 2, True),
+        Pool("rollout", ("rollout",), 3, 1, True),
+    ]
+
+
+def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores() -> None:
+    (pool,) = pools(on_ray(*TOGETHER), True)
+    assert pool == Pool("all", ("policy", "rollout"), 2, 2, True, 3)
+    assert pool.share == {"CPU": 3, "GPU": 0.5}
+    assert pool.needs(pool.per_node) == {"CPU": 12, "GPU": 2}
+
+
+def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
+    """As where an engine alone of a recipe is checked."""
+    apart = "cluster.pools={t:{per_node:4},w:{}}", "cluster.roles={policy:t,rollout:w}"
+    config = on_ray(*FOUR, "rollout.engine.processes=1", *apart)
+    alone = config.trainer.model_copy(update={"strategy": WholeModels()})
+    (pool,) = pools(config.model_copy(update={"trainer": alone}), True)
+    assert pool.roles == ("rollout",)
+
+
+def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+ENGINES = [f"rollout.engine.processes={count}" for count in range(5)]
+WIDE = "rollout/engine=vllm", "rollout.engine.processes=2", "rollout.engine.tensor_parallel=2"
+APART = *FOUR, "rollout.engine.processes=1"
+REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHARDED
+CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
+JUDGE = "reward/judge=engine", "reward.judge.path=J", "reward.judge.engine.processes=2"
+WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "wanted"),
+    [
+        (
+            (*FOUR, "trainer.strategy.ranks=2", ENGINES[2]),
+            4,
+            {"policy": range(2), "rollout": range(2, 4)},
+        ),
+        (WIDE, 5, {"policy": range(1), "rollout": range(1, 5)}),
+        (SHARDED, 3, {"reward_model": range(1, 3)}),
+        (REFERENCE, 9, {"reward_model": range(5, 7), "reference": range(7, 9)}),
+        (CRITIC, 7, {"critic": range(5, 7)}),
+        ((*APART, *JUDGE), 9, {"judge": range(5, 7)}),
+        ((*APART, *WIDE_JUDGE), 9, {"judge": range(5, 9)}),
+    ],
+)
+def test_each_role_has_devices_of_its_own(
+    settings: tuple[str, ...], gpus: int, wanted: dict[str, range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_gpus(gpus, monkeypatch)
+    assert devices(recipe("quickstart", *settings)).items() >= wanted.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "said"),
+    [
+        (
+            (ENGINES[4],),
+            4,
+            r"1 that trains, 4 engines \(rollout\.engine\.processes\) need 5, this machine has 4",
+        ),
+        ((*FOUR, *WIDE), 5, r"2 engines \(rollout.* x tensor_parallel=2\) need 8, this"),
+        (
+            (*FOUR, *SHARDED),
+            3,
+            r"2 ranks of the reward model \(reward\.model\.str.* need 6",
+        ),
+        (
+            (*REFERENCE, ENGINES[2]),
+            9,
+            r"2 ranks of the reward model \(reward\.model\.strategy\.ranks\), 2 ranks of the "
+            r"reference \(reference\.strategy\.ranks\) need 10, this machine has 9",
+        ),
+        (
+            (*CRITIC, ENGINES[2]),
+            7,
+            r"2 ranks of the critic \(critic\.strategy\.r.* need 8, this",
+        ),
+        (
+            (*APART, *SHARDED, *WIDE_JUDGE),
+            9,
+            r"2 engines of the judge \(reward\.j.* need 11, this",
+        ),
+    ],
+)
+def test_a_machine_with_too_few_gpus_is_told_before_anything_starts(
+    settings: tuple[str, ...], gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_gpus(gpus, monkeypatch)
+    with pytest.raises(ConfigError, match=said):
+        devices(recipe("quickstart", *settings))
+
+
+def test_a_role_that_is_not_asked_for_or_not_on_a_gpu_has_no_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see_gpus(9, monkeypatch)
+    four = recipe("quickstart", ENGINES[4])
+    assert devices(four, trains=False)["rollout"] == range(4)
+    assert devices(recipe("quickstart", ENGINES[4], "run.device=cpu")) == {}
+    for role in ("reference", "critic"):
+        idle = recipe("quickstart", *APART, f"{role}/strategy=fsdp2", *SHARDED)
+        assert role not in devices(idle)
+    imitates = "data/task=none", "sft=demonstrations", "sft.train_files=[a]", "warm_start=none"
+    asked = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed"
+    imitating = recipe("sft", *asked, *imitates, "model.path=m")
+    assert devices(imitating).keys() == {"policy", "rollout"}
+
+
+def test_pools_of_roles_that_have_one_each() -> None:
+    train, write = pools(on_ray(*FOUR, *WIDE), True)
+    assert (train.devices, write.devices) == (1, 2)
+    assert (write.nodes, write.per_node, write.needs(1)) == (2, 1, {"CPU": 1, "GPU": 2})
+    (engines,) = pools(on_ray(*WIDE, "cluster.cpus=0.5"), False)  # ranks need no pool
+    assert engines == Pool("rollout", ("rollout",), nodes=2, cpus=0.5)
+    assert engines.share == {"CPU": 0.5}
+    more = "cluster.pools={t:{per_node:4},j:{nodes:2}}", "cluster.roles={policy:t,reward_model:j}"
+    _, judge = pools(on_ray(*FOUR, *SHARDED, *more), True)
+    assert judge == Pool("j", ("reward_model",), 2, 1, 1)
+    found = pools(on_ray(*REFERENCE), True)
+    assert [pool.name for pool in found] == ["policy", "rollout", "reward_model", "reference"]
+    *_, judge = pools(on_ray(*APART, *WIDE_JUDGE), True)
+    assert judge == Pool("judge", ("judge",), 2, 1, 2)
+
+
+def test_throughput_and_mfu_are_of_all_devices_that_learn_or_write() -> None:
+    assert learning_devices(recipe("quickstart"), 1) == 1
+    assert learning_devices(recipe("quickstart", *FOUR, *WIDE), 4) == 8
+    assert learning_devices(on_ray(*FOUR, *WIDE), 4) == 8
+    assert learning_devices(on_ray(*TOGETHER), 4) == 4
+    assert learning_devices(recipe("quickstart", *APART, *WIDE_JUDGE), 4) == 5
+    assert learning_devices(recipe("quickstart", *CRITIC), 4) == 7
+    pools = "cluster.pools={a:{per_node:4},b:{per_node:1},c:{per_node:2}}"
+    assert (
+        learning_devices(on_ray(*CRITIC, pools, "cluster.roles={policy:a,rollout:b,critic:c}"), 4)
+        == 7
+    )
+    pools = "cluster.pools={a:{per_node:4},b:{per_node:1}}"
+    shared = pools, "cluster.roles={policy:a,rollout:b,critic:a}", "critic.strategy.ranks=4"
+    assert learning_devices(on_ray(*CRITIC, *shared), 4) == 5
+
+
+@pytest.mark.parametrize(("seen", "shown"), [(None, "2,3"), ("4, 5,6,7", "6,7"), ("", "2,3")])
+def test_an_engine_sees_its_own_gpus_of_those_that_the_run_sees(
+    seen: str | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert visible_devices(range(2, 4)) == {"CUDA_VISIBLE_DEVICES": shown}
+
+
+def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules, judged = (on_ray("reward.processes=3", *model) for model in ((), JUDGED))
+    shares = [pool.share for each in (rules, judged) for pool in pools(each, True)]
+    assert shares == [{"CPU": 1}, {"CPU": 1, "GPU": 1}]
+    assert [pool.size for pool in pools(rules, True)] == [3]
+    see_gpus(1, monkeypatch)
+    assert "reward" not in devices(recipe("quickstart", "reward.processes=3"))
+    with pytest.raises(ConfigError, match=r"3 scorers \(reward\.processes\) need 4, this"):
+        devices(recipe("quickstart", "reward.processes=3", *JUDGED))
+
+
+def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
+        devices(recipe("quickstart", *APART, "run.device=cuda"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"),
+    [
+        ((), "cuda"),
+        (FOUR, "cuda"),  # its engine writes
+        (APART, "cpu"),
+        ((*APART, *JUDGED), "cuda"),
+        ((*APART, "reward.processes=1", *JUDGED), "cpu"),
+        ((*APART, *SHARDED), "cpu"),
+        (("cluster=ray", *TOGETHER, "run.device=cuda"), "cpu"),
+        (("cluster=ray", *TOGETHER, *JUDGED), "cpu"),
+        (("cluster=ray", "rollout.engine.processes=1"), "cuda"),
+    ],
+)
+def test_a_run_whose_models_are_elsewhere_leaves_gpus_alone(
+    settings: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = recipe("quickstart", *settings)
+    assert use_machine(chosen, uses_device(chosen)).type == device
+
+
+def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: Any) -> Any:
+        raise AssertionError("a GPU was opened")
+
+    states = {**_random_states(), "cuda": [torch.zeros(16, dtype=torch.uint8)]}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("_lazy_init", "get_rng_state_all", "set_rng_state_all"):
+        monkeypatch.setattr(torch.cuda, name, opened)
+    assert "cuda" not in _random_states()
+    _set_random_states(states)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="opened"):  # a process that uses one saves its state
+        _random_states()
+    with pytest.raises(AssertionError, match="opened"):
+        _set_random_states(states)
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_processes_here_get_their_variables_by_role(
+    on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def record(role: str, path: str, kwargs: Any, size: int, variables: Any, *_: Any) -> None:
+        given[role] = variables
+
+    gpus = {"policy": range(2), "rollout": range(2, 3)} if on_gpus else {}
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(topology, "local_devices", lambda *_: gpus)
+    monkeypatch.setattr(group, "start_local", record)
+    config = recipe("quickstart", "trainer/strategy=fsdp2", "rollout.engine.processes=1")
+    with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
+        for role in Roles(config):
+            launch(role, {}, 0)
+    assert given["learner"].items() >= (EXPANDABLE.items() if on_gpus else set())
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in given["learner"]) == on_gpus
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in given["engine 0"]

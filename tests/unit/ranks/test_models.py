@@ -1,0 +1,183 @@
+"""What a model has no room for, or an engine does not take: in one line, whoever says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.ranks import fake_ranks
+from tests.recipes import recipe
+from tests.recorded import quickstart_model
+from tests.small_models import save
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from winnow.data.loader import training_prompts
+from winnow.data.sort_digits import build_tokenizer
+from winnow.errors import ConfigError, ModelError, TrainingError, WorkerError
+from winnow.ranks.learner import make_learner
+from winnow.ranks.models import (
+    check_attention,
+    check_positions,
+    is_out_of_memory,
+    load_policy,
+    longest_prompt,
+    memory_told,
+)
+
+
+def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> None:
+    config = recipe("quickstart", "rollout.engine.slots=64", "trainer.microbatch_tokens=5000")
+    model = quickstart_model()
+    with pytest.raises(TrainingError) as told, memory_told(config, model):
+        torch.empty(2**60)
+    line = str(told.value)
+    assert "\n" not in line
+    assert line.startswith("out of memory: ")
+    longest = config.data.max_prompt_tokens + 128
+    shape = model.config
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
+    held = min(longest, shape.max_position_embeddings)
+    gib = 64 * -(-held // 64) * 64 * token / 2**30
+    assert f"64 answers of {longest:,} tokens at once (keys and values of {gib:.3g} GiB)" in line
+    assert "5,000 tokens of 512 answers" in line
+    for key in ("engine.slots", "engine.cache_gib", "microbatch_tokens", "gradient_checkpointing"):
+        assert re.search(rf"\b(rollout|trainer|model)\.{re.escape(key)}\b", line), key
+    held = pytest.raises(
+        TrainingError, match=r"^out of memory while models are loaded: .*cache_gib$"
+    )
+    with held, memory_told(config):
+        np.empty(2**50)
+
+
+def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> None:
+    gone = WorkerError("learner[1] failed in learn: OutOfMemoryError", "learner", 1)
+
+    def save() -> None:
+        raise gone
+
+    told = pytest.raises(TrainingError, match=r"^out of memory: learner\[1\] failed in learn")
+    with told, memory_told(recipe("quickstart"), quickstart_model(), save):
+        raise gone
+
+
+@pytest.mark.parametrize(
+    ("error", "says_so"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (WorkerError("policy 1: OutOfMemoryError: CUDA out of memory", "policy", 1), True),
+        (RuntimeError("a view of a tensor was changed"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_only_what_refuses_memory_is_told_so(error: Exception, says_so: bool) -> None:
+    assert is_out_of_memory(error) == says_so
+    kind = TrainingError if says_so else type(error)
+    with pytest.raises(kind), memory_told(recipe("quickstart")):
+        raise error
+
+
+SHORT = ("data.max_prompt_tokens=96", "rollout.max_response_tokens=4000")
+LONG = ("data.max_prompt_tokens=2048", "rollout.max_response_tokens=20480")
+
+
+def model_of(shared: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    """40 heads on so many of keys and values, without weights."""
+    heads = {"num_attention_heads": 40, "num_key_value_heads": shared, "head_dim": 8}
+    with torch.device("meta"):
+        config = Qwen3Config(vocab_size=29, hidden_size=32, num_hidden_layers=1, **heads)
+        return Qwen3ForCausalLM(config).to(dtype)
+
+
+def test_long_answers_in_float32_with_shared_heads_are_refused_on_a_gpu() -> None:
+    config = recipe("quickstart", *LONG)
+    refused = pytest.raises(ConfigError)
+    with refused as told:
+        check_attention(config, model_of(8), "critic.dtype", "cuda")
+    assert str(told.value) == (
+        "critic.dtype=float32 on CUDA keeps the scores of 40 heads on 8 key/value heads over "
+        "22,528 tokens, the longest prompt and answer: 75.6 GiB a layer; set critic.dtype=bfloat16 "
+        "(it is stepped on float32 masters), or lower data.max_prompt_tokens and "
+        "rollout.max_response_tokens to 4,096 in all"
+    )
+    # So are those of a policy on ranks, before a weight is read.
+    with fake_ranks(4), refused as told:
+        make_learner(config, model_of(8), 29, None, init_device_mesh("cuda", (4,)))
+    assert str(told.value).startswith("model.dtype=float32 on CUDA")
+
+
+@pytest.mark.parametrize(
+    ("shared", "dtype", "lengths", "device"),
+    [
+        (8, torch.float32, LONG, "cpu"),
+        (8, torch.bfloat16, LONG, "cuda"),
+        (40, torch.float32, LONG, "cuda"),
+        (8, torch.float32, SHORT, "cuda"),
+    ],
+)
+def test_other_attention_is_not(
+    shared: int, dtype: torch.dtype, lengths: tuple[str, str], device: str
+) -> None:
+    check_attention(recipe("quickstart", *lengths), model_of(shared, dtype), "model.dtype", device)
+
+
+# Models with learned positions: what must fit is the longest prompt there is, not the limit
+
+
+POSITIONS, ANSWER = 64, 40
+
+
+@pytest.mark.parametrize(
+    ("digits", "overlong", "fits"),
+    [(22, "error", True), (23, "error", False), (1000, "filter", True), (1000, "left", False)],
+)
+def test_learned_positions_must_hold_the_longest_prompt_that_is_left(
+    digits: int, overlong: str, fits: bool, tmp_path: Path
+) -> None:
+    shape = {"vocab_size": 29, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": POSITIONS}
+    path = str(save(GPT2LMHeadModel(GPT2Config(**shape)), build_tokenizer(), tmp_path / "model"))
+    rows = [
+        {
+            "data_source": "sort_digits",
+            "prompt": [{"role": "user", "content": f"{'1' * count}:"}],
+            "reward_model": {"ground_truth": "1" * count},
+            "extra_info": {"index": count},
+        }
+        for count in (5, digits)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        *("warm_start=none", "data/task=none", f"model.path={path}", "data.max_prompt_tokens=500"),
+        *(f"data.train_files=[{tmp_path}/rows.jsonl]", f"data.overlong_prompts={overlong}"),
+        *(f"rollout.max_response_tokens={ANSWER}", "reward.overlong.enabled=false"),
+    ]
+    config = recipe("quickstart", *settings)
+    policy = load_policy(config, path, torch.device("cpu"))
+    longest = longest_prompt(config, training_prompts(config.data, policy.tokenizer, 0))
+    if fits:
+        check_positions(config, path, policy.model, longest)
+        return
+    with pytest.raises(ModelError) as caught:
+        check_positions(config, path, policy.model, longest)
+    assert str(caught.value) == (
+        f"rollout.max_response_tokens 40 after the longest prompt's {longest} tokens does not fit "
+        f"the model's 64 positions ({path}); lower it, or data.max_prompt_tokens, or use a model "
+        "with a longer context"
+    )
+
+
+def test_a_model_that_vllm_refuses_is_refused_before_the_run(tmp_path: Path) -> None:
+    path = str(save(quickstart_model(), build_tokenizer(), tmp_path / "model"))
+    config = recipe(
+        *("quickstart", "warm_start=none", "rollout/engine=vllm", f"model.path={path}"),
+        *("reward.overlong.enabled=false", "data.max_prompt_tokens=64"),
+        "rollout.max_response_tokens=64",
+    )
+    line = r"\Amodel\.path .* heads of size \d+, but 32, 64, .*; choose rollout/engine=torch, .*\Z"
+    with pytest.raises(ModelError, match=line):
+        load_policy(config, path, torch.device("cpu"))

@@ -1,0 +1,188 @@
+"""The closing screen, and what it is made from."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from winnow.observe.figures import count, duration, number, printable, share, shorten
+from winnow.observe.jsonl import Evaluation, evaluations, phase_seconds, series, tokens_by_step
+from winnow.observe.metrics import SFT_S, START_S
+from winnow.observe.rollouts import RolloutGroup, write_rollouts
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+from winnow.views.summary import Sample, print_summary, samples
+
+Records = list[dict[str, float]]
+SAMPLE = Sample("5391:", "1|539;3|59?" * 11, False, "1|539;3|59;5|9;9|#1359", True)
+
+
+def shown(
+    records: Records,
+    width: int = 100,
+    encoding: str = "utf-8",
+    sample: Sample = SAMPLE,
+) -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    print_summary(
+        Console(file=file, width=width, color_system=None),
+        "quickstart: 80 steps in 2:05",
+        [records[0] | {SFT_S: 60.0}, *records[1:]],
+        samples=[sample],
+        paths={"learning curve": Path("runs/quickstart-20260102-030405/curve.png")},
+        commands={"winnow train quickstart seed=1": "the same with another seed"},
+    )
+    return raw.getvalue().decode(encoding)
+
+
+def row(text: str, start: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return line.removeprefix(start).split()
+
+
+def test_the_screen_shows_before_and_after(quickstart_records: Records) -> None:
+    text = shown(quickstart_records)
+    assert "2,000 held-out problems of sort_digits" in text
+    assert row(text, "right, sampled (pass@1)") == ["30.0", "%", "87.6", "%"]
+    assert row(text, "right, greedy") == ["57.0", "%", "95.4", "%"]
+    assert row(text, "right at least once in 16") == ["95.0", "%", "98.8", "%"]
+    assert row(text, "cut off at the limit") == ["10.0", "%", "0.4", "%"]
+    assert row(text, "length of an answer") == ["52.0", "46.2"]
+    assert "majority" not in text
+
+
+def test_starts_of_the_process_and_the_warm_up_stand_before_the_phases(
+    quickstart_records: Records,
+) -> None:
+    quickstart_records[0] |= {START_S: 10.0, SFT_S: 60.0}
+    quickstart_records[7] |= {START_S: 5.0}  # resumed
+    seconds = phase_seconds(quickstart_records)
+    assert [*seconds.items()][:2] == [("start-up", 15.0), ("warm-up", 60.0)]
+
+
+@pytest.mark.parametrize(("width", "encoding"), [(100, "utf-8"), (140, "utf-8"), (60, "ascii")])
+def test_no_line_is_wider_than_the_screen_or_100_columns(
+    quickstart_records: Records, width: int, encoding: str
+) -> None:
+    text = shown(quickstart_records, width, encoding)
+    assert max(map(len, text.splitlines())) <= min(width, 100)
+    squeezed = "".join(text.split())
+    assert "runs/quickstart-20260102-030405/curve.png" in squeezed
+    assert "1,920,000" in text
+
+
+def test_a_command_longer_than_the_screen_stays_whole(quickstart_records: Records) -> None:
+    out, command = io.StringIO(), "winnow train " + "x" * 90
+    commands = {command: "what it does"}
+    print_summary(Console(file=out, width=80), "run", quickstart_records, commands=commands)
+    assert f"{command}  # what it does" in out.getvalue().splitlines()
+
+
+def test_what_a_model_wrote_cannot_steer_the_terminal(quickstart_records: Records) -> None:
+    evil = replace(SAMPLE, before="\x1b[2Jgone\u202e [red]x[/red]\r\n" + "é" * 3)
+    for encoding in ("utf-8", "ascii"):
+        text = shown(quickstart_records, encoding=encoding, sample=evil)
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert r"\x1b[2Jgone\u202e [red]x[/red]" in text
+
+
+def test_a_run_in_which_nothing_had_signal_does_not_read_as_a_success() -> None:
+    flat = {f"score/advantage/{end}": 0.0 for end in ("min", "max", "mean")}
+    records = [{"step": 0}, *({"step": n, "sampling/tokens/trained": 500, **flat} for n in (1, 2))]
+    text = shown(records)
+    assert "Nothing was learnt: no answer was better than another" in text
+    assert row(text, "trained on, no signal")[:2] == ["1,000", "100.0"]
+    assert row(text, "trained on  ")[0] == "0"
+    records[1]["score/advantage/max"] = 1.0
+    text = shown(records)
+    assert "Nothing was learnt" not in text
+    assert row(text, "trained on, no signal")[:2] == ["500", "50.0"]
+
+
+def test_evaluations_are_read_by_source_with_slashes_in_its_name() -> None:
+    record = {
+        "eval/openai/gsm8k/avg@4": 0.25,
+        "eval/openai/gsm8k/avg@4_se": 0.01,
+        "eval/openai/gsm8k/maj@2": 0.3,
+        "eval/openai/gsm8k/maj@4": 0.4,
+        "eval/empty/prompts": 3,
+    }
+    assert evaluations(record) == {"openai/gsm8k": Evaluation(0.25, best_maj=(4, 0.4))}
+
+
+def test_a_series_takes_the_first_name_that_any_record_has(quickstart_records: Records) -> None:
+    steps, values = series(quickstart_records, "absent", "time/update_s")
+    assert (steps[0], steps[-1], set(values)) == (1, 80, {0.5})
+    assert series(quickstart_records, "absent") == ([], [])
+    assert tokens_by_step(quickstart_records)[1][:2] == [36000.0, 72000.0]
+
+
+def test_figures_are_short_and_gaps_are_dashes() -> None:
+    assert [share(0.4237), share(None), share(float("nan"))] == ["42 %", "-", "nan"]
+    assert [number(1.005, 1), number(None)] == ["1.0", "-"]
+    assert [count(12345.6), count(12_345_678), count(None)] == ["12,346", "12.3 M", "-"]
+    assert [duration(59.6), duration(3723), duration(None)] == ["1:00", "1:02:03", "-"]
+    assert shorten("a" * 50, 20) == "aaaaaaaaaa ... aaaaa"
+    assert printable("5|\t\x07é", "ascii") == r"5|\t\x07\xe9"
+
+
+# The question that is shown, from files of evaluations
+
+
+def write(path: Path, rights: list[bool], text: set[int], greedy: Sequence[bool] = ()) -> None:
+    """An evaluation of one answer a prompt; an answer's one token says what it is."""
+
+    def group(place: int, is_right: bool, token: int) -> Group:
+        ids = np.array([token])
+        path = Trajectory((Segment(ids, np.zeros(1, np.float32), ()),), "stop")
+        prompt = Prompt(str(place), np.array([1]), f"question {place}", "", "", None)
+        return Group(place, prompt, (Answer(path, Score(float(is_right), float(is_right))),))
+
+    kinds = ("held_out", 10, rights), ("held_out_greedy", 20, greedy)
+    groups = [
+        RolloutGroup(group(place, is_right, first + place), outcome)
+        for outcome, first, answers in kinds
+        for place, is_right in enumerate(answers)
+    ]
+    said = f"{path.stem} {{}}".format
+    write_rollouts(path, 0, groups, version=0, text_groups=text, decode=lambda ids: said(*ids))
+
+
+YES, NO = True, False
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "greedy", "text", "shown"),
+    [
+        ([YES, NO, NO], [YES, NO, YES], ([], []), {0, 1, 2},
+         Sample("question 2", "old 12", NO, "new 12", YES)),
+        ([NO, NO], [YES, NO], ([YES, NO], [YES, YES]), {0, 1},
+         Sample("question 1", "old 21", NO, "new 21", YES)),
+        ([NO, YES, NO], [YES, NO, NO], ([], []), {1, 2},
+         Sample("question 1", "old 11", YES, "new 11", NO)),
+    ],
+    ids=["became right", "greedy first", "else the first with its text"],
+)  # fmt: skip
+def test_it_is_a_question_that_became_right_of_greedy_answers_first_else_the_first_with_text(
+    tmp_path: Path, old: list[bool], new: list[bool], greedy: tuple[list[bool], list[bool]],
+    text: set[int], shown: Sample,
+) -> None:  # fmt: skip
+    before, after = tmp_path / "old.parquet", tmp_path / "new.parquet"
+    write(before, old, text, greedy[0])
+    write(after, new, text, greedy[1])
+    assert samples(before, after) == [shown]
+
+
+def test_without_text_or_a_file_there_is_none(tmp_path: Path) -> None:
+    before, after = tmp_path / "old.parquet", tmp_path / "new.parquet"
+    write(before, [False], text=set())
+    assert samples(before, after) == []
+    write(after, [True], text=set())
+    assert samples(before, after) == []
