@@ -153,12 +153,13 @@ def torch_engine(model: Any) -> TorchEngine:
 def started(kind: Kind) -> Any:
     """Start a vLLM with a model's shapes; it stays."""
     from winnow.rollout.vllm.engine import meta_model, start_vllm
+    from winnow.rollout.vllm.worker import VllmOptions
 
     folder = tempfile.mkdtemp(prefix="winnow-canary-")
     model_of(kind).save_pretrained(folder)
     name = str(kind.dtype).removeprefix("torch.")
     options: Any = {"slots": 4, "prefill_tokens": 1024, "cache_gib": 1 / 16, "longest": 600}
-    return start_vllm(folder, dtype=name, **options), meta_model(folder, kind.dtype)
+    return start_vllm(folder, VllmOptions(dtype=name, **options)), meta_model(folder, kind.dtype)
 
 
 def vllm_engine(kind: Kind) -> Any:

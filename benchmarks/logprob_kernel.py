@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from winnow.algorithms.logprobs import chunk_size, token_logprobs
+    from winnow.algorithms.logprobs import OutputHead, chunk_size, token_logprobs
 
     variant, case = arguments.case
     dtype_name, _, head = variant.partition("-")
@@ -146,12 +146,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     else:
         read = token_logprobs(
             states,
-            weight,
+            OutputHead(
+                weight,
+                vocab_size=arguments.vocabulary,
+                dtype=torch.float32 if head == "fp32-head" else None,
+                group=dist.group.WORLD if ranks > 1 else None,
+            ),
             labels,
             chunk_tokens=chunk,
-            vocab_size=arguments.vocabulary,
-            head_dtype=torch.float32 if head == "fp32-head" else None,
-            group=dist.group.WORLD if ranks > 1 else None,
         )
         assert read.entropy is not None
         logprob, entropy = read.logprob, read.entropy

@@ -134,9 +134,11 @@ def own_draws(folder: str, dtype: str) -> Write:
     import torch
 
     from winnow.rollout.vllm.engine import VllmEngine, meta_model, start_vllm
+    from winnow.rollout.vllm.worker import VllmOptions
 
     llm = start_vllm(
-        folder, dtype=dtype, slots=ROWS, prefill_tokens=8192, longest=512, cache_gib=1.0
+        folder,
+        VllmOptions(dtype=dtype, slots=ROWS, prefill_tokens=8192, longest=512, cache_gib=1.0),
     )
     shapes = meta_model(folder, getattr(torch, dtype))
     return tick_engine(lambda: VllmEngine(llm, shapes, ROWS, VOCABULARY))

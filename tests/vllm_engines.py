@@ -17,6 +17,7 @@ from vllm.distributed import parallel_state as state
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from winnow.rollout.vllm.engine import VllmEngine, meta_model, start_vllm
+from winnow.rollout.vllm.worker import VllmOptions
 from winnow.rollout.weights import WeightUpdate
 
 SLOTS = 32
@@ -38,7 +39,7 @@ def started(config: str, dtype: str, extra: str, **options: Any) -> tuple[LLMEng
     Path(folder, "config.json").write_text(config)
     given: dict[str, Any] = {"prefill_tokens": 1024, "cache_gib": 1 / 32} | options
     others = {"load_format": "dummy"} | json.loads(extra)
-    llm = start_vllm(folder, dtype=dtype, slots=SLOTS, extra=others, **given)
+    llm = start_vllm(folder, VllmOptions(dtype=dtype, slots=SLOTS, extra=others, **given))
     return llm, meta_model(folder, getattr(torch, dtype))
 
 

@@ -153,14 +153,16 @@ def value_model(dtype: torch.dtype, folder: Path) -> nn.Module:
     return model
 
 
-WEIGHT: Mapping[str, Any] = {
-    "weight": "truncated",
-    "weight_options": {"level": "sequence", "cap": 2.0},
-}
+WEIGHT: Mapping[str, Any] = {"name": "truncated", "level": "sequence", "cap": 2.0}
 REJECTION: Mapping[str, Any] = {
-    "rejection": "k1",
-    "rejection_options": {"level": "token", "over": "mean", "low": 1e-3, "high": 1e3},
+    "name": "k1",
+    "level": "token",
+    "over": "mean",
+    "low": 1e-3,
+    "high": 1e3,
 }
+BOTH = {"weight": WEIGHT, "rejection": REJECTION}
+MEAN_ONE = {**WEIGHT, "normalize": True}
 SELECTION: Mapping[str, Mapping[str, Any]] = {
     "clip_cov": {"share": 0.02, "cov_low": 0.0, "cov_high": 50.0, "selection": "update"},
     "kl_cov": {"share": 0.02, "selection": "update"},
@@ -183,12 +185,10 @@ def _cases() -> dict[str, Case]:
         term = KlTerm(0.1, estimator, importance_weight=estimator == "k2")
         cases[f"kl {estimator}"] = Case(_objective("ppo_clip", kl=term))
     cases |= {
-        "weights": Case(_objective("ppo_clip"), correction={**WEIGHT, "normalize": True}),
-        "rejection": Case(_objective("sapo"), correction={**WEIGHT, **REJECTION}),
-        "fused": Case(
-            _objective("ppo_clip", old="current", correction={**WEIGHT, **REJECTION}), epochs=1
-        ),
-        "bypass": Case(_objective("ppo_clip", old="behav", correction=REJECTION)),
+        "weights": Case(_objective("ppo_clip"), correction={"weight": MEAN_ONE}),
+        "rejection": Case(_objective("sapo"), correction=BOTH),
+        "fused": Case(_objective("ppo_clip", old="current", correction=BOTH), epochs=1),
+        "bypass": Case(_objective("ppo_clip", old="behav", correction={"rejection": REJECTION})),
         "critic": Case(
             _objective("ppo_clip"),
             advantage="gae",
@@ -204,7 +204,7 @@ def _cases() -> dict[str, Case]:
                 entropy_coef=0.05,
             ),
             overlong_filtering=True,
-            correction={**WEIGHT, **REJECTION, "normalize": True},
+            correction={**BOTH, "weight": MEAN_ONE},
             advantage="reinforce_plus_plus_baseline",
         ),
     }
@@ -284,7 +284,7 @@ def of_one_update(
 
 @pytest.mark.parametrize(("loss", "level"), [("ppo_clip", "sequence"), ("gspo", "token")])
 def test_fused_mode_learns_what_recompute_mode_does_in_one_update(loss: str, level: str) -> None:
-    options = {"weight": "truncated", "weight_options": {"level": level, "cap": 2.0}}
+    options = {"weight": {**WEIGHT, "level": level}}
     fused = of_one_update(_objective(loss, old="current", correction=options))
     recomputed = of_one_update(_objective(loss), correction=options)
     assert_same([fused], [recomputed], 1e-6)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.ranks import Ranks
 from torch import Tensor
 
-from winnow.algorithms.logprobs import token_logprobs
+from winnow.algorithms.logprobs import OutputHead, token_logprobs
 
 H = 5
 
@@ -54,15 +54,13 @@ def found_by(case: Case, group: dist.ProcessGroup | None, own: slice) -> Found:
     """Everything that comes out, for some rows of the head."""
     (hidden, weight, bias), labels, up = case.inputs()
     leaves = [each.clone().requires_grad_() for each in (hidden, weight[own], bias[own])]
+    bias_rows = leaves[2] if case.with_bias else None
+    head = OutputHead(leaves[1], bias_rows, case.vocab_size, case.head_dtype, group)
     read = token_logprobs(
-        *(leaves[0], leaves[1], labels, case.temperature),
-        leaves[2] if case.with_bias else None,
-        case.vocab_size,
-        case.with_entropy,
-        case.chunk,
+        *(leaves[0], head, labels, case.temperature),
+        with_entropy=case.with_entropy,
         with_prob_square_sum=True,
-        head_dtype=case.head_dtype,
-        group=group,
+        chunk_tokens=case.chunk,
     )
     outputs = {name: each.detach() for name, each in read._asdict().items() if each is not None}
     loss = (read.logprob * up[0]).sum()
@@ -125,7 +123,7 @@ def of_thousands() -> tuple[float, ...]:
     rows = torch.tensor([[4000.5], [4000.0], [0.0], [4000.25], [3999.5], [0.0]])
     group = neighbours(2)
     own = rows[3 * group.rank() :][:3]
-    read = token_logprobs(torch.ones(1, 1), own, torch.tensor([4]), group=group)
+    read = token_logprobs(torch.ones(1, 1), OutputHead(own, group=group), torch.tensor([4]))
     assert read.entropy is not None
     return float(read.logprob), float(read.entropy)
 

@@ -41,21 +41,19 @@ LAYOUTS = {"1": (1, 1, 1), "2": (1, 2, 1), "4": (1, 4, 1), "2 x 2": (2, 2, 1), "
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 COV = {"selection": "update", "share": 0.2, "clip_low": 0.2, "clip_high": 0.2}
 PPO = ("ppo_clip", {**CLIP, "dual_clip": None})
-WEIGHT = {"weight": "truncated", "normalize": True}
+WEIGHT = {"name": "truncated", "normalize": True, "cap": 1.1}
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": ("grpo", {"std_normalization": "group"}), "reference": True},
     "opo, kl in the reward": {"advantage": ("opo", {}), "reference": True, "penalty": True},
     "reinforce++, weights": {
         "advantage": ("reinforce_plus_plus", {"gamma": 0.9}),
-        "correction": {**WEIGHT, "weight_options": {"level": "token", "cap": 1.1}},
+        "correction": {"weight": {**WEIGHT, "level": "token"}},
     },
     "gdpo, rejection": {
         "advantage": ("gdpo", {"weights": {}}),
         "correction": {
-            **WEIGHT,
-            "weight_options": {"level": "sequence", "cap": 1.1},
-            "rejection": "k2",
-            "rejection_options": {"level": "sample", "over": "max", "bound": 0.1},
+            "weight": {**WEIGHT, "level": "sequence"},
+            "rejection": {"name": "k2", "level": "sample", "over": "max", "bound": 0.1},
         },
     },
     "remax": {"advantage": ("remax", {"gamma": 0.8})},

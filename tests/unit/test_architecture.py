@@ -24,6 +24,7 @@ from benchmarks.size import budget, sizes
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 70
+MAX_PARAMETERS = 8
 
 HEAVY = {"torch", "transformers"}
 LIGHT_TO_IMPORT = ("winnow", "winnow.cli", "winnow.observe", "winnow.http")
@@ -121,6 +122,42 @@ def long_functions(modules: list[Module]) -> Iterator[str]:
                 if lines > MAX_FUNCTION_LINES:
                     where = f"{module.name}:{node.lineno} {node.name}"
                     yield f"{where} has {lines} lines; {MAX_FUNCTION_LINES} is the limit"
+
+
+def many_parameters(modules: list[Module]) -> Iterator[str]:
+    """Functions with too many parameters beside self; not options of commands, and not those of
+    public constructors."""
+    for module in modules:
+        for node in module.nodes:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = sum(arg.arg not in ("self", "cls") for arg in args)
+            is_free = node.name == "__init__" or module.within("winnow.cli")
+            if count > MAX_PARAMETERS and not is_free:
+                where = f"{module.name}:{node.lineno} {node.name}"
+                yield f"{where} has {count} parameters; {MAX_PARAMETERS} is the limit"
+
+
+def circular_imports(modules: list[Module]) -> Iterator[str]:
+    """Files that import one another, imports in functions and for types included."""
+    names = {module.name for module in modules}
+
+    def owner(target: str) -> str:
+        while target and target not in names:
+            target = target.rpartition(".")[0]
+        return target
+
+    after = {m.name: {owner(i.target) for i in m.imports} - {m.name, ""} for m in modules}
+    # `winnow` itself offers the names of its API, and looks them up when they are asked for.
+    after["winnow"] = after.get("winnow", set()) - {"winnow.api"}
+    while leaves := {name for name, targets in after.items() if not targets & after.keys()}:
+        after = {name: targets for name, targets in after.items() if name not in leaves}
+    # What is left imports a circle, or lies in one.
+    while tops := after.keys() - {target for targets in after.values() for target in targets}:
+        after = {name: targets for name, targets in after.items() if name not in tops}
+    if after:
+        yield f"these import one another: {', '.join(sorted(after))}"
 
 
 def heavy_imports(modules: list[Module]) -> Iterator[str]:
@@ -225,6 +262,13 @@ CASES: list[tuple[Rule, str, str, str]] = [
     (long_modules, "types.py", "x = 1\n" * 601, "x = 1\n" * 600),
     (long_functions, "types.py", f"def f():\n{LONG_BODY}", f"def f():\n{LONG_BODY[10:]}"),
     (long_functions, "types.py", f"class A:\n  async def f(self):\n{LONG_BODY}", "class A: ..."),
+    (many_parameters, "types.py", "def f(a, b, c, d, e, f, *, g, h, i): ...", "def f(*a): ..."),
+    (
+        many_parameters,
+        "types.py",
+        "class A:\n  async def f(self, a, b, c, d, e, f, g, h, i): ...",
+        "class A:\n  def __init__(self, a, b, c, d, e, f, g, h, i): ...",
+    ),
     (heavy_imports, "http/client.py", "from torch import Tensor", "import torchlight"),
     (heavy_imports, "cli/a.py", "try: import transformers\nfinally: 0", "def f(): import torch"),
     (heavy_imports, "cli/a.py", "if a:\n  import torch", "if TYPE_CHECKING:\n  import torch"),
@@ -244,7 +288,7 @@ CASES: list[tuple[Rule, str, str, str]] = [
     (undocumented, "cli.py", DOC + "class A: ...", DOC + "class A:\n  '''a'''"),
     (undocumented, "cli.py", DOC + "def f(): ...", DOC + "@overload\ndef f(): ..."),
 ]
-RULES = list(dict.fromkeys(rule for rule, *_ in CASES))
+RULES = [*dict.fromkeys(rule for rule, *_ in CASES), circular_imports]
 CASE_IDS = [f"{rule.__name__}-{number}" for number, (rule, *_) in enumerate(CASES)]
 
 
@@ -273,6 +317,22 @@ def test_the_rule_finds_what_breaks_it_and_nothing_else(
 ) -> None:
     assert len(list(rule(package_with(tmp_path / "bad", file, bad)))) == 1
     assert list(rule(package_with(tmp_path / "good", file, good))) == []
+
+
+def test_files_that_import_one_another_are_named(tmp_path: Path) -> None:
+    texts: dict[str, Any] = {
+        "a": "def f(): from winnow import b",
+        "b": "if TYPE_CHECKING: from winnow.c import C",
+        "c": "from winnow.a import f",
+        "d": "import winnow.a",
+        "e": "import winnow.d",
+    }
+    for name, text in texts.items():
+        modules = package_with(tmp_path / name, f"{name}.py", text)
+        texts[name] = modules[0]
+    found = list(circular_imports([*texts.values()]))
+    assert found == ["these import one another: winnow.a, winnow.b, winnow.c"]
+    assert list(circular_imports([texts["a"], texts["b"], texts["d"], texts["e"]])) == []
 
 
 def test_the_help_of_the_command_line_imports_nothing_that_only_commands_need() -> None:

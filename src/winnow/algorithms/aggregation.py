@@ -10,6 +10,8 @@ is no sample, a group without one no group.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,18 @@ AGGREGATIONS = (
 )
 
 
+@dataclass(frozen=True)
+class UpdateCounts:
+    """The divisors of an update's losses: integers over all its micro-batches and ranks."""
+
+    tokens: int
+    """Tokens in loss_mask."""
+    samples: int
+    """Samples with such a token."""
+    groups: int
+    """Groups with such a token."""
+
+
 def aggregate(
     values: Tensor,
     mask: Tensor,
@@ -30,9 +44,7 @@ def aggregate(
     name: str,
     *,
     group_tokens: Tensor,
-    tokens: int,
-    samples: int,
-    groups: int,
+    counts: UpdateCounts,
     norm_tokens: float | None = None,
 ) -> Tensor:
     """Return one micro-batch's share of the update's aggregate of `values`; shares add up to it.
@@ -43,7 +55,6 @@ def aggregate(
         sample_index: [T] int64, each token's sample in [0, B).
         name: one of `AGGREGATIONS`.
         group_tokens: [B] int64, counted tokens of each sample's group, over the update.
-        tokens, samples, groups: counts of the update.
         norm_tokens: the constant length of seq-mean-token-sum-norm.
 
     Returns:
@@ -52,19 +63,19 @@ def aggregate(
     ones = torch.ones_like(group_tokens, dtype=torch.float64)  # integer counts divide exactly
     match name:
         case "token-mean":  # DAPO, arXiv 2503.14476, section 3.3
-            weights_B = ones / max(tokens, 1)
+            weights_B = ones / max(counts.tokens, 1)
         case "seq-mean-token-mean":  # GRPO, arXiv 2402.03300, eq. 3
             own = torch.zeros_like(group_tokens).index_add_(0, sample_index, mask.long())
-            weights_B = ones / (own.clamp(min=1) * max(samples, 1))
+            weights_B = ones / (own.clamp(min=1) * max(counts.samples, 1))
         case "seq-mean-token-sum":
-            weights_B = ones / max(samples, 1)
+            weights_B = ones / max(counts.samples, 1)
         case "token-sum":
             weights_B = ones
         case "seq-mean-token-sum-norm":  # over a constant length: Dr. GRPO, arXiv 2503.20783
             assert norm_tokens, "the caller gives the response limit"
-            weights_B = ones / max(samples, 1) / norm_tokens
+            weights_B = ones / max(counts.samples, 1) / norm_tokens
         case _:  # "prompt-mean-token-mean": ScaleRL, arXiv 2510.13786
             assert name in AGGREGATIONS, name
-            weights_B = ones / (group_tokens.clamp(min=1) * max(groups, 1))
+            weights_B = ones / (group_tokens.clamp(min=1) * max(counts.groups, 1))
     weights_B = weights_B.to(values.dtype)
     return (torch.where(mask, values, 0.0) * weights_B[sample_index]).sum()

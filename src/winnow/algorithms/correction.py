@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,11 +53,8 @@ def correct(
     loss_mask: Tensor,
     offsets: Tensor,
     *,
-    weight: str | None = None,
-    weight_options: Mapping[str, Any] = MappingProxyType({}),
-    rejection: str | None = None,
-    rejection_options: Mapping[str, Any] = MappingProxyType({}),
-    normalize: bool = False,
+    weight: Mapping[str, Any] | None = None,
+    rejection: Mapping[str, Any] | None = None,
     total: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Corrected:
     """Reject, then weigh whole samples: a batch's or a micro-batch's.
@@ -68,18 +64,17 @@ def correct(
         gen_mask: [T] bool, tokens that the policy wrote; samples' statistics are over these.
         loss_mask: [T] bool, a part of gen_mask.
         offsets: [B+1] int64: sample b is [offsets[b], offsets[b+1]).
-        weight: one of `WEIGHTS`, min(w, cap) or w within [low, high] and 0 outside; None for no
-            weights.
-        weight_options: `level`, and `cap` or `low` and `high`.
-        rejection: one of `REJECTIONS`; None rejects nothing.
-        rejection_options: of `rejected`, by keyword.
-        normalize: divide the weights by their mean over what is given here.
+        weight: `name`, one of `WEIGHTS`: min(w, `cap`), or w within [`low`, `high`] and 0 outside;
+            the `level` of w; with `normalize`, weights are divided by their mean over these
+            samples. None for no weights.
+        rejection: `name`, one of `REJECTIONS`, and further arguments of `rejected`; None rejects
+            nothing.
         total: brings sums of that mean together where other processes have the rest of it.
     """
     l_T = log_ratio(old, behav, gen_mask)
     left = loss_mask
     if rejection is not None:
-        left = loss_mask & ~rejected(l_T, gen_mask, offsets, rejection, **rejection_options)
+        left = loss_mask & ~rejected(l_T, gen_mask, offsets, **rejection)
     samples = _Samples(offsets, len(old))
     sums = {
         "rejected_tokens": (loss_mask & ~left).sum(),
@@ -87,18 +82,18 @@ def correct(
     }
     if weight is None:
         return Corrected(left, None, sums)
-    level = weight_options["level"]
+    level = weight["level"]
     w = importance_ratio(l_T, offsets, level)
-    if weight == "truncated":  # truncated importance sampling (TIS)
-        values = w.clamp(max=weight_options["cap"])
+    if weight["name"] == "truncated":  # truncated importance sampling (TIS)
+        values = w.clamp(max=weight["cap"])
     else:  # IcePop (Ring-1T, arXiv 2510.18855)
-        is_within = (w >= weight_options["low"]) & (w <= weight_options["high"])
+        is_within = (w >= weight["low"]) & (w <= weight["high"])
         values = torch.where(is_within, w, 0.0)
     sums["weight"] = torch.where(left, values, 0.0).double().sum()
     sums["weight_bound"] = (left & (values != w)).sum()
     # 1, not 0 or NaN, off the mask: 0 times a weight that is not finite would be a NaN gradient.
     weights = torch.where(left, values, 1.0)
-    if normalize:
+    if weight.get("normalize"):
         weights = divided_by_mean(weights, left, offsets, level, total)
     return Corrected(left, weights, sums)
 

@@ -46,6 +46,26 @@ class TokenLogprobs(NamedTuple):
     not asked for."""
 
 
+class OutputHead(NamedTuple):
+    """The layer from states to logits, or a rank's rows of it."""
+
+    weight: Tensor
+    """[V, H] in the states' dtype or in `dtype`; may be tied to the embeddings."""
+    bias: Tensor | None = None
+    """[V]"""
+    vocab_size: int | None = None
+    """Ids from here on have probability 0 (a head wider than its tokenizer, of which the engine
+    never samples the rest); None means V."""
+    dtype: torch.dtype | None = None
+    """Run the products in this one instead, on states and weights that are cast piece by piece (an
+    FP32 head on a bf16 model). Gradients keep the inputs' dtypes."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share the head, V rows and biases each, in the order of their ids (V N is the
+    vocabulary, padded). All of them call `token_logprobs`, and later run its backward pass, with
+    the same of everything else, and get the same bits. The gradient of the states is the whole one,
+    summed over the ranks; that of weight and bias is of a rank's own rows."""
+
+
 def chunk_size(vocab_size: int, chunk_tokens: int | None = None, device_type: str = "cpu") -> int:
     """Return the tokens of a chunk: those given, else as many as have `CHUNK_LOGITS` logits.
 
@@ -58,17 +78,13 @@ def chunk_size(vocab_size: int, chunk_tokens: int | None = None, device_type: st
 
 def token_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    head: OutputHead,
     labels: Tensor,
     temperature: float = 1.0,
-    bias: Tensor | None = None,
-    vocab_size: int | None = None,
-    with_entropy: bool = True,
-    chunk_tokens: int | None = None,
     *,
+    with_entropy: bool = True,
     with_prob_square_sum: bool = False,
-    head_dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
 ) -> TokenLogprobs:
     """Compute log-probs of labels, and entropies: softmax((hidden weight' + bias) / temperature).
 
@@ -77,26 +93,16 @@ def token_logprobs(
 
     Args:
         hidden: [T, H], the states that predict the labels.
-        weight: [V, H] of the head, in hidden's dtype or in head_dtype; may be tied to the
-            embeddings.
         labels: [T] int64, in [0, vocab_size).
         temperature: of the policy, > 0.
-        bias: [V] of the head.
-        vocab_size: ids from here on have probability 0 (a head wider than its tokenizer, of
-            which the engine never samples the rest); None means V.
         with_entropy: False saves its cost.
-        chunk_tokens: at most so many x V logits exist at once; None is `chunk_size`'s choice.
         with_prob_square_sum: ask for it; it is for weights, which take no gradient.
-        head_dtype: run the products in this one instead, on states and weights that are cast
-            piece by piece (an FP32 head on a bf16 model). Gradients keep the inputs' dtypes.
-        group: the ranks that share the head, V rows and biases each, in the order of their ids
-            (V N is the vocabulary, padded). All of them call this, and later run its backward pass,
-            with the same of everything else, and get the same bits. The gradient of hidden is the
-            whole one, summed over the ranks; that of weight and bias is of a rank's own rows.
+        chunk_tokens: at most so many x V logits exist at once; None is `chunk_size`'s choice.
     """
+    weight, bias, vocab_size, dtype, group = head
     is_shared = group is not None and group.size() > 1
     ranks, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-    size, product = vocab_size or len(weight) * ranks, head_dtype or hidden.dtype
+    size, product = vocab_size or len(weight) * ranks, dtype or hidden.dtype
     assert 1 <= size <= len(weight) * ranks, "the head has a row for each id"
     assert weight.dtype in (hidden.dtype, product)
     settings = _Settings(

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from winnow.builders.run import make_base, make_evaluator
-from winnow.builders.topology import Topology
+from winnow.builders.run import RunContext, make_base, make_evaluator
 from winnow.config.data import Demonstrations
 from winnow.config.root import Config
 from winnow.data.demonstrations import read_demonstrations
 from winnow.data.loader import PromptLoader, evaluation_prompts
-from winnow.observe.files import RunFolder
-from winnow.observe.jsonl import MetricsLog
-from winnow.observe.metrics import Timeline, no_timeline
-from winnow.observe.sinks import Sinks
 from winnow.ranks.models import Policies
-from winnow.rewards.rewards import Rewards
 from winnow.run.sft import Imitation, Shown
-from winnow.run.shutdown import ShutdownSignal
 
 
 def read_shown(config: Config, policy: Policies) -> Shown:
@@ -35,30 +28,18 @@ def read_shown(config: Config, policy: Policies) -> Shown:
     return Shown(shown, held_out, sft.batch_size)
 
 
-def build_imitation(
-    config: Config,
-    recipe: str,
-    policy: Policies,
-    folder: RunFolder,
-    sinks: Sinks,
-    metrics: MetricsLog,
-    stop: ShutdownSignal,
-    rewards: Rewards,
-    placed: Topology,
-    shown: Shown,
-    tell: Timeline = no_timeline,
-) -> Imitation:
+def build_imitation(context: RunContext, shown: Shown) -> Imitation:
     """Build everything that `imitate` sequences.
 
     Raises:
         WinnowError: held-out prompts do not fit what the recipe asks.
     """
+    config, policy, folder = context.config, context.policy, context.folder
+    engine, rewards = context.placed.engine, context.rewards
     held_out = evaluation_prompts(config.data, policy.tokenizer)
-    evaluator = make_evaluator(config, policy, placed.engine, folder.evaluation, rewards, held_out)
+    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards, held_out)
     loader = PromptLoader(shown.training.prompts, config.run.seed, config.data.shuffle)
-    base = make_base(
-        config, recipe, folder, sinks, metrics, stop, placed, evaluator, loader, {}, tell
-    )
+    base = make_base(context, evaluator, loader, {})
     base.evaluate_before = config.evaluation.before
     base.notes = (shown.note(base.steps),)
     return Imitation(**vars(base), shown=shown, loader=loader)

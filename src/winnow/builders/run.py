@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -151,25 +151,35 @@ def with_steps(config: Config, source: PromptSource) -> Config:
     return config.model_copy(update={"trainer": trainer})
 
 
+@dataclass(frozen=True)
+class RunContext:
+    """The folder, models and services that every run is built from, whatever it learns from."""
+
+    config: Config
+    recipe: str
+    """The recipe as YAML; checkpoints keep it."""
+    policy: Policies
+    folder: RunFolder
+    sinks: Sinks
+    metrics: MetricsLog
+    stop: ShutdownSignal
+    rewards: Rewards
+    placed: Topology
+    tell: Timeline = no_timeline
+
+
 def build(
-    config: Config,
-    recipe: str,
-    policy: Policies,
-    folder: RunFolder,
-    sinks: Sinks,
-    metrics: MetricsLog,
-    stop: ShutdownSignal,
-    rewards: Rewards,
-    placed: Topology,
+    context: RunContext,
     source: PromptSource,
     on_progress: Callable[[Ledger], None] = lambda ledger: None,
-    tell: Timeline = no_timeline,
 ) -> Run:
-    """Build everything that `loop.train` sequences; checkpoints keep the text of `recipe`.
+    """Build everything that `loop.train` sequences.
 
     Raises:
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
+    config, policy, folder = context.config, context.policy, context.folder
+    rewards, placed, tell = context.rewards, context.placed, context.tell
     _check_prompts(config, policy, source, rewards)
     loader = _make_loader(config, source)
     engine = placed.engine
@@ -177,17 +187,13 @@ def build(
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
     _time_engines(engine, tell)
     scores, pending = ScorerTimes(rewards.score, tell), PendingSteps()
-    sampler = _make_sampler(
-        config, policy, engine, loader, rewards, scores, source.data_sources, on_progress
-    )
+    sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
     passes = passes_of(config, source)
     parts: dict[str, Stateful] = {"sampler": sampler, "passes": passes, "pending": pending}
     gpu = str(placed.machine.get("device", ""))
     peak = config.observe.peak_tflops or device_peak(gpu, config.model.dtype)
     notes = (*_notes(source, held_out, config), *kl_notes(config), *notices(config))
-    base = make_base(
-        config, recipe, folder, sinks, metrics, stop, placed, evaluator, loader, parts, tell
-    )
+    base = make_base(context, evaluator, loader, parts)
     return Run(
         **vars(replace(base, notes=notes)),
         sampler=sampler,
@@ -204,32 +210,26 @@ def build(
 
 
 def make_base(
-    config: Config,
-    recipe: str,
-    folder: RunFolder,
-    sinks: Sinks,
-    metrics: MetricsLog,
-    stop: ShutdownSignal,
-    placed: Topology,
+    context: RunContext,
     evaluator: Evaluator,
     loader: PromptLoader,
     parts: Mapping[str, Stateful],
-    tell: Timeline,
 ) -> BaseRun:
     """Make the objects that runs by rewards and by imitation share.
 
     Args:
         parts: objects with a state, beside loader and learner.
     """
+    config, placed, tell = context.config, context.placed, context.tell
     trainer, steps = config.trainer, config.trainer.steps
     state = RunState(
         placed.tensors,
         {**parts, "loader": loader, "learner": placed.learner},
-        folder,
-        metrics,
+        context.folder,
+        context.metrics,
         trainer,
         Manifest(machine=placed.machine, code=code_hashes(config)),
-        recipe,
+        context.recipe,
         tell,
     )
     return BaseRun(
@@ -237,9 +237,9 @@ def make_base(
         publish=placed.publish,
         engine=placed.engine,
         evaluator=evaluator,
-        sinks=sinks,
+        sinks=context.sinks,
         state=state,
-        stop=stop,
+        stop=context.stop,
         evaluations=Schedule(config.evaluation.every, steps),
         checkpoints=Schedule(trainer.save_every, steps),
         steps=steps,
@@ -257,16 +257,14 @@ def _make_loader(config: Config, source: PromptSource) -> PromptLoader:
 
 
 def _make_sampler(
-    config: Config,
-    policy: Policies,
-    engine: Engine,
+    context: RunContext,
     loader: PromptLoader,
-    rewards: Rewards,
     score: ScorerTimes,
     data_sources: Iterable[str],
     on_progress: Callable[[Ledger], None],
 ) -> Sampler:
     """Make the sampler; scorings wait for as many as a step has answers."""
+    config, rewards, engine = context.config, context.rewards, context.placed.engine
     with_baseline = "greedy_rewards" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     rewards.patience = step_answers
@@ -279,7 +277,7 @@ def _make_sampler(
         on_settled=loader.settled,
         score=score,
         n=config.rollout.n,
-        sampling=rollout_sampling(config, policy),
+        sampling=rollout_sampling(config, context.policy),
         run_seed=config.run.seed,
         with_baseline=with_baseline,
         drop_failed_scores=config.reward.on_failure == "drop_group",

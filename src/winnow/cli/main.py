@@ -439,20 +439,21 @@ def _train(
     from winnow.run.shutdown import ShutdownSignal, Stopped, outlive_readers
     from winnow.run.supervisor import Heartbeat
 
-    beside = None
+    companion = None
     if dashboard:
         from winnow.dashboard.beside import dashboard_beside
 
-        beside = dashboard_beside
+        companion = dashboard_beside
     outlive_readers()
     stop = ShutdownSignal()
     try:
         with stop.listening():
             with heap.growing():
-                from winnow.commands.train import run_training
+                from winnow.commands.train import TrainOptions, run_training
 
             beats = Heartbeat(heartbeat)
-            code = run_training(config, recipe, fresh, _console(), stop, beats, began, beside)
+            options = TrainOptions(recipe, fresh, _console(), stop, beats, began, companion)
+            code = run_training(config, options)
     except Stopped as stopped:
         print(f"winnow: stopped by {stopped.reason}", file=sys.stderr)
         code = stopped.exit_code

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -19,8 +19,8 @@ from winnow import gc_tuning as heap
 from winnow.builders.engines import holds_no_weights, uses_device
 from winnow.builders.preflight import check_places, check_start, starting
 from winnow.builders.processes import other_processes
-from winnow.builders.run import build, use_machine, with_steps
-from winnow.builders.topology import Topology, placed_models, placed_rewards
+from winnow.builders.run import RunContext, build, use_machine, with_steps
+from winnow.builders.topology import placed_models, placed_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.checkpoints.opening import DamagedError, Opened, damage_found, opened_run
 from winnow.checkpoints.run_state import seed_everything
@@ -58,28 +58,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Parts = tuple[
-    Config, str, Policies, RunFolder, Sinks, MetricsLog, ShutdownSignal, Rewards, Topology
-]
-"""Arguments that every run is built from."""
 _FINISHED = "{} is finished: nothing to do (trainer.{}=N makes it longer, run.name a new run)"
 
 
-def run_training(
-    config: Config,
-    recipe: str,
-    fresh: bool,
-    console: Console,
-    stop: ShutdownSignal,
-    heartbeat: Heartbeat,
-    began: float,
-    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None,
-) -> int:
-    """Train a recipe, or go on where a run of it was left, and show what came of it.
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of the command line, and the process that a run is in."""
 
-    Args:
-        began: when the command did, by `time.monotonic`.
-        beside: given the run's folder, holds what goes on beside the run, and says so in a line.
+    recipe: str
+    """Its name or path, as the user wrote it."""
+    fresh: bool
+    console: Console
+    stop: ShutdownSignal
+    heartbeat: Heartbeat
+    began_s: float
+    """Start of the command, by `time.monotonic`."""
+    companion: Callable[[Path], contextlib.AbstractContextManager[str]] | None = None
+    """Starts what accompanies a run, of its folder; yields a line for the user."""
+
+
+def run_training(config: Config, options: TrainOptions) -> int:
+    """Train a recipe, or go on where a run of it was left, and show what came of it.
 
     Returns:
         The exit code: 0, or that of the request which stopped the run.
@@ -87,32 +86,22 @@ def run_training(
     Raises:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
-    given = recipe, fresh, console, stop, heartbeat, began, beside
     check_start(config)
-    heartbeat.watch(fetched_bytes)
+    options.heartbeat.watch(fetched_bytes)
     try:
-        return _run(config, *given)
+        return _run(config, options)
     except DamagedError as damage:
         run = config.run.model_copy(update={"resume": str(damage.older.path)})
-        return _run(config.model_copy(update={"run": run}), *given, damage.warnings)
+        return _run(config.model_copy(update={"run": run}), options, damage.warnings)
 
 
-def _run(
-    config: Config,
-    recipe: str,
-    fresh: bool,
-    console: Console,
-    stop: ShutdownSignal,
-    heartbeat: Heartbeat,
-    began: float,
-    beside: Callable[[Path], contextlib.AbstractContextManager[str]] | None,
-    warnings: Iterable[str] = (),
-) -> int:
+def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
     """Do what `run_training` does, once.
 
     Raises:
         DamagedError: it cannot go on from the newest checkpoint, but from an older one.
     """
+    recipe, console, heartbeat = options.recipe, options.console, options.heartbeat
     device = use_machine(config, uses_device(config))
     seed_everything(config.run.seed)
     with (
@@ -134,9 +123,9 @@ def _run(
             sink.note(_finished(config, folder))
             _close(config, recipe, folder, console)
             return 0
-        if beside is not None:
-            _tell(sink, [company.enter_context(beside(folder.path))])
-        path, first, figures = _models(config, opened, fresh, sink, heartbeat)
+        if options.companion is not None:
+            _tell(sink, [company.enter_context(options.companion(folder.path))])
+        path, first, figures = _models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
         data, config, kept = _read_data(config, opened, policy)
         end = MachineEnd(config.trainer)
@@ -152,36 +141,33 @@ def _run(
             sinks = Sinks(
                 [sink, metrics, heartbeat, end, *trace, *_own_sinks(config, folder, sink)]
             )
-            parts = config, dump_config(kept), policy, folder, sinks, metrics, stop, rewards, placed
-            run = _built(parts, data, sink, trace)
+            tell, text = trace[0] if trace else no_timeline, dump_config(kept)
+            context = RunContext(
+                config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
+            )
+            run = _built(context, data, sink)
             _tell(sink, opened.differences(placed.machine))
             _resume(config, replace(opened, config=kept), run, sink, metrics)
             has_begun.set()
             _watch(heartbeat, run, rewards)
-            _start_sinks(sinks, run, folder, figures, began)
-            stopped = _train(config, policy, run, stop, end)
+            _start_sinks(sinks, run, folder, figures, options.began_s)
+            stopped = _train(config, policy, run, options.stop, end)
         if stopped is not None:
             _say(sink, _farewell(stopped, run.state.step, folder))
             return stopped.exit_code
         _tell(sink, run.passes.notes if isinstance(run, Run) else ())
         _close(config, recipe, folder, console)
-        log.info("finished in %s", duration(time.monotonic() - began))
+        log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
 
 
-def _built(
-    parts: Parts,
-    data: PromptSource | Shown,
-    sink: ConsoleSink,
-    trace: list[TraceFile],
-) -> Run | Imitation:
-    """Make the run that belongs to the data, of the parts that both kinds begin with."""
-    tell = trace[0] if trace else no_timeline
+def _built(context: RunContext, data: PromptSource | Shown, sink: ConsoleSink) -> Run | Imitation:
+    """Make the run that belongs to the data."""
     if isinstance(data, PromptSource):
-        return build(*parts, data, lambda p: sink.status(_in_words(p)), tell)
+        return build(context, data, lambda ledger: sink.status(_in_words(ledger)))
     from winnow.builders.imitation import build_imitation
 
-    return build_imitation(*parts, data, tell)
+    return build_imitation(context, data)
 
 
 def _read_data(

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from winnow.algorithms.aggregation import UpdateCounts
 from winnow.learning.balance import Deal, deal
 from winnow.learning.peers import ALONE, Peers, token_places
 from winnow.observe.metrics import Metrics
@@ -159,18 +160,6 @@ class TokenColumn:
         return found
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The divisors of an update's losses: integers over all its micro-batches and ranks."""
-
-    tokens: int
-    """Tokens in loss_mask."""
-    samples: int
-    """Samples with such a token."""
-    groups: int
-    """Groups with such a token."""
-
-
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Whole samples that are run at once, with all that their loss needs. Immutable snapshot."""
@@ -202,8 +191,8 @@ class MicroBatch:
     """[T] int64: the tokens' places in the batch."""
     lengths: tuple[int, ...]
     """[B] tokens of each sample, known to the host without asking the device."""
-    counts: Counts
-    """Counts of the whole update."""
+    counts: UpdateCounts
+    """UpdateCounts of the whole update."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`; itself when it is there already."""
@@ -365,7 +354,7 @@ class Shares:
     """Places in the batch, longest first."""
     _group_tokens: IntArray
     """By ordinal of the group."""
-    _counts: Counts
+    _counts: UpdateCounts
 
     def micro_batches(self, rank: int) -> list[MicroBatch]:
         """Cut the micro-batches of one rank, without a look at the tokens of others."""
@@ -400,7 +389,7 @@ def share(
     tokens = batch.peers.total(torch.from_numpy(sample_tokens(batch, samples))).numpy()
     group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
     np.add.at(group_tokens, groups_B[samples], tokens)
-    counts = Counts(
+    counts = UpdateCounts(
         tokens=int(tokens.sum()),
         samples=int((tokens > 0).sum()),
         groups=int((group_tokens > 0).sum()),
@@ -575,7 +564,7 @@ def _moved(batch: Batch, runs: IntArray) -> Batch:
 
 
 def _slice(
-    batch: Batch, samples: NDArray[np.int64], group_tokens: NDArray[np.int64], counts: Counts
+    batch: Batch, samples: NDArray[np.int64], group_tokens: NDArray[np.int64], counts: UpdateCounts
 ) -> MicroBatch:
     starts = batch.offsets.numpy()
     lengths = starts[samples + 1] - starts[samples]

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from winnow.algorithms.logprobs import OutputHead
 from winnow.learning.batch import MicroBatch, MicroBatchSharder
 from winnow.learning.peers import device_of
 from winnow.learning.runner import ModelRunner, Output
@@ -580,8 +581,8 @@ class StageRunner(ModelRunner):
         whole = self.stage.whole(self._staged(micro), len(micro.token_ids))
         return whole.index_select(0, at - shift), at
 
-    def _head(self) -> tuple[Tensor, Tensor | None, dist.ProcessGroup | None]:
-        return self.stage.head_weight, None, self.stage.groups.tp
+    def _head(self) -> OutputHead:
+        return OutputHead(self.stage.head_weight, group=self.stage.groups.tp)
 
 
 def _piece(part: Part, own: Tensor) -> Piece:

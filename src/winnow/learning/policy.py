@@ -169,9 +169,7 @@ def aggregate_share(
         micro.sample_index,
         aggregation,
         group_tokens=micro.group_tokens,
-        tokens=micro.counts.tokens,
-        samples=micro.counts.samples,
-        groups=micro.counts.groups,
+        counts=micro.counts,
         norm_tokens=norm_tokens,
     )
 

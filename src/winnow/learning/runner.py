@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from winnow.algorithms.logprobs import chunk_size, token_logprobs
+from winnow.algorithms.logprobs import OutputHead, chunk_size, token_logprobs
 from winnow.learning.batch import MicroBatch
 from winnow.models.causal_lm import hidden_states, is_reward_model, is_value_model, output_head
 from winnow.models.packed_attention import PackedLayout
@@ -71,10 +70,10 @@ class ModelRunner(nn.Module):
         """Return values [T, …] of the tokens that run here, with padding, and how many they are."""
         return values, len(values)
 
-    def _head(self) -> tuple[Tensor, Tensor | None, dist.ProcessGroup | None]:
-        """Return the head's weight and bias, and the ranks that have the other rows, if any."""
+    def _head(self) -> OutputHead:
+        """Return the model's head, or this rank's rows of it."""
         head = output_head(self.model)
-        return head.weight, head.bias, None
+        return OutputHead(head.weight, head.bias)
 
     def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
         """Spread the values of some positions over [T], with 0 elsewhere."""
@@ -84,22 +83,19 @@ class ModelRunner(nn.Module):
     def _logprobs(
         self, states: Tensor, token_ids: Tensor, outputs: frozenset[Output]
     ) -> dict[Output, Tensor]:
-        (weight, bias, group), chunk = self._head(), self._chunk_tokens
+        head, chunk = self._head()._replace(vocab_size=self._vocab_size), self._chunk_tokens
         if self._kernels is not None:
-            chunk = chunk_size(self._vocab_size or len(weight), chunk, self._kernels)
-        exact = torch.promote_types(states.dtype, torch.float32)
+            chunk = chunk_size(self._vocab_size or len(head.weight), chunk, self._kernels)
+        if self._fp32_head:
+            head = head._replace(dtype=torch.promote_types(states.dtype, torch.float32))
         logprob, entropy, squares = token_logprobs(
             states,
-            weight,
+            head,
             token_ids,
             self._temperature,
-            bias,
-            self._vocab_size,
             with_entropy="entropy" in outputs,
-            chunk_tokens=chunk,
             with_prob_square_sum="prob_square_sum" in outputs,
-            head_dtype=exact if self._fp32_head else None,
-            group=group,
+            chunk_tokens=chunk,
         )
         found: dict[Output, Tensor | None] = {"entropy": entropy, "prob_square_sum": squares}
         if "logprob" in outputs:

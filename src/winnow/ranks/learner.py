@@ -362,12 +362,9 @@ def _correction_options(correction: CorrectionConfig, recomputed: bool) -> dict[
         return None
     options: dict[str, Any] = {}
     if not isinstance(correction.weight, NoWeight):
-        options["weight"] = correction.weight.name
-        options["normalize"] = correction.weight.normalize
-        options["weight_options"] = correction.weight.model_dump(exclude={"name", "normalize"})
+        options["weight"] = correction.weight.model_dump()
     if not isinstance(correction.rejection, NoRejection):
-        options["rejection"] = correction.rejection.name
-        options["rejection_options"] = correction.rejection.model_dump(exclude={"name"})
+        options["rejection"] = correction.rejection.model_dump()
     return options
 
 

@@ -82,11 +82,14 @@ def test_the_objective_takes_over_what_the_recipe_says() -> None:
     assert objective.entropy_coef == 0.01
     assert objective.kl == KlTerm(0.2, "k2", importance_weight=False)
     assert objective.correction == {
-        "weight": "masked",
-        "normalize": False,
-        "weight_options": {"level": "token", "low": 0.5, "high": 5.0},
-        "rejection": "k1",
-        "rejection_options": {"level": "token", "over": "mean", "low": 0.5, "high": 2.0},
+        "weight": {
+            "name": "masked",
+            "normalize": False,
+            "level": "token",
+            "low": 0.5,
+            "high": 5.0,
+        },
+        "rejection": {"name": "k1", "level": "token", "over": "mean", "low": 0.5, "high": 2.0},
     }
 
 

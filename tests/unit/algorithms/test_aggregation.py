@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from winnow.algorithms.aggregation import AGGREGATIONS, aggregate
+from winnow.algorithms.aggregation import AGGREGATIONS, UpdateCounts, aggregate
 
 NORM = 7.0
 Sample = tuple[int, list[tuple[float, bool]]]
@@ -44,9 +44,7 @@ class Update:
             torch.tensor([b for _, _, b in flat], dtype=torch.int64),
             name,
             group_tokens=torch.tensor([self.group_tokens[g] for g, _ in part], dtype=torch.int64),
-            tokens=self.tokens,
-            samples=self.n_samples,
-            groups=self.n_groups,
+            counts=UpdateCounts(self.tokens, self.n_samples, self.n_groups),
             norm_tokens=NORM,
         )
         (gradient,) = torch.autograd.grad(result, values)

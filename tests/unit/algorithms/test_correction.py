@@ -78,8 +78,10 @@ def correct(**arguments: Any) -> Corrected:
             sections = get_args(get_args(union)[0])
             name = arguments[kind]
             (section,) = (s for s in sections if s.model_fields["name"].default == name)
-            filled = section(**arguments.get(f"{kind}_options", {}))
-            arguments[f"{kind}_options"] = filled.model_dump(exclude={"name", "normalize"})
+            filled = section(**arguments.pop(f"{kind}_options", {}))
+            if kind == "weight":
+                filled = filled.model_copy(update={"normalize": arguments.pop("normalize", False)})
+            arguments[kind] = filled.model_dump()
     return correction.correct(**arguments)
 
 

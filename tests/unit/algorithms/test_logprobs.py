@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from winnow.algorithms import logprobs
-from winnow.algorithms.logprobs import chunk_size, token_logprobs
+from winnow.algorithms.logprobs import OutputHead, chunk_size, token_logprobs
 
 T, H, V = 11, 5, 13
 
@@ -72,8 +72,10 @@ def test_values_and_gradients_equal_the_naive_ones_for_any_chunk(
         outputs: Sequence[Tensor | None] = naive(hidden, weight, labels, temperature, b, vocab_size)
         if kernel:
             outputs = token_logprobs(
-                *(hidden, weight, labels, temperature, b, vocab_size, with_entropy, chunk),
+                *(hidden, OutputHead(weight, b, vocab_size), labels, temperature),
+                with_entropy=with_entropy,
                 with_prob_square_sum=with_squares,
+                chunk_tokens=chunk,
             )
             assert [output is not None for output in outputs[1:]] == [*asked]
             assert outputs[2] is None or not outputs[2].requires_grad
@@ -89,11 +91,11 @@ def test_values_and_gradients_equal_the_naive_ones_for_any_chunk(
 
 def test_inputs_without_gradient_skip_their_part() -> None:
     hidden, weight, _, labels = make()
-    token_logprobs(hidden, weight.detach(), labels)[0].sum().backward()
+    token_logprobs(hidden, OutputHead(weight.detach()), labels)[0].sum().backward()
     assert hidden.grad is not None
     hidden_grad = hidden.grad.clone()
     hidden.grad = None
-    token_logprobs(hidden.detach(), weight, labels)[0].sum().backward()
+    token_logprobs(hidden.detach(), OutputHead(weight), labels)[0].sum().backward()
     assert hidden.grad is None
     assert weight.grad is not None
     hidden2, weight2, _, _ = make()
@@ -104,7 +106,7 @@ def test_inputs_without_gradient_skip_their_part() -> None:
 
 def test_bf16_inputs_get_fp32_results_near_the_exact_ones() -> None:
     hidden, weight, _, labels = make(torch.bfloat16)
-    logprob, entropy, _ = token_logprobs(hidden, weight, labels, chunk_tokens=3)
+    logprob, entropy, _ = token_logprobs(hidden, OutputHead(weight), labels, chunk_tokens=3)
     assert entropy is not None
     assert logprob.dtype == entropy.dtype == torch.float32
     exact = naive(hidden, weight, labels)
@@ -129,7 +131,7 @@ def test_a_bf16_weight_gradient_does_not_lose_small_addends() -> None:
     hidden[0] = 2.0
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(n, dtype=torch.int64)
-    token_logprobs(hidden, weight, labels, chunk_tokens=1)[0].sum().backward()
+    token_logprobs(hidden, OutputHead(weight), labels, chunk_tokens=1)[0].sum().backward()
     assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == [2.0, -2.0]
 
@@ -137,7 +139,7 @@ def test_a_bf16_weight_gradient_does_not_lose_small_addends() -> None:
 def test_huge_logits_stay_finite() -> None:
     hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]])
-    logprob, entropy, _ = token_logprobs(hidden, weight, torch.tensor([0, 0]))
+    logprob, entropy, _ = token_logprobs(hidden, OutputHead(weight), torch.tensor([0, 0]))
     assert entropy is not None
     (logprob.sum() + entropy.sum()).backward()
     assert logprob.tolist() == [0.0, -2e4]
@@ -149,7 +151,9 @@ def test_huge_logits_stay_finite() -> None:
 def test_no_tokens_give_no_results_and_zero_gradients() -> None:
     hidden = torch.empty(0, H, requires_grad=True)
     weight = torch.randn(V, H, requires_grad=True)
-    logprob, entropy, _ = token_logprobs(hidden, weight, torch.empty(0, dtype=torch.int64))
+    logprob, entropy, _ = token_logprobs(
+        hidden, OutputHead(weight), torch.empty(0, dtype=torch.int64)
+    )
     assert entropy is not None
     assert logprob.shape == entropy.shape == (0,)
     (logprob.sum() + entropy.sum()).backward()
@@ -170,12 +174,12 @@ def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(logprobs._Head, "logits", spy)
     hidden, weight, _, labels = make()
-    token_logprobs(hidden, weight, labels, chunk_tokens=4)[0].sum().backward()
+    token_logprobs(hidden, OutputHead(weight), labels, chunk_tokens=4)[0].sum().backward()
     assert sizes == [4, 4, 3] * 2
     sizes.clear()
     monkeypatch.setitem(logprobs.CHUNK_LOGITS, "cpu", V * 6 + 1)
     monkeypatch.setattr(logprobs, "MIN_CHUNK_TOKENS", 1)
-    token_logprobs(hidden, weight, labels)
+    token_logprobs(hidden, OutputHead(weight), labels)
     assert sizes == [6, 5]
 
 
@@ -197,14 +201,16 @@ def test_an_fp32_head_computes_as_if_model_and_head_were_fp32(
     weight = weight.detach().to(weight_dtype).requires_grad_()
     leaves = (hidden, weight, bias)
     ours = token_logprobs(
-        hidden, weight, labels, 0.7, bias, vocab_size, chunk_tokens=4, head_dtype=torch.float32
+        hidden, OutputHead(weight, bias, vocab_size, torch.float32), labels, 0.7, chunk_tokens=4
     )
     wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
     exact = naive(wide[0], wide[1], labels, 0.7, wide[2], vocab_size)
     assert ours.entropy is not None
     torch.testing.assert_close(ours.logprob, exact[0])
     torch.testing.assert_close(ours.entropy, exact[1])
-    rounded = token_logprobs(hidden, weight.to(torch.bfloat16), labels, 0.7, bias, vocab_size)
+    rounded = token_logprobs(
+        hidden, OutputHead(weight.to(torch.bfloat16), bias, vocab_size), labels, 0.7
+    )
     assert float((rounded.logprob - exact[0]).detach().abs().max()) > 1e-3
     got = torch.autograd.grad((ours.logprob - 0.3 * ours.entropy).sum(), leaves)
     want = torch.autograd.grad((exact[0] - 0.3 * exact[1]).sum(), wide)

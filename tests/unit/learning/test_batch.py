@@ -11,8 +11,8 @@ from tests.written import answer, environment, group, written
 
 from winnow.learning.batch import (
     Batch,
-    Counts,
     MicroBatch,
+    UpdateCounts,
     all_micro_batches,
     cut_updates,
     gather_tokens,
@@ -76,7 +76,7 @@ def test_overlong_filtering_takes_truncated_answers_out_of_the_loss_only() -> No
     assert batch.loss_mask.nonzero()[:, 0].tolist() == [3, 4, 10, 13]
     assert sample_tokens(batch, np.arange(batch.n_samples)).tolist() == [2, 0, 2]
     counts = micro_batches(batch, [0, 1], 100)[0].counts
-    assert counts == Counts(tokens=4, samples=2, groups=2)
+    assert counts == UpdateCounts(tokens=4, samples=2, groups=2)
 
 
 @given(groups=step())
@@ -150,7 +150,7 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, update: list[int]) -> Non
     """Every field against a loop over the samples."""
     counted = sample_tokens(batch, np.arange(batch.n_samples)).tolist()
     of_update = [b for b in range(batch.n_samples) if int(batch.groups[b]) in update]
-    assert micro.counts == Counts(
+    assert micro.counts == UpdateCounts(
         tokens=sum(counted[b] for b in of_update),
         samples=sum(counted[b] > 0 for b in of_update),
         groups=len({int(batch.groups[b]) for b in of_update if counted[b]}),

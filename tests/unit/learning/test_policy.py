@@ -64,10 +64,8 @@ def test_what_is_rejected_in_the_loss_adds_nothing_and_still_counts() -> None:
     # w = exp(logp + 0.5): 1.49, 1.22, 1.0; tokens above log 1.3 are rejected, so one of three.
     batch = batch_of([[1, 3, 5]], advantages=1.0)
     correction = {
-        "weight": "truncated",
-        "weight_options": {"level": "token", "cap": 1.1},
-        "rejection": "k1",
-        "rejection_options": {"level": "token", "over": "mean", "low": 1 / 1.3, "high": 2.0},
+        "weight": {"name": "truncated", "level": "token", "cap": 1.1},
+        "rejection": {"name": "k1", "level": "token", "over": "mean", "low": 1 / 1.3, "high": 2.0},
     }
     objective = policy_objective("reinforce", old="behav", correction=correction)
     policy, _ = policy_of(objective)

@@ -66,6 +66,7 @@ from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
 from winnow.rollout.vllm import plugin  # noqa: E402
 from winnow.rollout.vllm.refusals import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
+from winnow.rollout.vllm.worker import VllmOptions  # noqa: E402
 from winnow.rollout.weights import (  # noqa: E402
     Bucket,
     Named,
@@ -447,68 +448,49 @@ _OPTIONS: dict[str, Any] = {
 """vLLM's options that are the same for every model."""
 
 
-def start_vllm(
-    model: str,
-    *,
-    dtype: str,
-    slots: int,
-    prefill_tokens: int,
-    longest: int | None = None,
-    cache_gib: float | None = None,
-    fp32_head: bool = False,
-    tensor_parallel: int = 1,
-    prefix_caching: bool = True,
-    chunked_prefill: bool = True,
-    sleep: bool = False,
-    trust_remote_code: bool = False,
-    lora: Mapping[str, Any] | None = None,
-    routes: bool = False,
-    extra: Mapping[str, Any] | None = None,
-) -> LLMEngine:
+def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
     """Start a vLLM in this process as `VllmEngine` needs it.
 
     Args:
         model: a Hugging Face folder.
-        longest: most tokens of a prompt and its answer; None is what the model has positions for.
-        cache_gib: GiB of keys and values; None is what vLLM finds free.
-        sleep: allocate memory so that `VllmEngine.sleep` gives it back; takes a GPU.
-        lora: `lora_options` of an adapter that is published alone.
-        extra: further options of vLLM's `EngineArgs`.
 
     Raises:
         ConfigError: vLLM has no such option, or memory holds not one answer.
         ModelError: vLLM refuses the model.
     """
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=options.trust_remote_code)
     positions = getattr(config, "max_position_embeddings", None)
+    longest = options.longest
     if longest is not None:
         longest = max(longest, min(_LONGEST_SCORED, positions or _LONGEST_SCORED))
-    batch = slots + _SCORED_AT_ONCE
+    batch = options.slots + _SCORED_AT_ONCE
     # vLLM asks for steps that hold the longest sequence where it may not cut one.
-    step_tokens = max(prefill_tokens, batch, 0 if chunked_prefill else longest or positions or 0)
+    uncut = 0 if options.chunked_prefill else longest or positions or 0
+    step_tokens = max(options.prefill_tokens, batch, uncut)
+    cache_gib, routes = options.cache_gib, options.routes
     arguments: dict[str, Any] = {
         "model": model,
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
+        "dtype": options.dtype,
+        "trust_remote_code": options.trust_remote_code,
         "max_model_len": longest,
         "max_num_seqs": batch,
         "max_num_batched_tokens": step_tokens,
         "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
-        "tensor_parallel_size": tensor_parallel,
+        "tensor_parallel_size": options.tensor_parallel,
         # In an actor of Ray's vLLM would ask Ray for further ones.
-        "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
-        "enable_prefix_caching": prefix_caching,
-        "enable_chunked_prefill": chunked_prefill,
-        "enable_sleep_mode": sleep,
+        "distributed_executor_backend": "mp" if options.tensor_parallel > 1 else "uni",
+        "enable_prefix_caching": options.prefix_caching,
+        "enable_chunked_prefill": options.chunked_prefill,
+        "enable_sleep_mode": options.sleep,
         "enforce_eager": not torch.cuda.is_available(),
         "logits_processors": [_sampler(routes)],
         "weight_transfer_config": WeightTransferConfig(backend=plugin.BACKEND),
         "enable_return_routed_experts": routes,
-        **(lora or {}),
+        **(options.lora or {}),
     }
-    own = dict(extra or {})
+    own = dict(options.extra or {})
     check_extra(own, {field.name for field in fields(EngineArgs)})
-    if fp32_head:
+    if options.fp32_head:
         arguments["hf_overrides"] = own.pop("hf_overrides", {}) | {"head_dtype": "float32"}
     try:
         llm = LLMEngine.from_engine_args(EngineArgs(**_OPTIONS | arguments | own))
@@ -567,7 +549,7 @@ class VllmEngineWorker(EngineWorker):
         vocab_size, live_updates: of `VllmEngine`.
         adapter: to be put beside the model's weights; publications then are of it alone.
         profiler: of this process; vLLM's own processes, which tensor_parallel has, are not in it.
-        options: of `start_vllm`.
+        options: of `VllmOptions`.
 
     Raises:
         ConfigError, ModelError: as for `start_vllm`.
@@ -593,7 +575,9 @@ class VllmEngineWorker(EngineWorker):
         shapes = meta_model(model, getattr(torch, dtype), code, adapter)
         if adapter is not None:
             options["lora"] = lora_options(shapes, adapter.rank)
-        llm = start_vllm(model, dtype=dtype, slots=slots, trust_remote_code=code, **options)
+        llm = start_vllm(
+            model, VllmOptions(dtype=dtype, slots=slots, trust_remote_code=code, **options)
+        )
         decode = None if tokenizer is None else decode_of(tokenizer, code)
         engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
         super().__init__(engine, profiler)

@@ -7,12 +7,38 @@ another version is told in one line, too.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from winnow.config.rollout import VLLM_CPU_CACHE_GIB
 from winnow.errors import ConfigError
 from winnow.rollout.vllm.refusals import INSTALL, TESTED_WORDS, check_installed, first_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """Options of a vLLM that `start_vllm` starts."""
+
+    dtype: str
+    slots: int
+    prefill_tokens: int
+    longest: int | None = None
+    """Most tokens of a prompt and its answer; None is what the model has positions for."""
+    cache_gib: float | None = None
+    """GiB of keys and values; None is what vLLM finds free."""
+    fp32_head: bool = False
+    tensor_parallel: int = 1
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    sleep: bool = False
+    """Allocate memory so that `VllmEngine.sleep` gives it back; takes a GPU."""
+    trust_remote_code: bool = False
+    lora: Mapping[str, Any] | None = None
+    """`lora_options` of an adapter that is published alone."""
+    routes: bool = False
+    extra: Mapping[str, Any] | None = None
+    """Further options of vLLM's `EngineArgs`."""
 
 
 def make_vllm_worker(
