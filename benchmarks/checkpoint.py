@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.builders.warm_start import tiny_model
 from winnow.checkpoints.checkpoint import Manifest, this_machine
-from winnow.checkpoints.run_state import LocalTensors, RunState
+from winnow.checkpoints.run_state import LocalModelStates, RunState
 from winnow.config.model import SftWarmStart
 from winnow.config.trainer import TrainerConfig
 from winnow.data.sort_digits import build_tokenizer
@@ -79,7 +79,7 @@ def saves(name: str, folder: Path) -> str:
     lines += [HEAD, "|---|---|---|---|---|---|---|"]
     run = RunFolder(folder)
     frame = Manifest(machine=this_machine(held.device))
-    tensors = LocalTensors(held, {}, model_writer(held.model, build_tokenizer()))
+    tensors = LocalModelStates(held, {}, model_writer(held.model, build_tokenizer()))
     with (
         closing(MetricsLog(run.metrics)) as log,
         RunState(tensors, {}, run, log, TrainerConfig(keep_last=1), frame) as state,

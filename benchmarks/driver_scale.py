@@ -55,7 +55,7 @@ from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup, quantum_for
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.run import loop
-from winnow.run.loop import Sharing, train
+from winnow.run.loop import SharedWeights, train
 from winnow.run.shutdown import ShutdownSignal
 from winnow.run.step_metrics import Passes, Throughput
 from winnow.sampling.stream import Sampler
@@ -285,7 +285,7 @@ class Run:
         return loop.Run(
             sampler=sampler,
             learner=learner,
-            publish=Sharing(engine),
+            publish=SharedWeights(engine),
             engine=engine,
             evaluator=cast(Evaluator, SimpleNamespace()),
             sinks=Sinks([log, cast(Any, self)]),

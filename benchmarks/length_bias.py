@@ -27,7 +27,7 @@ from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.loader import PromptLoader, training_prompts
 from winnow.observe.console import make_console
-from winnow.ranks.models import Policies, load_policy
+from winnow.ranks.models import LoadedPolicy, load_policy
 from winnow.rewards.pipeline import RewardPipeline
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import generate, group_request
@@ -74,7 +74,7 @@ class Lengths:
         )
 
 
-async def measure(config: Config, policy: Policies, steps: int) -> Lengths:
+async def measure(config: Config, policy: LoadedPolicy, steps: int) -> Lengths:
     """Sample `steps` steps under a rule, then write what no step trained to its end."""
     rewards = Rewards(
         config.reward, RewardPipeline(config.reward, config.rollout.max_response_tokens)

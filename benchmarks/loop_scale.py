@@ -37,7 +37,7 @@ from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.builders.run import keep_ledger
 from winnow.checkpoints.checkpoint import Manifest
-from winnow.checkpoints.run_state import LocalTensors, RunState
+from winnow.checkpoints.run_state import LocalModelStates, RunState
 from winnow.config.rollout import SamplingConfig
 from winnow.config.root import ObserveConfig
 from winnow.config.trainer import TrainerConfig
@@ -54,7 +54,7 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.run import loop
-from winnow.run.loop import Sharing, train
+from winnow.run.loop import SharedWeights, train
 from winnow.run.shutdown import ShutdownSignal
 from winnow.run.step_metrics import Passes, Throughput
 from winnow.sampling.stream import Sampler
@@ -227,13 +227,13 @@ class Run:
         return loop.Run(
             sampler=sampler,
             learner=learner,
-            publish=Sharing(self.engine),
+            publish=SharedWeights(self.engine),
             engine=self.engine,
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
             state=RunState(
-                LocalTensors(strategy, {}, _save_model),
+                LocalModelStates(strategy, {}, _save_model),
                 states,
                 RunFolder(self.folder),
                 log,

@@ -26,13 +26,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from winnow.builders.processes import other_processes
+from winnow.builders.processes import worker_processes
 from winnow.builders.topology import placed_rewards
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.tokenizer import decoder
-from winnow.ranks.models import Policies
+from winnow.ranks.models import LoadedPolicy
 from winnow.rewards.pipeline import ScoredAnswer
 from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan
@@ -113,10 +113,10 @@ def measured(config: Config, count: int, repeat: int) -> list[float]:
         tokenizer = build_tokenizer()
         tokenizer.save_pretrained(folder)
         none, cpu = cast(Any, None), torch.device("cpu")
-        policy = Policies(folder, cpu, none, tokenizer, decoder(tokenizer), 20, (1,), folder)
+        policy = LoadedPolicy(folder, cpu, none, tokenizer, decoder(tokenizer), 20, (1,), folder)
         alone = Rewards(config.reward, cast(Any, AtOnce()), [])
         with (
-            other_processes(config, policy, None) as others,
+            worker_processes(config, policy, None) as others,
             contextlib.closing(placed_rewards(config, policy, others)) as rewards,
         ):
             rewards.check_sources(["sort_digits"])

@@ -23,12 +23,12 @@ from tests.reward_models import classifier_folder
 from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 from tests.written import answer, written
 
-from winnow.builders.processes import WorkerProcesses, other_processes
+from winnow.builders.processes import StartWorkers, worker_processes
 from winnow.builders.topology import placed_rewards
 from winnow.config.root import Config
 from winnow.data.tokenizer import decoder
 from winnow.errors import RewardError, WorkerError
-from winnow.ranks.models import Policies
+from winnow.ranks.models import LoadedPolicy
 from winnow.rewards import remote_pipeline
 from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt, Score, Segment, Trajectory
@@ -67,7 +67,7 @@ OVERLONG = ["reward.overlong.buffer_tokens=16", "rollout.max_response_tokens=48"
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
     """What reads tokens; there is no model."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = train_bpe([FILE])
@@ -75,7 +75,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     none: Any = None
     read = decoder(tokenizer)
     cpu = torch.device("cpu")
-    return Policies(str(folder), cpu, none, tokenizer, read, 800, (1,), str(folder))
+    return LoadedPolicy(str(folder), cpu, none, tokenizer, read, 800, (1,), str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +92,9 @@ def function(folder: Path, *more: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def placed(config: Config, policy: Policies) -> Iterator[tuple[Rewards, WorkerProcesses]]:
+def placed(config: Config, policy: LoadedPolicy) -> Iterator[tuple[Rewards, StartWorkers]]:
     with (
-        other_processes(config, policy, None) as others,
+        worker_processes(config, policy, None) as others,
         contextlib.closing(placed_rewards(config, policy, others)) as rewards,
     ):
         yield rewards, others
@@ -106,7 +106,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared(kind: str, folder: Path, policy: Policies, forked_workers: None) -> Iterator[Rewards]:
+def shared(
+    kind: str, folder: Path, policy: LoadedPolicy, forked_workers: None
+) -> Iterator[Rewards]:
     with placed(recipe("quickstart", *function(folder), *KINDS[kind]), policy) as (rewards, _):
         yield rewards
 
@@ -120,7 +122,7 @@ def rewards(shared: Rewards) -> Rewards:
 class Answers:
     """Makes answers of the policy's tokens."""
 
-    def __init__(self, policy: Policies) -> None:
+    def __init__(self, policy: LoadedPolicy) -> None:
         self._policy = policy
 
     def of(self, text: str) -> Trajectory:
@@ -136,7 +138,7 @@ class Answers:
 
 
 @pytest.fixture(scope="module")
-def answers(policy: Policies) -> Answers:
+def answers(policy: LoadedPolicy) -> Answers:
     return Answers(policy)
 
 
@@ -167,7 +169,7 @@ def test_answers_are_read_scored_and_shaped(rewards: Rewards, answers: Answers) 
 
 
 def test_on_a_private_ray_answers_are_scored_alike(
-    folder: Path, policy: Policies, answers: Answers, tmp_path: Path
+    folder: Path, policy: LoadedPolicy, answers: Answers, tmp_path: Path
 ) -> None:
     import ray
 
@@ -320,7 +322,7 @@ ASKED = ["#1359", "#1395", "1|539;3|59;5|9;9|#1359", "#1", "#2", "9" * 40]
 
 
 def test_models_are_asked_alike_and_one_that_is_killed_ends_it(
-    policy: Policies, answers: Answers, tmp_path: Path
+    policy: LoadedPolicy, answers: Answers, tmp_path: Path
 ) -> None:
     model = classifier_folder(tmp_path / "classifier", template=CHAT_TEMPLATE)
     found: dict[str, list[Any]] = {}
@@ -367,7 +369,7 @@ def kill_one(rewards: Rewards, answers: Answers, processes: set[int], name: str)
 
 
 def test_a_file_that_cannot_be_loaded_is_told_in_one_line_and_leaves_no_process(
-    policy: Policies, tmp_path: Path
+    policy: LoadedPolicy, tmp_path: Path
 ) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(:\n")
     before = children()

@@ -199,7 +199,7 @@ def test_large_arrays_arrive_unchanged_and_once(group: WorkerGroup, run: Any) ->
 @pytest.mark.parametrize("count", [3, 200_000], ids=["small", "large"])
 def test_what_is_kept_goes_to_whoever_reads_it(group: WorkerGroup, run: Any, count: int) -> None:
     kept: list[SplitResult] = run(group.call("keep", count, 4))
-    assert [each.told for each in kept] == [{"count": count}] * group.size
+    assert [each.inline for each in kept] == [{"count": count}] * group.size
     on_a_cluster = kept[0].block.handle is not None
     for rank, each in enumerate(kept):
         rng = np.random.default_rng([4, rank])

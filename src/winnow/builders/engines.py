@@ -22,7 +22,7 @@ from winnow.config.trainer import LocalCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
-from winnow.ranks.models import Policies
+from winnow.ranks.models import LoadedPolicy
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, load_custom_engine
 
@@ -74,7 +74,7 @@ def _sleeps(config: Config) -> bool:
     return isinstance(engine, VllmEngineConfig) and engine.sleep
 
 
-def canary_of(config: Config, policy: Policies) -> Canary:
+def canary_of(config: Config, policy: LoadedPolicy) -> Canary:
     """Draw the sequences that publications are checked with."""
     from winnow.learning.canary import Canary
 
@@ -86,7 +86,7 @@ def canary_of(config: Config, policy: Policies) -> Canary:
     )
 
 
-def make_engine(config: Config, policy: Policies) -> Engine:
+def make_engine(config: Config, policy: LoadedPolicy) -> Engine:
     """Make the engine of this process: the embedded one over the policy's weights, or a user's.
 
     Raises:
@@ -97,12 +97,12 @@ def make_engine(config: Config, policy: Policies) -> Engine:
     decode = decoder(policy.tokenizer, special_tokens=True)
     if isinstance(section, CustomEngine):
         live = not config.run.deterministic
-        given = {"vocab_size": policy.vocabulary, "decode": decode, "live_updates": live}
-        return load_custom_engine(section.path, section.options, model=policy.model, **given)
+        options = {"vocab_size": policy.vocabulary, "decode": decode, "live_updates": live}
+        return load_custom_engine(section.path, section.options, model=policy.model, **options)
     return TorchEngine(policy.model, decode=decode, **_engine_options(config, policy))
 
 
-def http_engine(config: Config, policy: Policies) -> HttpEngine:
+def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
     """Make the engine over a recipe's servers.
 
     Raises:
@@ -131,7 +131,7 @@ def http_engine(config: Config, policy: Policies) -> HttpEngine:
     )
 
 
-def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
+def _engine_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
     engine = config.rollout.engine
     if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
         engine = TorchEngineConfig()
@@ -147,7 +147,7 @@ def _engine_options(config: Config, policy: Policies) -> dict[str, Any]:
     }
 
 
-def _engine_arguments(config: Config, policy: Policies, start: str | None) -> dict[str, Any]:
+def _engine_arguments(config: Config, policy: LoadedPolicy, start: str | None) -> dict[str, Any]:
     """Return the arguments of an engine in a process of its own."""
     from winnow.models.lora import adapter_base, saved_adapter
 
@@ -177,32 +177,32 @@ def _vllm_options(config: Config) -> dict[str, Any]:
 
 
 def engine_of(
-    config: Config, policy: Policies, others: Mapping[str, Sequence[WorkerGroup]]
+    config: Config, policy: LoadedPolicy, groups: Mapping[str, Sequence[WorkerGroup]]
 ) -> Engine:
     """Make the engine over a recipe's processes or servers, or in this process.
 
     Args:
-        others: as `WorkerProcesses` returns them.
+        groups: by role, as `StartWorkers` returns them.
 
     Raises:
         ConfigError: as `make_engine` and `http_engine` raise it.
     """
-    if not has_engines_apart(config):
+    if not has_own_weights(config):
         return make_engine(config, policy)
-    groups = others.get("rollout")
-    if not groups:
+    engine_groups = groups.get("rollout")
+    if not engine_groups:
         return http_engine(config, policy)
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
-    engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in groups]
+    engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in engine_groups]
     if len(engines) == 1:
         return engines[0]
     quantum = quantum_for(config.rollout.max_response_tokens)
     return EngineGroup(engines, config.run.deterministic, quantum)
 
 
-def has_engines_apart(config: Config) -> bool:
+def has_own_weights(config: Config) -> bool:
     """Return whether answers are written with other weights than those of the run's process."""
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)
     return is_http or "rollout" in Roles(config)
@@ -210,7 +210,7 @@ def has_engines_apart(config: Config) -> bool:
 
 def holds_no_weights(config: Config) -> bool:
     """Return whether other processes train the policy and write its answers."""
-    return "policy" in Roles(config) and has_engines_apart(config)
+    return "policy" in Roles(config) and has_own_weights(config)
 
 
 def uses_device(config: Config) -> bool:

@@ -7,11 +7,11 @@ from winnow.config.data import Demonstrations
 from winnow.config.root import Config
 from winnow.data.demonstrations import read_demonstrations
 from winnow.data.loader import PromptLoader, evaluation_prompts
-from winnow.ranks.models import Policies
+from winnow.ranks.models import LoadedPolicy
 from winnow.run.sft import Imitation, Shown
 
 
-def read_shown(config: Config, policy: Policies) -> Shown:
+def read_shown(config: Config, policy: LoadedPolicy) -> Shown:
     """Read a recipe's demonstrations.
 
     Raises:

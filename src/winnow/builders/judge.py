@@ -145,8 +145,8 @@ def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
         arguments |= engine.model_dump(include={"tensor_parallel", "chunked_prefill", "extra"})
         # What an earlier question left would be summed up apart from the rest.
         arguments["prefix_caching"] = engine.prefix_caching and model.slots > 1
-        made: EngineWorker = make_vllm_worker(rank, **arguments)
-        return made
+        worker: EngineWorker = make_vllm_worker(rank, **arguments)
+        return worker
 
 
 class JudgeEngines(JudgeClient):
@@ -223,13 +223,13 @@ class JudgeEngines(JudgeClient):
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-            found = tokenizer(text, add_special_tokens=False, verbose=False)
+            encoded = tokenizer(text, add_special_tokens=False, verbose=False)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(
                 f"the chat template or the tokenizer of {_FIELD} {self._model.section.path} fails "
                 f"({one_line(error)})"
             ) from error
-        ids = np.array(found["input_ids"])
+        ids = np.array(encoded["input_ids"])
         if len(ids) > self._model.longest:
             raise ValueError(
                 f"a question of {len(ids)} tokens is longer than the {self._model.longest} of "
@@ -250,16 +250,18 @@ def make_judge(config: Config, engines: StartEngines | None) -> Judge:
         RewardError: the cache cannot be used.
     """
     model = read_judge(config)
-    with contextlib.ExitStack() as own:
-        groups = own.enter_context(_own_engines(config, model)) if engines is None else engines()
+    with contextlib.ExitStack() as stack:
+        groups = (
+            stack.enter_context(_start_engines(config, model)) if engines is None else engines()
+        )
         client = JudgeEngines(model, groups)
         judge = Judge(model.section, client=client)
-        client.release = own.pop_all().close
+        client.release = stack.pop_all().close
     return judge
 
 
 @contextlib.contextmanager
-def _own_engines(config: Config, model: JudgeModel) -> Iterator[Sequence[WorkerGroup]]:
+def _start_engines(config: Config, model: JudgeModel) -> Iterator[Sequence[WorkerGroup]]:
     """Start a judge's engines on this machine, and nothing else of a recipe."""
     from winnow.workers.group import WorkerGroups
 

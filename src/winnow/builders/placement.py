@@ -39,8 +39,8 @@ def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, r
             raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
         return {}
     least = {"policy": int(trains)}
-    wanted = {role.name: max(role.gpus, least.get(role.name, 0)) for role in roles.entries}
-    takes = {name: count for name, count in wanted.items() if count}
+    counts = {role.name: max(role.gpus, least.get(role.name, 0)) for role in roles.entries}
+    takes = {name: count for name, count in counts.items() if count}
     ends = dict(zip(takes, itertools.accumulate(takes.values()), strict=True))
     needs, devices = sum(takes.values()), torch.cuda.device_count()
     if needs > devices:
@@ -70,24 +70,26 @@ def devices_of(roles: Roles, cluster: LocalCluster | RayCluster, ranks: int) -> 
     return sum(pools.values())
 
 
-def visible_devices(own: Sequence[int]) -> dict[str, str]:
+def visible_devices(indices: Sequence[int]) -> dict[str, str]:
     """Return the variable that shows a process these of the GPUs that this one sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else None
-    shown = (str(index) if names is None else names[index].strip() for index in own)
+    shown = (str(index) if names is None else names[index].strip() for index in indices)
     return {"CUDA_VISIBLE_DEVICES": ",".join(shown)}
 
 
-def allocator_variables(role: Role, on_device: bool, given: Mapping[str, str]) -> dict[str, str]:
+def allocator_variables(
+    role: Role, on_device: bool, variables: Mapping[str, str]
+) -> dict[str, str]:
     """Return the variable with which the memory of ranks on GPUs is mapped piece by piece.
 
     Micro-batches have many lengths, and memory that they free is else cut up until none fits.
     Engines have none: the sleep of vLLM, whose memory is mapped by itself, cannot do with it.
 
     Args:
-        given: variables that the recipe sets; one of the allocator stands, as in this process.
+        variables: set by the recipe; one of the allocator stands, as in this process.
     """
-    is_set = any(name in os.environ or name in given for name in _ALLOCATOR)
+    is_set = any(name in os.environ or name in variables for name in _ALLOCATOR)
     if role.kind != "ranks" or not on_device or is_set:
         return {}
     return {_ALLOCATOR[0]: "expandable_segments:True"}
@@ -103,7 +105,7 @@ def pools_of(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]
         parts = {role.name: (nodes.get(role.name, role.count), role.count) for role in roles}
         pools = {name: PoolConfig(nodes=n, per_node=of // n) for name, (n, of) in parts.items()}
         chosen = {name: name for name in pools}
-    found = []
+    placed = []
     for name, pool in pools.items():
         inside = tuple(role for role in roles if chosen[role.name] == name)
         if not inside:  # of a role without work, as where an engine alone is checked
@@ -111,15 +113,15 @@ def pools_of(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]
         devices = max((role.width for role in inside), default=0) if has_devices else 0
         size = pool.nodes, pool.per_node
         names = tuple(role.name for role in inside)
-        found.append(Pool(name, names, *size, devices, pool.cpus or cluster.cpus))
-    return found
+        placed.append(Pool(name, names, *size, devices, pool.cpus or cluster.cpus))
+    return placed
 
 
 def runtime_env_of(cluster: RayCluster, runs: Path) -> dict[str, Any]:
     """Return what Ray is to bring to all actors; variables are given to each by itself."""
-    found = cluster.runtime_env.model_dump(mode="json", exclude={"env_vars"})
+    environment = cluster.runtime_env.model_dump(mode="json", exclude={"env_vars"})
     if (folder := cluster.runtime_env.working_dir) is not None:
         with contextlib.suppress(ValueError):  # the runs lie elsewhere
             inside = runs.absolute().relative_to(Path(folder).absolute())
-            found["excludes"] = [f"/{inside}", *found["excludes"]]
-    return {key: value for key, value in found.items() if value}
+            environment["excludes"] = [f"/{inside}", *environment["excludes"]]
+    return {key: value for key, value in environment.items() if value}

@@ -32,8 +32,8 @@ def check_start(config: Config) -> None:
         WinnowError: names field, value and remedy.
     """
     check_engine(config)
-    is_here = not isinstance(config.cluster, RayCluster)
-    has_gpu = not is_here or (config.run.device != "cpu" and torch.cuda.is_available())
+    is_local = not isinstance(config.cluster, RayCluster)
+    has_gpu = not is_local or (config.run.device != "cpu" and torch.cuda.is_available())
     check_profile(config.trainer.profile, has_gpu)
     if config.observe.trackers:
         from winnow.observe.trackers import check_trackers
@@ -46,7 +46,7 @@ def check_start(config: Config) -> None:
         if is_used and find_spec(package) is None:
             install = f"pip install 'winnow-rl[{package}]'"
             raise ConfigError(f"{key} needs {package}, which is not installed; {install}")
-    if is_here and isinstance(config.trainer.strategy, Megatron):
+    if is_local and isinstance(config.trainer.strategy, Megatron):
         from winnow.models.megatron.mcore_import import check_installed, import_megatron
 
         check_installed()
@@ -75,9 +75,11 @@ def check_places(config: Config, has_checkpoint: bool) -> None:
 
 def starting(config: Config) -> list[str]:
     """Say which processes are about to start, if any, and where checkpoints go besides."""
-    words = ", ".join(role.count_text for role in Roles(config))
+    processes = ", ".join(role.count_text for role in Roles(config))
     lines = (
-        [f"Starting processes, {words}: half a minute, longer for large models"] if words else []
+        [f"Starting processes, {processes}: half a minute, longer for large models"]
+        if processes
+        else []
     )
     if (url := config.trainer.checkpoint_url) is not None:
         lines.append(f"Each checkpoint is copied to {url} (trainer.checkpoint_url)")

@@ -23,12 +23,12 @@ from winnow.config.root import Config
 from winnow.config.trainer import RayCluster
 from winnow.models.fetch import MODEL_CACHE
 from winnow.observe.profile import nsight_of, profiler_of
-from winnow.ranks.models import Policies
+from winnow.ranks.models import LoadedPolicy
 
 if TYPE_CHECKING:
     from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
 
-WorkerProcesses = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
+StartWorkers = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
 """Starts a run's other processes at the first call, side by side, with their models loaded; returns
 the groups of each role. Each engine is a group: one may die and leave the others."""
 
@@ -38,9 +38,9 @@ Launch = Callable[[Role, Mapping[str, Any], int], "Starting"]
 
 
 @contextlib.contextmanager
-def other_processes(
-    config: Config, policy: Policies, start: str | None
-) -> Iterator[WorkerProcesses]:
+def worker_processes(
+    config: Config, policy: LoadedPolicy, start: str | None
+) -> Iterator[StartWorkers]:
     """Prepare for the processes that a recipe asks for; they end with the block.
 
     Args:
@@ -82,8 +82,8 @@ def other_processes(
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
             starting = (launch(role, arguments(role, number), number) for role, number in numbered)
-            found = list(zip(numbered, groups.start(*starting), strict=True))
-            return {role.name: [group for (of, _), group in found if of is role] for role in starts}
+            pairs = list(zip(numbered, groups.start(*starting), strict=True))
+            return {role.name: [group for (of, _), group in pairs if of is role] for role in starts}
 
         yield started
 
@@ -109,17 +109,17 @@ def launcher(
 
         devices = local_devices(roles, config.run.device, trains)
 
-        def start_here(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
-            size, own = role.count, devices.get(role.name)
-            variables = environment | allocator_variables(role, bool(own), {})
+        def start_locally(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
+            size, gpus = role.count, devices.get(role.name)
+            variables = environment | allocator_variables(role, bool(gpus), {})
             if role.kind == "engines":
-                size, own = 1, own and own[number * role.width : (number + 1) * role.width]
-                if own and role.is_vllm:
-                    variables, own = environment | visible_devices(own), range(1)
-            made = role.group_name(number), role.worker, arguments, size
-            return start_local(*made, variables, stall_timeout_s, own)
+                size, gpus = 1, gpus and gpus[number * role.width : (number + 1) * role.width]
+                if gpus and role.is_vllm:
+                    variables, gpus = environment | visible_devices(gpus), range(1)
+            group = role.group_name(number), role.worker, arguments, size
+            return start_local(*group, variables, stall_timeout_s, gpus)
 
-        yield start_here
+        yield start_locally
         return
     from winnow.workers.ray.group import start_ray
     from winnow.workers.ray.session import offers, ray_session, reserve, write_timeline
@@ -140,15 +140,17 @@ def launcher(
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
         reserved = groups.wait(reserve(pools_of(roles, cluster, has_devices)))
 
-        def start_there(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
+        def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)
-            made = role.group_name(number), role.worker, arguments, place
+            group = role.group_name(number), role.worker, arguments, place
             on_device = place.share.get("GPU", 0) > 0
-            own = variables | allocator_variables(role, on_device, variables)
-            return start_ray(*made, own, stall_timeout_s, nsight_of(config, role.name))
+            worker_variables = variables | allocator_variables(role, on_device, variables)
+            return start_ray(
+                *group, worker_variables, stall_timeout_s, nsight_of(config, role.name)
+            )
 
         try:
-            yield start_there
+            yield start_on_ray
         finally:
             if cluster.timeline_file is not None:  # what is killed tells nothing any more
                 write_timeline(Path(cluster.timeline_file))

@@ -49,7 +49,7 @@ def make_rewards(
         ModelError: the reward model is not usable, or a judge's own.
     """
     pipeline = make_pipeline(config, device, decode, training, ranks, judges)
-    return Rewards(config.reward, pipeline, asked_models(config.reward, training))
+    return Rewards(config.reward, pipeline, scoring_models(config.reward, training))
 
 
 def make_pipeline(
@@ -62,7 +62,7 @@ def make_pipeline(
 ) -> RewardPipeline:
     """Make a reward pipeline; arguments and errors are those of `make_rewards`."""
     model, judge = None, None
-    for section in asked_models(config.reward, training):
+    for section in scoring_models(config.reward, training):
         if isinstance(section, OpenAiJudge):
             from winnow.rewards.judge import Judge
 
@@ -85,10 +85,10 @@ def make_pipeline(
         raise
 
 
-def asked_models(config: RewardConfig, training: bool = True) -> list[Section]:
+def scoring_models(config: RewardConfig, training: bool = True) -> list[Section]:
     """List the models that are asked, the reward model first."""
-    found = [each for each in (config.model, config.judge) if isinstance(each, Section)]
-    return [each for each in found if training or each.in_evaluation]
+    models = [each for each in (config.model, config.judge) if isinstance(each, Section)]
+    return [each for each in models if training or each.in_evaluation]
 
 
 def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> PipelineWorker:
@@ -111,8 +111,10 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
         torch.set_num_threads(config.run.threads)
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     decode = decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
-    own = config.model_copy(update={"reward": share_of(config.reward)})
-    return PipelineWorker(make_pipeline(own, "cpu" if index is None else f"cuda:{index}", decode))
+    local_config = config.model_copy(update={"reward": share_of(config.reward)})
+    return PipelineWorker(
+        make_pipeline(local_config, "cpu" if index is None else f"cuda:{index}", decode)
+    )
 
 
 def make_model_scorer(
@@ -148,18 +150,18 @@ def make_model_scorer(
     field = "reward.model.tokenizer" if config.tokenizer else "reward.model.path"
     trust, dtype = policy.trust_remote_code, torch_dtype(config.dtype or policy.dtype)
     tokenizer = load_tokenizer(config.tokenizer or config.path, trust, field, ends_answers=False)
-    here: Forward | None = None
-    there: Asking | None = None
+    forward: Forward | None = None
+    ask_ranks: Asking | None = None
     if ranks is None:
         model = load_reward_model(config.path, dtype, torch.device(device), trust)
         facts, strategy = facts_of(config.path, model), Strategy(model)
 
-        def here(sequences: Sequence[IntArray]) -> list[float]:
+        def forward(sequences: Sequence[IntArray]) -> list[float]:
             return scores_of(strategy, sequences, microbatch_tokens)
 
     else:
         facts = ranks.ask("facts")[0]
-        there = asking(ranks, 1 if deterministic else microbatch_tokens)
+        ask_ranks = asking(ranks, 1 if deterministic else microbatch_tokens)
     if (tokens := max(tokenizer.get_vocab().values()) + 1) > facts.embedded_tokens:
         raise ModelError(
             f"reward.model.path {config.path}: the tokenizer has {tokens} tokens, the model only "
@@ -167,5 +169,5 @@ def make_model_scorer(
             "reward.model.tokenizer"
         )
     return ModelScorer(
-        config, here, tokenizer, facts.pad_token_id, facts.positions, deterministic, there
+        config, forward, tokenizer, facts.pad_token_id, facts.positions, deterministic, ask_ranks
     )

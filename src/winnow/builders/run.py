@@ -32,7 +32,7 @@ from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, wr
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import ScorerTimes
 from winnow.ranks.learner import kl_notes, needs_of
-from winnow.ranks.models import Policies, check_positions, longest_prompt
+from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams
 from winnow.run.loop import BaseRun, DataPasses, PendingSteps, Run, Schedule
@@ -66,7 +66,7 @@ def use_machine(config: Config, holds_model: bool = True) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
+def rollout_sampling(config: Config, policy: LoadedPolicy) -> SamplingParams:
     """Make the sampling parameters of training answers."""
     rollout = config.rollout
     return SamplingParams(
@@ -82,16 +82,16 @@ def rollout_sampling(config: Config, policy: Policies) -> SamplingParams:
 
 def score_lag_ticks(config: Config, rewards: Rewards, data_sources: Iterable[str]) -> int:
     """`sampling.score_lag_ticks`, chosen where the recipe leaves it open."""
-    given = config.sampling.score_lag_ticks
-    if given is not None:
-        return given
+    lag = config.sampling.score_lag_ticks
+    if lag is not None:
+        return lag
     is_late = config.run.deterministic and rewards.takes_time(data_sources)
     return LAG_OF_SCORERS_APART if is_late else 0
 
 
 def make_evaluator(
     config: Config,
-    policy: Policies,
+    policy: LoadedPolicy,
     engine: Engine,
     file_of: Callable[[int], Path],
     rewards: Rewards,
@@ -158,7 +158,7 @@ class RunContext:
     config: Config
     recipe: str
     """The recipe as YAML; checkpoints keep it."""
-    policy: Policies
+    policy: LoadedPolicy
     folder: RunFolder
     sinks: Sinks
     metrics: MetricsLog
@@ -295,7 +295,7 @@ def _time_engines(engine: Engine, tell: Timeline) -> None:
 
 
 def _check_prompts(
-    config: Config, policy: Policies, source: PromptSource, rewards: Rewards
+    config: Config, policy: LoadedPolicy, source: PromptSource, rewards: Rewards
 ) -> None:
     """Check that model and scorers can take the training prompts."""
     check_positions(config, policy.path, policy.model, longest_prompt(config, source))
@@ -330,8 +330,8 @@ def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterato
     """Say what was read, which columns were taken, and how many rows are left out and why."""
     epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
     if epochs is not None:
-        left = int(passes_of(config, source).prompts) % groups
-        rest = f"; {left:,} prompts at their end fill no step" if left else ""
+        unused = int(passes_of(config, source).prompts) % groups
+        rest = f"; {unused:,} prompts at their end fill no step" if unused else ""
         if config.sampling.filter.name != "none":
             rest = f"; at their end fewer than {groups:,} prompts fill no step"
         yield (
@@ -339,20 +339,20 @@ def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterato
             f"steps of {groups}{rest} (trainer.data_epochs)"
         )
     sets = {"training": source, "held-out": held_out}
-    for kind, found in sets.items():
-        if not isinstance(found, PromptSet) or not any((*found.layouts, found.filtered)):
+    for kind, prompts in sets.items():
+        if not isinstance(prompts, PromptSet) or not any((*prompts.layouts, prompts.filtered)):
             continue
-        yield from (f"Data: {line}" for line in found.layouts)
+        yield from (f"Data: {line}" for line in prompts.layouts)
         limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
-        notes = [f"{found.size + found.filtered:,} rows of {kind} data"]
+        notes = [f"{prompts.size + prompts.filtered:,} rows of {kind} data"]
         if kind == "training" and config.data.max_train_prompts is not None:
             notes[0] += " (data.max_train_prompts)"
-        notes += [f"{found.filtered:,} left out: longer than {limit}"] if found.filtered else []
-        notes += [f"{found.cut:,} cut to {limit}"] if found.cut else []
+        notes += [f"{prompts.filtered:,} left out: longer than {limit}"] if prompts.filtered else []
+        notes += [f"{prompts.cut:,} cut to {limit}"] if prompts.cut else []
         most = config.evaluation.max_prompts
-        if kind == "held-out" and most is not None and most < found.size:
+        if kind == "held-out" and most is not None and most < prompts.size:
             notes.append(f"the first {most:,} of the rest are asked (evaluation.max_prompts)")
-        yield ("Warning: " if 2 * found.filtered > found.size else "") + "; ".join(notes)
+        yield ("Warning: " if 2 * prompts.filtered > prompts.size else "") + "; ".join(notes)
     rule, reward = config.sampling.filter, config.reward
     is_theirs = reward.function.path is not None or reward.manager.name in ("remote", "custom")
     if "math" in source.data_sources and not is_theirs and "math" not in reward.scorers:

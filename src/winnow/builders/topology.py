@@ -18,15 +18,15 @@ from winnow.builders.engines import (
     adapter_alone,
     canary_of,
     engine_of,
-    has_engines_apart,
+    has_own_weights,
 )
 from winnow.builders.placement import (
     devices_of,
 )
-from winnow.builders.processes import WorkerProcesses
-from winnow.builders.rewards import asked_models, make_rewards
+from winnow.builders.processes import StartWorkers
+from winnow.builders.rewards import make_rewards, scoring_models
 from winnow.checkpoints.checkpoint import this_machine
-from winnow.checkpoints.run_state import LocalTensors, Tensors
+from winnow.checkpoints.run_state import LocalModelStates, ModelStates
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, Megatron
@@ -34,11 +34,11 @@ from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
 from winnow.models.folders import has_adapter
 from winnow.ranks.learner import make_learner
-from winnow.ranks.models import Policies
+from winnow.ranks.models import LoadedPolicy
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine
 from winnow.rollout.weights import WeightUpdate
-from winnow.run.loop import Sending, Sharing
+from winnow.run.loop import PublishedWeights, SharedWeights
 from winnow.run.step_metrics import Passes
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Topology:
 
     engine: Engine
     learner: AnyLearner
-    tensors: Tensors
-    publish: Sharing | Sending
+    tensors: ModelStates
+    publish: SharedWeights | PublishedWeights
     passes: Passes
     machine: Mapping[str, str | int]
     """Facts that the bits of the learning side depend on beside the recipe."""
@@ -61,7 +61,7 @@ class Topology:
 
 
 def placed_rewards(
-    config: Config, policy: Policies, others: WorkerProcesses, training: bool = True
+    config: Config, policy: LoadedPolicy, start_workers: StartWorkers, training: bool = True
 ) -> Rewards:
     """Make what scores, in processes of its own where it has any; close it.
 
@@ -74,27 +74,27 @@ def placed_rewards(
     """
     if not config.reward.processes:  # what is wrong with them is told before others start
         roles = Roles(config)
-        (ranks,) = others()["reward_model"] if "reward_model" in roles else (None,)
-        judges = (lambda: others()["judge"]) if "judge" in roles else None
+        (ranks,) = start_workers()["reward_model"] if "reward_model" in roles else (None,)
+        judges = (lambda: start_workers()["judge"]) if "judge" in roles else None
         return make_rewards(config, policy.device, policy.decode, training, ranks, judges)
     from winnow.rewards.remote_pipeline import RemotePipeline
 
-    (group,) = others()["reward"]
-    return Rewards(config.reward, RemotePipeline(group), asked_models(config.reward))
+    (group,) = start_workers()["reward"]
+    return Rewards(config.reward, RemotePipeline(group), scoring_models(config.reward))
 
 
 def placed_models(
-    config: Config, policy: Policies, start: str | None, others: WorkerProcesses
+    config: Config, policy: LoadedPolicy, start: str | None, start_workers: StartWorkers
 ) -> Topology:
     """Build engine and learner, in processes of their own where they have any.
 
     Args:
-        start: as for `other_processes`.
+        start: as for `worker_processes`.
 
     Raises:
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
-    groups = others()
+    groups = start_workers()
     placed = _placed(config, policy, start, groups)
     reference, critic = (groups.get(role, (None,))[0] for role in ("reference", "critic"))
     if reference is None and critic is None:
@@ -113,26 +113,26 @@ def placed_models(
 
 def _placed(
     config: Config,
-    policy: Policies,
+    policy: LoadedPolicy,
     start: str | None,
     groups: Mapping[str, Sequence[WorkerGroup]],
 ) -> Topology:
     """Build engine and learner, without what the learner is given from elsewhere."""
-    is_apart, engine = has_engines_apart(config), engine_of(config, policy, groups)
+    has_weights, engine = has_own_weights(config), engine_of(config, policy, groups)
     if "policy" not in groups:
-        return _learning_here(config, policy, start, engine, is_apart)
+        return _local_learning(config, policy, start, engine, has_weights)
     from winnow.ranks.remote import RemoteLearner
 
     (ranks,) = groups["policy"]
     learner = RemoteLearner(ranks)
-    weights = learner.weights if is_apart else learner.trained
-    if is_apart and adapter_alone(config) is not None:
+    weights = learner.weights if has_weights else learner.trained
+    if has_weights and adapter_alone(config) is not None:
         weights = learner.adapter
     return Topology(
         engine=engine,
         learner=learner,
         tensors=learner,
-        publish=Sending(
+        publish=PublishedWeights(
             engine, weights, canary_of(config, policy), learner.canary, _sleeps(config)
         ),
         passes=learner.facts.passes,
@@ -156,8 +156,8 @@ def _layout_facts(config: Config) -> dict[str, str | int]:
     return {"strategy": strategy.name, "ranks a sequence": strategy.sequence}
 
 
-def _learning_here(
-    config: Config, policy: Policies, start: str | None, engine: Engine, is_apart: bool
+def _local_learning(
+    config: Config, policy: LoadedPolicy, start: str | None, engine: Engine, has_weights: bool
 ) -> Topology:
     """Build a learner in this process; an engine that is apart has weights of its own."""
     learning = make_learner(config, policy.model, policy.vocabulary, start)
@@ -165,21 +165,21 @@ def _learning_here(
     if has_adapter(policy.model):
         from winnow.models.lora import adapter_writer as writer
 
-    own = learning.policy
-    publish: Sharing | Sending = Sharing(engine)
-    if is_apart:
+    strategy = learning.policy
+    publish: SharedWeights | PublishedWeights = SharedWeights(engine)
+    if has_weights:
         is_alone = adapter_alone(config) is not None
-        publish = Sending(
+        publish = PublishedWeights(
             engine,
-            lambda version: WeightUpdate(version, own.export_weights(adapter_only=is_alone)),
+            lambda version: WeightUpdate(version, strategy.export_weights(adapter_only=is_alone)),
             canary_of(config, policy),
-            lambda canary: canary.expected(own),
+            lambda canary: canary.expected(strategy),
             _sleeps(config),
         )
     return Topology(
         engine=engine,
         learner=learning.learner,
-        tensors=LocalTensors(own, learning.others, writer(policy.model, policy.tokenizer)),
+        tensors=LocalModelStates(strategy, learning.others, writer(policy.model, policy.tokenizer)),
         publish=publish,
         passes=learning.passes,
         machine=this_machine(policy.device),

@@ -75,16 +75,16 @@ def make_warm_start(
         WinnowError: the cache cannot be written to.
     """
     target = cache_folder(config)
-    made_before = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
+    cached_note = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
     if not fresh and _is_whole(target):  # no lock: a shared cache may be read-only
-        sink.note(made_before)
+        sink.note(cached_note)
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Whoever comes second waits, and then finds the start in the cache.
         with FileLock(target.with_name(f".{target.name}.partial.lock")):
             if not fresh and _is_whole(target):
-                sink.note(made_before)
+                sink.note(cached_note)
                 return target
             # A disk that cannot be written to is met before the minute of training, not after it.
             with atomic_folder(target) as draft:

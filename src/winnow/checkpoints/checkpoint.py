@@ -40,8 +40,8 @@ from winnow.errors import CheckpointError, WinnowError
 from winnow.observe.files import (
     atomic_folder,
     disk_errors,
+    explain_disk_errors,
     reason_and_remedy,
-    refusals_told,
     system_error,
 )
 from winnow.observe.metrics import HELD_OUT_LOSS
@@ -182,7 +182,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     Raises:
         WinnowError: the folder cannot be read.
     """
-    with refusals_told(folder):
+    with explain_disk_errors(folder):
         names = os.listdir(folder) if folder.is_dir() else []
     found = [
         Checkpoint(folder / name, int(match[1])) for name in names if (match := _NAME.match(name))
@@ -365,7 +365,7 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
     """
     for checkpoint in checkpoints:
         gone = checkpoint.path.with_name(f".{checkpoint.path.name}.partial")
-        with refusals_told(checkpoint.path):
+        with explain_disk_errors(checkpoint.path):
             shutil.rmtree(gone, ignore_errors=True)
             checkpoint.path.rename(gone)
             shutil.rmtree(gone)

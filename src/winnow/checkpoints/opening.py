@@ -63,8 +63,8 @@ from winnow.observe.files import (
     TOKENIZER,
     RunFolder,
     disk_error,
+    explain_disk_errors,
     open_no_link,
-    refusals_told,
     writing,
 )
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
@@ -75,7 +75,7 @@ LOCK_FILE = ".lock"
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _NOTHING_YET = Manifest(step=-1, evaluated=False)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BEFORE_THE_START = {
+DISCARDABLE_FILES = {
     *(LOCK_FILE, MARK, "log.txt", CONFIG, f"{CONFIG}{PARTIAL}", METRICS_FILE, "trackers"),
     *(name + end for name in (TOKENIZER, MODEL) for end in ("", PARTIAL)),
 }
@@ -85,7 +85,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedRun:
     """A run's folder, locked, with its recipe and the checkpoint to go on from."""
 
     folder: RunFolder
@@ -195,7 +195,7 @@ class DamagedError(CheckpointError):
 
 
 @contextlib.contextmanager
-def damage_found(opened: Opened) -> Iterator[Event]:
+def damage_found(opened: OpenedRun) -> Iterator[Event]:
     """Look through all files of a checkpoint that ranks were to check if a start from it fails.
 
     Yields:
@@ -218,7 +218,7 @@ def damage_found(opened: Opened) -> Iterator[Event]:
 
 
 @contextlib.contextmanager
-def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
+def opened_run(config: Config, recipe: str) -> Iterator[OpenedRun]:
     """Hold the folder that `run.resume` and `run.name` ask for while the block runs.
 
     Raises:
@@ -227,7 +227,7 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
         WinnowError: the folder may not be read or written to.
     """
     with contextlib.ExitStack() as held:
-        with refusals_told(Path(config.run.dir)):
+        with explain_disk_errors(Path(config.run.dir)):
             opened = _opened(config, recipe, held)
             new = _files(opened.folder.path) if opened.is_new else None
         try:
@@ -242,13 +242,13 @@ def opened_run(config: Config, recipe: str) -> Iterator[Opened]:
 def _files(folder: Path) -> set[Path]:
     """List the files of a run that are worth keeping: those of before its start are not."""
     found = {path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()}
-    kept = {path for path in found if path.parts[0] not in _BEFORE_THE_START}
+    kept = {path for path in found if path.parts[0] not in DISCARDABLE_FILES}
     metrics = Path(METRICS_FILE)
     has_figures = metrics in found and (folder / metrics).stat().st_size > 0
     return kept | {metrics} if has_figures else kept
 
 
-def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
+def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> OpenedRun:
     run, url = config.run, config.trainer.checkpoint_url
     if run.resume not in ("auto", "never"):
         path, wanted = asked_for("run.resume", run.resume)
@@ -267,7 +267,7 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
             names = {each.name for each in named.path.iterdir()}
         # A run that ended before its first figures has nothing to lose.
         has_figures = METRICS_FILE in names and named.metrics.stat().st_size > 0
-        is_begun = has_figures or not names <= _BEFORE_THE_START
+        is_begun = has_figures or not names <= DISCARDABLE_FILES
         if run.resume == "auto" and is_begun and CONFIG in names:
             held.enter_context(locked(named.path))
             return _continued(config, named, None)
@@ -290,13 +290,13 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> Opened:
             origin.copy(named)
     named.save_config(dump_config(kept))
     if origin is None:
-        return Opened(named, kept, is_new=True)
+        return OpenedRun(named, kept, is_new=True)
     opened = _continued(kept, named, None)
     return replace(opened, notes=origin.notes, is_new=True)
 
 
 @dataclass(frozen=True)
-class _Origin:
+class ForkSource:
     """The checkpoint that a run is forked from."""
 
     config: Config
@@ -326,7 +326,7 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _origin(config: Config, fork: str) -> _Origin:
+def _origin(config: Config, fork: str) -> ForkSource:
     """Find the checkpoint that `run.fork` names, and check that its state fits the recipe.
 
     Raises:
@@ -358,7 +358,7 @@ def _origin(config: Config, fork: str) -> _Origin:
     code = code_notes(config, manifest.code)
     began = f"Forked from {run} after step {checkpoint.step}"
     began += f" of now {config.trainer.steps}" if has_steps else ""
-    return _Origin(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
+    return ForkSource(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
 
 
 def asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
@@ -382,7 +382,7 @@ def asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
     )
 
 
-def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> Opened:
+def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> OpenedRun:
     try:
         saved = load_recipe(str(folder.config))
     except ConfigError as error:
@@ -410,7 +410,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
         notes += faults
     if checkpoint is None:
         notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
-        return Opened(folder, kept, (*notes, *changes))
+        return OpenedRun(folder, kept, (*notes, *changes))
     manifest = read_manifest(checkpoint)
     made_with = load_recipe(str(checkpoint.path / CONFIG))
     forked = made_with if made_with.run.fork != kept.run.fork else None
@@ -428,7 +428,7 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
     may_be_damaged = bool(checked_by) and wanted is None
     state = checkpoint, manifest, forked, False, knows_steps, may_be_damaged
-    return Opened(folder, kept, tuple(notes), *state)
+    return OpenedRun(folder, kept, tuple(notes), *state)
 
 
 def _pinned(config: Config) -> Config:

@@ -63,7 +63,7 @@ _MAY_CHANGE: dict[str, set[str]] = {
         *("max_restarts", "stall_timeout_s", "expires_at", "expiry_margin_s"),
     },
     "trainer.profile": {*ProfileConfig.model_fields},
-    # A difference in ranks, as in threads, warns: `Opened.differences`.
+    # A difference in ranks, as in threads, warns: `OpenedRun.differences`.
     "trainer.strategy": {*Fsdp2.model_fields, *Megatron.model_fields} - {"name"},
 }
 """Keys by section, beside those of `_FREE`, on which no figure of a step depends but times."""

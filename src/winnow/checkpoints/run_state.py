@@ -49,7 +49,7 @@ Save = Callable[[dict[str, Tensor], Path], None]
 """Writes model weights, given by name, to a folder."""
 
 
-class Tensors(Protocol):
+class ModelStates(Protocol):
     """The models and optimizers of a run, in this process or on ranks."""
 
     def copy(self) -> Snapshot:
@@ -69,8 +69,8 @@ class Tensors(Protocol):
         ...
 
 
-class LocalTensors:
-    """`Tensors` of strategies in this process.
+class LocalModelStates:
+    """`ModelStates` of strategies in this process.
 
     Args:
         policy: its model is the checkpoint's.
@@ -138,7 +138,7 @@ class RunState:
 
     def __init__(
         self,
-        tensors: Tensors,
+        tensors: ModelStates,
         parts: Mapping[str, Stateful],
         folder: RunFolder,
         metrics: MetricsLog,

@@ -441,9 +441,9 @@ def _train(
 
     companion = None
     if dashboard:
-        from winnow.dashboard.beside import dashboard_beside
+        from winnow.dashboard.beside import serve_dashboard
 
-        companion = dashboard_beside
+        companion = serve_dashboard
     outlive_readers()
     stop = ShutdownSignal()
     try:

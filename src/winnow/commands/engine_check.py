@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from winnow.builders.engines import canary_of, check_engine, engine_of
-from winnow.builders.processes import other_processes
+from winnow.builders.processes import worker_processes
 from winnow.builders.run import use_machine
 from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import resolve_recipe
@@ -37,7 +37,7 @@ from winnow.http.client import RemoteError
 from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import head_logits, hidden_states, output_head
-from winnow.ranks.models import Policies, load_policy, load_policy_model
+from winnow.ranks.models import LoadedPolicy, load_policy, load_policy_model
 from winnow.rollout.embedded.slots import PrefillLayout
 from winnow.rollout.engine import (
     AnswerRequest,
@@ -85,7 +85,7 @@ class Witness:
     expected: CanaryScores
 
     @classmethod
-    def of(cls, config: Config, policy: Policies, model: PreTrainedModel) -> Witness:
+    def of(cls, config: Config, policy: LoadedPolicy, model: PreTrainedModel) -> Witness:
         """Score the canary's sequences with a model."""
         model.requires_grad_(False)
         vocabulary, fp32_head = policy.vocabulary, config.model.fp32_head
@@ -104,8 +104,8 @@ class Witness:
             most = await self.canary.check(self.expected, version, members_of(engine))
         except PublicationError as error:
             return EngineFinding(name, "failed", str(error))
-        said = f"largest |Δlogp| of fixed tokens {most:.2g} nats"
-        return EngineFinding(name, "passed", said, {"largest": most})
+        summary = f"largest |Δlogp| of fixed tokens {most:.2g} nats"
+        return EngineFinding(name, "passed", summary, {"largest": most})
 
 
 def members_of(engine: Engine) -> Mapping[str, PublishedEngine]:
@@ -162,39 +162,39 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
         model = load_policy_model(config.model, path, device, config.run.seed)
         return Witness.of(config, policy, model)
 
-    own = witness(source)
-    other = None if update is None else witness(update)
-    if other is not None and _is_alike(own, other):
+    reference = witness(source)
+    updated = None if update is None else witness(update)
+    if updated is not None and _is_alike(reference, updated):
         raise ConfigError(
             f"--update {update}: its weights give the same log-probs as those of model.path "
             f"{config.model.path}, so that no update could be seen; give other ones"
         )
-    with other_processes(config, policy, None) as others:
-        engine = engine_of(config, policy, others())
-        return asyncio.run(_examine(engine, own, other, config.run.seed))
+    with worker_processes(config, policy, None) as start_workers:
+        engine = engine_of(config, policy, start_workers())
+        return asyncio.run(_examine(engine, reference, updated, config.run.seed))
 
 
 async def _examine(
-    engine: Engine, own: Witness, other: Witness | None, seed: int
+    engine: Engine, reference: Witness, updated: Witness | None, seed: int
 ) -> list[EngineFinding]:
     try:
-        found = [await own.compare("weights", engine, 0)]
-        found += await _sampling(engine, own, seed)
-        found.append(await _update(engine, own, other))
-        found.append(await _sleep(engine, own))
+        findings = [await reference.compare("weights", engine, 0)]
+        findings += await _sampling(engine, reference, seed)
+        findings.append(await _update(engine, reference, updated))
+        findings.append(await _sleep(engine, reference))
     finally:
         await engine.close()
-    return found
+    return findings
 
 
-async def _sampling(engine: Engine, own: Witness, seed: int) -> list[EngineFinding]:
+async def _sampling(engine: Engine, reference: Witness, seed: int) -> list[EngineFinding]:
     """Draw tokens; compare them, and the log-probs that come with them, with the softmax."""
     rng = np.random.default_rng(seed)
-    sampling = SamplingParams(TOKENS, temperature=own.canary.temperature)
+    sampling = SamplingParams(TOKENS, temperature=reference.canary.temperature)
     groups = [
         GroupRequest(
             number,
-            rng.integers(0, own.vocabulary, _PROMPT_TOKENS),
+            rng.integers(0, reference.vocabulary, _PROMPT_TOKENS),
             tuple(AnswerRequest(i, answer_seed(seed, number, i)) for i in range(ANSWERS)),
             sampling,
             number,
@@ -205,39 +205,39 @@ async def _sampling(engine: Engine, own: Witness, seed: int) -> list[EngineFindi
     ranks, gaps = list[FloatArray](), list[FloatArray]()
     for group in groups:
         answers = [done[group.group_id, i] for i in range(ANSWERS)]
-        own_ranks, own_gaps = ranks_of(own, group.prompt_ids, answers, rng)
-        ranks.append(own_ranks)
-        gaps.append(own_gaps)
-    return [_support(np.concatenate(ranks)), _returned(own, np.concatenate(gaps))]
+        group_ranks, group_gaps = ranks_of(reference, group.prompt_ids, answers, rng)
+        ranks.append(group_ranks)
+        gaps.append(group_gaps)
+    return [_support(np.concatenate(ranks)), _returned(reference, np.concatenate(gaps))]
 
 
 def _support(ranks: FloatArray) -> EngineFinding:
     p_value, where = rank_bias(ranks)
     figures = {"p_value": p_value, "tokens": float(len(ranks))}
     if p_value < ALPHA:
-        said = f"does not sample from the whole softmax: {where} (p = {p_value:.1g})"
-        return EngineFinding("support", "failed", said, figures)
-    said = f"{len(ranks):,} tokens are drawn from the whole softmax (p = {p_value:.2g})"
-    return EngineFinding("support", "passed", said, figures)
+        summary = f"does not sample from the whole softmax: {where} (p = {p_value:.1g})"
+        return EngineFinding("support", "failed", summary, figures)
+    summary = f"{len(ranks):,} tokens are drawn from the whole softmax (p = {p_value:.2g})"
+    return EngineFinding("support", "passed", summary, figures)
 
 
-def _returned(own: Witness, gaps: FloatArray) -> EngineFinding:
+def _returned(reference: Witness, gaps: FloatArray) -> EngineFinding:
     most, mean = float(gaps.max()), float(gaps.mean())
-    allowed = 2 * own.expected.limits.mean  # own log-probs are one pass's, not a mean
+    allowed = 2 * reference.expected.limits.mean  # own log-probs are one pass's, not a mean
     numbers = f"mean |Δlogp| {mean:.2g} nats, largest {most:.2g}"
     figures = {"mean": mean, "largest": most, "allowed": allowed}
     if not mean <= allowed:
-        said = (
+        summary = (
             "its log-probs are not those of the distribution at temperature "
-            f"{own.canary.temperature:g}: {numbers}, allowed is a mean of {allowed:.2g} (vLLM: "
-            "start it with --logprobs-mode processed_logprobs)"
+            f"{reference.canary.temperature:g}: {numbers}, allowed is a mean of {allowed:.2g} "
+            "(vLLM: start it with --logprobs-mode processed_logprobs)"
         )
-        return EngineFinding("logprobs", "failed", said, figures)
+        return EngineFinding("logprobs", "failed", summary, figures)
     return EngineFinding("logprobs", "passed", f"those of the draws: {numbers}", figures)
 
 
 def ranks_of(
-    own: Witness, prompt: IntArray, answers: Sequence[Trajectory], rng: np.random.Generator
+    reference: Witness, prompt: IntArray, answers: Sequence[Trajectory], rng: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """Return where drawn tokens lie in their distributions, and how far their log-probs are off.
 
@@ -248,7 +248,7 @@ def ranks_of(
         Values [B * T], uniform on [0, 1) if the tokens were drawn from the softmax, large where a
         token is unlikely; and |Δlogp| [B * T] in nats.
     """
-    model, temperature = own.strategy.model, own.canary.temperature
+    model, temperature = reference.strategy.model, reference.canary.temperature
     head = output_head(model)
     ids = np.stack([np.concatenate([prompt, answer.token_ids]) for answer in answers])
     flat = torch.from_numpy(ids[:, :-1].copy()).to(head.weight.device)
@@ -258,14 +258,14 @@ def ranks_of(
         hidden = hidden_states(model, flat.flatten(), layout.positions, layout)
         hidden = hidden.view(len(flat), flat.shape[1], -1)[:, len(prompt) - 1 :]
         for row, answer in zip(hidden, answers, strict=True):
-            logits = head_logits(head, row, own.fp32_head)[:, : own.vocabulary]
+            logits = head_logits(head, row, reference.fp32_head)[:, : reference.vocabulary]
             logprobs = (logits.double() / temperature).log_softmax(-1).cpu().numpy()  # [T, V]
             drawn = np.arange(len(row)), answer.token_ids
-            own_logprobs = logprobs[drawn]
-            likelier = np.where(logprobs > own_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
-            equal = np.where(logprobs == own_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
+            drawn_logprobs = logprobs[drawn]
+            likelier = np.where(logprobs > drawn_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
+            equal = np.where(logprobs == drawn_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
             ranks.append(likelier + rng.random(len(row)) * equal)
-            gaps.append(np.abs(own_logprobs - answer.logprobs))
+            gaps.append(np.abs(drawn_logprobs - answer.logprobs))
     return np.concatenate(ranks), np.concatenate(gaps)
 
 
@@ -297,29 +297,29 @@ def _binomial_sides(hits: int, count: int, chance: float) -> tuple[float, float]
     return float(each[: hits + 1].logsumexp(0).exp()), float(each[hits:].logsumexp(0).exp())
 
 
-async def _update(engine: Engine, own: Witness, other: Witness | None) -> EngineFinding:
+async def _update(engine: Engine, reference: Witness, updated: Witness | None) -> EngineFinding:
     """Give the engine other weights, and its own again."""
     name = "update"
-    if other is None:
+    if updated is None:
         return EngineFinding(name, "not offered", "give other weights in --update FOLDER")
     figures, faults = dict[str, float](), list[str]()
-    for number, (witness, what) in enumerate([(other, "new"), (own, "first")], 1):
+    for number, (witness, what) in enumerate([(updated, "new"), (reference, "first")], 1):
         try:
             await engine.load_weights(WeightUpdate(number, witness.strategy.export_weights()))
         except (ConfigError, PublicationError) as error:
             faults.append(f"the {what} weights: {error}")
             break
-        found = await witness.compare(name, engine, number)
-        if found.state == "failed":
-            faults.append(f"the {what} weights: {found.text}")
-        figures |= {f"{what} {key}": value for key, value in found.figures.items()}
+        finding = await witness.compare(name, engine, number)
+        if finding.state == "failed":
+            faults.append(f"the {what} weights: {finding.text}")
+        figures |= {f"{what} {key}": value for key, value in finding.figures.items()}
     if faults:
         return EngineFinding(name, "failed", "; ".join(faults), figures)
-    said = ", ".join(f"{key} {value:.2g}" for key, value in figures.items())
-    return EngineFinding(name, "passed", f"|Δlogp| in nats with the weights: {said}", figures)
+    summary = ", ".join(f"{key} {value:.2g}" for key, value in figures.items())
+    return EngineFinding(name, "passed", f"|Δlogp| in nats with the weights: {summary}", figures)
 
 
-async def _sleep(engine: Engine, own: Witness) -> EngineFinding:
+async def _sleep(engine: Engine, reference: Witness) -> EngineFinding:
     """Let servers sleep and wake, and compare their weights again."""
     servers = engine.engines.values() if isinstance(engine, HttpEngine) else ()
     try:
@@ -328,7 +328,7 @@ async def _sleep(engine: Engine, own: Witness) -> EngineFinding:
         return EngineFinding("sleep", "failed", str(error))
     if not slept or not all(slept):
         return EngineFinding("sleep", "not offered", "the engine has no sleep, or does not use it")
-    return await own.compare("sleep", engine, 3)
+    return await reference.compare("sleep", engine, 3)
 
 
 def _is_alike(one: Witness, two: Witness) -> bool:

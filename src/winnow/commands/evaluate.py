@@ -28,10 +28,10 @@ from winnow.builders.engines import (
     adapter_alone,
     check_engine,
     engine_of,
-    has_engines_apart,
+    has_own_weights,
     uses_device,
 )
-from winnow.builders.processes import other_processes
+from winnow.builders.processes import worker_processes
 from winnow.builders.run import make_evaluator, use_machine
 from winnow.builders.topology import placed_rewards
 from winnow.checkpoints.checkpoint import (
@@ -76,8 +76,8 @@ from winnow.evaluation.report import (
 from winnow.http.client import RemoteError
 from winnow.models.fetch import is_elsewhere, may_be_hub_name
 from winnow.models.folders import ADAPTER_CONFIG
-from winnow.observe.files import RunFolder, free_path, refusals_told, write_atomic
-from winnow.ranks.models import Policies, load_policy
+from winnow.observe.files import RunFolder, explain_disk_errors, free_path, write_atomic
+from winnow.ranks.models import LoadedPolicy, load_policy
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import Engine
 from winnow.rollout.http.engine import HttpEngine
@@ -162,8 +162,8 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
 
 def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Report:
     began = time.monotonic()
-    found, evaluator = _ask(subject, console, stop)
-    report = Report.of(found)
+    evaluated, evaluator = _ask(subject, console, stop)
+    report = Report.of(evaluated)
     about = _about(subject, evaluator, time.monotonic() - began)
     write_atomic(subject.report, report.as_json(about))
     print_report(
@@ -185,13 +185,13 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
     check_engine(config)
     holds_none = _holds_no_weights(config)
     device = use_machine(config, not holds_none or uses_device(config))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             policy = load_policy(config, subject.model, device, hollow=holds_none)
-            others = held.enter_context(other_processes(config, policy, None))
-            engine = engine_of(config, policy, others())
-            rewards = placed_rewards(config, policy, others, training=False)
-            held.callback(rewards.close)
+            start_workers = stack.enter_context(worker_processes(config, policy, None))
+            engine = engine_of(config, policy, start_workers())
+            rewards = placed_rewards(config, policy, start_workers, training=False)
+            stack.callback(rewards.close)
             held_out = evaluation_prompts(config.data, policy.tokenizer)
             evaluator = make_evaluator(
                 config, policy, engine, lambda _: subject.answers, rewards, held_out
@@ -200,8 +200,8 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             if config.evaluation.max_response_tokens is None:
                 raise
             # The limit that does not fit was set by this key.
-            own = "evaluation.max_response_tokens"
-            raise ModelError(str(error).replace("rollout.max_response_tokens", own)) from error
+            limit = "evaluation.max_response_tokens"
+            raise ModelError(str(error).replace("rollout.max_response_tokens", limit)) from error
         if not evaluator.prompts:
             raise DataError(_NO_PROMPTS)
         _check_not_asked_twice(config.data, evaluator)
@@ -214,9 +214,9 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             try:
                 named = await _names_of_weights(engine)
                 await _settle_weights(subject, policy, engine)
-                found = await watched(evaluator, subject.step, console, config.observe.console)
+                evaluated = await watched(evaluator, subject.step, console, config.observe.console)
                 _check_same_weights(named, await _names_of_weights(engine))
-                return found
+                return evaluated
             finally:
                 await engine.close()
 
@@ -229,7 +229,7 @@ def _holds_no_weights(config: Config) -> bool:
     return is_vllm and not isinstance(config.model.adapter, LoraAdapter)
 
 
-async def _settle_weights(subject: Subject, policy: Policies, engine: Engine) -> None:
+async def _settle_weights(subject: Subject, policy: LoadedPolicy, engine: Engine) -> None:
     """Tell the engine the version; give vLLM an adapter, and compare what servers hold.
 
     Raises:
@@ -237,7 +237,7 @@ async def _settle_weights(subject: Subject, policy: Policies, engine: Engine) ->
         PublicationError: vLLM did not take them.
     """
     config, step = subject.config, subject.step
-    if not has_engines_apart(config) or _holds_no_weights(config):
+    if not has_own_weights(config) or _holds_no_weights(config):
         await engine.load_weights(WeightUpdate(step))
         return
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)
@@ -276,7 +276,7 @@ def _check_same_weights(before: Mapping[str, str], after: Mapping[str, str]) -> 
 
 def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
     config = subject.config
-    asked = config.evaluation
+    section = config.evaluation
     return {
         "title": subject.title,
         "model": subject.model,
@@ -285,10 +285,10 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
         "engine": config.rollout.engine.name,
         "data": list(config.data.eval_files) or config.data.task.name,
         "settings": {
-            "n": asked.n,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "top_k": asked.top_k,
+            "n": section.n,
+            "temperature": section.temperature,
+            "top_p": section.top_p,
+            "top_k": section.top_k,
             "max_response_tokens": config.rollout.max_response_tokens,
             "seed": config.run.seed,
             "chat_template": config.data.chat_template,
@@ -357,7 +357,7 @@ def subject_of(request: EvalRequest) -> Subject:
             is named, or the folder for the answers is taken.
     """
     path = Path(request.model).expanduser()
-    with refusals_told(path):
+    with explain_disk_errors(path):
         is_checkpoint, is_run = (path / MANIFEST).is_file(), _is_run(path, request.model)
     if is_checkpoint:
         checkpoint = Checkpoint(path, verify(Checkpoint(path, 0)).step)

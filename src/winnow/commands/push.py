@@ -46,7 +46,7 @@ class HubTarget:
         """
         from huggingface_hub import HfApi
 
-        with self._refusals_told("nothing is written"):
+        with self._explain_refusals("nothing is written"):
             HfApi().create_repo(self.repo, private=self.private or None, exist_ok=True)
             if self.revision is not None:
                 HfApi().create_branch(self.repo, branch=self.revision, exist_ok=True)
@@ -62,7 +62,7 @@ class HubTarget:
         (folder / "README.md").write_text(card, encoding="utf-8")
         branch = f" --revision {self.revision}" if self.revision else ""
         again = f"`hf upload {self.repo} {folder}{branch}` goes on"
-        with self._refusals_told(f"the model is in {folder}, and {again}"):
+        with self._explain_refusals(f"the model is in {folder}, and {again}"):
             done = HfApi().upload_folder(
                 repo_id=self.repo,
                 folder_path=folder,
@@ -72,7 +72,7 @@ class HubTarget:
         return str(done.commit_url)
 
     @contextlib.contextmanager
-    def _refusals_told(self, state: str) -> Iterator[None]:
+    def _explain_refusals(self, state: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # the client's own, or of the HTTP library below

@@ -18,11 +18,11 @@ from rich.console import Console
 from winnow import gc_tuning as heap
 from winnow.builders.engines import holds_no_weights, uses_device
 from winnow.builders.preflight import check_places, check_start, starting
-from winnow.builders.processes import other_processes
+from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build, use_machine, with_steps
 from winnow.builders.topology import placed_models, placed_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
-from winnow.checkpoints.opening import DamagedError, Opened, damage_found, opened_run
+from winnow.checkpoints.opening import DamagedError, OpenedRun, damage_found, opened_run
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.load import dump_config
@@ -43,7 +43,7 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, UserSink
 from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
-from winnow.ranks.models import Policies, fetch_models, load_policy, memory_told, start_notes
+from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
 from winnow.rewards.rewards import Rewards
 from winnow.run.loop import Run, train
 from winnow.run.shutdown import MachineEnd, ShutdownSignal, Stopped
@@ -107,7 +107,7 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
     with (
         opened_run(config, recipe) as opened,
         damage_found(opened) as has_begun,
-        _logged(opened) as company,
+        _logged(opened) as stack,
     ):
         folder = opened.folder
         config = _as_begun(config, opened)
@@ -124,30 +124,30 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
             _close(config, recipe, folder, console)
             return 0
         if options.companion is not None:
-            _tell(sink, [company.enter_context(options.companion(folder.path))])
+            _tell(sink, [stack.enter_context(options.companion(folder.path))])
         path, first, figures = _models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config))
-        data, config, kept = _read_data(config, opened, policy)
+        data, config, saved_config = _read_data(config, opened, policy)
         end = MachineEnd(config.trainer)
         _tell(sink, [*end.notes, *starting(config)])
         with (
-            memory_told(config),
+            explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
-            other_processes(config, policy, first) as others,
-            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
+            worker_processes(config, policy, first) as start_workers,
+            contextlib.closing(placed_rewards(config, policy, start_workers)) as rewards,
         ):
-            placed = placed_models(config, policy, first, others)
+            placed = placed_models(config, policy, first, start_workers)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks(
-                [sink, metrics, heartbeat, end, *trace, *_own_sinks(config, folder, sink)]
+                [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
             )
-            tell, text = trace[0] if trace else no_timeline, dump_config(kept)
+            tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
             run = _built(context, data, sink)
             _tell(sink, opened.differences(placed.machine))
-            _resume(config, replace(opened, config=kept), run, sink, metrics)
+            _resume(config, replace(opened, config=saved_config), run, sink, metrics)
             has_begun.set()
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, options.began_s)
@@ -164,14 +164,14 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
 def _built(context: RunContext, data: PromptSource | Shown, sink: ConsoleSink) -> Run | Imitation:
     """Make the run that belongs to the data."""
     if isinstance(data, PromptSource):
-        return build(context, data, lambda ledger: sink.status(_in_words(ledger)))
+        return build(context, data, lambda ledger: sink.status(_describe(ledger)))
     from winnow.builders.imitation import build_imitation
 
     return build_imitation(context, data)
 
 
 def _read_data(
-    config: Config, opened: Opened, policy: Policies
+    config: Config, opened: OpenedRun, policy: LoadedPolicy
 ) -> tuple[PromptSource | Shown, Config, Config]:
     """Read what is learnt from, put the steps that it fills into the recipe and the one that the
     folder keeps, and keep the tokenizer and the model's config there."""
@@ -186,7 +186,7 @@ def _read_data(
     return source, with_steps(config, source), with_steps(begun, source)
 
 
-def _as_begun(config: Config, opened: Opened) -> Config:
+def _as_begun(config: Config, opened: OpenedRun) -> Config:
     """Take over what the run settled at its start: commits of the hub, steps."""
     names = "model", "data", "trainer"
     config = config.model_copy(update={name: getattr(opened.config, name) for name in names})
@@ -210,7 +210,7 @@ def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None
     )
 
 
-def _keep_descriptions(policy: Policies, folder: RunFolder) -> None:
+def _keep_descriptions(policy: LoadedPolicy, folder: RunFolder) -> None:
     """Keep what token ids can be read by later, of a fast tokenizer, and the run be planned by."""
     if policy.tokenizer.is_fast and not folder.tokenizer.exists():
         text = policy.tokenizer.backend_tokenizer.to_str()
@@ -219,22 +219,22 @@ def _keep_descriptions(policy: Policies, folder: RunFolder) -> None:
         write_atomic(folder.model, policy.model.config.to_json_string().encode())
 
 
-def _own_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
+def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
     """Make the diagnosis, the curve, the user's sinks and trackers; their warnings are shown as
     other lines."""
     warn, tracking = partial(_say, sink), config.observe.tracking
-    made: list[Sink] = [LiveDiagnosis(config.model_dump(mode="json"), folder, warn)]
+    sinks: list[Sink] = [LiveDiagnosis(config.model_dump(mode="json"), folder, warn)]
     if not isinstance(config.sft, Demonstrations):  # which has none of the curve's figures
-        made += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
-    made += [
+        sinks += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
+    sinks += [
         UserSink(section, number, warn, tracking)
         for number, section in enumerate(config.observe.sinks)
     ]
     if config.observe.trackers:
         from winnow.observe.trackers import make_trackers
 
-        made += make_trackers(config, folder, warn)
-    return made
+        sinks += make_trackers(config, folder, warn)
+    return sinks
 
 
 def _start_sinks(
@@ -259,10 +259,10 @@ def _say(sink: ConsoleSink, line: str) -> None:
 
 
 @contextlib.contextmanager
-def _logged(opened: Opened) -> Iterator[contextlib.ExitStack]:
+def _logged(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
     """Keep a log, the error that ends the run in it; yields a stack for what goes on beside."""
-    with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as company:
-        yield company
+    with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as stack:
+        yield stack
 
 
 @contextlib.contextmanager
@@ -279,7 +279,7 @@ def _errors_logged() -> Iterator[None]:
 
 
 def _models(
-    config: Config, opened: Opened, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
+    config: Config, opened: OpenedRun, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
 ) -> tuple[str, str | None, Record]:
     """Find the model to go on with, and the one that the run began from; make a warm start.
 
@@ -308,7 +308,7 @@ def _models(
 
 
 def _resume(
-    config: Config, opened: Opened, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
+    config: Config, opened: OpenedRun, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
 ) -> None:
     """Set the run, the random states and the folder to the checkpoint, if there is one, and say
     what is to be known of the steps that follow."""
@@ -344,12 +344,16 @@ def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
 
 
 def _train(
-    config: Config, policy: Policies, run: Run | Imitation, stop: ShutdownSignal, end: MachineEnd
+    config: Config,
+    policy: LoadedPolicy,
+    run: Run | Imitation,
+    stop: ShutdownSignal,
+    end: MachineEnd,
 ) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped, end.save_s = None, lambda: run.state.save_s
-    told = memory_told(config, policy.model, run.save_boundary)
-    with stop.deferring(), stop.before(end), heap.frozen(), run.state, told:
+    explained = explain_oom(config, policy.model, run.save_boundary)
+    with stop.deferring(), stop.before(end), heap.frozen(), run.state, explained:
         try:
             if isinstance(run, Run):
                 asyncio.run(train(run))
@@ -429,7 +433,7 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     return lines
 
 
-def _in_words(ledger: Ledger) -> str:
+def _describe(ledger: Ledger) -> str:
     return (
         f"{ledger.qualified}/{ledger.wanted} groups, {ledger.in_flight} in flight, "
         f"{ledger.account.generated:,} tokens"

@@ -21,7 +21,7 @@ _NICENESS = 10
 
 
 @contextmanager
-def dashboard_beside(folder: Path) -> Iterator[str]:
+def serve_dashboard(folder: Path) -> Iterator[str]:
     """Serve the runs beside a run's folder while the block runs; yields a line with the address.
 
     A dashboard that cannot be started is told in that line and stops nothing.

@@ -33,7 +33,7 @@ from winnow.models.folders import (
     quiet_transformers,
     tokenizer_files,
 )
-from winnow.observe.files import atomic_folder, refusals_told
+from winnow.observe.files import atomic_folder, explain_disk_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -176,7 +176,7 @@ def merged_folder(
         with failures_told(f"{folder}: cannot load its adapter", "use another one"):
             digest.update((folder / name).read_bytes())
     target = cache_root() / f"merged-{folder.name}-{digest.hexdigest()[:16]}"
-    with refusals_told(target):
+    with explain_disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_name(f".{target.name}.lock")):
             if target.is_dir():

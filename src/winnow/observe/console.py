@@ -226,12 +226,12 @@ def evaluation_lines(step: int, record: Record) -> list[str]:
     """Write a line for each data source that was evaluated after the step."""
     when = "start" if step == 0 else f"step {step}"
     return [
-        f"held out, {when}: {source} {_in_words(evaluation)}"
+        f"held out, {when}: {source} {_describe(evaluation)}"
         for source, evaluation in evaluations(record).items()
     ]
 
 
-def _in_words(evaluation: Evaluation) -> str:
+def _describe(evaluation: Evaluation) -> str:
     parts = [share(evaluation.accuracy, 1)]
     if evaluation.greedy is not None:
         parts.append(f"greedy {share(evaluation.greedy, 1)}")

@@ -92,7 +92,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusals_told(path: Path) -> Iterator[None]:
+def explain_disk_errors(path: Path) -> Iterator[None]:
     """Tell a system's error within the block of the file it names, or else of `path`.
 
     Raises:
@@ -263,7 +263,7 @@ class RunFolder:
             WinnowError: there is no run, or it may not be looked at.
         """
         folder = cls(Path(path))
-        with refusals_told(folder.path):
+        with explain_disk_errors(folder.path):
             is_run = folder.config.is_file()
         if not is_run:
             raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")

@@ -121,8 +121,8 @@ def make_learner(
     reference = None
     if needs_reference(config) and "reference" not in Roles(config):
         # With a new adapter, unless another folder is named, the policy's own model without it.
-        reference, own = policy, config.reference.path
-        if own is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
+        reference, path = policy, config.reference.path
+        if path is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
             frozen = load_role(load_causal_lm, config, "reference", start, policy.device, hollow)
             reference = hold(frozen.requires_grad_(False), **readout)
     learner = Learner(
@@ -140,8 +140,8 @@ def make_learner(
         attention=Attention.of(model.config),
         **(critic_passes(critic.strategy) if critic is not None else {}),
     )
-    others = {} if critic is None else {"critic": critic.strategy}
-    return Learning(learner, policy, passes, others, reference)
+    trained = {} if critic is None else {"critic": critic.strategy}
+    return Learning(learner, policy, passes, trained, reference)
 
 
 def make_critic(
@@ -268,15 +268,17 @@ def load_role(
     hollow: Hollow,
 ) -> nn.Module:
     """Load the model that a role names, or the one that the run began with."""
-    own, model = getattr(config, role), config.model
-    path = own.path or start
+    section, model = getattr(config, role), config.model
+    path = section.path or start
     assert path is not None, "the caller was to give the start"
-    field = "model.path" if own.path is None else f"{role}.path"
-    there = torch.device("cpu") if hollow else device
-    dtype = torch_dtype(own.dtype or model.dtype)
-    made = load(path, dtype, there, model.trust_remote_code, field, hollow)
-    check_attention(config, made, f"{role}.dtype" if own.dtype else "model.dtype", device.type)
-    return made
+    field = "model.path" if section.path is None else f"{role}.path"
+    target = torch.device("cpu") if hollow else device
+    dtype = torch_dtype(section.dtype or model.dtype)
+    loaded = load(path, dtype, target, model.trust_remote_code, field, hollow)
+    check_attention(
+        config, loaded, f"{role}.dtype" if section.dtype else "model.dtype", device.type
+    )
+    return loaded
 
 
 def _hold(

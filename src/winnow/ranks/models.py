@@ -121,7 +121,7 @@ def _whole(path: str | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Policies:
+class LoadedPolicy:
     """A model in memory, with its tokenizer and what follows from it."""
 
     path: str
@@ -142,7 +142,7 @@ def load_policy(
     device: torch.device,
     start: str | None = None,
     hollow: bool = False,
-) -> Policies:
+) -> LoadedPolicy:
     """Load the model and tokenizer of a folder.
 
     Args:
@@ -152,13 +152,13 @@ def load_policy(
     Raises:
         ModelError: one of them is missing, broken, or they do not fit each other.
     """
-    given = config.model.tokenizer
-    field = "model.tokenizer" if given else "model.path"
-    source = given or path
-    if not given and is_adapter(path) and not has_tokenizer(local_folder(path)):
+    folder = config.model.tokenizer
+    field = "model.tokenizer" if folder else "model.path"
+    source = folder or path
+    if not folder and is_adapter(path) and not has_tokenizer(local_folder(path)):
         source = _whole(path) or path
     tokenizer = load_tokenizer(source, config.model.trust_remote_code, field)
-    with memory_told(config):
+    with explain_oom(config):
         model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
@@ -175,8 +175,8 @@ def load_policy(
     if isinstance(engine, VllmEngineConfig) and not engine.extra:
         from winnow.rollout.vllm.refusals import check_vllm_model
 
-        is_here = isinstance(config.cluster, LocalCluster)
-        on_cpu = is_here and device.type == "cpu" and not torch.cuda.is_available()
+        is_local = isinstance(config.cluster, LocalCluster)
+        on_cpu = is_local and device.type == "cpu" and not torch.cuda.is_available()
         check_vllm_model(path, model.config, longest_tokens(config), on_cpu)
     strategy = config.trainer.strategy
     if isinstance(strategy, Fsdp2):
@@ -193,17 +193,17 @@ def load_policy(
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
     decode = decoder(tokenizer)
-    return Policies(path, device, model, tokenizer, decode, vocabulary, stop_ids, source)
+    return LoadedPolicy(path, device, model, tokenizer, decode, vocabulary, stop_ids, source)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, here or in a worker, says that memory was refused."""
-    found = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}")
-    return isinstance(error, MemoryError | RuntimeError | WorkerError) and found is not None
+    match = re.search(_NO_MEMORY, f"{type(error).__name__}: {error}")
+    return isinstance(error, MemoryError | RuntimeError | WorkerError) and match is not None
 
 
 @contextlib.contextmanager
-def memory_told(
+def explain_oom(
     config: Config,
     model: PreTrainedModel | None = None,
     save: Callable[[], None] = lambda: None,

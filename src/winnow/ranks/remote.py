@@ -15,7 +15,7 @@ from winnow.checkpoints.checkpoint import (
     FileEntry,
     Snapshot,
 )
-from winnow.checkpoints.run_state import Tensors
+from winnow.checkpoints.run_state import ModelStates
 from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError
 from winnow.learning.batch import TokenColumn, sample_lengths
@@ -42,16 +42,16 @@ def joined(
     groups: Sequence[Group], learned: Learned, parts: Sequence[Mapping[str, FloatArray]]
 ) -> Learned:
     """Bring in the numbers [T] that ranks have of their samples, by share of the batch."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in parts[0] if parts else ():
         assert learned.holders is not None
         column = TokenColumn(learned.holders, [part[name] for part in parts])
-        found[name] = column.of(np.arange(len(learned.holders)), sample_lengths(groups))
-    return replace(learned, **found)
+        columns[name] = column.of(np.arange(len(learned.holders)), sample_lengths(groups))
+    return replace(learned, **columns)
 
 
 class RemoteLearner:
-    """A `Learner`, and the `Tensors` of a run, over the ranks of a group of `LearnerWorker`s.
+    """A `Learner`, and the `ModelStates` of a run, over the ranks of a group of `LearnerWorker`s.
 
     Raises:
         WinnowError: as calls of `WorkerGroup`; so do all methods that ask the ranks.
@@ -73,7 +73,7 @@ class RemoteLearner:
         return self._group.ask(method, *args, **kwargs)[0]
 
     def learn(
-        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch, **given: Any
+        self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch, **columns: Any
     ) -> Learned:
         """Train on a step's groups, with what `Learner.learn` may be given besides.
 
@@ -82,15 +82,15 @@ class RemoteLearner:
         """
         self.begun += 1
         with watch.phase("ranks"):
-            found = self._group.ask("learn", list(groups), step, **given)
-        said = [each.told if isinstance(each, SplitResult) else each for each in found]
-        reply: StepReply = said[0][1]
+            replies = self._group.ask("learn", list(groups), step, **columns)
+        inline = [each.inline if isinstance(each, SplitResult) else each for each in replies]
+        reply: StepReply = inline[0][1]
         watch.rebook("ranks", reply.seconds)
         metrics.merge(reply.metrics)
         self._state = reply.learner
         self._steps += 1
-        learned = joined(groups, reply.learned, [own for own, _, _ in said if own])
-        if targets := [each for _, _, each in said if each]:
+        learned = joined(groups, reply.learned, [tokens for tokens, _, _ in inline if tokens])
+        if targets := [each for _, _, each in inline if each]:
             returns, masks = zip(*targets, strict=True)
             learned = replace(learned, targets=(returns, masks))
         return learned
@@ -125,8 +125,8 @@ class RemoteLearner:
         return self._group.ask("export", version, what)
 
     def canary(self, canary: Canary) -> CanaryScores:
-        found: CanaryScores = self.call("canary", canary)
-        return found
+        scores: CanaryScores = self.call("canary", canary)
+        return scores
 
     def copy(self) -> Snapshot:
         self.call("copy")
@@ -150,16 +150,16 @@ def write_on_ranks(group: WorkerGroup, checkpoint: Path) -> dict[str, FileEntry]
         WinnowError: as calls of `WorkerGroup`.
     """
     entries: dict[str, FileEntry] = {}
-    for said in group.ask("write", str(checkpoint)):
-        if isinstance(said, tuple):
-            number, path = said
+    for reply in group.ask("write", str(checkpoint)):
+        if isinstance(reply, tuple):
+            number, path = reply
             raise OSError(number, os.strerror(number), path)
-        entries |= said
+        entries |= reply
     return entries
 
 
 class AssistedLearner:
-    """A learner and its `Tensors` with a reference, a critic or both on ranks of their own.
+    """A learner and its `ModelStates` with a reference, a critic or both on ranks of their own.
 
     Raises:
         WinnowError: as calls of `WorkerGroup`.
@@ -168,7 +168,7 @@ class AssistedLearner:
     def __init__(
         self,
         learner: AnyLearner,
-        tensors: Tensors,
+        tensors: ModelStates,
         reference: WorkerGroup | None,
         critic: WorkerGroup | None,
     ) -> None:
@@ -242,7 +242,7 @@ class AssistedLearner:
 
 def _column(replies: Sequence[SplitResult]) -> TokenColumn:
     """Make a column [T] of the replies of ranks: the samples' holders, and each one's numbers."""
-    return TokenColumn(replies[0].told[0], [each.told[1] for each in replies])
+    return TokenColumn(replies[0].inline[0], [each.inline[1] for each in replies])
 
 
 def asking(

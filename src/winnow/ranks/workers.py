@@ -73,7 +73,7 @@ from winnow.ranks.models import check_finite, load_policy_model
 from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, buckets, store_bucket
 from winnow.run.step_metrics import Passes
 from winnow.types import FloatArray, Group, IntArray
-from winnow.workers.array_refs import Handle, SplitResult, left_here
+from winnow.workers.array_refs import Handle, SplitResult, keep_on_node
 from winnow.workers.host import RankInfo
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class LearnerWorker(SavingRank):
         return RankFacts(learning.passes, learning.learner.state_dict(), machine)
 
     def learn(
-        self, groups: Sequence[Group], step: int, **given: Any
+        self, groups: Sequence[Group], step: int, **columns: Any
     ) -> SplitResult | tuple[dict[str, FloatArray], StepReply | None, tuple[Any, ...]]:
         """Train on a step's groups, as `Learner.learn` does.
 
@@ -292,25 +292,25 @@ class LearnerWorker(SavingRank):
             self._profiler.begin(step)
         self._store.clear()  # engines have the weights
         metrics, watch = Metrics(), Stopwatch()
-        learned = self._learning.learner.learn(groups, step, metrics, watch, **given)
+        learned = self._learning.learner.learn(groups, step, metrics, watch, **columns)
         self._book_memory(metrics)
         if self._profiler is not None:
             self._profiler.end()
-        own: dict[str, FloatArray] = {}
+        tokens: dict[str, FloatArray] = {}
         peers = self._learning.policy.sharder.peers
         if peers.is_first:
             numbers = {name: getattr(learned, name) for name in _OF_TOKENS}
-            own = {name: values for name, values in numbers.items() if values is not None}
+            tokens = {name: values for name, values in numbers.items() if values is not None}
         if not self._is_first:
             reply = None
         else:
-            learned_here = replace(learned, old_logprobs=None, entropies=None, targets=None)
+            summary = replace(learned, old_logprobs=None, entropies=None, targets=None)
             state = self._learning.learner.state_dict()
-            reply = StepReply(learned_here, metrics, watch.seconds(), state)
+            reply = StepReply(summary, metrics, watch.seconds(), state)
         if learned.targets is None or not peers.is_first:
-            return own, reply, ()
-        targets, block = left_here(*(part for (part,) in learned.targets))
-        return SplitResult((own, reply, targets), block)
+            return tokens, reply, ()
+        targets, block = keep_on_node(*(part for (part,) in learned.targets))
+        return SplitResult((tokens, reply, targets), block)
 
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the loss of demonstrations, as `Imitator.held_out` does."""
@@ -369,7 +369,7 @@ class LearnerWorker(SavingRank):
             written += write_model(policy.model, model, checkpoint / "model", self._saving)
             model = {}  # what is left to write is not weights
         if self._save_model is not None:
-            written += _written_beside(self._save_model, model, checkpoint / "model")
+            written += _write_into(self._save_model, model, checkpoint / "model")
         return written
 
     def close(self) -> None:
@@ -379,7 +379,7 @@ class LearnerWorker(SavingRank):
         super().close()
 
 
-def _written_beside(save: Save, weights: dict[str, Tensor], folder: Path) -> list[Path]:
+def _write_into(save: Save, weights: dict[str, Tensor], folder: Path) -> list[Path]:
     """Have transformers write into a folder, of which it would delete the shards of a model that it
     did not write; returns its files."""
     draft = folder.with_name(f"{folder.name}.draft")
@@ -408,8 +408,8 @@ class CriticWorker(SavingRank):
         sharding = config.critic.strategy
         assert isinstance(sharding, ShardedCritic)
         super().__init__(rank, config, sharding.replicas)
-        held = Sharding(offload=sharding.offload)
-        hold = partial(FSDP2Strategy, mesh=self._mesh, sharding=held)
+        options = Sharding(offload=sharding.offload)
+        hold = partial(FSDP2Strategy, mesh=self._mesh, sharding=options)
         critic = make_critic(config, start, device_of(self._mesh), True, hold)
         self._strategies["critic"] = cast(FSDP2Strategy, critic.strategy)
         self._learner = CriticLearner(critic, make_settings(config))
@@ -433,7 +433,7 @@ class CriticWorker(SavingRank):
         sharder = self._strategies["critic"].sharder
         batch = self._batch = sharder.pack(groups, self._learner.microbatch_tokens)
         self._learner.values(batch, step)
-        (values,), block = left_here(batch.columns["values"].numpy())
+        (values,), block = keep_on_node(batch.columns["values"].numpy())
         return SplitResult((batch.holders, values), block)
 
     def learn(self, step: int, returns: TokenColumn, loss_mask: TokenColumn) -> tuple[Metrics, int]:
@@ -478,17 +478,17 @@ class ReferenceWorker(Rank):
         device = device_of(self._mesh)
         model = load_role(load_causal_lm, config, "reference", start, device, True)
         readout = readout_options(config, vocabulary)
-        held = Sharding(offload=sharding.offload)
-        self._strategy = FSDP2Strategy(model.requires_grad_(False), self._mesh, held, **readout)
+        options = Sharding(offload=sharding.offload)
+        self._strategy = FSDP2Strategy(model.requires_grad_(False), self._mesh, options, **readout)
         self._max_tokens = config.trainer.microbatch_tokens
         self.progress = 0
 
     def logprobs(self, groups: Sequence[Group]) -> SplitResult:
         """Return who holds each sample, and log-probs [T] of this rank's, in the step's order."""
         batch = self._strategy.sharder.pack(groups, self._max_tokens)
-        found = run_pass(self._strategy, batch, frozenset({"logprob"}), self._max_tokens)
+        outputs = run_pass(self._strategy, batch, frozenset({"logprob"}), self._max_tokens)
         self.progress += 1
-        (logprobs,), block = left_here(found["logprob"].numpy())
+        (logprobs,), block = keep_on_node(outputs["logprob"].numpy())
         return SplitResult((batch.holders, logprobs), block)
 
 
@@ -514,10 +514,10 @@ def facts_of(path: str, model: PreTrainedModel) -> ModelFacts:
             raise ModelError(
                 f"reward.model.path {path}: {name} holds NaN or infinity; use another model"
             )
-    own: Any = model.config
-    text, positions = own.get_text_config(), getattr(own, "max_position_embeddings", None)
-    known = positions if isinstance(positions, int) else None
-    return ModelFacts(text.vocab_size, text.pad_token_id, known)
+    config: Any = model.config
+    text, positions = config.get_text_config(), getattr(config, "max_position_embeddings", None)
+    limit = positions if isinstance(positions, int) else None
+    return ModelFacts(text.vocab_size, text.pad_token_id, limit)
 
 
 def scores_of(strategy: Strategy, sequences: Sequence[IntArray], max_tokens: int) -> list[float]:
@@ -554,6 +554,6 @@ class RewardModelWorker(Rank):
 
     def score(self, sequences: Sequence[IntArray], max_tokens: int) -> list[float] | None:
         """Return the numbers of sequences, as `scores_of` does; on rank 0 alone."""
-        found = scores_of(self._strategy, sequences, max_tokens)
+        scores = scores_of(self._strategy, sequences, max_tokens)
         self.progress += 1
-        return found if self._is_first else None
+        return scores if self._is_first else None

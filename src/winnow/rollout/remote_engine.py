@@ -408,7 +408,7 @@ class RemoteEngine:
         finally:
             if self._listening is asyncio.current_task():
                 self._listening = None
-        reply: Reply = said.told if isinstance(said, SplitResult) else said
+        reply: Reply = said.inline if isinstance(said, SplitResult) else said
         # The worker serves one call after the other.
         began_s, self._served_s = max(asked_s, self._served_s), time.perf_counter()
         self.tell(_WORK.get(method, method), began_s, self._served_s)

@@ -54,7 +54,7 @@ Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Give the engine the weights of a version; return figures of that."""
 
 
-class Sharing:
+class SharedWeights:
     """Publishes the version alone: engine and trainer share one model."""
 
     def __init__(self, engine: Engine) -> None:
@@ -68,7 +68,7 @@ class Sharing:
         """Leave the memory as it is: it is one."""
 
 
-class Sending:
+class PublishedWeights:
     """Publishes weights, and has a canary check that the engine uses them.
 
     Args:
@@ -103,8 +103,8 @@ class Sending:
             self._is_asleep = False
         await engine.load_weights(await in_thread(self._weights, version))
         members = getattr(engine, "engines", {"the engine": engine})  # of several: each
-        asked = cast("Mapping[str, PublishedEngine]", members)
-        return {"publish/max_delta": await self._canary.check(expected, version, asked)}
+        engines = cast("Mapping[str, PublishedEngine]", members)
+        return {"publish/max_delta": await self._canary.check(expected, version, engines)}
 
     async def rest(self, sampler: Sampler) -> None:
         """Have an engine that sleeps give its memory to learning; answers become prefixes."""
@@ -163,9 +163,9 @@ class DataPasses:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines for the end of a run: the prompts that were left, if any."""
-        left = self.prompts - self.used
-        said = f"{left:,.0f} prompts of the passes over the data were left: they fill no step"
-        return (said,) if self.are_over and left else ()
+        unused = self.prompts - self.used
+        note = f"{unused:,.0f} prompts of the passes over the data were left: they fill no step"
+        return (note,) if self.are_over and unused else ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count."""
@@ -324,7 +324,7 @@ async def _one_step_off(run: Run, watch: Stopwatch) -> None:
         run.use_prompts(step, sampled)
         sampling = BackgroundSampling(run, step + 1, min(step + 1, run.steps))
         try:
-            learned = await _learn_beside(run, step, sampled, metrics, watch)
+            learned = await _learn_in_thread(run, step, sampled, metrics, watch)
             with watch.phase("wait"):
                 await sampling.wait_until_done()
             await _conclude(run, step, sampled, learned, metrics, watch, sampling)
@@ -354,7 +354,7 @@ async def _async(run: Run, watch: Stopwatch) -> None:
                 await run.stop.interruptible(sampling.wait_for_step())
             sampled, metrics = pending.popleft(), Metrics()
             run.use_prompts(step, sampled)
-            learned = await _learn_beside(run, step, sampled, metrics, watch)
+            learned = await _learn_in_thread(run, step, sampled, metrics, watch)
             await _conclude(run, step, sampled, learned, metrics, watch, sampling)
     except Stopped:
         with contextlib.suppress(WorkerError):  # then the last boundary counts
@@ -366,14 +366,14 @@ async def _async(run: Run, watch: Stopwatch) -> None:
         await sampling.close()
 
 
-async def _learn_beside(
+async def _learn_in_thread(
     run: Run, step: int, sampled: StepGroups, metrics: Metrics, watch: Stopwatch
 ) -> Learned:
     """Learn a step while the caller's loop samples; phases are booked as in the other scripts."""
-    own = Stopwatch(actor="learner", tell=run.tell)
+    phases = Stopwatch(actor="learner", tell=run.tell)
     with watch.phase("learn"):
-        learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, own)
-    watch.rebook("learn", own.seconds())
+        learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, phases)
+    watch.rebook("learn", phases.seconds())
     return learned
 
 

@@ -104,10 +104,10 @@ class MachineEnd:
         self._step_s = self._unbroken_s = 0.0
         self.at_s, self.notes = math.inf, list[str]()
         """The end, and lines for the user."""
-        given = config.expires_at
+        expires_at = config.expires_at
         announced = {name: os.environ[name] for name in _END_VARIABLES if os.environ.get(name)}
-        ends = announced if given is None else {"trainer.expires_at": given}
-        for source, value in ends.items() if given != "never" else ():
+        ends = announced if expires_at is None else {"trainer.expires_at": expires_at}
+        for source, value in ends.items() if expires_at != "never" else ():
             self._take(source, value)
 
     def _take(self, source: str, value: str | float) -> None:
@@ -212,9 +212,9 @@ class ShutdownSignal:
         """
         if self._signal is None and self._end is not None and self._end.is_near(a_step=True):
             self._ask(signal.SIGTERM, self._end.reason)
-        self._stop_if_asked()
+        self._raise_if_requested()
 
-    def _stop_if_asked(self) -> None:
+    def _raise_if_requested(self) -> None:
         if self._signal is not None:
             raise Stopped(self._signal, self._reason)
 
@@ -231,7 +231,7 @@ class ShutdownSignal:
         try:
             return await task
         except asyncio.CancelledError:
-            self._stop_if_asked()
+            self._raise_if_requested()
             raise
         finally:
             self._task = None
@@ -245,7 +245,7 @@ class ShutdownSignal:
         """
         with self.deferring():
             result = asyncio.run(self.interruptible(work))
-        self._stop_if_asked()
+        self._raise_if_requested()
         return result
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

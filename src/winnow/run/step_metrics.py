@@ -64,16 +64,16 @@ def record_sources(metrics: Metrics, sampled: StepGroups) -> None:
     for group in sorted(closed, key=lambda group: group.id):
         name = f"source/{group.prompt.data_source}"
         scores = [answer.score for answer in group.answers]
-        own = {
+        extra = {
             f"own/{key}": [score.extra.get(key) for score in scores]
             for key in dict.fromkeys(chain.from_iterable(score.extra for score in scores))
             if key not in (OVERLONG, OVERLONG_REWARD)
         }
         reward, accuracy = [s.reward for s in scores], [s.accuracy for s in scores]
-        figures: dict[str, Sequence[object]] = {"reward": reward, "accuracy": accuracy, **own}
+        figures: dict[str, Sequence[object]] = {"reward": reward, "accuracy": accuracy, **extra}
         n = len(scores)
-        for figure, found in figures.items():
-            values = numbers(found)
+        for figure, column in figures.items():
+            values = numbers(column)
             if values is None or not n:
                 continue
             metrics.mean_of(f"{name}/{figure}/mean", sum(values), n)
@@ -189,12 +189,12 @@ class Attention:
         window = getattr(config, "sliding_window", None)
         usual = "full_attention" if window is None else "sliding_attention"
         kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
-        found: dict[int | None, int] = {}
+        widths: dict[int | None, int] = {}
         for kind in kinds:
             if kind in ("full_attention", "sliding_attention"):
                 reach = window if kind == "sliding_attention" else None
-                found[reach] = found.get(reach, 0) + width
-        return cls(found)
+                widths[reach] = widths.get(reach, 0) + width
+        return cls(widths)
 
     def flop(self, before: ArrayLike, tokens: ArrayLike) -> float:
         """Return the forward FLOP of sequences.
@@ -203,10 +203,10 @@ class Attention:
             before: [B] tokens that are in the cache already.
             tokens: [B] tokens that are computed behind them.
         """
-        first, more = np.asarray(before, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
+        first, added = np.asarray(before, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
         total = 0.0
         for window, width in self.widths.items():
-            seen = _triangle(first + more, window) - _triangle(first, window)
+            seen = _triangle(first + added, window) - _triangle(first, window)
             total += 4.0 * width * float(seen.sum())
         return total
 

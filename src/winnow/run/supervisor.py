@@ -69,18 +69,17 @@ class Supervisor:
                 return code
             failures = failures + 1 if self._step == before else 1
             where = f"after step {self._step}" if self._step >= 0 else "before its first step"
-            said = f"winnow: the run {why} {where}"
+            message = f"winnow: the run {why} {where}"
             if failures >= SAME_STEP_FAILURES:
-                self.say(
-                    f"{said}, {failures} times in a row; see log.txt in its folder for the reason"
-                )
+                times = f"{failures} times in a row"
+                self.say(f"{message}, {times}; see log.txt in its folder for the reason")
                 return code
             if restarts >= self.max_restarts:
-                self.say(f"{said}, and trainer.max_restarts={self.max_restarts} is used up")
+                self.say(f"{message}, and trainer.max_restarts={self.max_restarts} is used up")
                 return code
             restarts += 1
             pause = min(self.first_pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S)
-            self.say(f"{said}; restart {restarts} of {self.max_restarts} in {pause:g} s")
+            self.say(f"{message}; restart {restarts} of {self.max_restarts} in {pause:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), pause)
                 return code
@@ -137,9 +136,9 @@ def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list
     """Make the command line of a child from the words after `winnow train`."""
 
     def command(pipe: int, folder: str | None) -> list[str]:
-        more = [] if folder is None else ["--continued", folder]
+        continued = [] if folder is None else ["--continued", folder]
         start = [sys.executable, "-m", "winnow.cli.main", "train", "--heartbeat", str(pipe)]
-        return [*start, "--parent", str(os.getpid()), *more, *arguments]
+        return [*start, "--parent", str(os.getpid()), *continued, *arguments]
 
     return command
 

@@ -133,17 +133,17 @@ def _arrived(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeL
 class SplitResult:
     """A worker's result of which the arrays may stay on the worker's node.
 
-    On a cluster only `told` travels to the caller, with references to the blocks, which stay in the
-    store of the worker's node and outlive the worker.
+    On a cluster only `inline` travels to the caller, with references to the blocks, which stay in
+    the store of the worker's node and outlive the worker.
     """
 
-    told: Any
+    inline: Any
     block: ArrayBlock
     extras: ArrayBlock | None = None
     """Arrays that fewer receivers read, and that are fetched apart from the others."""
 
 
-def left_here(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
+def keep_on_node(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
     """Put arrays into a block of their own; returns references to them whole, and the block."""
     block = ArrayBlock(arrays)
     refs = (ArrayRef(block, i, 0, len(each), each.dtype) for i, each in enumerate(arrays))

@@ -329,13 +329,13 @@ class LocalConnection:
 
     def ending(self) -> str | None:
         if self._process.returncode is not None:
-            return _in_words(self._process.returncode)
+            return _describe(self._process.returncode)
         # It is not reaped before `release`: until then no stranger can have its number.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         sign = 1 if ended.si_code == os.CLD_EXITED else -1
-        return _in_words(sign * ended.si_status)
+        return _describe(sign * ended.si_status)
 
     def hang_up(self) -> None:
         """Take and send no more; an idle process then ends by itself."""
@@ -370,7 +370,7 @@ class LocalConnection:
         self._waiting.pop(number)(said)
 
 
-def _in_words(code: int) -> str:
+def _describe(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:

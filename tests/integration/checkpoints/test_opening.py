@@ -24,7 +24,7 @@ from winnow.checkpoints.checkpoint import (
     verify,
     verify_share,
 )
-from winnow.checkpoints.opening import Opened, opened_run
+from winnow.checkpoints.opening import OpenedRun, opened_run
 from winnow.checkpoints.recipe_changes import check_same
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
@@ -72,7 +72,7 @@ def save(
     return save_checkpoint(run / "checkpoints", manifest, snapshot, config)
 
 
-def open_again(config: Config) -> Opened:
+def open_again(config: Config) -> OpenedRun:
     with opened_run(config, "quickstart") as opened:
         return opened
 

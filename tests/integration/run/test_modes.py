@@ -37,7 +37,7 @@ from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.weights import WeightUpdate
-from winnow.run.loop import DataPasses, Mode, PendingSteps, Run, Schedule, Sending, train
+from winnow.run.loop import DataPasses, Mode, PendingSteps, PublishedWeights, Run, Schedule, train
 from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import Passes, Throughput
 from winnow.sampling.accounting import StepGroups
@@ -202,7 +202,7 @@ class World:
         await asyncio.sleep(0)
         return {"eval/x/avg@1": 0.5}
 
-    # As the `Tensors` of a run
+    # As the `ModelStates` of a run
 
     def copy(self) -> Snapshot:
         return Snapshot({}, lambda folder: folder.mkdir())
@@ -453,8 +453,10 @@ def test_engines_that_share_gpus_sleep_while_a_step_is_learnt(tmp_path: Path) ->
     world = World(tmp_path, "async", random.Random(3), engine=Sleeper)
     scores = CanaryScores((np.zeros(1, np.float32),), CanaryLimits(1.0, 1.0))
     canary = Canary((np.array([1, 2]),), 1.0, torch.float32)
-    sending = Sending(world.engine, WeightUpdate, canary, lambda canary: scores, sleeps=True)
-    world.run.mode, world.run.publish, world.run.rest = "sync", sending, sending.rest
+    publish = PublishedWeights(
+        world.engine, WeightUpdate, canary, lambda canary: scores, sleeps=True
+    )
+    world.run.mode, world.run.publish, world.run.rest = "sync", publish, publish.rest
     learn = world.learn
 
     def learn_alone(*args: Any) -> Learned:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.recipes import recipe
 
-from winnow.builders import topology
+from winnow.builders import processes
 from winnow.builders.engines import uses_device
 from winnow.builders.placement import devices_of, local_devices, pools_of, visible_devices
 from winnow.builders.processes import launcher
@@ -279,7 +279,7 @@ def test_processes_here_get_their_variables_by_role(
 
     gpus = {"policy": range(2), "rollout": range(2, 3)} if on_gpus else {}
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setattr(topology, "local_devices", lambda *_: gpus)
+    monkeypatch.setattr(processes, "local_devices", lambda *_: gpus)
     monkeypatch.setattr(group, "start_local", record)
     config = recipe("quickstart", "trainer/strategy=fsdp2", "rollout.engine.processes=1")
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:

@@ -25,7 +25,7 @@ from winnow.observe.jsonl import MetricsLog
 
 
 class Weights:
-    """The `Tensors` of a run, whose next copy is written as a test says."""
+    """The `ModelStates` of a run, whose next copy is written as a test says."""
 
     gate: threading.Event | None = None
     error = ""

@@ -23,17 +23,17 @@ from winnow.ranks.learner import make_learner
 from winnow.ranks.models import (
     check_attention,
     check_positions,
+    explain_oom,
     is_out_of_memory,
     load_policy,
     longest_prompt,
-    memory_told,
 )
 
 
 def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> None:
     config = recipe("quickstart", "rollout.engine.slots=64", "trainer.microbatch_tokens=5000")
     model = quickstart_model()
-    with pytest.raises(TrainingError) as told, memory_told(config, model):
+    with pytest.raises(TrainingError) as told, explain_oom(config, model):
         torch.empty(2**60)
     line = str(told.value)
     assert "\n" not in line
@@ -50,7 +50,7 @@ def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> N
     held = pytest.raises(
         TrainingError, match=r"^out of memory while models are loaded: .*cache_gib$"
     )
-    with held, memory_told(config):
+    with held, explain_oom(config):
         np.empty(2**50)
 
 
@@ -61,7 +61,7 @@ def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> N
         raise gone
 
     told = pytest.raises(TrainingError, match=r"^out of memory: learner\[1\] failed in learn")
-    with told, memory_told(recipe("quickstart"), quickstart_model(), save):
+    with told, explain_oom(recipe("quickstart"), quickstart_model(), save):
         raise gone
 
 
@@ -78,7 +78,7 @@ def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> N
 def test_only_what_refuses_memory_is_told_so(error: Exception, says_so: bool) -> None:
     assert is_out_of_memory(error) == says_so
     kind = TrainingError if says_so else type(error)
-    with pytest.raises(kind), memory_told(recipe("quickstart")):
+    with pytest.raises(kind), explain_oom(recipe("quickstart")):
         raise error
 
 

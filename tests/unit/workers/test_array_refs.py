@@ -66,13 +66,13 @@ def far_events(events: list[CompletionEvent]) -> tuple[list[CompletionEvent], El
     assert not any(e.segment.token_ids.tobytes() in told for e in events if len(e.segment) > 1)
     arrived: SplitResult = pickle.loads(told)
     arrived.block.handle = handle
-    return arrived.told, handle
+    return arrived.inline, handle
 
 
 @given(LENGTHS)
 def test_events_arrive_whole_with_their_arrays_or_references_to_them(lengths: list[int]) -> None:
     events = events_of(lengths)
-    near: list[CompletionEvent] = pickle.loads(pickle.dumps(SplitResult(*_detach(events)))).told
+    near: list[CompletionEvent] = pickle.loads(pickle.dumps(SplitResult(*_detach(events)))).inline
     far, handle = far_events(events)
     assert handle.fetched == 0
     for event, *others in zip(events, near, far, strict=True):
@@ -93,7 +93,7 @@ def test_whoever_reads_tokens_fetches_no_extras() -> None:
     handles = tokens, extras = [Elsewhere(each.take()) for each in (split.block, split.extras)]
     arrived = pickle.loads(pickle.dumps(split))
     arrived.block.handle, arrived.extras.handle = handles
-    far = [trajectory_of(event) for event in arrived.told]
+    far = [trajectory_of(event) for event in arrived.inline]
     fetch(replace(each, extras={}) for each in far)
     assert (tokens.fetched, extras.begun, extras.fetched) == (1, 0, 0)
     fetch(far)

@@ -123,7 +123,7 @@ async def _place(worker: LogReceiver, actor: Any) -> Place:
         line = f"{name} did not start within {START_TIMEOUT_S:g} s; is its node reachable?"
         raise WorkerError(line, worker.role, worker.rank) from None
     except ray_module().exceptions.RayError as error:
-        line = f"{name} did not start: {_in_words(error)}"
+        line = f"{name} did not start: {_describe(error)}"
         raise WorkerError(line, worker.role, worker.rank) from error
     assert isinstance(found, Place)
     return found
@@ -322,11 +322,11 @@ class RayConnection:
         except exceptions.RayTaskError as error:  # a result that cannot travel
             for each in kept:
                 each.future().add_done_callback(_seen)  # the same again, which Ray would print
-            outcome = CallFailure(_in_words(error.cause or error), _COLOUR.sub("", str(error)))
+            outcome = CallFailure(_describe(error.cause or error), _COLOUR.sub("", str(error)))
         except exceptions.RayError as error:
             for each in kept:
                 each.future().add_done_callback(_seen)
-            self._how = f"died ({_in_words(error)})"
+            self._how = f"died ({_describe(error)})"
             return
         tell(outcome)
 
@@ -390,7 +390,7 @@ def _seen(future: Future[Any]) -> None:
     future.exception()
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Shorten Ray's many lines about an error to one."""
     text = str(error)
     detail = text.partition("Worker exit detail: ")[2] or text
