@@ -29,6 +29,7 @@ import torch
 from winnow.builders.processes import worker_processes
 from winnow.builders.topology import placed_rewards
 from winnow.config.load import load_recipe
+from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.tokenizer import decoder
@@ -115,9 +116,10 @@ def measured(config: Config, count: int, repeat: int) -> list[float]:
         none, cpu = cast(Any, None), torch.device("cpu")
         policy = LoadedPolicy(folder, cpu, none, tokenizer, decoder(tokenizer), 20, (1,), folder)
         alone = Rewards(config.reward, cast(Any, AtOnce()), [])
+        roles = Roles(config)
         with (
-            worker_processes(config, policy, None) as others,
-            contextlib.closing(placed_rewards(config, policy, others)) as rewards,
+            worker_processes(config, roles, policy, None) as others,
+            contextlib.closing(placed_rewards(config, roles, policy, others)) as rewards,
         ):
             rewards.check_sources(["sort_digits"])
             gc.collect()

@@ -25,6 +25,7 @@ from tests.written import answer, written
 
 from winnow.builders.processes import StartWorkers, worker_processes
 from winnow.builders.topology import placed_rewards
+from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.data.tokenizer import decoder
 from winnow.errors import RewardError, WorkerError
@@ -93,9 +94,10 @@ def function(folder: Path, *more: str) -> list[str]:
 
 @contextlib.contextmanager
 def placed(config: Config, policy: LoadedPolicy) -> Iterator[tuple[Rewards, StartWorkers]]:
+    roles = Roles(config)
     with (
-        worker_processes(config, policy, None) as others,
-        contextlib.closing(placed_rewards(config, policy, others)) as rewards,
+        worker_processes(config, roles, policy, None) as others,
+        contextlib.closing(placed_rewards(config, roles, policy, others)) as rewards,
     ):
         yield rewards, others
 

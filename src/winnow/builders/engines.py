@@ -187,37 +187,40 @@ def engine_of(
     Raises:
         ConfigError: as `make_engine` and `http_engine` raise it.
     """
-    if not has_own_weights(config):
-        return make_engine(config, policy)
-    engine_groups = groups.get("rollout")
-    if not engine_groups:
+    if isinstance(config.rollout.engine, HttpEngineConfig):
         return http_engine(config, policy)
+    if "rollout" not in groups:
+        return make_engine(config, policy)
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
-    engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in engine_groups]
+    engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in groups["rollout"]]
     if len(engines) == 1:
         return engines[0]
     quantum = quantum_for(config.rollout.max_response_tokens)
     return EngineGroup(engines, config.run.deterministic, quantum)
 
 
-def has_own_weights(config: Config) -> bool:
-    """Return whether answers are written with other weights than those of the run's process."""
-    is_http = isinstance(config.rollout.engine, HttpEngineConfig)
-    return is_http or "rollout" in Roles(config)
+def has_own_weights(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
+    """Return whether answers are written with other weights than those of the run's process.
+
+    Args:
+        roles: of which one is `rollout` where an engine has processes.
+    """
+    return isinstance(config.rollout.engine, HttpEngineConfig) or "rollout" in roles
 
 
-def holds_no_weights(config: Config) -> bool:
+def holds_no_weights(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
     """Return whether other processes train the policy and write its answers."""
-    return "policy" in Roles(config) and has_own_weights(config)
+    return "policy" in roles and has_own_weights(config, roles)
 
 
-def uses_device(config: Config) -> bool:
+def uses_device(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
     """Return whether the run's own process computes with a model where there is a GPU.
 
     A reward model in it does so on this machine; on Ray, GPUs belong to actors.
     """
     judges = isinstance(config.reward.model, SequenceClassifier) and not config.reward.processes
     judges = judges and sharding_of(config.reward.model) is None
-    return not holds_no_weights(config) or (judges and isinstance(config.cluster, LocalCluster))
+    is_local = isinstance(config.cluster, LocalCluster)
+    return not holds_no_weights(config, roles) or (judges and is_local)

@@ -73,9 +73,9 @@ def check_places(config: Config, has_checkpoint: bool) -> None:
         check_place(config.model.path, "model.path")
 
 
-def starting(config: Config) -> list[str]:
+def starting(config: Config, roles: Roles) -> list[str]:
     """Say which processes are about to start, if any, and where checkpoints go besides."""
-    processes = ", ".join(role.count_text for role in Roles(config))
+    processes = ", ".join(role.count_text for role in roles)
     lines = (
         [f"Starting processes, {processes}: half a minute, longer for large models"]
         if processes

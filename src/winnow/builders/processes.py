@@ -39,7 +39,7 @@ Launch = Callable[[Role, Mapping[str, Any], int], "Starting"]
 
 @contextlib.contextmanager
 def worker_processes(
-    config: Config, policy: LoadedPolicy, start: str | None
+    config: Config, roles: Roles, policy: LoadedPolicy, start: str | None
 ) -> Iterator[StartWorkers]:
     """Prepare for the processes that a recipe asks for; they end with the block.
 
@@ -49,7 +49,6 @@ def worker_processes(
     Raises:
         WinnowError: there is no room for them.
     """
-    roles = Roles(config)
     if not roles:
         yield dict
         return

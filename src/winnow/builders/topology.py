@@ -61,7 +61,11 @@ class Topology:
 
 
 def placed_rewards(
-    config: Config, policy: LoadedPolicy, start_workers: StartWorkers, training: bool = True
+    config: Config,
+    roles: Roles,
+    policy: LoadedPolicy,
+    start_workers: StartWorkers,
+    training: bool = True,
 ) -> Rewards:
     """Make what scores, in processes of its own where it has any; close it.
 
@@ -73,7 +77,6 @@ def placed_rewards(
         WinnowError: a process cannot be started.
     """
     if not config.reward.processes:  # what is wrong with them is told before others start
-        roles = Roles(config)
         (ranks,) = start_workers()["reward_model"] if "reward_model" in roles else (None,)
         judges = (lambda: start_workers()["judge"]) if "judge" in roles else None
         return make_rewards(config, policy.device, policy.decode, training, ranks, judges)
@@ -84,7 +87,11 @@ def placed_rewards(
 
 
 def placed_models(
-    config: Config, policy: LoadedPolicy, start: str | None, start_workers: StartWorkers
+    config: Config,
+    roles: Roles,
+    policy: LoadedPolicy,
+    start: str | None,
+    start_workers: StartWorkers,
 ) -> Topology:
     """Build engine and learner, in processes of their own where they have any.
 
@@ -95,7 +102,7 @@ def placed_models(
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
     groups = start_workers()
-    placed = _placed(config, policy, start, groups)
+    placed = _placed(config, roles, policy, start, groups)
     reference, critic = (groups.get(role, (None,))[0] for role in ("reference", "critic"))
     if reference is None and critic is None:
         return placed
@@ -113,14 +120,15 @@ def placed_models(
 
 def _placed(
     config: Config,
+    roles: Roles,
     policy: LoadedPolicy,
     start: str | None,
     groups: Mapping[str, Sequence[WorkerGroup]],
 ) -> Topology:
     """Build engine and learner, without what the learner is given from elsewhere."""
-    has_weights, engine = has_own_weights(config), engine_of(config, policy, groups)
+    has_weights, engine = has_own_weights(config, groups), engine_of(config, policy, groups)
     if "policy" not in groups:
-        return _local_learning(config, policy, start, engine, has_weights)
+        return _local_learning(config, roles, policy, start, engine)
     from winnow.ranks.remote import RemoteLearner
 
     (ranks,) = groups["policy"]
@@ -137,7 +145,7 @@ def _placed(
         ),
         passes=learner.facts.passes,
         machine={**learner.facts.machine, "ranks": ranks.size, **_layout_facts(config)},
-        devices=devices_of(Roles(config), config.cluster, ranks.size),
+        devices=devices_of(roles, config.cluster, ranks.size),
     )
 
 
@@ -157,7 +165,7 @@ def _layout_facts(config: Config) -> dict[str, str | int]:
 
 
 def _local_learning(
-    config: Config, policy: LoadedPolicy, start: str | None, engine: Engine, has_weights: bool
+    config: Config, roles: Roles, policy: LoadedPolicy, start: str | None, engine: Engine
 ) -> Topology:
     """Build a learner in this process; an engine that is apart has weights of its own."""
     learning = make_learner(config, policy.model, policy.vocabulary, start)
@@ -167,7 +175,7 @@ def _local_learning(
 
     strategy = learning.policy
     publish: SharedWeights | PublishedWeights = SharedWeights(engine)
-    if has_weights:
+    if has_own_weights(config, roles):
         is_alone = adapter_alone(config) is not None
         publish = PublishedWeights(
             engine,
@@ -183,5 +191,5 @@ def _local_learning(
         publish=publish,
         passes=learning.passes,
         machine=this_machine(policy.device),
-        devices=devices_of(Roles(config), config.cluster, 1),
+        devices=devices_of(roles, config.cluster, 1),
     )

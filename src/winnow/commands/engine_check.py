@@ -30,6 +30,7 @@ from winnow.builders.run import use_machine
 from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import resolve_recipe
 from winnow.config.model import LoraAdapter, ReferenceConfig
+from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.trainer import CriticConfig
 from winnow.errors import ConfigError, PublicationError
@@ -169,7 +170,7 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
             f"--update {update}: its weights give the same log-probs as those of model.path "
             f"{config.model.path}, so that no update could be seen; give other ones"
         )
-    with worker_processes(config, policy, None) as start_workers:
+    with worker_processes(config, Roles(config), policy, None) as start_workers:
         engine = engine_of(config, policy, start_workers())
         return asyncio.run(_examine(engine, reference, updated, config.run.seed))
 

@@ -49,6 +49,7 @@ from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
 from winnow.config.load import load_recipe, resolve_recipe
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.reward import RewardConfig
+from winnow.config.roles import Roles
 from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster, SyncMode, WholeModels, WithPolicy
@@ -183,14 +184,14 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
 def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Evaluated, Evaluator]:
     config = subject.config
     check_engine(config)
-    holds_none = _holds_no_weights(config)
-    device = use_machine(config, not holds_none or uses_device(config))
+    holds_none, roles = _holds_no_weights(config), Roles(config)
+    device = use_machine(config, not holds_none or uses_device(config, roles))
     with contextlib.ExitStack() as stack:
         try:
             policy = load_policy(config, subject.model, device, hollow=holds_none)
-            start_workers = stack.enter_context(worker_processes(config, policy, None))
+            start_workers = stack.enter_context(worker_processes(config, roles, policy, None))
             engine = engine_of(config, policy, start_workers())
-            rewards = placed_rewards(config, policy, start_workers, training=False)
+            rewards = placed_rewards(config, roles, policy, start_workers, training=False)
             stack.callback(rewards.close)
             held_out = evaluation_prompts(config.data, policy.tokenizer)
             evaluator = make_evaluator(
@@ -237,7 +238,7 @@ async def _settle_weights(subject: Subject, policy: LoadedPolicy, engine: Engine
         PublicationError: vLLM did not take them.
     """
     config, step = subject.config, subject.step
-    if not has_own_weights(config) or _holds_no_weights(config):
+    if not has_own_weights(config, Roles(config)) or _holds_no_weights(config):
         await engine.load_weights(WeightUpdate(step))
         return
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)

@@ -27,6 +27,7 @@ from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.load import dump_config
 from winnow.config.model import SftWarmStart
+from winnow.config.roles import Roles
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster
@@ -102,7 +103,8 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
         DamagedError: it cannot go on from the newest checkpoint, but from an older one.
     """
     recipe, console, heartbeat = options.recipe, options.console, options.heartbeat
-    device = use_machine(config, uses_device(config))
+    roles = Roles(config)
+    device = use_machine(config, uses_device(config, roles))
     seed_everything(config.run.seed)
     with (
         opened_run(config, recipe) as opened,
@@ -126,17 +128,17 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
         if options.companion is not None:
             _tell(sink, [stack.enter_context(options.companion(folder.path))])
         path, first, figures = _models(config, opened, options.fresh, sink, heartbeat)
-        policy = load_policy(config, path, device, first, holds_no_weights(config))
+        policy = load_policy(config, path, device, first, holds_no_weights(config, roles))
         data, config, saved_config = _read_data(config, opened, policy)
         end = MachineEnd(config.trainer)
-        _tell(sink, [*end.notes, *starting(config)])
+        _tell(sink, [*end.notes, *starting(config, roles)])
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
-            worker_processes(config, policy, first) as start_workers,
-            contextlib.closing(placed_rewards(config, policy, start_workers)) as rewards,
+            worker_processes(config, roles, policy, first) as start_workers,
+            contextlib.closing(placed_rewards(config, roles, policy, start_workers)) as rewards,
         ):
-            placed = placed_models(config, policy, first, start_workers)
+            placed = placed_models(config, roles, policy, first, start_workers)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks(
                 [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]

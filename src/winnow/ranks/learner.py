@@ -115,11 +115,11 @@ def make_learner(
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
         return Learning(imitator, policy, Passes(policy.active_parameters, epochs=1, forwards=0))
-    critic = None
-    if "values" in needs_of(config) and "critic" not in Roles(config):
+    critic, roles = None, Roles(config)
+    if "values" in needs_of(config) and "critic" not in roles:
         critic = make_critic(config, start, policy.device, hollow, hold)
     reference = None
-    if needs_reference(config) and "reference" not in Roles(config):
+    if needs_reference(config) and "reference" not in roles:
         # With a new adapter, unless another folder is named, the policy's own model without it.
         reference, path = policy, config.reference.path
         if path is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):

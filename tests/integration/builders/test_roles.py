@@ -55,7 +55,7 @@ def test_it_is_placed_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_started() -> None:
     config = recipe("quickstart", "evaluation.n=2", "run.device=cpu")
     placed = Roles(config)
-    assert starting(config) == [
+    assert starting(config, placed) == [
         "Starting processes, 2 tools: half a minute, longer for large models"
     ]
     with closing(WorkerGroups()) as groups, launcher(config, placed, groups, False) as launch:

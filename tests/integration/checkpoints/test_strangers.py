@@ -31,6 +31,7 @@ from winnow.checkpoints.strangers import MARK, is_begun_here, mark_as_begun
 from winnow.commands.evaluate import EvalRequest, subject_of
 from winnow.commands.export import run_export
 from winnow.config.load import dump_config, load_recipe, resolve_recipe
+from winnow.config.roles import Roles
 from winnow.errors import ConfigError, ModelError, WinnowError
 from winnow.models.causal_lm import load_causal_lm
 from winnow.observe.files import AppendFile, write_atomic
@@ -245,7 +246,7 @@ def test_a_copy_that_is_fetched_from_where_the_user_says_is_his(tmp_path: Path) 
         assert opened.checkpoint is not None
     assert is_begun_here(run)
     assert f"Each checkpoint is copied to file://{tmp_path}/away (trainer.checkpoint_url)" in (
-        starting(config)
+        starting(config, Roles(config))
     )
 
 

@@ -245,7 +245,7 @@ def test_a_run_whose_models_are_elsewhere_leaves_gpus_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = recipe("quickstart", *settings)
-    assert use_machine(chosen, uses_device(chosen)).type == device
+    assert use_machine(chosen, uses_device(chosen, Roles(chosen))).type == device
 
 
 def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
