@@ -345,6 +345,12 @@ def test_the_help_of_the_command_line_imports_nothing_that_only_commands_need() 
     assert not (heavy | {"pydantic", "hydra", "omegaconf"}) & {*run.stderr.split()}
 
 
+def test_the_picture_of_the_packages_has_all_of_them() -> None:
+    picture = (REPOSITORY / "docs" / "architecture_rooms.svg").read_text()
+    packages = {path.parent.name for path in (REPOSITORY / "src" / "winnow").glob("*/__init__.py")}
+    assert packages <= {*re.findall(r">(\w+)</text>", picture)}
+
+
 def test_every_package_keeps_its_budget() -> None:
     allowed, found = budget(), sizes()
     over = {name: size.code for name, size in found.items() if size.code > allowed.get(name, 0)}
