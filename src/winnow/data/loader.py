@@ -33,29 +33,23 @@ class TaskRows(Protocol):
     @property
     def size(self) -> int | None:
         """The number of rows; None when they never end."""
-        ...
 
     @property
     def data_sources(self) -> frozenset[str]:
         """The data sources of endless rows."""
-        ...
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
         """For each task, a text that changes when its endless rows do."""
-        ...
 
     def candidates(self, index: int) -> Iterator[Row]:
         """Yield rows for `index`, always the same: the first that is short enough counts."""
-        ...
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
         """Yield the rows that a uid names; KeyError where there is none of it."""
-        ...
 
     def held_out(self) -> list[Row]:
         """Return the rows for evaluation, which are never trained on."""
-        ...
 
 
 class GeneratedPrompts:

@@ -75,7 +75,6 @@ class Service(Protocol):
 
     def close(self) -> None:
         """End what is under way, before connections are closed."""
-        ...
 
 
 class JsonService:

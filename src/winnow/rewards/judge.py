@@ -161,7 +161,8 @@ class _HttpClient(HttpJson, JudgeClient):
     replies that came over the network; `retries` after failures.
     """
 
-    def __init__(self, config: OpenAiJudge, key: str | None, backoff_s: float) -> None:
+    def __init__(self, config: OpenAiJudge, backoff_s: float) -> None:
+        key = token_of(config.api_key_env, "reward.judge.api_key_env")
         super().__init__(config.base_url, key, config.max_concurrent, config.retries + 1, backoff_s)
         self._config = config
         self.place = f"{config.base_url.rstrip('/')}/{_PATH}"
@@ -222,12 +223,6 @@ class _HttpClient(HttpJson, JudgeClient):
         return JudgeReply(text, tokens, choice.get("finish_reason") == "length")
 
 
-def _http_client(config: LanguageModelJudge, backoff_s: float) -> JudgeClient:
-    assert isinstance(config, OpenAiJudge)
-    key = token_of(config.api_key_env, "reward.judge.api_key_env")
-    return _HttpClient(config, key, backoff_s)
-
-
 def no_counts() -> Counter[str]:
     """Return a judge's counts, by name, at its start."""
     return Counter(dict.fromkeys(_COUNTS, 0))
@@ -249,14 +244,14 @@ class Judge:
     """Scores come later."""
 
     def __init__(
-        self,
-        config: LanguageModelJudge,
-        backoff_s: float = 1.0,
-        client: JudgeClient | None = None,
+        self, config: LanguageModelJudge, backoff_s: float = 1.0, client: JudgeClient | None = None
     ) -> None:
         self.config = config
         self._prompt = JudgePrompt(config)
-        self._client = client or _http_client(config, backoff_s)
+        if client is None:
+            assert isinstance(config, OpenAiJudge)
+            client = _HttpClient(config, backoff_s)
+        self._client = client
         path = cache_path(config.cache)
         self._cache = None if path is None else ReplyCache(path)
         if self._cache is not None:

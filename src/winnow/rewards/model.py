@@ -23,6 +23,7 @@ from winnow.config.judge import SequenceClassifier
 from winnow.errors import ModelError
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt
+from winnow.workers.threads import settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,15 +131,17 @@ class ModelScorer:
         try:
             for call in calls:
                 self._settle(call, self._forward([each.ids for each in call]))
-        except Exception as error:
-            _refuse(waiting, error)
+        except Exception as error:  # belongs to those who wait, who would wait for ever
+            for each in waiting:
+                settle(each.verdict, error)
 
     async def _run_apart(self, asking: Asking) -> None:
         while waiting := self._taken():  # with what has come meanwhile
             try:
                 self._settle(waiting, await asking([each.ids for each in waiting]))
             except Exception as error:
-                _refuse(waiting, error)
+                for each in waiting:
+                    settle(each.verdict, error)
 
     def _taken(self) -> list[_Waiting]:
         """Return what waits, from now on without it."""
@@ -147,9 +150,8 @@ class ModelScorer:
 
     def _settle(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
         for each, value in zip(call, values, strict=True):
-            said = value if math.isfinite(value) else _failure(f"its score is {value}")
-            if not each.verdict.done():
-                each.verdict.set_result(said)
+            is_number = math.isfinite(value)
+            settle(each.verdict, value if is_number else _failure(f"its score is {value}"))
         self.scored += len(call)
 
     def _encode(self, prompt: Prompt, answer: str) -> IntArray:
@@ -197,13 +199,6 @@ class ModelScorer:
                 f"its chat template fails: {reason}; mend it, or set reward.model.chat_template"
             ) from error
         return str(text)
-
-
-def _refuse(waiting: Sequence[_Waiting], error: Exception) -> None:
-    """Tell an error to those it belongs to, who would wait for ever."""
-    for each in waiting:
-        if not each.verdict.done():
-            each.verdict.set_exception(error)
 
 
 def _failure(reason: str) -> Failure:

@@ -46,6 +46,7 @@ from winnow.rewards.task import (
 )
 from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
+from winnow.workers.threads import settle
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ class ScorerPool:
         with contextlib.suppress(RuntimeError):  # the pool was closed in the meantime
             self._loop.call_soon_threadsafe(self._take_in, asks)
         if self._broken is not None:  # the thread may have taken in its last
-            _set_all([(asked, self._broken) for asked in asks])
+            _settle_all([(asked, self._broken) for asked in asks])
 
     # The rest runs in the thread.
 
@@ -282,7 +283,7 @@ class ScorerPool:
         for loop in {asked.loop for asked, _ in done}:
             own = [each for each in done if each[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
-                loop.call_soon_threadsafe(_set_all, own)
+                loop.call_soon_threadsafe(_settle_all, own)
 
     def _fail(self, error: Exception) -> None:
         """End all that waits, now and later: no process can be had any more."""
@@ -367,16 +368,12 @@ class ScorerPool:
         is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
         if not scorer.refusal and is_chance:
             log.warning("a scorer's process %s while it was starting", how)
-        elif scorer.refusal or self._function is None:
-            line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
-            self._fail(RewardError(scorer.refusal or line))
-        else:
-            self._fail(
-                RewardError(
-                    f"reward.function.path {self._function.path}: the process that imports it "
-                    f"{how}; mend the file, or raise the limit"
-                )
-            )
+            return
+        line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
+        if self._function is not None:
+            who = f"reward.function.path {self._function.path}: the process that imports it"
+            line = f"{who} {how}; mend the file, or raise the limit"
+        self._fail(RewardError(scorer.refusal or line))
 
     def _blame(self, asks: Sequence[_Ask], failure: Failure, is_certain: bool) -> None:
         """Fail the ask that was in work; where there were several, try each again, alone."""
@@ -486,11 +483,6 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def _set_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
+def _settle_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
     for asked, outcome in outcomes:
-        if asked.future.done():  # cancelled
-            continue
-        if isinstance(outcome, Exception):
-            asked.future.set_exception(outcome)
-        else:
-            asked.future.set_result(outcome)
+        settle(asked.future, outcome)

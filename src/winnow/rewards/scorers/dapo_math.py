@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from winnow.rewards.scorers.marks import Extra, closing_brace, verdict
+from winnow.rewards.scorers.marks import Extra, closing_brace, full_fraction, verdict
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300
@@ -72,17 +72,11 @@ def normalize(answer: str) -> str:
     answer = _unbox(_unwrapped(answer))
     group = _GROUP.fullmatch(answer)
     answer = group.group(1) if group else answer
-    answer = _SHORT_FRACTION.sub(_full_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_fraction, answer)
     answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
     if _PLAIN_NUMBER.fullmatch(answer):
         answer = answer.replace(",", "")
     return answer.strip()
-
-
-def _full_fraction(found: re.Match[str]) -> str:
-    r"""Write `frac12` and `frac1{2}` as `frac{1}{2}`."""
-    above, below = found.group(2), found.group(3)
-    return f"frac{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
 
 
 def _unwrapped(answer: str) -> str:

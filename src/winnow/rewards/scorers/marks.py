@@ -118,6 +118,12 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
+def full_fraction(found: re.Match[str]) -> str:
+    r"""Write a match of `frac`, `1` and `2` (or `{2}`) as `frac{1}{2}`."""
+    name, above, below = found.groups()
+    return f"{name}{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
+
+
 def structure(value: Any) -> Any:
     """Decode a truth that holds JSON: files with a text column have lists and objects so."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):

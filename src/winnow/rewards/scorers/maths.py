@@ -18,7 +18,13 @@ import re
 import threading
 from typing import Any
 
-from winnow.rewards.scorers.marks import Extra, closing_brace, is_think_boxed, verdict
+from winnow.rewards.scorers.marks import (
+    Extra,
+    closing_brace,
+    full_fraction,
+    is_think_boxed,
+    verdict,
+)
 from winnow.types import Score
 
 LONGEST_EXPRESSION = 400
@@ -34,7 +40,7 @@ _DROPPED = re.compile(
 )
 _UNIT = re.compile(r"(?<=[^\s{(\[])\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?[23]\}?)?\s*$")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|mathbf)\{([^{}]*)\}")
-_SHORT_FRACTION = re.compile(r"\\frac(?:\s*)([^\s{\\])(?:\s*)(\{[^{}]*\}|[^\s{\\])")
+_SHORT_FRACTION = re.compile(r"(\\frac)(?:\s*)([^\s{\\])(?:\s*)(\{[^{}]*\}|[^\s{\\])")
 _FRACTION_OF_TWO_BRACES = re.compile(r"\\frac(\{[^{}]*\})\s*([^\s{\\])")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([^\s{\\\[])")
 _SLASHED = re.compile(r"(-?)(\d+)/(\d+)")
@@ -151,7 +157,7 @@ def normalize(answer: str) -> str:
         answer = value
     answer = _BARE_POINT.sub("0.", answer.strip())
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", answer)
-    answer = _SHORT_FRACTION.sub(_full_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_fraction, answer)
     answer = _FRACTION_OF_TWO_BRACES.sub(r"\\frac\1{\2}", answer)
     answer = _BASE.sub(r"_\1", "".join(answer.split()))
     if _THOUSANDS.fullmatch(answer):
@@ -160,11 +166,6 @@ def normalize(answer: str) -> str:
     if slashed:
         answer = "{}\\frac{{{}}}{{{}}}".format(*slashed.groups())
     return "\\frac{1}{2}" if answer == "0.5" else answer
-
-
-def _full_fraction(found: re.Match[str]) -> str:
-    above, below = found.groups()
-    return f"\\frac{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
 
 
 def _last_box(text: str) -> tuple[int, str] | None:

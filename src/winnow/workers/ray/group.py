@@ -27,16 +27,10 @@ from typing import Any
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
-from winnow.workers.host import (
-    Call,
-    CallFailure,
-    Host,
-    WorkerJob,
-    free_port,
-    merged_environment,
-)
+from winnow.workers.host import Call, CallFailure, Host, WorkerJob, free_port, merged_environment
 from winnow.workers.logs import LogReceiver, LogSender
 from winnow.workers.ray.session import Placement, ray_module
+from winnow.workers.threads import spawn
 
 _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
@@ -262,9 +256,7 @@ class RayConnection:
     def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run."""
         told, *kept = self._call.remote(number, payload)
-        task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(self._answer(told, kept, tell), self._tasks)
 
     def ending(self) -> str | None:
         """Say how the process ended, as far as Ray knows."""
