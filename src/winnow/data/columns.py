@@ -32,10 +32,7 @@ _SOURCE = "data_source"
 _PROMPT = DataConfig().prompt_key
 _PROMPTS = ("problem", "question", "input", "messages")
 _TRUTHS = ("solution", "answer", "label", "ground_truth")
-_NAMES = {
-    ("prompt", "solution"): "TRL's columns",
-    ("input", "label"): "OpenRLHF's columns",
-}
+_NAMES = {("prompt", "solution"): "TRL's columns", ("input", "label"): "OpenRLHF's columns"}
 _KINDS = {str: "text", list: "list", dict: "object", int: "number", float: "number"}
 _BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 

@@ -76,12 +76,7 @@ _BOXED: Reader = (last_boxed, "a text with the final answer in \\boxed{}")
 # The columns that may hold what is asked, and those of the ground truth with their readers.
 _QUESTIONS = ("question", "problem", "Problem", "Question")
 _GSM8K = {"answer": _MARKED, "Answer": _MARKED}
-_MATHS = {
-    "answer": _AS_IT_STANDS,
-    "Answer": _AS_IT_STANDS,
-    "solution": _BOXED,
-    "Solution": _BOXED,
-}
+_MATHS = {"answer": _AS_IT_STANDS, "Answer": _AS_IT_STANDS, "solution": _BOXED, "Solution": _BOXED}
 
 
 @dataclass(frozen=True)

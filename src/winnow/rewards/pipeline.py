@@ -19,7 +19,6 @@ a share of failures stops the run, because a broken reward must not train a mode
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -37,8 +36,6 @@ from winnow.types import IntArray, Prompt, Score, Trajectory
 if TYPE_CHECKING:
     from winnow.rewards.judge import Judge
     from winnow.rewards.model import ModelScorer
-
-log = logging.getLogger(__name__)
 
 TASK = "task"
 """Part of the reward that the manager's scorer gives."""

@@ -39,6 +39,7 @@ from starlette.requests import Request
 from winnow.config.reward import SandboxConfig
 from winnow.http import first_fault
 from winnow.http.service import JsonService, Refusal
+from winnow.sandbox.fusion import RunAnswer, RunResult
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.program import Program, Result, SandboxError
 
@@ -188,27 +189,16 @@ def response_of(result: Result, job: Job) -> dict[str, Any]:
         out, _, said = out.rpartition(job.mark)
         files = _told_files(said, job.fetch)
     is_late = result.ending == "time_limit"
-    run: dict[str, Any] = {
-        "status": "TimeLimitExceeded" if is_late else "Finished",
-        "execution_time": result.seconds,
-        "return_code": None if is_late else result.exit_code,
-        "stdout": out.decode(errors="replace"),
-        "stderr": result.stderr.decode(errors="replace"),
-    }
+    run = RunResult(
+        status="TimeLimitExceeded" if is_late else "Finished",
+        execution_time=result.seconds,
+        return_code=None if is_late else result.exit_code,
+        stdout=out.decode(errors="replace"),
+        stderr=result.stderr.decode(errors="replace"),
+    )
     message = "" if result.ending in ("finished", "time_limit") else result.ending
-    return _reply("Success" if result.is_clean else "Failed", message, run, files)
-
-
-def _reply(
-    status: str, message: str, run: dict[str, Any] | None, files: dict[str, str]
-) -> dict[str, Any]:
-    return {
-        "status": status,
-        "message": message,
-        "compile_result": None,
-        "run_result": run,
-        "files": files,
-    }
+    status: Literal["Success", "Failed"] = "Success" if result.is_clean else "Failed"
+    return RunAnswer(status=status, message=message, run_result=run, files=files).model_dump()
 
 
 def _told_files(said: bytes, asked: Sequence[str]) -> dict[str, str]:
@@ -288,7 +278,8 @@ class SandboxServer:
         except (SandboxError, OSError) as error:
             if self.service.is_closing:
                 raise Refusal(503, "the service is closing") from None
-            return _reply("SandboxError", " ".join(str(error).split()), None, {})
+            said = " ".join(str(error).split())
+            return RunAnswer(status="SandboxError", message=said, files={}).model_dump()
         finally:
             self._running -= 1
             self._free.release()
