@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import httpx
 
 from winnow.errors import RewardError
+from winnow.observe.files import one_line
 
 T = TypeVar("T")
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
@@ -236,10 +237,10 @@ class HttpJson:
             said = f"did not answer within {silence_s or timeout_s:g} s"
             raise self.error(said, is_passing=True) from None
         except httpx.DecodingError as error:
-            raise self.error(f"answered with what cannot be unpacked: {_text(error)}") from None
+            raise self.error(f"answered with what cannot be unpacked: {one_line(error)}") from None
         except httpx.RequestError as error:
             said = "cannot be reached" if response is None else "cut its answer off"
-            raise self.error(f"{said}: {_text(error)}", is_passing=True) from None
+            raise self.error(f"{said}: {one_line(error)}", is_passing=True) from None
 
     def _refusal(self, response: httpx.Response, data: bytes) -> RemoteError:
         status = response.status_code
@@ -313,10 +314,6 @@ def token_of(variable: str | None, field: str) -> str | None:
             f"and breaks; export another {variable}"
         )
     return token
-
-
-def _text(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _retry_after_s(value: str | None) -> float | None:

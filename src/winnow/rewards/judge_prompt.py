@@ -14,6 +14,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from winnow.config.judge import BuiltInParse, LabelsParse, LanguageModelJudge, NumberParse, Parse
+from winnow.observe.files import one_line
 from winnow.types import Prompt
 
 _MATERIAL = """\
@@ -126,5 +127,4 @@ def _rendered(role: str, template: Template, values: dict[str, Any]) -> str:
         *(ArithmeticError, RecursionError),
     ) as error:
         field = "reward.judge.system" if role == "system" else "reward.judge.template"
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{field} fails ({reason})") from error
+        raise ValueError(f"{field} fails ({one_line(error)})") from error

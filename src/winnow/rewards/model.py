@@ -21,6 +21,7 @@ import numpy as np
 
 from winnow.config.judge import SequenceClassifier
 from winnow.errors import ModelError
+from winnow.observe.files import one_line
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt
 from winnow.workers.threads import settle
@@ -194,9 +195,9 @@ class ModelScorer:
                 turns, tokenize=False, chat_template=None if template == "auto" else template
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"its chat template fails: {reason}; mend it, or set reward.model.chat_template"
+                f"its chat template fails: {one_line(error)}; mend it, or set "
+                "reward.model.chat_template"
             ) from error
         return str(text)
 

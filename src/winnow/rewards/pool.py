@@ -254,7 +254,7 @@ class ScorerPool:
                     next_look = time.monotonic() + _TICK_S
                     for scorer in list(self._scorers):
                         await self._look_at(scorer)
-                for scorer in [each for each in self._scorers if each.process.is_cut]:
+                for scorer in [each for each in self._scorers if each.process.channel.is_cut]:
                     await self._lose(scorer, None)
                 self._settle()
         except Exception as mistake:
@@ -263,7 +263,7 @@ class ScorerPool:
         finally:
             give_up = time.monotonic() + _CLOSING_S
             for scorer in self._scorers:
-                scorer.process.hang_up()
+                scorer.process.channel.hang_up()
                 if not scorer.is_idle:
                     scorer.process.kill()
             for scorer in self._scorers:
@@ -336,17 +336,17 @@ class ScorerPool:
             if time.monotonic() > scorer.born + _LOAD_LIMIT_S:
                 await self._lose(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
         elif scorer.is_late(timeout_s):
-            scorer.process.receive()  # an answer may have come while this thread waited
+            scorer.process.channel.receive()  # an answer may have come while this thread waited
             if scorer.is_late(timeout_s):
                 await self._lose(scorer, self._late.line)
 
     async def _lose(self, scorer: _Scorer, reason: str | None) -> None:
         """Part with a process that is gone, or is to be killed for `reason`."""
-        scorer.process.receive()
+        scorer.process.channel.receive()
         self._scorers.remove(scorer)
         if reason is not None:
             scorer.process.kill()
-        scorer.process.hang_up()
+        scorer.process.channel.hang_up()
         held, at = scorer.asks, scorer.at()
         how = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
         how = reason or how or "cut its connection"
@@ -426,7 +426,7 @@ class ScorerPool:
             scorer.process = await LocalConnection.start(
                 "winnow.rewards.worker", _ENVIRONMENT, scorer.follow
             )
-            scorer.process.when_cut = self._news.set
+            scorer.process.channel.on_cut = self._news.set
             self._scorers.append(scorer)
             scorer.process.send(next(scorer.numbers), pack(job), partial(self._take_ready, scorer))
 
