@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from winnow.data.columns import AFTER_MARK, VERL, Record, after_mark, last_boxed, wrong_field
+from winnow.boxed import last_boxed
+from winnow.data.columns import AFTER_MARK, VERL, Record, after_mark, wrong_field
 from winnow.data.sources import Row, to_row
 
 _DEGREES = re.compile(r"\^\\circ|\^\{\\circ\}|°")

@@ -15,11 +15,10 @@ import hashlib
 import json
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from winnow.config.judge import BUILT_IN, LanguageModelJudge, OpenAiJudge
 from winnow.errors import RewardError
@@ -103,11 +102,10 @@ class RateLimit:
         now = self._clock()
         waits = (self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
         wait_s = max(self._paused_until - now, *waits)
-        if wait_s > 0:
-            return wait_s
-        self._requests.take(1.0)
-        self._tokens.take(tokens)
-        return 0.0
+        if wait_s <= 0:
+            self._requests.take(1.0)
+            self._tokens.take(tokens)
+        return max(wait_s, 0.0)
 
     def settle(self, estimated: float, used: float) -> None:
         """Correct the estimate that a request was let through with."""
@@ -118,22 +116,21 @@ class RateLimit:
         self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
-class JudgeClient(ABC):
+class JudgeClient(Protocol):
     """The way to a judge's model, on an event loop of its own."""
 
     place: object
     """Plain data: replies from here are kept apart from others."""
     counts: Counter[str]
-    has_answered = False
+    has_answered: bool = False
 
-    @abstractmethod
     def settings(self) -> Mapping[str, Any]:
         """Return the fields of a request beside its messages; None leaves one out."""
 
-    def check(self, messages: list[dict[str, str]]) -> None:  # noqa: B027
+    def check(self, messages: list[dict[str, str]]) -> None:
         """Raise a ValueError of one line where these cannot be put to the model."""
+        return
 
-    @abstractmethod
     async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
         """Ask, on the client's loop; what came to nothing for this question is a RemoteError."""
 
@@ -145,11 +142,9 @@ class JudgeClient(ABC):
         """Return the text without secrets."""
         return text
 
-    @abstractmethod
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop."""
 
-    @abstractmethod
     def close(self) -> None:
         """Leave the model alone."""
 

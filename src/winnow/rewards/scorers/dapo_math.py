@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from winnow.rewards.scorers.marks import Extra, closing_brace, full_fraction, verdict
+from winnow.boxed import closing_brace
+from winnow.rewards.scorers.marks import Extra, full_fraction, verdict
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300

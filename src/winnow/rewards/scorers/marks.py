@@ -22,7 +22,6 @@ _NUMBER = re.compile(r"[-+]?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 # A second number offered beside the first: `5 or 6`.
 _ANOTHER = re.compile(r"\s*(?:or|and|to|/|;|,)\s*[-+]?\$?-?\.?\d")
 _BOX = "\\boxed{"
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def score_sort_digits(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -106,16 +105,6 @@ def last_tagged(text: str, tag: str = "answer") -> str | None:
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     return text[start + len(opening) : end].strip() if start >= 0 else None
-
-
-def closing_brace(text: str, start: int) -> int | None:
-    r"""Return the index of the `}` that closes the `{` at `start`; `\{` and `\}` do not count."""
-    depth = 0
-    for mark in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(mark.group(), 0)
-        if depth == 0:
-            return mark.start()
-    return None
 
 
 def full_fraction(found: re.Match[str]) -> str:
