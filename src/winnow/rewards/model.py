@@ -29,10 +29,8 @@ from winnow.workers.threads import settle
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Forward = Callable[[Sequence[IntArray]], Sequence[float]]
-"""From the token ids of sequences to a number for each."""
-Asking = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
-"""The same by other processes, while the event loop goes on."""
+Forward = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
+"""From the token ids of sequences to a number for each, here or by other processes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +42,15 @@ class _Waiting:
 class ModelScorer:
     """Scores answers by a model in this process, in the event loop's thread, or in others.
 
-    Others are asked for what waits, one call after the other.
+    The model gets what waits, one call after the other.
 
     Args:
         config: what the model's number is called, and what it counts for.
-        forward: runs the model here; or None, and `asking` has others run it.
+        forward: runs the model.
         pad_token_id: the model's, if it has one.
         positions: tokens that it takes, if that is known.
-        one_by_one: make a call for each answer, where the model is here.
-        asking: has others run the model.
+        one_by_one: make a call for each answer.
+        takes_time: scores come later, from other processes.
 
     Raises:
         ModelError: there is no template, or `max_tokens` is beyond `positions`.
@@ -61,15 +59,15 @@ class ModelScorer:
     def __init__(
         self,
         config: SequenceClassifier,
-        forward: Forward | None,
+        forward: Forward,
         tokenizer: PreTrainedTokenizerBase,
         pad_token_id: int | None,
         positions: int | None,
         one_by_one: bool,
-        asking: Asking | None = None,
+        takes_time: bool,
     ) -> None:
-        self.config = config
-        self._forward, self._asking, self._tokenizer = forward, asking, tokenizer
+        self.config, self.takes_time = config, takes_time
+        self._forward, self._tokenizer = forward, tokenizer
         self._task: asyncio.Task[None] | None = None
         self._pad_token_id, self._one_by_one = pad_token_id, one_by_one
         self._waiting: list[_Waiting] = []
@@ -86,11 +84,6 @@ class ModelScorer:
                 f"{positions} positions ({config.path}); lower it"
             )
         self._limit_tokens = config.max_tokens or positions
-
-    @property
-    def takes_time(self) -> bool:
-        """True where scores come later."""
-        return self._asking is not None
 
     def check(self, prompt: Prompt) -> None:
         """Check before training that a prompt can be encoded.
@@ -115,32 +108,18 @@ class ModelScorer:
         except ValueError as error:
             verdict.set_result(_failure(str(error)))
             return verdict
-        if not self._waiting:
-            # Behind all that is ready to run now, and may ask as well.
-            loop.call_soon(self._run)
         self._waiting.append(_Waiting(ids, verdict))
+        if self._task is None or self._task.done():
+            # It begins behind all that is ready to run now, and may ask as well.
+            self._task = loop.create_task(self._run())
         return verdict
 
-    def _run(self) -> None:
-        if self._asking is not None:
-            if self._task is None or self._task.done():
-                self._task = asyncio.get_running_loop().create_task(self._run_apart(self._asking))
-            return
-        assert self._forward is not None
-        waiting = self._taken()
-        calls = [[each] for each in waiting] if self._one_by_one else [waiting] if waiting else []
-        try:
-            for call in calls:
-                self._settle(call, self._forward([each.ids for each in call]))
-        except Exception as error:  # belongs to those who wait, who would wait for ever
-            for each in waiting:
-                settle(each.verdict, error)
-
-    async def _run_apart(self, asking: Asking) -> None:
+    async def _run(self) -> None:
         while waiting := self._taken():  # with what has come meanwhile
             try:
-                self._settle(waiting, await asking([each.ids for each in waiting]))
-            except Exception as error:
+                for call in [[each] for each in waiting] if self._one_by_one else [waiting]:
+                    self._settle(call, await self._forward([each.ids for each in call]))
+            except Exception as error:  # belongs to those who wait, who would wait for ever
                 for each in waiting:
                     settle(each.verdict, error)
 

@@ -73,10 +73,9 @@ _ENVIRONMENT = {
 
 @dataclass(eq=False)
 class _Ask:
-    """An answer, and the caller that waits for its score in an event loop of its own."""
+    """An answer, and the future of the event loop in which its caller waits for the score."""
 
     item: ScoreItem
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Outcome]
 
 
@@ -214,8 +213,9 @@ class ScorerPool:
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
-        asked = _Ask(ScoreItem(scorer, seed, arguments), loop, loop.create_future())
-        if not self._new or self._new[-1].loop is not loop:  # once for all of this turn
+        asked = _Ask(ScoreItem(scorer, seed, arguments), loop.create_future())
+        if not self._new or self._new[-1].future.get_loop() is not loop:
+            # Once for all of this turn.
             loop.call_soon(self._hand_over)
         self._new.append(asked)
         return await asked.future
@@ -280,8 +280,8 @@ class ScorerPool:
         """Hand outcomes to the event loop that waits for them, all in one call."""
         done, self._done = self._done, []
         self.finished += len(done)
-        for loop in {asked.loop for asked, _ in done}:
-            own = [each for each in done if each[0].loop is loop]
+        for loop in {asked.future.get_loop() for asked, _ in done}:
+            own = [each for each in done if each[0].future.get_loop() is loop]
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle_all, own)
 
