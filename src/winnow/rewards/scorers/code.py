@@ -160,15 +160,14 @@ def read_tests(ground_truth: Any) -> CodeTests:
     inputs = given.get("inputs", given.get("input"))
     outputs = given.get("outputs", given.get("output"))
     asserts = given.get("assert_case") or given.get("test_list")
-    test = given.get("test")
-    if test:
+    if test := given.get("test"):
         if not isinstance(test, str):
             raise ValueError("test of the ground truth must be Python code")
-        if not _CHECK.search(test):
-            return CodeTests("asserts", [test], entry or _asserted([test]), prompt)
-        if entry is None:
-            raise ValueError("the ground truth has a check, but no entry_point to check")
-        return CodeTests("check", [test], entry, prompt)
+        if _CHECK.search(test):
+            if entry is None:
+                raise ValueError("the ground truth has a check, but no entry_point to check")
+            return CodeTests("check", [test], entry, prompt)
+        asserts = [test]
     if asserts:
         if not (_is_list(asserts) and all(isinstance(each, str) for each in asserts)):
             raise ValueError("assert_case of the ground truth must be a list of Python asserts")

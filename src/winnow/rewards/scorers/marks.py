@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"[-+]?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 # A second number offered beside the first: `5 or 6`.
 _ANOTHER = re.compile(r"\s*(?:or|and|to|/|;|,)\s*[-+]?\$?-?\.?\d")
 _BOX = "\\boxed{"
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def score_sort_digits(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -111,6 +112,11 @@ def full_fraction(found: re.Match[str]) -> str:
     r"""Write a match of `frac`, `1` and `2` (or `{2}`) as `frac{1}{2}`."""
     name, above, below = found.groups()
     return f"{name}{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
+
+
+def no_commas(answer: str) -> str:
+    """Write a number such as `1,200` as `1200`; anything else stays as it is."""
+    return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 
 
 def structure(value: Any) -> Any:

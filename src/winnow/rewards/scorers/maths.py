@@ -19,7 +19,7 @@ import threading
 from typing import Any
 
 from winnow.boxed import last_box, last_boxed
-from winnow.rewards.scorers.marks import Extra, full_fraction, is_think_boxed, verdict
+from winnow.rewards.scorers.marks import Extra, full_fraction, is_think_boxed, no_commas, verdict
 from winnow.types import Score
 
 LONGEST_EXPRESSION = 400
@@ -38,7 +38,6 @@ _SHORT_FRACTION = re.compile(r"(\\frac)(?:\s*)([^\s{\\])(?:\s*)(\{[^{}]*\}|[^\s{
 _FRACTION_OF_TWO_BRACES = re.compile(r"\\frac(\{[^{}]*\})\s*([^\s{\\])")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([^\s{\\\[])")
 _SLASHED = re.compile(r"(-?)(\d+)/(\d+)")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _BARE_POINT = re.compile(r"(?<!\d)\.(?=\d)")
 _BASE = re.compile(r"(?<=[0-9A-F])_\{?(\d+)\}?$")
 # Computer algebra reads past these, to the number beside them.
@@ -148,9 +147,7 @@ def normalize(answer: str) -> str:
     answer = _SHORT_FRACTION.sub(full_fraction, answer)
     answer = _FRACTION_OF_TWO_BRACES.sub(r"\\frac\1{\2}", answer)
     answer = _BASE.sub(r"_\1", "".join(answer.split()))
-    if _THOUSANDS.fullmatch(answer):
-        answer = answer.replace(",", "")
-    slashed = _SLASHED.fullmatch(answer)
-    if slashed:
+    answer = no_commas(answer)
+    if slashed := _SLASHED.fullmatch(answer):
         answer = "{}\\frac{{{}}}{{{}}}".format(*slashed.groups())
     return "\\frac{1}{2}" if answer == "0.5" else answer
