@@ -171,9 +171,9 @@ def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: P
         await go_on.wait()
         if len(sequences) == 3:
             raise MemoryError("no room")
-        return here(sequences)
+        return await here(sequences)
 
-    model._asking = asking
+    model._forward, model.takes_time = asking, True
 
     async def together() -> list[Any]:
         def of(texts: Sequence[str]) -> Any:

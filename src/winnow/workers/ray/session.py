@@ -87,11 +87,8 @@ def ray_session(
             )
         yield
         return
-    options: dict[str, Any] = {
-        "address": address or "local",
-        "log_to_driver": False,  # lines come by `workers.logs`
-        "logging_level": logging.ERROR,
-    }
+    options: dict[str, Any] = {"address": address or "local", "logging_level": logging.ERROR}
+    options["log_to_driver"] = False  # lines come by `workers.logs`
     with contextlib.ExitStack() as after:
         if address is None:
             folder = after.enter_context(_guarded_folder(temp_dir))
@@ -107,7 +104,6 @@ def ray_session(
                 options["_system_config"] = {"task_events_report_interval_ms": 0}
         after.callback(ray.shutdown)
         try:
-            # Whether files in it are there shows later.
             options["runtime_env"] = dict(ray.runtime_env.RuntimeEnv(**runtime_env or {}))
             with _starting(options.get("_temp_dir")):
                 ray.init(**options)
