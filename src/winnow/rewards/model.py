@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,40 +39,36 @@ class _Waiting:
     verdict: Verdict
 
 
+@dataclass(eq=False)
 class ModelScorer:
     """Scores answers by a model in this process, in the event loop's thread, or in others.
 
     The model gets what waits, one call after the other.
 
-    Args:
-        config: what the model's number is called, and what it counts for.
-        forward: runs the model.
-        pad_token_id: the model's, if it has one.
-        positions: tokens that it takes, if that is known.
-        one_by_one: make a call for each answer.
-        takes_time: scores come later, from other processes.
-
     Raises:
         ModelError: there is no template, or `max_tokens` is beyond `positions`.
     """
 
-    def __init__(
-        self,
-        config: SequenceClassifier,
-        forward: Forward,
-        tokenizer: PreTrainedTokenizerBase,
-        pad_token_id: int | None,
-        positions: int | None,
-        one_by_one: bool,
-        takes_time: bool,
-    ) -> None:
-        self.config, self.takes_time = config, takes_time
-        self._forward, self._tokenizer = forward, tokenizer
-        self._task: asyncio.Task[None] | None = None
-        self._pad_token_id, self._one_by_one = pad_token_id, one_by_one
-        self._waiting: list[_Waiting] = []
-        self.scored = 0
-        """Answers so far."""
+    config: SequenceClassifier
+    """Says what the model's number is called, and what it counts for."""
+    forward: Forward
+    """Runs the model."""
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int | None
+    """The model's, if it has one."""
+    positions: int | None
+    """Tokens that it takes, if that is known."""
+    one_by_one: bool
+    """True if each answer has a call of its own."""
+    takes_time: bool
+    """True if scores come later, from other processes."""
+    scored: int = 0
+    """Answers so far."""
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        config, tokenizer, positions = self.config, self.tokenizer, self.positions
         if config.chat_template == "auto" and not tokenizer.chat_template:
             raise ModelError(
                 f"reward.model.path {config.path}: its tokenizer has no chat template; set "
@@ -117,8 +113,8 @@ class ModelScorer:
     async def _run(self) -> None:
         while waiting := self._taken():  # with what has come meanwhile
             try:
-                for call in [[each] for each in waiting] if self._one_by_one else [waiting]:
-                    self._settle(call, await self._forward([each.ids for each in call]))
+                for call in [[each] for each in waiting] if self.one_by_one else [waiting]:
+                    self._settle(call, await self.forward([each.ids for each in call]))
             except Exception as error:  # belongs to those who wait, who would wait for ever
                 for each in waiting:
                     settle(each.verdict, error)
@@ -143,12 +139,12 @@ class ModelScorer:
         assert prompt.messages, "a prompt comes from a row, which has messages"
         text = self._rendered(prompt, answer)
         has_template = self.config.chat_template != "none"
-        encoded: Any = self._tokenizer(
+        encoded: Any = self.tokenizer(
             text, add_special_tokens=not has_template, return_attention_mask=False, verbose=False
         )
         ids: IntArray = np.array(encoded["input_ids"], dtype=np.int64)
         # Transformers' classifiers look for the last such token, wherever padding may stand.
-        real = np.flatnonzero(ids != self._pad_token_id)
+        real = np.flatnonzero(ids != self.pad_token_id)
         ids = ids[: real[-1] + 1] if len(real) else ids[:1]
         if not len(ids):
             raise ValueError("prompt and answer have no tokens for the reward model")
@@ -170,7 +166,7 @@ class ModelScorer:
 
         turns = [*map(dict, prompt.messages), {"role": "assistant", "content": answer}]
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 turns, tokenize=False, chat_template=None if template == "auto" else template
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:

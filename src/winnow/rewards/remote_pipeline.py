@@ -162,21 +162,18 @@ class PipelineWorker:
         for each in asked:
             spawn(self._score(*each), self._tasks)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._something(own), patience_s)
+            async with asyncio.timeout(patience_s):
+                while own == self._newest and self._tasks and not self._done:
+                    self._news.clear()
+                    await self._news.wait()
+                if own == self._newest and self._tasks:
+                    await asyncio.sleep(LINGER_S)
         if self._broken is not None:
             raise self._broken
         if own != self._newest:
             return [], {}
         done, self._done = self._done, []
         return done, self._pipeline.figures()
-
-    async def _something(self, own: int) -> None:
-        """Wait until this exchange should return."""
-        while own == self._newest and self._tasks and not self._done:
-            self._news.clear()
-            await self._news.wait()
-        if own == self._newest and self._tasks:
-            await asyncio.sleep(LINGER_S)
 
     async def _score(
         self, number: int, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
