@@ -80,7 +80,7 @@ def training_prompts(
         DataError: there is no training data, or it is not usable.
     """
     renderer = PromptRenderer(tokenizer, config)
-    rows = _task_rows(config, seed)
+    rows = task_rows(config, seed)
     if rows is not None:
         size = rows.size or config.max_train_prompts
         if size is None:
@@ -112,11 +112,11 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
     renderer = PromptRenderer(tokenizer, config)
     if config.eval_files:
         return renderer.render(read_rows(config.eval_files, config))
-    rows = _task_rows(config, seed=0)
+    rows = task_rows(config, seed=0)
     return renderer.render([] if rows is None else rows.held_out())
 
 
-def _task_rows(config: DataConfig, seed: int) -> TaskRows | None:
+def task_rows(config: DataConfig, seed: int) -> TaskRows | None:
     """Make the rows of `data.task`; None where prompts come from files."""
     task = config.task
     if isinstance(task, SortDigitsTask):

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from winnow.config.data import ReasoningGymTask, SortDigitsTask
+from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.columns import excerpt
 from winnow.data.hub import fetch, list_files
-from winnow.data.loader import TaskRows
+from winnow.data.loader import task_rows
 from winnow.data.published import (
     SETS,
     foreign_source,
@@ -181,16 +181,11 @@ def _generated(request: Request, done: Prepared) -> Iterator[Row]:
         from winnow.data import countdown
 
         return countdown.rows(seed, count, test)
-    task: TaskRows
-    if name == "sort_digits":
-        from winnow.data.sort_digits import SortDigitsRows
-
-        task = SortDigitsRows(SortDigitsTask(eval_problems=count), seed)
-    else:
-        from winnow.data.procedural import ProceduralRows
-
+    section: SortDigitsTask | ReasoningGymTask = SortDigitsTask(eval_problems=count)
+    if name != "sort_digits":
         section = ReasoningGymTask(task=name.removeprefix(_GYM), eval_problems=count)
-        task = ProceduralRows(section, seed)
+    task = task_rows(DataConfig(task=section), seed)
+    assert task is not None
     if test:
         return iter(task.held_out())
     return (next(task.candidates(index)) for index in range(count))
