@@ -15,7 +15,6 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,7 +127,7 @@ def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
         DataError: there are not so many.
     """
     found: dict[str, None] = {}
-    for digits in islice(_candidates(task, _EVALUATION_SEED), 20_000 + 200 * count):
+    for digits in itertools.islice(_candidates(task, _EVALUATION_SEED), 20_000 + 200 * count):
         if len(found) == count:
             return list(found)
         if is_held_out(digits):

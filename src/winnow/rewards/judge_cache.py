@@ -20,8 +20,7 @@ from winnow.errors import RewardError
 _MARK = 0x574A4447
 """SQLite's application id of these files."""
 _BUSY_S = 60.0
-_TABLE = """CREATE TABLE IF NOT EXISTS replies
-(question BLOB PRIMARY KEY, reply BLOB, tokens INTEGER, made_s REAL)"""
+_COLUMNS = "question BLOB PRIMARY KEY, reply BLOB, tokens INTEGER, made_s REAL"
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class ReplyCache:
                 (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
                 if mark != _MARK and tables:
                     raise sqlite3.DatabaseError("it holds tables of something else")
-                execute(_TABLE)
+                execute(f"CREATE TABLE IF NOT EXISTS replies ({_COLUMNS})")
                 execute(f"PRAGMA application_id = {_MARK}")
                 execute("COMMIT")
             except BaseException:
