@@ -173,7 +173,7 @@ def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: P
             raise MemoryError("no room")
         return await here(sequences)
 
-    model.forward, model.takes_time = asking, True
+    model.forward, model.takes_time, model.one_by_one = asking, True, False
 
     async def together() -> list[Any]:
         def of(texts: Sequence[str]) -> Any:
