@@ -145,29 +145,28 @@ def make_model_scorer(
     from winnow.models.value import load_reward_model
     from winnow.ranks.remote import asking
     from winnow.ranks.workers import facts_of, scores_of
-    from winnow.rewards.model import Asking, Forward, ModelScorer
+    from winnow.rewards.model import Forward, ModelScorer
 
     field = "reward.model.tokenizer" if config.tokenizer else "reward.model.path"
     trust, dtype = policy.trust_remote_code, torch_dtype(config.dtype or policy.dtype)
     tokenizer = load_tokenizer(config.tokenizer or config.path, trust, field, ends_answers=False)
-    forward: Forward | None = None
-    ask_ranks: Asking | None = None
+    forward: Forward
     if ranks is None:
         model = load_reward_model(config.path, dtype, torch.device(device), trust)
         facts, strategy = facts_of(config.path, model), Strategy(model)
 
-        def forward(sequences: Sequence[IntArray]) -> list[float]:
+        async def forward(sequences: Sequence[IntArray]) -> list[float]:
             return scores_of(strategy, sequences, microbatch_tokens)
 
     else:
         facts = ranks.ask("facts")[0]
-        ask_ranks = asking(ranks, 1 if deterministic else microbatch_tokens)
+        forward = asking(ranks, 1 if deterministic else microbatch_tokens)
     if (tokens := max(tokenizer.get_vocab().values()) + 1) > facts.embedded_tokens:
         raise ModelError(
             f"reward.model.path {config.path}: the tokenizer has {tokens} tokens, the model only "
             f"{facts.embedded_tokens}; give the tokenizer that belongs to the model in "
             "reward.model.tokenizer"
         )
-    return ModelScorer(
-        config, forward, tokenizer, facts.pad_token_id, facts.positions, deterministic, ask_ranks
-    )
+    is_here, ids, positions = ranks is None, facts.pad_token_id, facts.positions
+    alone = deterministic and is_here
+    return ModelScorer(config, forward, tokenizer, ids, positions, alone, not is_here)

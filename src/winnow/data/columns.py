@@ -17,11 +17,11 @@ file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from winnow.boxed import last_boxed
 from winnow.config.data import DataConfig
 from winnow.errors import DataError
 
@@ -32,12 +32,8 @@ _SOURCE = "data_source"
 _PROMPT = DataConfig().prompt_key
 _PROMPTS = ("problem", "question", "input", "messages")
 _TRUTHS = ("solution", "answer", "label", "ground_truth")
-_NAMES = {
-    ("prompt", "solution"): "TRL's columns",
-    ("input", "label"): "OpenRLHF's columns",
-}
+_NAMES = {("prompt", "solution"): "TRL's columns", ("input", "label"): "OpenRLHF's columns"}
 _KINDS = {str: "text", list: "list", dict: "object", int: "number", float: "number"}
-_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
@@ -175,22 +171,6 @@ def after_mark(answer: str) -> str | None:
     """Return the final number of a GSM8K answer, after its last `####`; None without the mark."""
     _, mark, final = answer.rpartition("####")
     return final.strip().replace(",", "").replace("$", "") if mark else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Read the last `\boxed{…}` (or `\fbox{…}`, or `\boxed 5`) of a text; None without one."""
-    found = list(_BOX.finditer(text))
-    if not found:
-        return None
-    rest = text[found[-1].end() :].lstrip()
-    if not rest.startswith("{"):
-        return re.split(r"[\s$]", rest, maxsplit=1)[0]
-    depth = 0
-    for mark in re.finditer(r"(?<!\\)(?:\\\\)*([{}])", rest):
-        depth += 1 if mark.group(1) == "{" else -1
-        if depth == 0:
-            return rest[1 : mark.end() - 1].strip()
-    return None
 
 
 def _boxed_or_all(solution: str) -> str:

@@ -33,29 +33,23 @@ class TaskRows(Protocol):
     @property
     def size(self) -> int | None:
         """The number of rows; None when they never end."""
-        ...
 
     @property
     def data_sources(self) -> frozenset[str]:
         """The data sources of endless rows."""
-        ...
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
         """For each task, a text that changes when its endless rows do."""
-        ...
 
     def candidates(self, index: int) -> Iterator[Row]:
         """Yield rows for `index`, always the same: the first that is short enough counts."""
-        ...
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
         """Yield the rows that a uid names; KeyError where there is none of it."""
-        ...
 
     def held_out(self) -> list[Row]:
         """Return the rows for evaluation, which are never trained on."""
-        ...
 
 
 class GeneratedPrompts:
@@ -86,7 +80,7 @@ def training_prompts(
         DataError: there is no training data, or it is not usable.
     """
     renderer = PromptRenderer(tokenizer, config)
-    rows = _task_rows(config, seed)
+    rows = task_rows(config, seed)
     if rows is not None:
         size = rows.size or config.max_train_prompts
         if size is None:
@@ -118,11 +112,11 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
     renderer = PromptRenderer(tokenizer, config)
     if config.eval_files:
         return renderer.render(read_rows(config.eval_files, config))
-    rows = _task_rows(config, seed=0)
+    rows = task_rows(config, seed=0)
     return renderer.render([] if rows is None else rows.held_out())
 
 
-def _task_rows(config: DataConfig, seed: int) -> TaskRows | None:
+def task_rows(config: DataConfig, seed: int) -> TaskRows | None:
     """Make the rows of `data.task`; None where prompts come from files."""
     task = config.task
     if isinstance(task, SortDigitsTask):

@@ -6,17 +6,17 @@ space at the ends and known instructions aside. The file appears as a whole or n
 
 from __future__ import annotations
 
+import fnmatch
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
-from winnow.config.data import ReasoningGymTask, SortDigitsTask
+from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.columns import excerpt
 from winnow.data.hub import fetch, list_files
-from winnow.data.loader import TaskRows
+from winnow.data.loader import task_rows
 from winnow.data.published import (
     SETS,
     foreign_source,
@@ -181,16 +181,11 @@ def _generated(request: Request, done: Prepared) -> Iterator[Row]:
         from winnow.data import countdown
 
         return countdown.rows(seed, count, test)
-    task: TaskRows
-    if name == "sort_digits":
-        from winnow.data.sort_digits import SortDigitsRows
-
-        task = SortDigitsRows(SortDigitsTask(eval_problems=count), seed)
-    else:
-        from winnow.data.procedural import ProceduralRows
-
+    section: SortDigitsTask | ReasoningGymTask = SortDigitsTask(eval_problems=count)
+    if name != "sort_digits":
         section = ReasoningGymTask(task=name.removeprefix(_GYM), eval_problems=count)
-        task = ProceduralRows(section, seed)
+    task = task_rows(DataConfig(task=section), seed)
+    assert task is not None
     if test:
         return iter(task.held_out())
     return (next(task.candidates(index)) for index in range(count))
@@ -269,17 +264,17 @@ def download(
     place = f"hub data set {repo} at {revision}"
     try:
         listing = list_files(place, repo, revision)
-        held = listing.files
-        found = [[name for name in held if fnmatchcase(name, pattern)] for pattern in patterns]
+        found = (fnmatch.filter(listing.files, pattern) for pattern in patterns)
         names = next((matching for matching in found if matching), [])
         pins = {name: f"hf://datasets/{repo}@{listing.commit}/{name}" for name in names}
         paths = {name: str(fetch(place, pin)) for name, pin in pins.items()}
     except DataError as error:
         raise DataError(f"{error}, {_INSTEAD}") from error
     if not paths:
-        some = ", ".join(held[:5]) or "none"
+        some = ", ".join(listing.files[:5]) or "none"
+        some += ", …" if len(listing.files) > 5 else ""
         raise DataError(
-            f"{place}: no file like {' or '.join(patterns)} (it has {some}"
-            f"{', …' if len(held) > 5 else ''}); choose a --revision that has one, {_INSTEAD}"
+            f"{place}: no file like {' or '.join(patterns)} (it has {some}); choose a --revision "
+            f"that has one, {_INSTEAD}"
         )
     return listing.commit, paths

@@ -27,16 +27,9 @@ INSTRUCTION = (
     "\n\nThink step by step, then give the final answer alone between <answer> and </answer>."
 )
 # Their problems depend on the order of sets of texts, which differs from process to process.
-UNSTABLE = frozenset(
-    {
-        "codeio",
-        "isomorphic_strings",
-        "knight_swap",
-        "list_functions",
-        "polynomial_multiplication",
-        "ransom_note",
-        "word_ladder",
-    }
+UNSTABLE = (
+    *("codeio", "isomorphic_strings", "knight_swap", "list_functions"),
+    *("polynomial_multiplication", "ransom_note", "word_ladder"),
 )
 _BLOCK = 500
 """Problems of one seed: some tasks prepare them all at once."""
@@ -167,11 +160,9 @@ def _dataset(task: str, options: str, key: str, block: int) -> Any:
         hint = f"; did you mean {' or '.join(near)}?" if near else "; see its list of tasks"
         raise DataError(f"{PREFIX}{task}: reasoning-gym has no such task{hint}")
     digest = hashlib.blake2b(f"{key}/{block}".encode(), digest_size=4).digest()
-    settings = json.loads(options)
+    seed = int.from_bytes(digest, "big") >> 1
     try:
-        return create_dataset(
-            task, **{"seed": int.from_bytes(digest, "big") >> 1, "size": _BLOCK, **settings}
-        )
+        return create_dataset(task, **{"seed": seed, "size": _BLOCK, **json.loads(options)})
     # Settings are checked by assertions, and unknown ones by the class that is to hold them.
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         said = " ".join(str(error).split())
@@ -183,7 +174,7 @@ def _dataset(task: str, options: str, key: str, block: int) -> Any:
 
 def _as_json(value: Any) -> str:
     """JSON that keeps tuples, and keys that are no texts."""
-    return json.dumps(_plain(value), ensure_ascii=False, sort_keys=False)
+    return json.dumps(_plain(value), ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:

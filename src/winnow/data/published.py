@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from winnow.data.columns import AFTER_MARK, VERL, Record, after_mark, last_boxed, wrong_field
+from winnow.boxed import last_boxed
+from winnow.data.columns import AFTER_MARK, VERL, Record, after_mark, wrong_field
 from winnow.data.sources import Row, to_row
 
 _DEGREES = re.compile(r"\^\\circ|\^\{\\circ\}|°")
@@ -76,12 +77,7 @@ _BOXED: Reader = (last_boxed, "a text with the final answer in \\boxed{}")
 # The columns that may hold what is asked, and those of the ground truth with their readers.
 _QUESTIONS = ("question", "problem", "Problem", "Question")
 _GSM8K = {"answer": _MARKED, "Answer": _MARKED}
-_MATHS = {
-    "answer": _AS_IT_STANDS,
-    "Answer": _AS_IT_STANDS,
-    "solution": _BOXED,
-    "Solution": _BOXED,
-}
+_MATHS = {"answer": _AS_IT_STANDS, "Answer": _AS_IT_STANDS, "solution": _BOXED, "Solution": _BOXED}
 
 
 @dataclass(frozen=True)

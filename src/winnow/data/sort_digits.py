@@ -11,6 +11,7 @@ over, so that reinforcement learning has something to find.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,33 +127,27 @@ def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
         DataError: there are not so many.
     """
     found: dict[str, None] = {}
-    candidates = _candidates(task, _EVALUATION_SEED)
-    for _ in range(20_000 + 200 * count):
+    for digits in itertools.islice(_candidates(task, _EVALUATION_SEED), 20_000 + 200 * count):
         if len(found) == count:
-            break
-        digits = next(candidates)
+            return list(found)
         if is_held_out(digits):
             found[digits] = None
-    else:
-        raise DataError(
-            f"data.task.eval_problems is {count}, but {task.min_digits} to {task.max_digits} "
-            f"digits give only about {len(found)} held-out problems; lower it, or raise "
-            "data.task.max_digits"
-        )
-    return list(found)
+    raise DataError(
+        f"data.task.eval_problems is {count}, but {task.min_digits} to {task.max_digits} "
+        f"digits give only about {len(found)} held-out problems; lower it, or raise "
+        "data.task.max_digits"
+    )
 
 
 def _candidates(task: SortDigitsTask, key: str) -> Iterator[str]:
     """Random digit strings, lengths equally likely. A hash, so that no library's generator
     can change the data."""
     lengths = task.max_digits - task.min_digits + 1
-    attempt = 0
-    while True:
+    for attempt in itertools.count():
         digest = hashlib.blake2b(f"{key}/{attempt}".encode(), digest_size=16).digest()
         number = int.from_bytes(digest, "big")
         length = task.min_digits + number % lengths
         yield f"{number // lengths % 10**length:0{length}d}"
-        attempt += 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +173,10 @@ def demonstrations(
     for digits, kind in zip(_training_problems(count, task, rng), kinds, strict=True):
         if kind < config.guess_share:
             text = _guess(digits, config.guess_noise, rng)
-        elif kind < config.guess_share + config.working_share:
-            text = _worked(digits, config.step_error, 0.0, max_response_tokens, rng)
         else:
-            text = _worked(digits, config.step_error, config.repeat, max_response_tokens, rng)
+            is_straight = kind < config.guess_share + config.working_share
+            repeat = 0.0 if is_straight else config.repeat
+            text = _worked(digits, config.step_error, repeat, max_response_tokens, rng)
         response = np.append(encode(text), EOS_ID)[:max_response_tokens]
         made.append(Demonstration(encode(prompt_text(digits)), response))
     return made

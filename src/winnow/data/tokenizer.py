@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("spiece.model", "vocab.json", "vocab.txt"),
 )
 
 

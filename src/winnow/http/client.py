@@ -21,12 +21,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
 
 from winnow.errors import RewardError
+from winnow.observe.files import one_line
 
 T = TypeVar("T")
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
@@ -57,40 +58,35 @@ class RemoteError(Exception):
         return self.line
 
 
+@dataclass(eq=False)
 class HttpJson:
     """A client of one service; safe to use from any thread and any event loop.
-
-    Args:
-        base_url: paths are put behind it; a section of the configuration has checked it.
-        token: sent as `Authorization: Bearer`, and kept out of every error.
-        max_concurrent: requests under way at once, their pauses between tries included.
-        tries: how often a request is sent in all.
-        backoff_s: pause after the first try; it doubles with each.
-        max_bytes: longest answer that is read, unpacked.
 
     Raises:
         RewardError: the address is none.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        token: str | None = None,
-        max_concurrent: int = 64,
-        tries: int = 3,
-        backoff_s: float = 0.5,
-        max_bytes: int = 32 << 20,
-    ) -> None:
+    base_url: str
+    """Paths are put behind it; a section of the configuration has checked it."""
+    token: str | None = field(default=None, repr=False)
+    """Sent as `Authorization: Bearer`, and kept out of every error."""
+    max_concurrent: int = 64
+    """Requests under way at once, their pauses between tries included."""
+    tries: int = 3
+    """How often a request is sent in all."""
+    backoff_s: float = 0.5
+    """Pause after the first try; it doubles with each."""
+    max_bytes: int = 32 << 20
+    """Longest answer that is read, unpacked."""
+
+    def __post_init__(self) -> None:
         try:
-            self._url = httpx.URL(base_url.rstrip("/"))
+            self._url = httpx.URL(self.base_url.rstrip("/"))
         except httpx.InvalidURL as error:
-            raise RewardError(f"{base_url} is no address ({error}); mend it") from None
-        self._token = token
+            raise RewardError(f"{self.base_url} is no address ({error}); mend it") from None
         self._headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._max_concurrent, self._tries, self._backoff_s = max_concurrent, tries, backoff_s
-        self._max_bytes = max_bytes
+        if self.token is not None:
+            self._headers["Authorization"] = f"Bearer {self.token}"
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -126,7 +122,7 @@ class HttpJson:
                 raise self._closed_error()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._slots = asyncio.Semaphore(self._max_concurrent)
+                self._slots = asyncio.Semaphore(self.max_concurrent)
                 self._client = httpx.AsyncClient(
                     headers=self._headers,
                     timeout=None,
@@ -164,13 +160,13 @@ class HttpJson:
         """Send JSON and wait for JSON, as `post` does, on this client's event loop."""
         try:
             async with self._slots:
-                for number in range(1, self._tries + 1):
+                for number in range(1, self.tries + 1):
                     try:
                         return await self.attempt(path, body, timeout_s, number)
                     except RemoteError as error:
                         if not error.is_passing:
                             raise
-                        if number == self._tries:
+                        if number == self.tries:
                             error.line += f", {number} times over" if number > 1 else ""
                             raise error from None
                         await asyncio.sleep(self._pause_s(number, error.after_s))
@@ -236,10 +232,10 @@ class HttpJson:
             said = f"did not answer within {silence_s or timeout_s:g} s"
             raise self.error(said, is_passing=True) from None
         except httpx.DecodingError as error:
-            raise self.error(f"answered with what cannot be unpacked: {_text(error)}") from None
+            raise self.error(f"answered with what cannot be unpacked: {one_line(error)}") from None
         except httpx.RequestError as error:
             said = "cannot be reached" if response is None else "cut its answer off"
-            raise self.error(f"{said}: {_text(error)}", is_passing=True) from None
+            raise self.error(f"{said}: {one_line(error)}", is_passing=True) from None
 
     def _refusal(self, response: httpx.Response, data: bytes) -> RemoteError:
         status = response.status_code
@@ -260,8 +256,8 @@ class HttpJson:
         parts = bytearray()
         async for part in response.aiter_bytes():
             parts += part
-            if len(parts) > self._max_bytes:
-                raise self.error(f"answered with more than {self._max_bytes:,} bytes")
+            if len(parts) > self.max_bytes:
+                raise self.error(f"answered with more than {self.max_bytes:,} bytes")
         return bytes(parts)
 
     def error(
@@ -278,13 +274,13 @@ class HttpJson:
 
     def without_token(self, text: str) -> str:
         """Return the text with the token taken out."""
-        return text.replace(self._token, "(secret)") if self._token else text
+        return text.replace(self.token, "(secret)") if self.token else text
 
     def _closed_error(self) -> RemoteError:
         return self.error("is not asked any more: the client is closed")
 
     def _pause_s(self, tries: int, after_s: float | None) -> float:
-        most = min(self._backoff_s * 2.0 ** (tries - 1), _LONGEST_BACKOFF_S)
+        most = min(self.backoff_s * 2.0 ** (tries - 1), _LONGEST_BACKOFF_S)
         # Jitter is no part of a run's random numbers: it moves times, never scores.
         own_s = most * random.SystemRandom().uniform(0.5, 1.0)
         # A server that asks for no pause at all does not switch ours off.
@@ -313,10 +309,6 @@ def token_of(variable: str | None, field: str) -> str | None:
             f"and breaks; export another {variable}"
         )
     return token
-
-
-def _text(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _retry_after_s(value: str | None) -> float | None:

@@ -23,6 +23,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any, Protocol, cast
@@ -75,47 +76,41 @@ class Service(Protocol):
 
     def close(self) -> None:
         """End what is under way, before connections are closed."""
-        ...
 
 
+@dataclass(eq=False)
 class JsonService:
-    """An ASGI application (`app`) with a JSON route and `GET /health`; for one event loop.
+    """An ASGI application (`app`) with a JSON route and `GET /health`; for one event loop."""
 
-    Args:
-        path: where bodies are posted to.
-        answer: makes the reply to a body.
-        health: makes the reply of `GET /health`.
-        max_requests: bounds the requests at once, those that wait included.
-        error_key: names the line in a refusal's reply.
-        stop: ends the work under way, before connections are closed.
-        reserve: files that the work under way opens.
-    """
+    path: str
+    """Route to which bodies are posted."""
+    answer: Answer
+    """Makes the reply to a body."""
+    health: Callable[[], dict[str, Any]]
+    """Makes the reply of `GET /health`."""
+    max_requests: int
+    """Requests at once, those that wait included."""
+    max_body_bytes: int
+    token: str | None
+    error_key: str
+    """Names the line in a refusal's reply."""
+    stop: Callable[[], None] = lambda: None
+    """Ends the work under way, before connections are closed."""
+    reserve: int = 0
+    """Files that the work under way opens."""
+    taken: int = 0
+    """Requests that have a place."""
+    is_closing: bool = False
+    """True once clients are told to come back."""
+    _drained: int = 0
 
-    def __init__(
-        self,
-        path: str,
-        answer: Answer,
-        health: Callable[[], dict[str, Any]],
-        max_requests: int,
-        max_body_bytes: int,
-        token: str | None,
-        error_key: str,
-        stop: Callable[[], None] = lambda: None,
-        reserve: int = 0,
-    ) -> None:
-        self._answer, self._health, self._max_body_bytes = answer, health, max_body_bytes
-        self._token, self._error_key, self._stop = token, error_key, stop
-        self.connections = connection_limit(reserve)
+    def __post_init__(self) -> None:
+        self.connections = connection_limit(self.reserve)
         # Half: a client that is refused needs a connection, too.
-        self._places = min(max_requests, max(1, self.connections // 2))
-        self._drained = 0
-        self.taken = 0
-        """Requests that have a place."""
-        self.is_closing = False
-        """Clients are told to come back."""
+        self._places = min(self.max_requests, max(1, self.connections // 2))
         self.app = Starlette(
             routes=[
-                Route(path, self._post, methods=["POST"]),
+                Route(self.path, self._post, methods=["POST"]),
                 Route("/health", self._get_health, methods=["GET"]),
             ]
         )
@@ -123,19 +118,19 @@ class JsonService:
     def close(self) -> None:
         """End what is under way; its clients are told to come back."""
         self.is_closing = True
-        self._stop()
+        self.stop()
 
     async def _get_health(self, request: Request) -> Response:
-        if self._token is None and not is_asked_here(request.headers.get("host", "")):
+        if self.token is None and not is_asked_here(request.headers.get("host", "")):
             return self._refused(Refusal(421, _NOT_HERE))
-        return _json(self._health())
+        return _json(self.health())
 
     async def _post(self, request: Request) -> Response:
         try:
             self._admit(request)
             self.taken += 1
             try:
-                return _json(await self._answer(await self._body(request), request))
+                return _json(await self.answer(await self._body(request), request))
             finally:
                 self.taken -= 1
         except Refusal as refusal:
@@ -146,10 +141,10 @@ class JsonService:
             return self._refused(Refusal(503, "the service is closing"))
 
     def _admit(self, request: Request) -> None:
-        if self._token is None and not is_asked_here(request.headers.get("host", "")):
+        if self.token is None and not is_asked_here(request.headers.get("host", "")):
             raise Refusal(421, _NOT_HERE)
-        if self._token is not None and not has_token(
-            request.headers.get("authorization", ""), self._token
+        if self.token is not None and not has_token(
+            request.headers.get("authorization", ""), self.token
         ):
             raise Refusal(401, "the token is missing or wrong")
         kind = request.headers.get("content-type", "")
@@ -162,7 +157,7 @@ class JsonService:
             raise Refusal(503, f"{self.taken} requests are here already, which is the limit")
 
     async def _body(self, request: Request) -> Any:
-        most = self._max_body_bytes
+        most = self.max_body_bytes
         told = request.headers.get("content-length", "")
         if told.isdecimal() and int(told) > most:
             raise Refusal(413, f"the body must be at most {most:,} bytes, got {told}")
@@ -187,7 +182,7 @@ class JsonService:
         """
         if self._drained >= _MOST_DRAINED:
             return False
-        left = max(_DRAIN_BYTES, 2 * self._max_body_bytes)
+        left = max(_DRAIN_BYTES, 2 * self.max_body_bytes)
         self._drained += 1
         try:
             async with asyncio.timeout(_DRAIN_S):
@@ -209,7 +204,7 @@ class JsonService:
             headers["Retry-After"] = "1"
         if refusal.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return _json({self._error_key: str(refusal)}, refusal.status, headers)
+        return _json({self.error_key: str(refusal)}, refusal.status, headers)
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] = {}) -> Response:  # noqa: B006

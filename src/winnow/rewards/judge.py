@@ -15,11 +15,10 @@ import hashlib
 import json
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from winnow.config.judge import BUILT_IN, LanguageModelJudge, OpenAiJudge
 from winnow.errors import RewardError
@@ -103,11 +102,10 @@ class RateLimit:
         now = self._clock()
         waits = (self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
         wait_s = max(self._paused_until - now, *waits)
-        if wait_s > 0:
-            return wait_s
-        self._requests.take(1.0)
-        self._tokens.take(tokens)
-        return 0.0
+        if wait_s <= 0:
+            self._requests.take(1.0)
+            self._tokens.take(tokens)
+        return max(wait_s, 0.0)
 
     def settle(self, estimated: float, used: float) -> None:
         """Correct the estimate that a request was let through with."""
@@ -118,22 +116,21 @@ class RateLimit:
         self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
-class JudgeClient(ABC):
+class JudgeClient(Protocol):
     """The way to a judge's model, on an event loop of its own."""
 
     place: object
     """Plain data: replies from here are kept apart from others."""
     counts: Counter[str]
-    has_answered = False
+    has_answered: bool = False
 
-    @abstractmethod
     def settings(self) -> Mapping[str, Any]:
         """Return the fields of a request beside its messages; None leaves one out."""
 
-    def check(self, messages: list[dict[str, str]]) -> None:  # noqa: B027
+    def check(self, messages: list[dict[str, str]]) -> None:
         """Raise a ValueError of one line where these cannot be put to the model."""
+        return
 
-    @abstractmethod
     async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
         """Ask, on the client's loop; what came to nothing for this question is a RemoteError."""
 
@@ -145,11 +142,9 @@ class JudgeClient(ABC):
         """Return the text without secrets."""
         return text
 
-    @abstractmethod
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the client's loop."""
 
-    @abstractmethod
     def close(self) -> None:
         """Leave the model alone."""
 
@@ -161,7 +156,8 @@ class _HttpClient(HttpJson, JudgeClient):
     replies that came over the network; `retries` after failures.
     """
 
-    def __init__(self, config: OpenAiJudge, key: str | None, backoff_s: float) -> None:
+    def __init__(self, config: OpenAiJudge, backoff_s: float) -> None:
+        key = token_of(config.api_key_env, "reward.judge.api_key_env")
         super().__init__(config.base_url, key, config.max_concurrent, config.retries + 1, backoff_s)
         self._config = config
         self.place = f"{config.base_url.rstrip('/')}/{_PATH}"
@@ -222,12 +218,6 @@ class _HttpClient(HttpJson, JudgeClient):
         return JudgeReply(text, tokens, choice.get("finish_reason") == "length")
 
 
-def _http_client(config: LanguageModelJudge, backoff_s: float) -> JudgeClient:
-    assert isinstance(config, OpenAiJudge)
-    key = token_of(config.api_key_env, "reward.judge.api_key_env")
-    return _HttpClient(config, key, backoff_s)
-
-
 def no_counts() -> Counter[str]:
     """Return a judge's counts, by name, at its start."""
     return Counter(dict.fromkeys(_COUNTS, 0))
@@ -249,14 +239,14 @@ class Judge:
     """Scores come later."""
 
     def __init__(
-        self,
-        config: LanguageModelJudge,
-        backoff_s: float = 1.0,
-        client: JudgeClient | None = None,
+        self, config: LanguageModelJudge, backoff_s: float = 1.0, client: JudgeClient | None = None
     ) -> None:
         self.config = config
         self._prompt = JudgePrompt(config)
-        self._client = client or _http_client(config, backoff_s)
+        if client is None:
+            assert isinstance(config, OpenAiJudge)
+            client = _HttpClient(config, backoff_s)
+        self._client = client
         path = cache_path(config.cache)
         self._cache = None if path is None else ReplyCache(path)
         if self._cache is not None:

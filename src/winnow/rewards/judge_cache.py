@@ -20,6 +20,7 @@ from winnow.errors import RewardError
 _MARK = 0x574A4447
 """SQLite's application id of these files."""
 _BUSY_S = 60.0
+_COLUMNS = "question BLOB PRIMARY KEY, reply BLOB, tokens INTEGER, made_s REAL"
 
 
 @dataclass(frozen=True)
@@ -58,26 +59,20 @@ class ReplyCache:
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
+            execute = self._connection.execute
             try:
-                self._prepare()
+                # Two processes that make the file at the same time wait for each other here.
+                execute("BEGIN IMMEDIATE")
+                (mark,) = execute("PRAGMA application_id").fetchone()
+                (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
+                if mark != _MARK and tables:
+                    raise sqlite3.DatabaseError("it holds tables of something else")
+                execute(f"CREATE TABLE IF NOT EXISTS replies ({_COLUMNS})")
+                execute(f"PRAGMA application_id = {_MARK}")
+                execute("COMMIT")
             except BaseException:
                 self._connection.close()
                 raise
-
-    def _prepare(self) -> None:
-        execute = self._connection.execute
-        # Two processes that make the file at the same time wait for each other here.
-        execute("BEGIN IMMEDIATE")
-        (mark,) = execute("PRAGMA application_id").fetchone()
-        (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if mark != _MARK and tables:
-            raise sqlite3.DatabaseError("it holds tables of something else")
-        execute(
-            "CREATE TABLE IF NOT EXISTS replies "
-            "(question BLOB PRIMARY KEY, reply BLOB, tokens INTEGER, made_s REAL)"
-        )
-        execute(f"PRAGMA application_id = {_MARK}")
-        execute("COMMIT")
 
     def get(self, question: bytes) -> JudgeReply | None:
         """Return the reply to a question, which is named by its digest."""

@@ -14,6 +14,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from winnow.config.judge import BuiltInParse, LabelsParse, LanguageModelJudge, NumberParse, Parse
+from winnow.observe.files import one_line
 from winnow.types import Prompt
 
 _MATERIAL = """\
@@ -65,8 +66,7 @@ class JudgePrompt:
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         text, rule = _BUILT_IN.get(config.template, (config.template, config.parse))
         self._is_built_in = isinstance(config.parse, BuiltInParse)
-        if not isinstance(config.parse, BuiltInParse):
-            rule = config.parse
+        rule = rule if self._is_built_in else config.parse
         assert not isinstance(rule, BuiltInParse), "the section asks for a rule"
         self._rule = rule
         self._roles = [("user", environment.from_string(text))]
@@ -76,7 +76,9 @@ class JudgePrompt:
             self._pattern = re.compile(rule.pattern)
         else:
             before = _JUDGEMENT if self._is_built_in else ""
-            self._pattern = re.compile(before + _any_of(list(rule.labels)))
+            # Whole words; of two that begin alike the longer one.
+            words = "|".join(map(re.escape, sorted(rule.labels, key=len, reverse=True)))
+            self._pattern = re.compile(rf"{before}(?<!\w)({words})(?!\w)")
 
     def messages(self, prompt: Prompt, answer: str) -> list[dict[str, str]]:
         """Return the conversation that the judge gets.
@@ -117,12 +119,6 @@ class JudgePrompt:
         return (number - lowest) / (highest - lowest) if lowest <= number <= highest else None
 
 
-def _any_of(labels: list[str]) -> str:
-    """Whole words; of two that begin alike the longer one."""
-    words = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
-    return rf"(?<!\w)({words})(?!\w)"
-
-
 def _rendered(role: str, template: Template, values: dict[str, Any]) -> str:
     try:
         return template.render(values)
@@ -131,5 +127,4 @@ def _rendered(role: str, template: Template, values: dict[str, Any]) -> str:
         *(ArithmeticError, RecursionError),
     ) as error:
         field = "reward.judge.system" if role == "system" else "reward.judge.template"
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{field} fails ({reason})") from error
+        raise ValueError(f"{field} fails ({one_line(error)})") from error

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from winnow.rewards.task import (
-    Failure,
-)
+from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
 if TYPE_CHECKING:

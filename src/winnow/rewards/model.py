@@ -14,23 +14,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from winnow.config.judge import SequenceClassifier
 from winnow.errors import ModelError
+from winnow.observe.files import one_line
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt
+from winnow.workers.threads import settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Forward = Callable[[Sequence[IntArray]], Sequence[float]]
-"""From the token ids of sequences to a number for each."""
-Asking = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
-"""The same by other processes, while the event loop goes on."""
+Forward = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
+"""From the token ids of sequences to a number for each, here or by other processes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,40 +39,36 @@ class _Waiting:
     verdict: Verdict
 
 
+@dataclass(eq=False)
 class ModelScorer:
     """Scores answers by a model in this process, in the event loop's thread, or in others.
 
-    Others are asked for what waits, one call after the other.
-
-    Args:
-        config: what the model's number is called, and what it counts for.
-        forward: runs the model here; or None, and `asking` has others run it.
-        pad_token_id: the model's, if it has one.
-        positions: tokens that it takes, if that is known.
-        one_by_one: make a call for each answer, where the model is here.
-        asking: has others run the model.
+    The model gets what waits, one call after the other.
 
     Raises:
         ModelError: there is no template, or `max_tokens` is beyond `positions`.
     """
 
-    def __init__(
-        self,
-        config: SequenceClassifier,
-        forward: Forward | None,
-        tokenizer: PreTrainedTokenizerBase,
-        pad_token_id: int | None,
-        positions: int | None,
-        one_by_one: bool,
-        asking: Asking | None = None,
-    ) -> None:
-        self.config = config
-        self._forward, self._asking, self._tokenizer = forward, asking, tokenizer
-        self._task: asyncio.Task[None] | None = None
-        self._pad_token_id, self._one_by_one = pad_token_id, one_by_one
-        self._waiting: list[_Waiting] = []
-        self.scored = 0
-        """Answers so far."""
+    config: SequenceClassifier
+    """Says what the model's number is called, and what it counts for."""
+    forward: Forward
+    """Runs the model."""
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int | None
+    """The model's, if it has one."""
+    positions: int | None
+    """Tokens that it takes, if that is known."""
+    one_by_one: bool
+    """True if each answer has a call of its own."""
+    takes_time: bool
+    """True if scores come later, from other processes."""
+    scored: int = 0
+    """Answers so far."""
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        config, tokenizer, positions = self.config, self.tokenizer, self.positions
         if config.chat_template == "auto" and not tokenizer.chat_template:
             raise ModelError(
                 f"reward.model.path {config.path}: its tokenizer has no chat template; set "
@@ -84,11 +80,6 @@ class ModelScorer:
                 f"{positions} positions ({config.path}); lower it"
             )
         self._limit_tokens = config.max_tokens or positions
-
-    @property
-    def takes_time(self) -> bool:
-        """True where scores come later."""
-        return self._asking is not None
 
     def check(self, prompt: Prompt) -> None:
         """Check before training that a prompt can be encoded.
@@ -113,32 +104,20 @@ class ModelScorer:
         except ValueError as error:
             verdict.set_result(_failure(str(error)))
             return verdict
-        if not self._waiting:
-            # Behind all that is ready to run now, and may ask as well.
-            loop.call_soon(self._run)
         self._waiting.append(_Waiting(ids, verdict))
+        if self._task is None or self._task.done():
+            # It begins behind all that is ready to run now, and may ask as well.
+            self._task = loop.create_task(self._run())
         return verdict
 
-    def _run(self) -> None:
-        if self._asking is not None:
-            if self._task is None or self._task.done():
-                self._task = asyncio.get_running_loop().create_task(self._run_apart(self._asking))
-            return
-        assert self._forward is not None
-        waiting = self._taken()
-        calls = [[each] for each in waiting] if self._one_by_one else [waiting] if waiting else []
-        try:
-            for call in calls:
-                self._settle(call, self._forward([each.ids for each in call]))
-        except Exception as error:
-            _refuse(waiting, error)
-
-    async def _run_apart(self, asking: Asking) -> None:
+    async def _run(self) -> None:
         while waiting := self._taken():  # with what has come meanwhile
             try:
-                self._settle(waiting, await asking([each.ids for each in waiting]))
-            except Exception as error:
-                _refuse(waiting, error)
+                for call in [[each] for each in waiting] if self.one_by_one else [waiting]:
+                    self._settle(call, await self.forward([each.ids for each in call]))
+            except Exception as error:  # belongs to those who wait, who would wait for ever
+                for each in waiting:
+                    settle(each.verdict, error)
 
     def _taken(self) -> list[_Waiting]:
         """Return what waits, from now on without it."""
@@ -147,9 +126,8 @@ class ModelScorer:
 
     def _settle(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
         for each, value in zip(call, values, strict=True):
-            said = value if math.isfinite(value) else _failure(f"its score is {value}")
-            if not each.verdict.done():
-                each.verdict.set_result(said)
+            is_number = math.isfinite(value)
+            settle(each.verdict, value if is_number else _failure(f"its score is {value}"))
         self.scored += len(call)
 
     def _encode(self, prompt: Prompt, answer: str) -> IntArray:
@@ -161,12 +139,12 @@ class ModelScorer:
         assert prompt.messages, "a prompt comes from a row, which has messages"
         text = self._rendered(prompt, answer)
         has_template = self.config.chat_template != "none"
-        encoded: Any = self._tokenizer(
+        encoded: Any = self.tokenizer(
             text, add_special_tokens=not has_template, return_attention_mask=False, verbose=False
         )
         ids: IntArray = np.array(encoded["input_ids"], dtype=np.int64)
         # Transformers' classifiers look for the last such token, wherever padding may stand.
-        real = np.flatnonzero(ids != self._pad_token_id)
+        real = np.flatnonzero(ids != self.pad_token_id)
         ids = ids[: real[-1] + 1] if len(real) else ids[:1]
         if not len(ids):
             raise ValueError("prompt and answer have no tokens for the reward model")
@@ -188,22 +166,15 @@ class ModelScorer:
 
         turns = [*map(dict, prompt.messages), {"role": "assistant", "content": answer}]
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 turns, tokenize=False, chat_template=None if template == "auto" else template
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"its chat template fails: {reason}; mend it, or set reward.model.chat_template"
+                f"its chat template fails: {one_line(error)}; mend it, or set "
+                "reward.model.chat_template"
             ) from error
         return str(text)
-
-
-def _refuse(waiting: Sequence[_Waiting], error: Exception) -> None:
-    """Tell an error to those it belongs to, who would wait for ever."""
-    for each in waiting:
-        if not each.verdict.done():
-            each.verdict.set_exception(error)
 
 
 def _failure(reason: str) -> Failure:

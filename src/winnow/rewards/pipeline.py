@@ -19,7 +19,6 @@ a share of failures stops the run, because a broken reward must not train a mode
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -27,26 +26,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from winnow.config.judge import LanguageModelJudge, SequenceClassifier
-from winnow.config.reward import (
-    CosineConfig,
-    CustomManager,
-    DapoManager,
-    RemoteManager,
-    RewardConfig,
-)
-from winnow.errors import RewardError
+from winnow.config.reward import CosineConfig, RewardConfig
 from winnow.rewards.manager import Manager
 from winnow.rewards.managers import Rules, make_manager
-from winnow.rewards.routing import NO_SCORER, Router, check_package
-from winnow.rewards.scorers import SCORERS, Scorer
+from winnow.rewards.routing import NO_SCORER, Router, check_package, scorer_named
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
     from winnow.rewards.judge import Judge
     from winnow.rewards.model import ModelScorer
-
-log = logging.getLogger(__name__)
 
 TASK = "task"
 """Part of the reward that the manager's scorer gives."""
@@ -99,7 +88,10 @@ class RewardPipeline:
         self._weights = {TASK: config.weights.task, COSINE: config.cosine.weight}
         self._weights |= {each.config.part: each.config.weight for each in self._models}
         self._weights |= {name: part.weight for name, part in config.parts.items()}
-        own = [(name, _rule(name, part.scorer)) for name, part in config.parts.items()]
+        own = [
+            (name, scorer_named(part.scorer, f"reward.parts.{name}.scorer"))
+            for name, part in config.parts.items()
+        ]
         held_out = [each for each in own if config.parts[each[0]].in_evaluation]
         self._further = {True: own, False: held_out}
         """Scorers of `reward.parts` by name, in training and in evaluation."""
@@ -213,7 +205,7 @@ class RewardPipeline:
             tokens, limit = trajectory.generated_tokens, self._max_response_tokens
             penalty = overlong_penalty(tokens, limit, overlong.buffer_tokens, overlong.factor)
             parts[OVERLONG] = penalty
-            if isinstance(self._config.manager, DapoManager):  # as verl's dapo manager logs them
+            if self._config.manager.name == "dapo":  # as verl's dapo manager logs them
                 extra = {**extra, OVERLONG: float(penalty < 0), OVERLONG_REWARD: penalty}
         if training and cosine.enabled:
             limit = cosine.limit_tokens or self._max_response_tokens
@@ -224,15 +216,6 @@ class RewardPipeline:
             reward += self._weights.get(name, 1.0) * value
         known = score.has_accuracy or is_judged
         return Score(float(reward), accuracy, parts, extra, score.error, score.outside, known)
-
-
-def _rule(name: str, scorer: str) -> Scorer:
-    if scorer not in SCORERS:
-        raise RewardError(
-            f"reward.parts.{name}.scorer is {scorer}, which is no scorer; "
-            f"there are {', '.join(SCORERS)}"
-        )
-    return SCORERS[scorer]
 
 
 class ScoreNames:
@@ -248,8 +231,7 @@ class ScoreNames:
     def __init__(self, config: RewardConfig, models: Sequence[Section]) -> None:
         self._config, self._models = config, models
         self._judge = next((each for each in models if isinstance(each, LanguageModelJudge)), None)
-        is_theirs = isinstance(config.manager, RemoteManager | CustomManager)
-        is_rules = config.function.path is None and not is_theirs
+        is_rules = config.function.path is None and config.manager.name not in ("remote", "custom")
         self._router = Router(config.scorers) if is_rules else None
 
     def of(self, data_sources: Iterable[str]) -> frozenset[str] | None:
@@ -270,7 +252,7 @@ class ScoreNames:
             names.add(OVERLONG)
         if self._config.cosine.enabled:
             names.add(COSINE)
-        if isinstance(self._config.manager, DapoManager):
+        if self._config.manager.name == "dapo":
             names.add(OVERLONG_REWARD)
         names |= {model.part for model in self._models}
         return frozenset(names)
@@ -315,10 +297,8 @@ def cosine_reward(
     """
     if length_tokens >= limit_tokens:
         return config.exceeded
-    short, long = (
-        (config.right_short, config.right_long)
-        if is_right
-        else (config.wrong_short, config.wrong_long)
-    )
+    short, long = config.wrong_short, config.wrong_long
+    if is_right:
+        short, long = config.right_short, config.right_long
     fall = (1 + math.cos(math.pi * length_tokens / limit_tokens)) / 2
     return long + (short - long) * fall

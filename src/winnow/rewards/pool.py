@@ -46,6 +46,7 @@ from winnow.rewards.task import (
 )
 from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
+from winnow.workers.threads import settle
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +73,9 @@ _ENVIRONMENT = {
 
 @dataclass(eq=False)
 class _Ask:
-    """An answer, and the caller that waits for its score in an event loop of its own."""
+    """An answer, and the future of the event loop in which its caller waits for the score."""
 
     item: ScoreItem
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Outcome]
 
 
@@ -213,8 +213,9 @@ class ScorerPool:
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
-        asked = _Ask(ScoreItem(scorer, seed, arguments), loop, loop.create_future())
-        if not self._new or self._new[-1].loop is not loop:  # once for all of this turn
+        asked = _Ask(ScoreItem(scorer, seed, arguments), loop.create_future())
+        if not self._new or self._new[-1].future.get_loop() is not loop:
+            # Once for all of this turn.
             loop.call_soon(self._hand_over)
         self._new.append(asked)
         return await asked.future
@@ -233,7 +234,7 @@ class ScorerPool:
         with contextlib.suppress(RuntimeError):  # the pool was closed in the meantime
             self._loop.call_soon_threadsafe(self._take_in, asks)
         if self._broken is not None:  # the thread may have taken in its last
-            _set_all([(asked, self._broken) for asked in asks])
+            _settle_all([(asked, self._broken) for asked in asks])
 
     # The rest runs in the thread.
 
@@ -253,7 +254,7 @@ class ScorerPool:
                     next_look = time.monotonic() + _TICK_S
                     for scorer in list(self._scorers):
                         await self._look_at(scorer)
-                for scorer in [each for each in self._scorers if each.process.is_cut]:
+                for scorer in [each for each in self._scorers if each.process.channel.is_cut]:
                     await self._lose(scorer, None)
                 self._settle()
         except Exception as mistake:
@@ -262,7 +263,7 @@ class ScorerPool:
         finally:
             give_up = time.monotonic() + _CLOSING_S
             for scorer in self._scorers:
-                scorer.process.hang_up()
+                scorer.process.channel.hang_up()
                 if not scorer.is_idle:
                     scorer.process.kill()
             for scorer in self._scorers:
@@ -279,10 +280,10 @@ class ScorerPool:
         """Hand outcomes to the event loop that waits for them, all in one call."""
         done, self._done = self._done, []
         self.finished += len(done)
-        for loop in {asked.loop for asked, _ in done}:
-            own = [each for each in done if each[0].loop is loop]
+        for loop in {asked.future.get_loop() for asked, _ in done}:
+            own = [each for each in done if each[0].future.get_loop() is loop]
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
-                loop.call_soon_threadsafe(_set_all, own)
+                loop.call_soon_threadsafe(_settle_all, own)
 
     def _fail(self, error: Exception) -> None:
         """End all that waits, now and later: no process can be had any more."""
@@ -335,17 +336,17 @@ class ScorerPool:
             if time.monotonic() > scorer.born + _LOAD_LIMIT_S:
                 await self._lose(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
         elif scorer.is_late(timeout_s):
-            scorer.process.receive()  # an answer may have come while this thread waited
+            scorer.process.channel.receive()  # an answer may have come while this thread waited
             if scorer.is_late(timeout_s):
                 await self._lose(scorer, self._late.line)
 
     async def _lose(self, scorer: _Scorer, reason: str | None) -> None:
         """Part with a process that is gone, or is to be killed for `reason`."""
-        scorer.process.receive()
+        scorer.process.channel.receive()
         self._scorers.remove(scorer)
         if reason is not None:
             scorer.process.kill()
-        scorer.process.hang_up()
+        scorer.process.channel.hang_up()
         held, at = scorer.asks, scorer.at()
         how = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
         how = reason or how or "cut its connection"
@@ -367,16 +368,12 @@ class ScorerPool:
         is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
         if not scorer.refusal and is_chance:
             log.warning("a scorer's process %s while it was starting", how)
-        elif scorer.refusal or self._function is None:
-            line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
-            self._fail(RewardError(scorer.refusal or line))
-        else:
-            self._fail(
-                RewardError(
-                    f"reward.function.path {self._function.path}: the process that imports it "
-                    f"{how}; mend the file, or raise the limit"
-                )
-            )
+            return
+        line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
+        if self._function is not None:
+            who = f"reward.function.path {self._function.path}: the process that imports it"
+            line = f"{who} {how}; mend the file, or raise the limit"
+        self._fail(RewardError(scorer.refusal or line))
 
     def _blame(self, asks: Sequence[_Ask], failure: Failure, is_certain: bool) -> None:
         """Fail the ask that was in work; where there were several, try each again, alone."""
@@ -429,7 +426,7 @@ class ScorerPool:
             scorer.process = await LocalConnection.start(
                 "winnow.rewards.worker", _ENVIRONMENT, scorer.follow
             )
-            scorer.process.when_cut = self._news.set
+            scorer.process.channel.on_cut = self._news.set
             self._scorers.append(scorer)
             scorer.process.send(next(scorer.numbers), pack(job), partial(self._take_ready, scorer))
 
@@ -486,11 +483,6 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def _set_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
+def _settle_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
     for asked, outcome in outcomes:
-        if asked.future.done():  # cancelled
-            continue
-        if isinstance(outcome, Exception):
-            asked.future.set_exception(outcome)
-        else:
-            asked.future.set_result(outcome)
+        settle(asked.future, outcome)

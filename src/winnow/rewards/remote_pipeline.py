@@ -23,6 +23,7 @@ from winnow.rewards.task import portable
 from winnow.types import Prompt, Trajectory
 from winnow.workers.array_refs import begin_fetching
 from winnow.workers.group import WorkerGroup
+from winnow.workers.threads import settle, spawn
 
 MOST_CALLS = 2
 """To one worker at once: one that waits there, and one on its way with what has come since."""
@@ -110,34 +111,24 @@ class RemotePipeline:
             wanted = [asked for asked in load.unsent if asked[0] in load.under_way]
             load.unsent.clear()
             load.calls += 1
-            task = asyncio.get_running_loop().create_task(self._exchange(load, wanted))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            spawn(self._exchange(load, wanted), self._tasks)
 
     async def _exchange(self, load: _Load, asked: Sequence[Asked]) -> None:
         try:
             reply: ScoreReply
             reply = await self._workers.call_rank(load.rank, "exchange", asked, PATIENCE_S)
         except Exception as error:  # belongs to those who wait, who would wait for ever
-            for number in list(load.under_way):
-                _settle(load, number, error)
+            for future in load.under_way.values():
+                settle(future, error)
+            load.under_way.clear()
         else:
             done, figures = reply
             self._figures.update(figures)
-            for number, said in done:
-                _settle(load, number, said)
+            for number, scored in done:
+                if number in load.under_way:  # nobody gave it up
+                    settle(load.under_way.pop(number), scored)
         load.calls -= 1
         self._send(load)
-
-
-def _settle(load: _Load, number: int, said: ScoredAnswer | Exception) -> None:
-    future = load.under_way.pop(number, None)
-    if future is None or future.done():  # cancelled, or of a loop that is no more
-        return
-    if isinstance(said, Exception):
-        future.set_exception(said)
-    else:
-        future.set_result(said)
 
 
 class PipelineWorker:
@@ -168,27 +159,21 @@ class PipelineWorker:
         own = self._newest
         self._news.set()
         begin_fetching(trajectory for _, _, trajectory, _, _ in asked)
-        loop = asyncio.get_running_loop()
         for each in asked:
-            task = loop.create_task(self._score(*each))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            spawn(self._score(*each), self._tasks)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._something(own), patience_s)
+            async with asyncio.timeout(patience_s):
+                while own == self._newest and self._tasks and not self._done:
+                    self._news.clear()
+                    await self._news.wait()
+                if own == self._newest and self._tasks:
+                    await asyncio.sleep(LINGER_S)
         if self._broken is not None:
             raise self._broken
         if own != self._newest:
             return [], {}
         done, self._done = self._done, []
         return done, self._pipeline.figures()
-
-    async def _something(self, own: int) -> None:
-        """Wait until this exchange should return."""
-        while own == self._newest and self._tasks and not self._done:
-            self._news.clear()
-            await self._news.wait()
-        if own == self._newest and self._tasks:
-            await asyncio.sleep(LINGER_S)
 
     async def _score(
         self, number: int, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool

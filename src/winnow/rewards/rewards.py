@@ -10,9 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, SupportsFloat
 
-from winnow.config.reward import (
-    RewardConfig,
-)
+from winnow.config.reward import RewardConfig
 from winnow.errors import RewardError
 from winnow.rewards.pipeline import ANSWERS, FAILED, RewardPipeline, ScoreNames, Section
 from winnow.rewards.task import Failure

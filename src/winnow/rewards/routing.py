@@ -14,74 +14,36 @@ from importlib.util import find_spec
 from winnow.errors import RewardError
 from winnow.rewards.scorers import SCORERS, Scorer
 
-_SOURCES: Mapping[str, tuple[str, ...]] = {
-    "sort_digits": ("sort_digits",),
-    "gsm8k": ("gsm8k", "openai/gsm8k"),
+_SOURCES: Mapping[str, str] = {
+    "sort_digits": "sort_digits",
+    "gsm8k": "gsm8k openai/gsm8k",
     # Asked for, trained and published by the line `Answer:`.
-    "dapo_math": ("math_dapo*", "dapo_math*", "dapo-math*", "dapo-17k*", "aime*"),
-    "math_verify": (
-        "math",
-        "math-500*",
-        "math_500*",
-        "math500*",
-        "HuggingFaceH4/MATH-500",
-        "lighteval/MATH*",
-        "DigitalLearningGmbH/MATH-lighteval",
-        "hendrycks/competition_math",
-        "EleutherAI/hendrycks_math*",
-        "numina*",
-        "AI-MO/NuminaMath*",
-        "amc*",
-        "AI-MO/aimo-validation-amc",
-        "math-ai/amc23",
-        "olympiadbench*",
-        "minerva*",
-    ),
-    "geometry3k": ("geometry3k*", "geo3k*", "hiyouga/geometry3k"),
-    "search_qa_em": (
-        "searchR1_*",
-        "nq",
-        "nq_*",
-        "triviaqa*",
-        "popqa*",
-        "hotpotqa*",
-        "2wikimultihopqa*",
-        "musique*",
-        "bamboogle*",
-    ),
-    "multiple_choice": (
-        "multiple_choice*",
-        "mmlu*",
-        "cais/mmlu*",
-        "TIGER-Lab/MMLU-Pro*",
-        "gpqa*",
-        "Idavidrein/gpqa*",
-        "ai2_arc*",
-        "allenai/ai2_arc*",
-        "commonsense_qa*",
-        "openbookqa*",
-    ),
-    "code": (
-        "apps*",
-        "codeparrot/apps",
-        "taco*",
-        "BAAI/TACO",
-        "codecontests*",
-        "code_contests*",
-        "deepmind/code_contests",
-        "codeforces*",
-        "humaneval*",
-        "openai_humaneval*",
-        "openai/openai_humaneval",
-        "mbpp*",
-        "google-research-datasets/mbpp",
-    ),
-    "countdown": ("countdown*", "Jiayi-Pan/Countdown-Tasks-3to4"),
-    "reasoning_gym": ("reasoning_gym", "reasoning_gym/*"),
+    "dapo_math": "math_dapo* dapo_math* dapo-math* dapo-17k* aime*",
+    "math_verify": """
+        math math-500* math_500* math500* HuggingFaceH4/MATH-500 lighteval/MATH*
+        DigitalLearningGmbH/MATH-lighteval hendrycks/competition_math EleutherAI/hendrycks_math*
+        numina* AI-MO/NuminaMath* amc* AI-MO/aimo-validation-amc math-ai/amc23
+        olympiadbench* minerva*
+    """,
+    "geometry3k": "geometry3k* geo3k* hiyouga/geometry3k",
+    "search_qa_em": """
+        searchR1_* nq nq_* triviaqa* popqa* hotpotqa* 2wikimultihopqa* musique* bamboogle*
+    """,
+    "multiple_choice": """
+        multiple_choice* mmlu* cais/mmlu* TIGER-Lab/MMLU-Pro* gpqa* Idavidrein/gpqa*
+        ai2_arc* allenai/ai2_arc* commonsense_qa* openbookqa*
+    """,
+    "code": """
+        apps* codeparrot/apps taco* BAAI/TACO codecontests* code_contests* deepmind/code_contests
+        codeforces* humaneval* openai_humaneval* openai/openai_humaneval
+        mbpp* google-research-datasets/mbpp
+    """,
+    "countdown": "countdown* Jiayi-Pan/Countdown-Tasks-3to4",
+    "reasoning_gym": "reasoning_gym reasoning_gym/*",
 }
 
 ROUTES: Mapping[str, str] = {
-    source: scorer for scorer, sources in _SOURCES.items() for source in sources
+    source: scorer for scorer, sources in _SOURCES.items() for source in sources.split()
 }
 """Scorers by the data sources that have one without a recipe's word; a name ends in `*` where a
 set has variants."""
@@ -100,11 +62,7 @@ class Router:
 
     def __init__(self, overrides: Mapping[str, str]) -> None:
         for source, name in overrides.items():
-            if name not in _CHOICES:
-                raise RewardError(
-                    f"reward.scorers.{source} is {name}, which is no scorer; "
-                    f"there are {', '.join(_CHOICES)}"
-                )
+            scorer_named(name, f"reward.scorers.{source}", _CHOICES)
         self._layers = [_by_length(overrides), _by_length(ROUTES)]
         self.scorer: Callable[[str], Scorer] = cache(self._find)
         """Returns the scorer of a data source; raises RewardError where none is known for it."""
@@ -131,6 +89,18 @@ class Router:
         """
         for data_source in sorted(data_sources):
             check_package(self.scorer(data_source), f"data_source {data_source}", "reward.scorers")
+
+
+def scorer_named(name: str, setting: str, choices: Mapping[str, Scorer] = SCORERS) -> Scorer:
+    """Look up the scorer that a key of the recipe names.
+
+    Raises:
+        RewardError: it is none of `choices`.
+    """
+    if name not in choices:
+        known = ", ".join(choices)
+        raise RewardError(f"{setting} is {name}, which is no scorer; there are {known}")
+    return choices[name]
 
 
 def check_package(scorer: Scorer, what: str, setting: str) -> None:

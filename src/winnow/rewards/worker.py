@@ -41,6 +41,7 @@ from winnow.rewards.task import (
 from winnow.types import Score
 from winnow.workers.child import die_with
 from winnow.workers.local import pack, receive, send, unpack
+from winnow.workers.threads import spawn
 
 MESSAGE_S = 0.005
 """Time after which a process goes on to no further answer of its message. It is short, because
@@ -199,9 +200,7 @@ async def _serve_side_by_side(
         if message is None:
             ended.set()
             return
-        task = asyncio.ensure_future(answer(message[0], unpack(message[1])))
-        running.add(task)
-        task.add_done_callback(running.discard)
+        spawn(answer(message[0], unpack(message[1])), running)
 
     loop.add_reader(channel, on_readable)
     watching = asyncio.ensure_future(watch())

@@ -128,8 +128,8 @@ class RunResult(BaseModel):
     """Outcome of compiling or running, as the service tells it."""
 
     status: Literal["Finished", "TimeLimitExceeded", "Error"]
-    return_code: StrictInt | None = None
     execution_time: Any = None
+    return_code: StrictInt | None = None
     stdout: str | None = None
     stderr: str | None = None
 
@@ -164,6 +164,8 @@ class RunAnswer(BaseModel):
     message: Any = None
     compile_result: RunResult | None = None
     run_result: RunResult | None = None
+    files: Any = None
+    """Contents of the files asked for, in base64 by name; our client asks for none."""
 
 
 def result_of(answer: Any) -> Result:

@@ -49,7 +49,9 @@ class Landlock:
 
     def __init__(self, interpreter: Interpreter, closing: threading.Event) -> None:
         self._interpreter, self._closing = interpreter, closing
-        self._abi = landlock_abi()
+        # The kernel's version of Landlock; 0 or less where it has none.
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._abi = int(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1))
         if self._abi < _LEAST_ABI:
             had = f"has version {self._abi}" if self._abi > 0 else "is off"
             raise SandboxError(f"Landlock {had}; version {_LEAST_ABI} (Linux 6.2) is needed")
@@ -107,12 +109,6 @@ class Landlock:
             "parent": os.getpid(),
         }
         return marshal.dumps(plan, _MARSHAL)
-
-
-def landlock_abi() -> int:
-    """The kernel's version of Landlock; 0 or less where it has none."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1))
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:

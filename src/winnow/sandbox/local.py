@@ -52,12 +52,9 @@ class NoSandboxError(RewardError):
     """No kind of sandbox holds on this machine; `reasons` says why not, by kind."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
-        super().__init__(reasons)
         self.reasons = reasons
-
-    def __str__(self) -> str:
-        why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-        return (
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        super().__init__(
             f"no sandbox holds here, so no program is run. {why}. Install bubblewrap (apt-get "
             "install bubblewrap) and allow unprivileged user namespaces, or take another scorer"
         )
@@ -125,7 +122,10 @@ class LocalSandbox:
         """
         uid = self._free.get()
         try:
-            program = self._ready(program)
+            if program.is_ours:  # compiled once: that takes longer than most of it runs
+                code = compiled(self._python, program.code)
+                files = {**program.files, _COMPILED: code}
+                program = replace(program, code=_RUN_COMPILED, files=files)
             for attempt in range(1, _TRIES + 1):
                 try:
                     return self._kind.run(program, limits or self.config, uid)
@@ -147,13 +147,6 @@ class LocalSandbox:
         for claim in self._claims:
             claim.close()
         self._claims.clear()
-
-    def _ready(self, program: Program) -> Program:
-        """Compile code of our own once: that takes longer than most of it runs."""
-        if not program.is_ours:
-            return program
-        code = compiled(self._python, program.code)
-        return replace(program, code=_RUN_COMPILED, files={**program.files, _COMPILED: code})
 
     def _claim_uid(self, busy: Set[int]) -> int:
         """Claim an unprivileged user that no other process has, while this process lives.

@@ -30,7 +30,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -39,6 +38,7 @@ from starlette.requests import Request
 from winnow.config.reward import SandboxConfig
 from winnow.http import first_fault
 from winnow.http.service import JsonService, Refusal
+from winnow.sandbox.fusion import RunAnswer, RunResult
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.program import Program, Result, SandboxError
 
@@ -79,11 +79,7 @@ def _unpacked(text: Any) -> bytes | None:
 
 
 class RunRequest(BaseModel):
-    """The fields of a request that are read; null is the same as none.
-
-    Its context is the server's limits: a request that asks for more is refused, since cutting it
-    down would make the server's limit look like the program's fault.
-    """
+    """The fields of a request that are read; null is the same as none."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -104,24 +100,6 @@ class RunRequest(BaseModel):
         if not isinstance(body, dict):
             raise ValueError("must be a JSON object with code and language")
         return {name: value for name, value in body.items() if value is not None}
-
-    @field_validator("run_timeout")
-    @classmethod
-    def _is_short(cls, value: float, info: ValidationInfo) -> float:
-        assert info.context is not None
-        most = info.context.time_s
-        if not 0 < value <= most:
-            raise ValueError(f"must lie in (0, {most:g}] seconds here (--max-time-s of the server)")
-        return value
-
-    @field_validator("memory_limit_MB")
-    @classmethod
-    def _is_small(cls, value: float, info: ValidationInfo) -> float:
-        assert info.context is not None
-        most = info.context.memory_mb
-        if value != -1 and not _LEAST_MB <= value <= most:
-            raise ValueError(f"must lie in [{_LEAST_MB}, {most}] here (--memory-mb of the server)")
-        return value
 
     @field_validator("fetch_files")
     @classmethod
@@ -145,6 +123,9 @@ class Job:
 def job_of(body: Any, most: SandboxConfig) -> Job:
     """Return the job that a request asks for.
 
+    A request that asks for more than there is is refused, since cutting it down would make the
+    server's limit look like the program's fault.
+
     Args:
         most: the server's limits.
 
@@ -152,14 +133,21 @@ def job_of(body: Any, most: SandboxConfig) -> Job:
         Refusal: a field is missing or wrong; the line names it, and its value.
     """
     try:
-        asked = RunRequest.model_validate(body, context=most)
+        asked = RunRequest.model_validate(body)
         program, mark = _program(asked)
     except ValidationError as error:
         raise Refusal(422, first_fault(error)) from None
     except ValueError as error:
         raise Refusal(422, f"files: {error}") from None
     time_s = min(_DEFAULT_S, most.time_s) if asked.run_timeout is None else asked.run_timeout
-    memory_mb = most.memory_mb if asked.memory_limit_MB == -1 else int(asked.memory_limit_MB)
+    if not 0 < time_s <= most.time_s:
+        bounds = f"(0, {most.time_s:g}] seconds here (--max-time-s of the server)"
+        raise Refusal(422, f"run_timeout: must lie in {bounds}, got {body['run_timeout']}")
+    memory_mb = asked.memory_limit_MB
+    if memory_mb != -1 and not _LEAST_MB <= memory_mb <= most.memory_mb:
+        bounds = f"[{_LEAST_MB}, {most.memory_mb}] here (--memory-mb of the server)"
+        raise Refusal(422, f"memory_limit_MB: must lie in {bounds}, got {body['memory_limit_MB']}")
+    memory_mb = most.memory_mb if memory_mb == -1 else int(memory_mb)
     limits = most.model_copy(update={"time_s": time_s, "memory_mb": memory_mb})
     return Job(program, limits, asked.fetch_files, mark)
 
@@ -188,27 +176,16 @@ def response_of(result: Result, job: Job) -> dict[str, Any]:
         out, _, said = out.rpartition(job.mark)
         files = _told_files(said, job.fetch)
     is_late = result.ending == "time_limit"
-    run: dict[str, Any] = {
-        "status": "TimeLimitExceeded" if is_late else "Finished",
-        "execution_time": result.seconds,
-        "return_code": None if is_late else result.exit_code,
-        "stdout": out.decode(errors="replace"),
-        "stderr": result.stderr.decode(errors="replace"),
-    }
+    run = RunResult(
+        status="TimeLimitExceeded" if is_late else "Finished",
+        execution_time=result.seconds,
+        return_code=None if is_late else result.exit_code,
+        stdout=out.decode(errors="replace"),
+        stderr=result.stderr.decode(errors="replace"),
+    )
     message = "" if result.ending in ("finished", "time_limit") else result.ending
-    return _reply("Success" if result.is_clean else "Failed", message, run, files)
-
-
-def _reply(
-    status: str, message: str, run: dict[str, Any] | None, files: dict[str, str]
-) -> dict[str, Any]:
-    return {
-        "status": status,
-        "message": message,
-        "compile_result": None,
-        "run_result": run,
-        "files": files,
-    }
+    status: Literal["Success", "Failed"] = "Success" if result.is_clean else "Failed"
+    return RunAnswer(status=status, message=message, run_result=run, files=files).model_dump()
 
 
 def _told_files(said: bytes, asked: Sequence[str]) -> dict[str, str]:
@@ -288,7 +265,8 @@ class SandboxServer:
         except (SandboxError, OSError) as error:
             if self.service.is_closing:
                 raise Refusal(503, "the service is closing") from None
-            return _reply("SandboxError", " ".join(str(error).split()), None, {})
+            said = " ".join(str(error).split())
+            return RunAnswer(status="SandboxError", message=said, files={}).model_dump()
         finally:
             self._running -= 1
             self._free.release()

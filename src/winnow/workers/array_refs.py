@@ -27,7 +27,6 @@ class Handle(Protocol):
 
     def begin(self) -> None:
         """Start fetching it, so that `get` waits for less."""
-        ...
 
     def get(self) -> Any:
         """Return what it stands for, fetched if it is not here; arrays in it are read-only.
@@ -35,7 +34,6 @@ class Handle(Protocol):
         Raises:
             WorkerError: it is lost.
         """
-        ...
 
 
 class Store(Protocol):
@@ -43,11 +41,9 @@ class Store(Protocol):
 
     def put(self, value: Any) -> Handle:
         """Take in a copy of something that can be pickled; handles may be in it."""
-        ...
 
     def clear(self) -> None:
         """Drop all that was put, unless it is dropped with the last of its handles."""
-        ...
 
 
 class ArrayBlock:

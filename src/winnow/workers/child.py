@@ -18,6 +18,7 @@ import sys
 from winnow.workers.host import Host, failure_of
 from winnow.workers.local import Bytes, Channel, pack, unpack
 from winnow.workers.logs import LogSender
+from winnow.workers.threads import spawn
 
 _PR_SET_PDEATHSIG = 1
 _LEFT_TO_THE_DRIVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,9 +50,7 @@ async def _serve(end: socket.socket, host: Host) -> None:
         channel.send(number, packed)
 
     def begin(number: int, data: Bytes | mmap.mmap) -> None:
-        task = asyncio.get_running_loop().create_task(answer(number, data))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        spawn(answer(number, data), tasks)
 
     channel = Channel(end, begin, is_over.set)
     await is_over.wait()

@@ -32,6 +32,7 @@ from winnow.workers.host import (
 )
 from winnow.workers.local import LocalConnection, SharedStore, pack
 from winnow.workers.logs import LogReceiver
+from winnow.workers.threads import spawn
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -56,7 +57,6 @@ class WorkerConnection(Protocol):
     @property
     def pid(self) -> int:
         """The process id."""
-        ...
 
     def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run; calls begin in the order of their numbers, from 0.
@@ -64,23 +64,18 @@ class WorkerConnection(Protocol):
         Args:
             tell: to be given the result or a `CallFailure`, later; never, if the process dies.
         """
-        ...
 
     def ending(self) -> str | None:
         """Say how the process ended, such as `was killed by SIGKILL`; None while it runs."""
-        ...
 
     def kill(self) -> None:
         """End the process at once."""
-        ...
 
     async def gone(self, timeout_s: float) -> bool:
         """Wait until nothing of the process is left; False if it did not go in time."""
-        ...
 
     async def release(self) -> None:
         """Give back what the driver holds for it."""
-        ...
 
 
 @dataclass(eq=False)
@@ -139,7 +134,7 @@ class WorkerGroup:
         self._closed: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._spawn(self._watch())
+        spawn(self._watch(), self._tasks)
 
     async def start(
         self,
@@ -251,7 +246,7 @@ class WorkerGroup:
         rank.still_s = 0.0
         if isinstance(outcome, CallFailure) and not self._is_closing:
             # What waits for it is told once the cause is known.
-            self._spawn(self._raised(number, method, outcome))
+            spawn(self._raised(number, method, outcome), self._tasks)
             return
         del rank.under_way[call]
         if isinstance(outcome, CallFailure):
@@ -377,11 +372,6 @@ class WorkerGroup:
 
     def _closed_error(self) -> WorkerError:
         return WorkerError(f"the workers {self.role} were ended by this run", self.role, -1)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _refuse(future: asyncio.Future[Any], error: WinnowError) -> None:

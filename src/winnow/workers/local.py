@@ -204,14 +204,15 @@ class Channel:
         self,
         end: socket.socket,
         on_message: Callable[[int, Bytes | mmap.mmap], None],
-        on_cut: Callable[[], None],
+        on_cut: Callable[[], None] = lambda: None,
     ) -> None:
         end.setblocking(False)
-        self._socket, self._on_message, self._on_cut = end, on_message, on_cut
+        self._socket, self._on_message, self.on_cut = end, on_message, on_cut
         self._unsent: deque[tuple[int, Packed]] = deque()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(end, self.receive)
         self.is_cut = False
+        """True if the other end has closed the socket."""
 
     def send(self, number: int, packed: Packed) -> None:
         """Send a message now or as soon as the socket takes it."""
@@ -230,10 +231,10 @@ class Channel:
                 continue
             self.is_cut = True
             self._loop.remove_reader(self._socket)
-            self._on_cut()
+            self.on_cut()
 
     def hang_up(self) -> None:
-        """Take and send no more; the other end sees the socket closed."""
+        """Take and send no more; an idle process at the other end then ends by itself."""
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         with contextlib.suppress(OSError):  # the other process is gone
@@ -268,9 +269,7 @@ class LocalConnection:
     def __init__(self, process: subprocess.Popen[bytes], end: socket.socket) -> None:
         self._process = process
         self.pid = process.pid
-        self.when_cut: Callable[[], None] = lambda: None
-        """Called when the process has closed its end of the socket."""
-        self._channel = Channel(end, self._take, lambda: self.when_cut())
+        self.channel = Channel(end, self._take)
         self._waiting: dict[int, Callable[[Any], None]] = {}
         self._output: asyncio.ReadTransport | None = None
         self._following: asyncio.Task[None] | None = None
@@ -314,18 +313,9 @@ class LocalConnection:
         link._following = loop.create_task(follow(stream))
         return link
 
-    @property
-    def is_cut(self) -> bool:
-        """True if the process has closed its end of the socket."""
-        return self._channel.is_cut
-
     def send(self, number: int, payload: Packed, tell: Callable[[Any], None]) -> None:
         self._waiting[number] = tell
-        self._channel.send(number, payload)
-
-    def receive(self) -> None:
-        """Take in what has come."""
-        self._channel.receive()
+        self.channel.send(number, payload)
 
     def ending(self) -> str | None:
         if self._process.returncode is not None:
@@ -336,10 +326,6 @@ class LocalConnection:
             return None
         sign = 1 if ended.si_code == os.CLD_EXITED else -1
         return _describe(sign * ended.si_status)
-
-    def hang_up(self) -> None:
-        """Take and send no more; an idle process then ends by itself."""
-        self._channel.hang_up()
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -356,7 +342,7 @@ class LocalConnection:
 
     async def release(self) -> None:
         self._process.poll()
-        self._channel.close()
+        self.channel.close()
         if self._output is not None:
             self._output.close()
         if self._following is not None:

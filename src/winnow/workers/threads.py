@@ -1,4 +1,7 @@
-"""Blocking work beside the event loop, in a thread that nobody has to wait for at the end."""
+"""Blocking work beside the event loop, in a thread that nobody has to wait for at the end.
+
+Beside it: tasks and futures of an event loop that belong to no single caller.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
-from typing import NoReturn, ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,27 +29,34 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
     def run() -> None:
-        result, error = None, None
+        outcome: T | BaseException
         try:
-            result = work(*args, **kwargs)
-        except BaseException as raised:  # handed over to the one that waits
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:  # the loop is closed: nobody waits
-            return
+            outcome = work(*args, **kwargs)
+        except BaseException as error:  # handed over to the one that waits
+            outcome = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, future, outcome)
 
     start_thread(run, getattr(work, "__name__", "work"))
     return await future
+
+
+def settle(future: asyncio.Future[T], outcome: T | BaseException) -> None:
+    """Give a future its result, or the exception instead of it, unless it is done already."""
+    if future.done():  # cancelled, or of a loop that is no more
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+    """Begin a task, which `tasks` holds until it is done: an event loop alone may drop it."""
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:

@@ -99,9 +99,9 @@ def test_answers_that_wait_together_are_run_together(folder: Path) -> None:
     for deterministic, calls in ((False, [5]), (True, [1] * 5)):
         one = service(folder, deterministic=deterministic)
         model: Any = one._pipeline._models[0]
-        model._forward = Mock(side_effect=model._forward)
+        model.forward = Mock(side_effect=model.forward)
         ask(one, ANSWERS)
-        assert [len(call.args[0]) for call in model._forward.call_args_list] == calls
+        assert [len(call.args[0]) for call in model.forward.call_args_list] == calls
         assert one.scored_apart() == 5
 
 
@@ -163,7 +163,7 @@ def test_a_score_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
 def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: Path) -> None:
     one = service(folder)
     model = one._pipeline._models[0]
-    here, begun, go_on, sizes = model._forward, asyncio.Event(), asyncio.Event(), list[int]()
+    here, begun, go_on, sizes = model.forward, asyncio.Event(), asyncio.Event(), list[int]()
 
     async def asking(sequences: Sequence[Any]) -> Sequence[float]:
         sizes.append(len(sequences))
@@ -171,9 +171,9 @@ def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: P
         await go_on.wait()
         if len(sequences) == 3:
             raise MemoryError("no room")
-        return here(sequences)
+        return await here(sequences)
 
-    model._asking = asking
+    model.forward, model.takes_time, model.one_by_one = asking, True, False
 
     async def together() -> list[Any]:
         def of(texts: Sequence[str]) -> Any:

@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from winnow.data.published import (
-    SETS,
-    bare,
-    last_boxed,
-    published_row,
-    with_dapo_instruction,
-)
+from winnow.boxed import last_boxed
+from winnow.data.published import SETS, bare, published_row, with_dapo_instruction
 from winnow.data.sources import Row
 from winnow.errors import DataError
 

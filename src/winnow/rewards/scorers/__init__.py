@@ -58,7 +58,8 @@ class Scorer:
 
 
 _CODE_METRICS = frozenset({"cases", "passed", "passed_share"})
-_FORMAT = frozenset({"format"})
+_FORMAT, _UNREADABLE = frozenset({"format"}), frozenset({"unreadable"})
+_GYM = "reasoning_gym"
 _LINE, _BOX = "the last line 'Answer: …'", r"the last \boxed{}"
 _EITHER = f"{_BOX} or {_LINE}"
 _TAGS, _THOUGHTS = "the last <answer>…</answer>", "<think>…</think> and "
@@ -83,14 +84,6 @@ SCORERS: dict[str, Scorer] = {
         Scorer("think_boxed", "marks:score_think_boxed", 0.0, _THOUGHTS + _BOX),
         Scorer("countdown", "countdown:score", 0.0, _TAGS, _FORMAT),
         Scorer("code", "code:score", 0.0, metrics=_CODE_METRICS, sandboxed=True),
-        Scorer(
-            "reasoning_gym",
-            "procedural:score",
-            0.0,
-            _TAGS,
-            frozenset({"unreadable"}),
-            apart=True,
-            package="reasoning_gym",
-        ),
+        Scorer(_GYM, "procedural:score", 0.0, _TAGS, _UNREADABLE, apart=True, package=_GYM),
     )
 }

@@ -160,17 +160,16 @@ def read_tests(ground_truth: Any) -> CodeTests:
     inputs = given.get("inputs", given.get("input"))
     outputs = given.get("outputs", given.get("output"))
     asserts = given.get("assert_case") or given.get("test_list")
-    test = given.get("test")
-    if test:
+    if test := given.get("test"):
         if not isinstance(test, str):
             raise ValueError("test of the ground truth must be Python code")
-        if not _CHECK.search(test):
-            return CodeTests("asserts", [test], entry or _asserted([test]), prompt)
-        if entry is None:
-            raise ValueError("the ground truth has a check, but no entry_point to check")
-        return CodeTests("check", [test], entry, prompt)
+        if _CHECK.search(test):
+            if entry is None:
+                raise ValueError("the ground truth has a check, but no entry_point to check")
+            return CodeTests("check", [test], entry, prompt)
+        asserts = [test]
     if asserts:
-        if not _are_texts(asserts):
+        if not (_is_list(asserts) and all(isinstance(each, str) for each in asserts)):
             raise ValueError("assert_case of the ground truth must be a list of Python asserts")
         return CodeTests("asserts", list(asserts), entry or _asserted(asserts), prompt)
     if not (_is_list(inputs) and _is_list(outputs) and inputs and len(inputs) == len(outputs)):
@@ -243,10 +242,6 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _are_texts(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(each, str) for each in value)
-
-
 def _arguments(given: Any) -> list[Any]:
     """A list of arguments, or a text with one in JSON on each line."""
     if isinstance(given, str):
@@ -255,15 +250,10 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _loaded(given: Any) -> Any:
-    if isinstance(given, str):
-        try:
-            return json.loads(given)
-        except ValueError:
-            return given
+    with suppress(ValueError):
+        return json.loads(given) if isinstance(given, str) else given
     return given
 
 
 def _text(given: Any) -> str:
-    if _is_list(given):
-        return "\n".join(map(str, given))
-    return str(given)
+    return "\n".join(map(str, given)) if _is_list(given) else str(given)

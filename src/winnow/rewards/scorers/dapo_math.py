@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from winnow.rewards.scorers.marks import Extra, closing_brace, verdict
+from winnow.boxed import closing_brace
+from winnow.rewards.scorers.marks import Extra, full_fraction, no_commas, verdict
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300
@@ -39,7 +40,6 @@ _WRAPPER = re.compile(r"\\(?:text|textbf|overline)(?=\{)")
 _SHORT_FRACTION = re.compile(r"(frac)([^{\\])(\{[^{}]*\}|[^{\\])")
 _SHORT_ROOT = re.compile(r"(sqrt)([^{\\\[])")
 _GROUP = re.compile(r"\{([^{},]+)\}")  # braces without a comma are no set, and print nothing
-_PLAIN_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -72,17 +72,9 @@ def normalize(answer: str) -> str:
     answer = _unbox(_unwrapped(answer))
     group = _GROUP.fullmatch(answer)
     answer = group.group(1) if group else answer
-    answer = _SHORT_FRACTION.sub(_full_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_fraction, answer)
     answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
-    if _PLAIN_NUMBER.fullmatch(answer):
-        answer = answer.replace(",", "")
-    return answer.strip()
-
-
-def _full_fraction(found: re.Match[str]) -> str:
-    r"""Write `frac12` and `frac1{2}` as `frac{1}{2}`."""
-    above, below = found.group(2), found.group(3)
-    return f"frac{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
+    return no_commas(answer).strip()
 
 
 def _unwrapped(answer: str) -> str:

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[-+]?\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 # A second number offered beside the first: `5 or 6`.
 _ANOTHER = re.compile(r"\s*(?:or|and|to|/|;|,)\s*[-+]?\$?-?\.?\d")
 _BOX = "\\boxed{"
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def score_sort_digits(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -108,14 +108,15 @@ def last_tagged(text: str, tag: str = "answer") -> str | None:
     return text[start + len(opening) : end].strip() if start >= 0 else None
 
 
-def closing_brace(text: str, start: int) -> int | None:
-    r"""Return the index of the `}` that closes the `{` at `start`; `\{` and `\}` do not count."""
-    depth = 0
-    for mark in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(mark.group(), 0)
-        if depth == 0:
-            return mark.start()
-    return None
+def full_fraction(found: re.Match[str]) -> str:
+    r"""Write a match of `frac`, `1` and `2` (or `{2}`) as `frac{1}{2}`."""
+    name, above, below = found.groups()
+    return f"{name}{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
+
+
+def no_commas(answer: str) -> str:
+    """Write a number such as `1,200` as `1200`; anything else stays as it is."""
+    return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 
 
 def structure(value: Any) -> Any:

@@ -18,7 +18,8 @@ import re
 import threading
 from typing import Any
 
-from winnow.rewards.scorers.marks import Extra, closing_brace, is_think_boxed, verdict
+from winnow.boxed import last_box, last_boxed
+from winnow.rewards.scorers.marks import Extra, full_fraction, is_think_boxed, no_commas, verdict
 from winnow.types import Score
 
 LONGEST_EXPRESSION = 400
@@ -26,7 +27,6 @@ LONGEST_EXPRESSION = 400
 GEOMETRY3K_FORMAT_SHARE = 0.1
 _STEP_S = 2
 
-_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])")
 _ANSWER = re.compile(r"answer\**\s*:", re.IGNORECASE)
 _DROPPED = re.compile(
     r"\\[!,;:]|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\^\{?\\circ\}?|°|\\degree(?![A-Za-z])"
@@ -34,11 +34,10 @@ _DROPPED = re.compile(
 )
 _UNIT = re.compile(r"(?<=[^\s{(\[])\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\{?[23]\}?)?\s*$")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|mathbf)\{([^{}]*)\}")
-_SHORT_FRACTION = re.compile(r"\\frac(?:\s*)([^\s{\\])(?:\s*)(\{[^{}]*\}|[^\s{\\])")
+_SHORT_FRACTION = re.compile(r"(\\frac)(?:\s*)([^\s{\\])(?:\s*)(\{[^{}]*\}|[^\s{\\])")
 _FRACTION_OF_TWO_BRACES = re.compile(r"\\frac(\{[^{}]*\})\s*([^\s{\\])")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([^\s{\\\[])")
 _SLASHED = re.compile(r"(-?)(\d+)/(\d+)")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _BARE_POINT = re.compile(r"(?<!\d)\.(?=\d)")
 _BASE = re.compile(r"(?<=[0-9A-F])_\{?(\d+)\}?$")
 # Computer algebra reads past these, to the number beside them.
@@ -114,7 +113,7 @@ def read_answer(text: str) -> str:
     It is stated in `\boxed{}`, or on a line behind `Answer:`, where mathematics between dollar
     signs comes before the words around it.
     """
-    boxed = _last_box(text)
+    boxed = last_box(text)
     lines = list(_ANSWER.finditer(text))
     if boxed is not None and (not lines or lines[-1].start() < boxed[0]):
         return boxed[1]
@@ -129,14 +128,8 @@ def read_answer(text: str) -> str:
 def gold_answer(ground_truth: Any) -> str:
     r"""Return the answer in a ground truth, which may be a worked solution with a box."""
     text = str(ground_truth).strip()
-    boxed = _last_box(text)
+    boxed = last_box(text)
     return boxed[1] if boxed is not None else text
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last whole `\boxed{}`, `\fbox{}` or `\boxed 5`, if any."""
-    found = _last_box(text)
-    return None if found is None else found[1]
 
 
 def normalize(answer: str) -> str:
@@ -151,31 +144,10 @@ def normalize(answer: str) -> str:
         answer = value
     answer = _BARE_POINT.sub("0.", answer.strip())
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", answer)
-    answer = _SHORT_FRACTION.sub(_full_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_fraction, answer)
     answer = _FRACTION_OF_TWO_BRACES.sub(r"\\frac\1{\2}", answer)
     answer = _BASE.sub(r"_\1", "".join(answer.split()))
-    if _THOUSANDS.fullmatch(answer):
-        answer = answer.replace(",", "")
-    slashed = _SLASHED.fullmatch(answer)
-    if slashed:
+    answer = no_commas(answer)
+    if slashed := _SLASHED.fullmatch(answer):
         answer = "{}\\frac{{{}}}{{{}}}".format(*slashed.groups())
     return "\\frac{1}{2}" if answer == "0.5" else answer
-
-
-def _full_fraction(found: re.Match[str]) -> str:
-    above, below = found.groups()
-    return f"\\frac{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
-
-
-def _last_box(text: str) -> tuple[int, str] | None:
-    """Return the start of the last box and its content, braces in it balanced."""
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    found = boxes[-1]
-    rest = text[found.end() :].lstrip()
-    if not rest.startswith("{"):
-        words = re.split(r"[\s$]", rest, maxsplit=1)[0]
-        return (found.start(), words) if words else None
-    end = closing_brace(rest, 0)
-    return None if end is None else (found.start(), rest[1:end].strip())

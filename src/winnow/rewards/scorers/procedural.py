@@ -33,11 +33,8 @@ LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_inserti
 """Tasks that evaluate a list or a text."""
 ARITHMETIC = frozenset({"countdown", "puzzle24"})
 """Tasks that evaluate a formula of numbers."""
-EXPRESSIONS = ARITHMETIC | {
-    "intermediate_integration",
-    "polynomial_multiplication",
-    "simple_integration",
-}
+_CALCULUS = frozenset({"intermediate_integration", "simple_integration"})
+EXPRESSIONS = ARITHMETIC | _CALCULUS | {"polynomial_multiplication"}
 """Tasks that evaluate a formula."""
 
 _LONGEST_FORMULA = 500

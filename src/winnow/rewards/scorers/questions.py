@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from winnow.boxed import last_boxed
 from winnow.rewards.scorers.marks import Extra, last_tagged, structure, verdict
-from winnow.rewards.scorers.maths import last_boxed
 from winnow.types import Score
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")

@@ -27,16 +27,10 @@ from typing import Any
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
-from winnow.workers.host import (
-    Call,
-    CallFailure,
-    Host,
-    WorkerJob,
-    free_port,
-    merged_environment,
-)
+from winnow.workers.host import Call, CallFailure, Host, WorkerJob, free_port, merged_environment
 from winnow.workers.logs import LogReceiver, LogSender
 from winnow.workers.ray.session import Placement, ray_module
+from winnow.workers.threads import spawn
 
 _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
@@ -73,7 +67,7 @@ async def start_ray(
     actors: list[Any] = []
     links: list[tuple[RayConnection, LogReceiver]] = []
     # The store pays where several read: it takes a millisecond, more than all the rest of a call.
-    pack = ray_module().put if len(listeners) > 1 else _as_it_is
+    pack = ray_module().put if len(listeners) > 1 else lambda asked: asked
     try:
         for rank, token in enumerate(logs.tokens):
             options = _options(placement, rank, merged_environment(environment or {}), nsight)
@@ -127,10 +121,6 @@ async def _place(worker: LogReceiver, actor: Any) -> Place:
         raise WorkerError(line, worker.role, worker.rank) from error
     assert isinstance(found, Place)
     return found
-
-
-def _as_it_is(asked: WorkerJob | Call) -> WorkerJob | Call:
-    return asked
 
 
 class _LogServer:
@@ -262,9 +252,7 @@ class RayConnection:
     def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run."""
         told, *kept = self._call.remote(number, payload)
-        task = asyncio.get_running_loop().create_task(self._answer(told, kept, tell))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(self._answer(told, kept, tell), self._tasks)
 
     def ending(self) -> str | None:
         """Say how the process ended, as far as Ray knows."""
@@ -283,8 +271,10 @@ class RayConnection:
         while not self._has_gone():
             if time.monotonic() > give_up:
                 return False
-            if self._killed and time.monotonic() > self._killed + _ASKED_S:
-                self._kill_by_force()
+            is_overdue = self._killed and time.monotonic() > self._killed + _ASKED_S
+            if is_overdue and self._process >= 0:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    signal.pidfd_send_signal(self._process, signal.SIGKILL)
             await asyncio.sleep(0.005)
         give_up = min(give_up, time.monotonic() + _DETAIL_S)
         while self._tasks and not (self._how or self._killed) and time.monotonic() < give_up:
@@ -298,11 +288,6 @@ class RayConnection:
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
-
-    def _kill_by_force(self) -> None:
-        if self._process >= 0:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def _has_gone(self) -> bool:
         if self._process >= 0:
@@ -319,15 +304,14 @@ class RayConnection:
                 for block, each in zip((outcome.block, outcome.extras), kept, strict=True):
                     if block is not None:
                         block.handle = RayHandle(each, self._listener.role, self._listener.rank)
-        except exceptions.RayTaskError as error:  # a result that cannot travel
-            for each in kept:
-                each.future().add_done_callback(_seen)  # the same again, which Ray would print
-            outcome = CallFailure(_describe(error.cause or error), _COLOUR.sub("", str(error)))
         except exceptions.RayError as error:
-            for each in kept:
-                each.future().add_done_callback(_seen)
-            self._how = f"died ({_describe(error)})"
-            return
+            for each in kept:  # the same again, which Ray would print
+                each.future().add_done_callback(lambda future: future.exception())
+            if not isinstance(error, exceptions.RayTaskError):
+                self._how = f"died ({_describe(error)})"
+                return
+            # A result that cannot travel.
+            outcome = CallFailure(_describe(error.cause or error), _COLOUR.sub("", str(error)))
         tell(outcome)
 
 
@@ -384,10 +368,6 @@ class RayStore:
 
     def clear(self) -> None:
         """Do nothing: Ray frees the memory with the last reference to it."""
-
-
-def _seen(future: Future[Any]) -> None:
-    future.exception()
 
 
 def _describe(error: BaseException) -> str:

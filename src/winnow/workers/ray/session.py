@@ -87,12 +87,8 @@ def ray_session(
             )
         yield
         return
-    options: dict[str, Any] = {
-        "runtime_env": _checked(runtime_env or {}),
-        "address": address or "local",
-        "log_to_driver": False,  # lines come by `workers.logs`
-        "logging_level": logging.ERROR,
-    }
+    options: dict[str, Any] = {"address": address or "local", "logging_level": logging.ERROR}
+    options["log_to_driver"] = False  # lines come by `workers.logs`
     with contextlib.ExitStack() as after:
         if address is None:
             folder = after.enter_context(_guarded_folder(temp_dir))
@@ -108,6 +104,7 @@ def ray_session(
                 options["_system_config"] = {"task_events_report_interval_ms": 0}
         after.callback(ray.shutdown)
         try:
+            options["runtime_env"] = dict(ray.runtime_env.RuntimeEnv(**runtime_env or {}))
             with _starting(options.get("_temp_dir")):
                 ray.init(**options)
         except Exception as error:
@@ -117,15 +114,6 @@ def ray_session(
                 raise ConfigError(f"cluster.runtime_env: {line}") from error
             raise WinnowError(f"cluster.address: {what}: {line}") from error
         yield
-
-
-def _checked(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `runtime_env` that Ray can read; whether its files are there shows later."""
-    try:
-        return dict(ray_module().runtime_env.RuntimeEnv(**runtime_env))
-    except (ValueError, TypeError) as error:
-        line = " ".join(str(error).split())[:300]
-        raise ConfigError(f"cluster.runtime_env: {line}") from error
 
 
 def write_timeline(path: Path) -> None:
