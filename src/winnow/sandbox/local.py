@@ -52,9 +52,12 @@ class NoSandboxError(RewardError):
     """No kind of sandbox holds on this machine; `reasons` says why not, by kind."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__(reasons)  # what pickle makes it of again
         self.reasons = reasons
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        super().__init__(
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+        return (
             f"no sandbox holds here, so no program is run. {why}. Install bubblewrap (apt-get "
             "install bubblewrap) and allow unprivileged user namespaces, or take another scorer"
         )
