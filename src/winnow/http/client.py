@@ -73,7 +73,7 @@ class HttpJson:
     max_concurrent: int = 64
     """Requests under way at once, their pauses between tries included."""
     tries: int = 3
-    """How often a request is sent in all."""
+    """Times that a request is sent in all."""
     backoff_s: float = 0.5
     """Pause after the first try; it doubles with each."""
     max_bytes: int = 32 << 20
