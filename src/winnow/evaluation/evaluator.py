@@ -17,7 +17,7 @@ from typing import Any
 from winnow.config.root import ObserveConfig
 from winnow.config.trainer import EvaluationConfig
 from winnow.evaluation.statistics import PromptAnswers, numbers, summarise, vote
-from winnow.observe.metrics import EVAL, Metrics, Number
+from winnow.observe.metrics import EVAL, Metrics, Number, grouped
 from winnow.observe.rollouts import (
     Decode,
     RolloutGroup,
@@ -227,12 +227,8 @@ def by_problem(
     Args:
         votes: data sources whose scorers tell what an answer says, for maj@k.
     """
-    members: dict[str, list[Group]] = {}
-    for group in groups:
-        members.setdefault(problem_id(group.prompt), []).append(group)
-    best: dict[str, list[Answer]] = {}
-    for group in greedy:
-        best.setdefault(problem_id(group.prompt), []).extend(group.answers)
+    members = grouped((problem_id(group.prompt), group) for group in groups)
+    best = grouped((problem_id(group.prompt), each) for group in greedy for each in group.answers)
     return [
         _statistics_of(copies, best.get(problem, []), votes) for problem, copies in members.items()
     ]

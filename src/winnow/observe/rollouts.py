@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 from winnow.config.root import ObserveConfig
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, disk_error, write_atomic
-from winnow.observe.metrics import Outcome
-from winnow.types import Answer, FloatArray, Group, IntArray, Prompt
+from winnow.types import Answer, Fate, FloatArray, Group, IntArray, Prompt
 
 Decode = Callable[[IntArray], str]
 STEP_FILE = re.compile(r"step-(\d+)\.parquet")
@@ -53,7 +52,7 @@ class RolloutGroup:
     """A closed group and what became of it; its baseline, if there is one, has a row too."""
 
     group: Group
-    outcome: Outcome | Literal["held_out", "held_out_greedy"]
+    outcome: Fate | Literal["held_out", "held_out_greedy"]
     advantages: FloatArray | None = None
     """One a sampled answer; None unless trained."""
     mismatch: FloatArray | None = None

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from winnow.config.load import flat
 from winnow.observe import metrics
 from winnow.observe.metrics import Record
 
@@ -59,7 +60,7 @@ class Course:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = settings
+        self._settings = flat(settings)
         self._first: defaultdict[str, list[float]] = defaultdict(list)
         self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self.seen = Counter[str]()
@@ -114,9 +115,7 @@ class Course:
     def setting(self, key: str, default: Any) -> Any:
         """Return a key of the recipe; what an older recipe lacks, or has as another type, is the
         default."""
-        found: Any = self._settings
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
+        found = self._settings.get(key)
         return found if isinstance(found, type(default)) else default
 
 
@@ -400,11 +399,14 @@ class Diagnosis:
 
     Args:
         settings: the resolved recipe as a tree of plain values.
+        records: what is known of the run already.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], records: Iterable[Record] = ()) -> None:
         self._course = Course(settings)
         self._found: dict[str, RunFinding] = {}
+        for record in records:
+            self.add(int(record["step"]), record)
 
     def add(self, step: int, record: Record) -> list[RunFinding]:
         """Look at a further step; returns what is found for the first time."""
@@ -424,14 +426,6 @@ class Diagnosis:
     def findings(self) -> list[RunFinding]:
         """Return all findings, the gravest first."""
         return sorted(self._found.values(), key=lambda f: (_ORDER.index(f.severity), f.first_step))
-
-
-def diagnose(records: Iterable[Record], settings: Mapping[str, Any]) -> list[RunFinding]:
-    """Return what the rules find in the records of a run, in their order."""
-    diagnosis = Diagnosis(settings)
-    for record in records:
-        diagnosis.add(int(record["step"]), record)
-    return diagnosis.findings()
 
 
 def too_short(steps: int) -> str:
