@@ -192,18 +192,13 @@ class Evaluator:
         ]
         self._asked += n * len(requests)
         done = await generate(self._engine, requests)
+
+        async def scored(place: int, prompt: Prompt) -> Group:
+            answers = (self._scored(prompt, done[place, index]) for index in range(n))
+            return Group(place, prompt, tuple(await asyncio.gather(*answers)))
+
         # All answers at once: a scorer may wait for another machine.
-        answers = await asyncio.gather(
-            *(
-                self._scored(prompt, done[place, index])
-                for place, prompt in enumerate(self.prompts)
-                for index in range(n)
-            )
-        )
-        return [
-            Group(place, prompt, tuple(answers[place * n : (place + 1) * n]))
-            for place, prompt in enumerate(self.prompts)
-        ]
+        return await asyncio.gather(*(scored(*each) for each in enumerate(self.prompts)))
 
     async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
         score = await self._rewards.score(prompt, trajectory, None, training=False)

@@ -134,18 +134,13 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
         at, values = _together(found, request.by)
         if not at.size:
             continue
-        style: dict[str, Any] = {
-            "color": COLORS[index % len(COLORS)],
-            "linestyle": LINES[index // len(COLORS) % len(LINES)],
-        }
-        mean = values.mean(0)
-        marker = (
-            "o" if len(found[0][0]) <= _FEW and (request.by == "steps" or len(found) == 1) else ""
-        )
-        axis.plot(at, mean, marker=marker, markersize=3.5, label=curve.label, **style)
+        color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
+        is_marked = len(found[0][0]) <= _FEW and (request.by == "steps" or len(found) == 1)
+        marker, mean = "o" if is_marked else "", values.mean(0)
+        axis.plot(at, mean, line, color=color, marker=marker, markersize=3.5, label=curve.label)
         if (runs := len(values)) > 1:
             half = two_sided_bound(0.05, runs - 1) * values.std(0, ddof=1) / np.sqrt(runs)
-            axis.fill_between(at, mean - half, mean + half, color=style["color"], alpha=0.18, lw=0)
+            axis.fill_between(at, mean - half, mean + half, color=color, alpha=0.18, lw=0)
     _leave_wide_bands(axis)
     about = metric_of(name)
     unit = about.unit if about else ""

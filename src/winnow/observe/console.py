@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,7 +125,7 @@ class ConsoleSink:
         width = max(2 * len(str(self._info.steps)) + 1, len("step"))
         columns = list(COLUMNS[self._info.kind])
         room = self._console.width - width - 1 - _LEFT_WIDTH
-        while self._console.is_terminal and sum(1 + column.width for column in columns) > room:
+        while columns and self._console.is_terminal and _width(columns) > room:
             columns.pop()  # the last ones can be done without
         if not self._has_header:
             titles = "".join(f" {column.title:>{column.width}}" for column in columns)
@@ -215,6 +215,10 @@ class LiveConsole(ConsoleSink):
             return False
         every = max(self._info.steps // _LINES_OF_A_RUN, 1)
         return step % every == 0 or step in (self._info.first_step, self._info.steps)
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(1 + column.width for column in columns)
 
 
 def evaluation_lines(step: int, record: Record) -> list[str]:

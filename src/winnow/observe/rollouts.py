@@ -206,7 +206,6 @@ def _rows(
 
 def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
     score, trajectory = answer.score, answer.trajectory
-    extra = {name: value for name, value in score.extra.items() if name != "pred"}
     row = {
         "response_tokens": sum(len(segment) for segment in trajectory.segments),
         "reward": score.reward,
@@ -215,7 +214,7 @@ def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "scorer_error": score.error,
         "pred": score.extra.get("pred"),
-        **{f"extra/{name}": value for name, value in extra.items()},
+        **{f"extra/{name}": value for name, value in score.extra.items() if name != "pred"},
     }
     if versions := trajectory.versions:
         row |= {"oldest_version": versions[0], "newest_version": versions[-1]}
@@ -225,11 +224,10 @@ def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
 
 def _texts(answer: Answer, decode: Decode) -> dict[str, Any]:
     ids = answer.trajectory.token_ids
-    logprobs = answer.trajectory.logprobs
     return {
         "response": decode(ids),
         "token_ids": ids.astype(np.int32),
-        "logprobs": logprobs.astype(np.float32),
+        "logprobs": answer.trajectory.logprobs.astype(np.float32),
         "versions": _token_versions(answer),
     }
 

@@ -247,7 +247,7 @@ def _rise(course: Course, name: str) -> tuple[float, float] | None:
     if course.seen[name] < _ENOUGH:
         return None
     low, high = _mean(before), _mean(now)
-    noise = math.hypot(_error(before, low), _error(now, high))
+    noise = math.hypot(*(statistics.stdev(each) / math.sqrt(len(each)) for each in (before, now)))
     return (low, high) if high - low > max(3 * noise, 0.05 * abs(low), 1e-9) else None
 
 
@@ -459,9 +459,3 @@ def _bounded(value: float) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
-
-
-def _error(values: Sequence[float], mean: float) -> float:
-    """Return the standard error of a mean."""
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    return math.sqrt(squares / max(len(values) - 1, 1) / len(values))
