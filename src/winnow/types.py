@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ Source = Literal["model", "environment"]
 PROMPT_ROUTES, ROUTES = "prompt_routes", "routes"
 """Names of the experts that tokens went to in the engine, among a trajectory's extras."""
 FinishReason = Literal["stop", "length", "aborted"]
+Fate = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
+"""Ends of a group's life; each token is booked under one of these."""
+FATES: tuple[Fate, ...] = get_args(Fate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,3 +200,24 @@ class Group:
         """The group without its answers' extras, which are for the policy alone, and large."""
         made = [replace(a, trajectory=replace(a.trajectory, extras={})) for a in self.answers]
         return replace(self, answers=tuple(made))
+
+
+@dataclass(frozen=True, eq=False)
+class SettledGroup:
+    """A group whose life ended, and its fate."""
+
+    group: Group
+    """A failed or dropped group holds only those answers that were finished and scored."""
+    fate: Fate
+    admitted_version: int
+    staleness: int
+    """Versions between its oldest token and the weights that learn the step that settled it."""
+    tokens: int
+    """Generated for it, unfinished answers included."""
+    turn: int = -1
+    """Its prompt's place among those that the loader gave out; by default the group's id, as in
+    older states."""
+
+    def __post_init__(self) -> None:
+        if self.turn < 0:
+            object.__setattr__(self, "turn", self.group.id)

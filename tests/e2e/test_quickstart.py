@@ -22,8 +22,8 @@ from winnow.checkpoints.checkpoint import checkpoints_in
 from winnow.data.sort_digits import is_held_out, solution
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.metrics import OUTCOMES
 from winnow.observe.rollouts import read_rollouts
+from winnow.types import FATES
 from winnow.views.ledger_diff import check, open_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -104,16 +104,16 @@ def test_tokens_add_up_in_ledger_rollouts_and_figures_and_the_timeline_has_the_p
     assert report.faults == ()
     total = {
         name: sum(record.get(f"sampling/tokens/{name}", 0) for record in run.records)
-        for name in {"generated", *OUTCOMES, *report.tokens}
+        for name in {"generated", *FATES, *report.tokens}
     }
     assert report.tokens == {fate: total[fate] for fate in report.tokens}
     in_progress = run.records[-1]["sampling/tokens/in_progress"]
-    assert total["generated"] == sum(total[name] for name in OUTCOMES) + in_progress
+    assert total["generated"] == sum(total[name] for name in FATES) + in_progress
     written: dict[tuple[int, str], int] = defaultdict(int)
     for row in run.rollouts:
         written[row["step"], row["outcome"]] += row["response_tokens"]
     for record in run.records[1:]:
-        for name in OUTCOMES:
+        for name in FATES:
             assert written[record["step"], name] == record[f"sampling/tokens/{name}"]
     events = json.loads(run.folder.trace.read_text())
     lasted = [event["dur"] / 1e6 for event in events if event["name"] == "rollout"]

@@ -46,7 +46,6 @@ from winnow.observe.files import (
 )
 from winnow.observe.metrics import HELD_OUT_LOSS
 from winnow.sampling.accounting import (
-    SettledGroup,
     StepAccounting,
     StepCounts,
     StepGroups,
@@ -56,7 +55,16 @@ from winnow.sampling.accounting import (
 )
 from winnow.sampling.admission import ClosedPrefix, QualifyRate
 from winnow.sampling.groups import AnswerState, GroupState, LiveGroups
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.types import (
+    Answer,
+    Group,
+    Prompt,
+    Score,
+    Segment,
+    SettledGroup,
+    Trajectory,
+    VersionSpan,
+)
 from winnow.version import __version__
 
 _NAME = re.compile(r"step-(\d+)$")

@@ -212,9 +212,14 @@ def _help(key: Key, values: Mapping[str, Any]) -> KeyHelp:
 
 def differing_keys(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
     """Return the keys whose values differ, with both values."""
-    left, right = (dict(_leaves(config.model_dump())) for config in (a, b))
-    pairs = [(path, left.get(path, ABSENT), right.get(path, ABSENT)) for path in {**left, **right}]
-    return [(".".join(path), x, y) for path, x, y in pairs if x != y or type(x) is not type(y)]
+    left, right = (flat(config.model_dump()) for config in (a, b))
+    pairs = [(key, left.get(key, ABSENT), right.get(key, ABSENT)) for key in {**left, **right}]
+    return [(key, x, y) for key, x, y in pairs if x != y or type(x) is not type(y)]
+
+
+def flat(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the values of a recipe's tree by their full names: `{"optim.lr": 0.001, …}`."""
+    return {".".join(path): value for path, value in _leaves(tree) if path}
 
 
 class Setting(NamedTuple):

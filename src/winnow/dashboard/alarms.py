@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from threading import Lock
 from typing import Any
 
 from winnow.dashboard.columns import MetricsColumns
 from winnow.dashboard.runs import RunFiles
 from winnow.views.diagnosis import Diagnosis
-from winnow.views.doctor import ROLLOUT_COLUMNS, WRONG, unlearnt, wrong_answers
+from winnow.views.doctor import ROLLOUT_COLUMNS, findings_with_answers
 
 _ROLLOUTS = "rollouts"
 
@@ -45,21 +44,14 @@ class Alarms:
             for step, record in columns.records(self._rows):
                 self._diagnosis.add(step, record)
                 self._rows += 1
-            return self._with_answers(max(columns.steps, default=0))
+            newest = max(self._files.steps(_ROLLOUTS), default=0)
+            steps = max(columns.steps, default=0)
+            found = findings_with_answers(
+                self._diagnosis, steps, newest, lambda: self._rows_of(newest)
+            )
+            return [asdict(each) for each in found]
 
-    def _with_answers(self, steps: int) -> list[dict[str, Any]]:
-        """Add what only answers tell: of a step in which nothing could be learnt, and why wrong."""
-        diagnosis = self._diagnosis
-        newest = max(self._files.steps(_ROLLOUTS), default=0)
-        more = ""
-        if newest and (newest > steps or any(each.name in WRONG for each in diagnosis.findings())):
-            with self._files.parquet(f"{_ROLLOUTS}/step-{newest}.parquet") as file:
-                rows = file.read(columns=ROLLOUT_COLUMNS).to_pylist()
-                if newest > steps:  # it has no line of figures
-                    diagnosis = deepcopy(diagnosis)
-                    diagnosis.add(newest, unlearnt(newest, rows))
-                more = wrong_answers(rows)
-        return [
-            asdict(replace(each, evidence=each.evidence + more) if each.name in WRONG else each)
-            for each in diagnosis.findings()
-        ]
+    def _rows_of(self, step: int) -> list[dict[str, Any]]:
+        with self._files.parquet(f"{_ROLLOUTS}/step-{step}.parquet") as file:
+            rows: list[dict[str, Any]] = file.read(columns=ROLLOUT_COLUMNS).to_pylist()
+        return rows

@@ -51,60 +51,81 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
     with files.parquet(name) as file:
         there = set(file.schema_arrow.names)
         table = file.read(columns=[each for each in NUMBERS if each in there])
-    require(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
-    ids = table["group"].to_numpy()
-    order = np.argsort(ids, kind="stable")
-    groups, first = np.unique(ids[order], return_index=True)
-    picked = pa.array(order[first])
-    sampled = _holds(table, "kind", "sampled")[order]
-    if not sampled.any():
-        sampled = ~sampled
-    counts = np.maximum(np.add.reduceat(sampled.astype(float), first), 1) if len(ids) else first
+        require(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
+        sampled = _holds(table, "kind", "sampled")
+        by = ByGroup(table, sampled if sampled.any() else ~sampled)
 
-    def numbers(column: str) -> np.ndarray:
-        return _numbers(table, column)[order]
+    def means(values: np.ndarray) -> list[float | None]:
+        return [short(each) for each in by.sums(values) / by.counts]
 
-    def mean(values: np.ndarray) -> list[float | None]:
-        sums = np.add.reduceat(np.where(sampled, values, 0.0), first) if len(ids) else values
-        return [short(each) for each in sums / counts]
-
-    def most(values: np.ndarray) -> list[float | None]:
-        known = np.where(sampled & ~np.isnan(values), values, -np.inf)
-        return [short(each) for each in (np.maximum.reduceat(known, first) if len(ids) else known)]
-
-    def firsts(column: str) -> list[Any]:
-        there = column in table.column_names
-        return table[column].take(picked).to_pylist() if there else [None] * len(groups)
+    def most(column: str) -> list[float | None]:
+        return [short(each) for each in by.largest(numbers(table, column))]
 
     def count(marks: np.ndarray) -> list[int]:
-        return [round((m or 0.0) * n) for m, n in zip(mean(marks[order]), counts, strict=True)]
+        return by.sums(marks).astype(int).tolist()  # type: ignore[no-any-return]
 
-    reward, lengths = numbers("reward"), numbers("response_tokens")
-    square = mean(reward * reward)
-    rewards = mean(reward)
-    ok = _holds(table, "scorer_error", "") | _holds(table, "scorer_error", None)
-    overlong = (_numbers(table, "part/overlong") < 0) | (_numbers(table, "extra/overlong") > 0)
+    reward = numbers(table, "reward")
+    rewards, squares = means(reward), means(reward * reward)
+    is_scored = _holds(table, "scorer_error", "") | _holds(table, "scorer_error", None)
+    overlong = (numbers(table, "part/overlong") < 0) | (numbers(table, "extra/overlong") > 0)
     return {
-        "group": groups.tolist(),
-        "uid": firsts("prompt_uid"),
-        "source": firsts("data_source"),
-        "outcome": firsts("outcome"),
-        "answers": counts.astype(int).tolist(),
-        "accuracy": mean(numbers("accuracy")),
+        "group": by.groups.tolist(),
+        "uid": by.firsts("prompt_uid"),
+        "source": by.firsts("data_source"),
+        "outcome": by.firsts("outcome"),
+        "answers": by.counts.astype(int).tolist(),
+        "accuracy": means(numbers(table, "accuracy")),
         "reward": rewards,
         "reward_std": [
             short(math.sqrt(max((s or 0.0) - (m or 0.0) ** 2, 0.0)))
-            for s, m in zip(square, rewards, strict=True)
+            for s, m in zip(squares, rewards, strict=True)
         ],
-        "length": mean(lengths),
-        "longest": most(lengths),
-        "staleness": most(numbers("staleness")),
+        "length": means(numbers(table, "response_tokens")),
+        "longest": most("response_tokens"),
+        "staleness": most("staleness"),
         "cut_off": count(_holds(table, "finish_reason", "length")),
         "overlong": count(overlong),
-        "failed": count(~ok),
-        "mismatch": most(numbers("mismatch")),
-        "prompt": [None if p is None else p[:_PREVIEW] for p in firsts("prompt")],
-    }  # fmt: skip
+        "failed": count(~is_scored),
+        "mismatch": most("mismatch"),
+        "prompt": [None if p is None else p[:_PREVIEW] for p in by.firsts("prompt")],
+    }
+
+
+class ByGroup:
+    """The rows of a table by their group, and figures of each group in the order of their numbers.
+
+    Args:
+        is_counted: the rows that sums and largest values are taken over.
+    """
+
+    def __init__(self, table: pa.Table, is_counted: np.ndarray) -> None:
+        ids = table["group"].to_numpy()
+        self._table, self._order = table, np.argsort(ids, kind="stable")
+        self._is_counted = is_counted[self._order]
+        self.groups, self._first = np.unique(ids[self._order], return_index=True)
+        self.counts = np.maximum(self.sums(np.ones(len(ids))), 1)
+        """Rows of each group that are counted, at least 1."""
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Sum the values, one a row."""
+        return self._reduced(np.add, values, self._is_counted, 0.0)
+
+    def largest(self, values: np.ndarray) -> np.ndarray:
+        """Return the largest values, those that are NaN left out; -inf where there is none."""
+        is_there = self._is_counted & ~np.isnan(values[self._order])
+        return self._reduced(np.maximum, values, is_there, -np.inf)
+
+    def firsts(self, column: str) -> list[Any]:
+        """Return what the first row of each group has in a column; None where there is none."""
+        if column not in self._table.column_names:
+            return [None] * len(self.groups)
+        return list(self._table[column].take(pa.array(self._order[self._first])).to_pylist())
+
+    def _reduced(
+        self, how: np.ufunc, values: np.ndarray, chosen: np.ndarray, otherwise: float
+    ) -> np.ndarray:
+        values = np.where(chosen, values[self._order], otherwise)
+        return np.asarray(how.reduceat(values, self._first) if len(values) else values)
 
 
 def search(files: RunFiles, name: str, text: str) -> dict[str, Any]:
@@ -261,7 +282,7 @@ def require(table: pa.Table, name: str, *columns: str) -> None:
             raise UnreadableError(f"{name} has no column {column}: not a file of answers")
 
 
-def _numbers(table: pa.Table, column: str) -> np.ndarray:
+def numbers(table: pa.Table, column: str) -> np.ndarray:
     """Return a column as float64, NaN where it has nothing."""
     if column not in table.column_names:
         return np.full(len(table), np.nan)

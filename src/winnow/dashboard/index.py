@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from winnow.dashboard.answers import require
+from winnow.dashboard.answers import ByGroup, numbers, require
 from winnow.dashboard.columns import short
 from winnow.dashboard.runs import RunFiles, UnreadableError
 
@@ -113,29 +113,22 @@ class AnswerIndex:
 
 
 def _digest_of(table: pa.Table, longest: int) -> StepDigest:
-    ids = table["group"].to_numpy()
-    order = np.argsort(ids, kind="stable")
-    groups, first, counts = np.unique(ids[order], return_index=True, return_counts=True)
-
-    def means(column: str) -> np.ndarray:
-        values = np.asarray(pc.cast(table[column], pa.float64()), np.float32)[order]
-        if not len(values):
-            return values
-        return np.asarray(np.add.reduceat(values, first) / counts, np.float32)
-
-    picked = pa.array(order[first])
-    accuracy = means("accuracy")
+    by = ByGroup(table, np.ones(len(table), bool))
+    names = ("accuracy", "reward", "response_tokens")
+    accuracy, reward, length = (
+        (by.sums(numbers(table, name)) / by.counts).astype(np.float32) for name in names
+    )
     # Classes: 0 | (0, .25] | (.25, .5] | (.5, .75] | (.75, 1) | 1
     classes = np.digitize(accuracy, [1e-6, 0.25 + 1e-6, 0.5 + 1e-6, 0.75 + 1e-6, 1 - 1e-6])
     lengths = table["response_tokens"].to_numpy()
     bins = np.minimum(lengths * LENGTH_BINS // (longest + 1), LENGTH_BINS - 1)
     return StepDigest(
-        groups,
-        np.array([hash(uid) for uid in table["prompt_uid"].take(picked).to_pylist()], np.int64),
+        by.groups,
+        np.array([hash(uid) for uid in by.firsts("prompt_uid")], np.int64),
         accuracy,
-        means("reward"),
-        means("response_tokens"),
-        tuple(table["outcome"].take(picked).to_pylist()),
+        reward,
+        length,
+        tuple(by.firsts("outcome")),
         np.bincount(bins, minlength=LENGTH_BINS),
         np.bincount(classes, minlength=len(RATES)),
     )

@@ -15,13 +15,22 @@ import numpy as np
 from pydantic import ValidationError
 
 from winnow.config.files import parse_layer
+from winnow.config.load import flat
 from winnow.config.roles import ROLES, Roles
 from winnow.config.root import Config
 from winnow.dashboard import answers
 from winnow.dashboard.alarms import Alarms
 from winnow.dashboard.columns import MetricsColumns, last_record, short
 from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, follow
-from winnow.dashboard.runs import CONFIG, Entry, GoneError, RunFiles, RunSet, UnreadableError
+from winnow.dashboard.runs import (
+    ABSENT,
+    CONFIG,
+    Entry,
+    GoneError,
+    RunFiles,
+    RunSet,
+    UnreadableError,
+)
 from winnow.dashboard.times import LOG, TRACE, Timeline, log_lines
 from winnow.errors import ConfigError
 from winnow.observe import metrics
@@ -37,7 +46,6 @@ _MOST_COLUMNS = 400
 """Steps side by side in a histogram over time; of more, neighbours are summed."""
 _MOST_CONFIG_BYTES = 100_000
 """Most bytes of a config.yaml, of which a run writes about 5,000: each is some 20 µs of reading."""
-_ABSENT = Entry(0, "", False, None)
 T = TypeVar("T")
 
 
@@ -77,7 +85,7 @@ class RunPages:
         Raises:
             UnreadableError: the file cannot be read.
         """
-        self._columns.refresh(self._root().get(METRICS_FILE, _ABSENT).size)
+        self._columns.refresh(self.files.entries().get(METRICS_FILE, ABSENT).size)
         return self._columns
 
     def config(self, root: Mapping[str, Entry] | None = None) -> dict[str, Any]:
@@ -86,8 +94,12 @@ class RunPages:
         Raises:
             UnreadableError: config.yaml is missing or damaged.
         """
-        stamp = (root or self._root()).get(CONFIG, _ABSENT).stamp
-        return self._newest.get("flat", stamp, lambda: dict(_flat(self._tree(stamp), "")))
+        stamp = (root or self.files.entries()).get(CONFIG, ABSENT).stamp
+
+        def make() -> dict[str, Any]:
+            return {key: _plain(value) for key, value in flat(self._tree(stamp)).items()}
+
+        return self._newest.get("flat", stamp, make)
 
     def _tree(self, stamp: str) -> dict[str, Any]:
         found = self._newest.get(CONFIG, stamp, self._read_config)
@@ -103,14 +115,14 @@ class RunPages:
         Raises:
             UnreadableError: a file is damaged.
         """
-        root = self._root()
+        root = self.files.entries()
         config = self.config(root)
-        figures = root.get(METRICS_FILE, _ABSENT)
+        figures = root.get(METRICS_FILE, ABSENT)
         record = self._newest.get(
             METRICS_FILE, figures.stamp, lambda: last_record(self.files, figures.size)
         )
         held_out = {source: short(each.accuracy) for source, each in evaluations(record).items()}
-        times = (root.get(n, _ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
+        times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
         changed = max((each for each in times if each is not None), default=None)
         steps = _count(config, "trainer.steps", 0)
         step = int(record.get("step", 0))
@@ -152,9 +164,7 @@ class RunPages:
         Raises:
             UnreadableError: the step has no file, or a damaged one.
         """
-        name = self.answers_file(kind, step)
-        with self.files.reading(name):
-            return answers.group_table(self.files, name)
+        return answers.group_table(self.files, self.answers_file(kind, step))
 
     def found(self, kind: str, step: int, text: str) -> dict[str, Any]:
         """Search the texts of a step.
@@ -162,9 +172,7 @@ class RunPages:
         Raises:
             UnreadableError: the step has no file, or a damaged one.
         """
-        name = self.answers_file(kind, step)
-        with self.files.reading(name):
-            return answers.search(self.files, name, text)
+        return answers.search(self.files, self.answers_file(kind, step), text)
 
     def group(self, kind: str, step: int, group: int) -> dict[str, Any]:
         """Return a group's answers, and why tokens are not shown where they are not.
@@ -232,7 +240,7 @@ class RunPages:
         Raises:
             UnreadableError: trace.json is missing or damaged.
         """
-        entry = self._root().get(TRACE)
+        entry = self.files.entries().get(TRACE)
         if entry is None:
             raise UnreadableError(
                 f"{self.files.name} has no {TRACE}: observe.trace is false, or its first step is "
@@ -250,13 +258,13 @@ class RunPages:
         Raises:
             UnreadableError: a file is damaged.
         """
-        stamp = self._root().get(CONFIG, _ABSENT).stamp
+        stamp = self.files.entries().get(CONFIG, ABSENT).stamp
         columns = self.columns()
-        found = self._alarms.findings(columns, self._tree(stamp), stamp)
+        steps = max(columns.steps, default=0)
         return {
-            "findings": found,
-            "steps": max(columns.steps, default=0),
-            "too_short": too_short(max(columns.steps, default=0)),
+            "findings": self._alarms.findings(columns, self._tree(stamp), stamp),
+            "steps": steps,
+            "too_short": too_short(steps),
             "problems": columns.problems,
         }
 
@@ -266,8 +274,8 @@ class RunPages:
         Raises:
             UnreadableError: a file is damaged.
         """
-        root = self._root()
-        tree = self._tree(root.get(CONFIG, _ABSENT).stamp)
+        root = self.files.entries()
+        tree = self._tree(root.get(CONFIG, ABSENT).stamp)
         starts: list[dict[str, Any]] = []
         if TRACE in root:
             with self.files.reading(TRACE):
@@ -287,15 +295,13 @@ class RunPages:
 
     def _manifest(self, step: int) -> dict[str, Any]:
         name = f"checkpoints/step-{step}/manifest.json"
-        return dict(self._newest.get("manifest", name, lambda: self._json(name)))
 
-    def _json(self, name: str) -> dict[str, Any]:
-        with self.files.reading(name):
-            found = json.loads(self.files.read(name), parse_constant=str)
+        def make() -> Any:
+            with self.files.reading(name):
+                return json.loads(self.files.read(name), parse_constant=str)
+
+        found = self._newest.get("manifest", name, make)
         return found if isinstance(found, dict) else {}
-
-    def _root(self) -> dict[str, Entry]:
-        return self.files.entries()
 
     def _read_config(self) -> dict[str, Any] | str:
         """Read the recipe; returns what is wrong with one that is none, which is kept as well."""
@@ -323,7 +329,7 @@ class RunPages:
             return self._indexes[kind]
 
     def _pieces(self) -> answers.Pieces:
-        root = self._root()
+        root = self.files.entries()
         if TOKENIZER in root:
             name, stamp = TOKENIZER, root[TOKENIZER].stamp
         else:  # a run of an older winnow
@@ -483,14 +489,11 @@ def _folder(kind: str) -> str:
     return KINDS[kind]
 
 
-def _flat(tree: Mapping[Any, Any], before: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            is_float = isinstance(value, float)
-            is_plain = math.isfinite(value) if is_float else isinstance(value, str | int | None)
-            yield f"{before}{key}", value if is_plain else json.dumps(value, default=str)
+def _plain(value: Any) -> Any:
+    """Return a value of a recipe as JSON has it; lists, and what JSON lacks, as text."""
+    is_float = isinstance(value, float)
+    is_plain = math.isfinite(value) if is_float else isinstance(value, str | int | None)
+    return value if is_plain else json.dumps(value, default=str)
 
 
 def _count(config: Mapping[str, Any], key: str, default: int) -> int:

@@ -42,7 +42,7 @@ class Entry:
     """Seconds since 1970 of the last change, where the file system tells."""
 
 
-_ABSENT = Entry(0, "", False, None)
+ABSENT = Entry(0, "", False, None)
 
 
 class RunFiles:
@@ -74,7 +74,7 @@ class RunFiles:
             UnreadableError: the folder cannot be listed.
         """
         # A local folder has another time when a file in it is new, gone or replaced.
-        stamp = self.entries().get(folder, _ABSENT).stamp if self.is_local else ""
+        stamp = self.entries().get(folder, ABSENT).stamp if self.is_local else ""
         known = self._steps.get(folder)
         if known is None or not stamp or known[0] != stamp:
             entries = self.entries(folder).items()

@@ -19,7 +19,6 @@ import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +69,10 @@ class Dashboard:
         self.connections = connection_limit(_RESERVE)
         self._streams = 0
         pages = self._pages
+
+        def run(ask: _Query) -> RunPages:
+            return pages.of([ask.text("run")])[0]
+
         routes: dict[str, Callable[[_Query], Any]] = {
             "runs": lambda ask: {"runs": (rows := pages.rows()), "first": first_shown(rows)},
             "series": lambda ask: pages.curves(ask.names("runs"), ask.names("names")),
@@ -81,24 +84,20 @@ class Dashboard:
             "comparison": lambda ask: pages.comparison(
                 ask.text("a"), ask.text("b"), ask.number("step")
             ),
-        }
-        of_run: dict[str, Callable[[RunPages, _Query], Any]] = {
-            "steps": lambda run, ask: run.steps(),
-            "groups": lambda run, ask: run.groups(ask.text("kind"), ask.must("step")),
-            "search": lambda run, ask: run.found(
+            "run/steps": lambda ask: run(ask).steps(),
+            "run/groups": lambda ask: run(ask).groups(ask.text("kind"), ask.must("step")),
+            "run/search": lambda ask: run(ask).found(
                 ask.text("kind"), ask.must("step"), ask.text("q")
             ),
-            "group": lambda run, ask: run.group(
+            "run/group": lambda ask: run(ask).group(
                 ask.text("kind"), ask.must("step"), ask.must("group")
             ),
-            "prompt": lambda run, ask: run.prompt(ask.text("kind"), ask.text("uid")),
-            "spread": lambda run, ask: run.spread(),
-            "timeline": lambda run, ask: run.timeline(ask.number("step")),
-            "system": lambda run, ask: run.system(),
-            "alarms": lambda run, ask: run.alarms(),
-        }  # fmt: skip
-        for name, page in of_run.items():
-            routes[f"run/{name}"] = partial(_of_run, pages, page)
+            "run/prompt": lambda ask: run(ask).prompt(ask.text("kind"), ask.text("uid")),
+            "run/spread": lambda ask: run(ask).spread(),
+            "run/timeline": lambda ask: run(ask).timeline(ask.number("step")),
+            "run/system": lambda ask: run(ask).system(),
+            "run/alarms": lambda ask: run(ask).alarms(),
+        }
         self.app: ASGIApp = _Guard(
             Starlette(
                 routes=[
@@ -126,7 +125,7 @@ class Dashboard:
             form = PlanForm.read(await _body(request))
             runs = await anyio.to_thread.run_sync(self._pages.of, [_Query(request).text("run")])
         except WinnowError as error:
-            return _json({"error": str(error)}, 404 if isinstance(error, GoneError) else 422)
+            return _refusal(error)
         lines = self._planner.lines(runs[0].files, form)
         return self._streaming(lines, "application/x-ndjson")
 
@@ -170,10 +169,6 @@ class Dashboard:
                 seen = now
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause_s)
-
-
-def _of_run(pages: Pages, page: Callable[[RunPages, _Query], Any], ask: _Query) -> Any:
-    return page(pages.of([ask.text("run")])[0], ask)
 
 
 async def _body(request: Request) -> bytes:
@@ -221,10 +216,8 @@ def _answering(make: Callable[[_Query], Any]) -> Callable[[Request], Any]:
     def endpoint(request: Request) -> Response:
         try:
             return _json(make(_Query(request)))
-        except GoneError as error:
-            return _json({"error": str(error)}, 404)
         except WinnowError as error:
-            return _json({"error": str(error)}, 422)
+            return _refusal(error)
 
     return endpoint
 
@@ -233,6 +226,10 @@ def _json(body: Any, status: int = 200) -> Response:
     # A file that others made may hold values of any type.
     content = json.dumps(body, separators=(",", ":"), allow_nan=False, default=str)
     return Response(content, status, media_type="application/json")
+
+
+def _refusal(error: WinnowError) -> Response:
+    return _json({"error": str(error)}, 404 if isinstance(error, GoneError) else 422)
 
 
 class _Guard:

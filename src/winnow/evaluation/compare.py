@@ -33,6 +33,7 @@ from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
 from winnow.evaluation.statistics import LEVEL, two_sided_bound, two_sided_p
 from winnow.observe.figures import WIDTH, figure_table, print_table, printable, share
 from winnow.observe.files import RunFolder
+from winnow.observe.metrics import grouped
 from winnow.observe.rollouts import read_rollouts
 
 _COLUMNS = ("problem", "data_source", "outcome", "accuracy", "scorer_error")
@@ -162,11 +163,6 @@ class Comparison:
     """The pair over all sources, where there are several."""
 
     @property
-    def shared(self) -> int:
-        """Problems that both answered."""
-        return sum(each.problems for each in self.sources.values())
-
-    @property
     def deciding(self) -> Paired:
         """The comparison over all problems."""
         return self.everything or next(iter(self.sources.values()))
@@ -198,9 +194,7 @@ def compare(a: Answers, b: Answers) -> Comparison:
             f"{a.file} and {b.file} have no problem in common: other data, or asked with another "
             "data.prompt_template; evaluate both on one file in the same way"
         )
-    by_source: dict[str, list[str]] = {}
-    for problem in shared:
-        by_source.setdefault(a.sources[problem], []).append(problem)
+    by_source = grouped((a.sources[problem], problem) for problem in shared)
     sources = {source: _paired(a, b, members) for source, members in by_source.items()}
     return Comparison(a, b, sources, _paired(a, b, shared) if len(sources) > 1 else None)
 
@@ -234,9 +228,7 @@ def answers_of(file: Path, table: pa.Table, settings: Mapping[str, Any] = {}) ->
     rows = [row for row in table.select(_COLUMNS).to_pylist() if row["outcome"] == "held_out"]
     if not rows:
         raise DataError(f"{file} holds no held-out answers; give what winnow eval writes")
-    accuracies: dict[str, list[float]] = {}
-    for row in rows:
-        accuracies.setdefault(row["problem"], []).append(row["accuracy"])
+    accuracies = grouped((row["problem"], row["accuracy"]) for row in rows)
     return Answers(
         file,
         {row["problem"]: row["data_source"] for row in rows},
@@ -361,7 +353,7 @@ def figures_of(found: Comparison) -> dict[str, Any]:
     return {
         "a": str(found.a.file),
         "b": str(found.b.file),
-        "shared_problems": found.shared,
+        "shared_problems": found.deciding.problems,
         "sources": {source: _figures(pair) for source, pair in found.sources.items()},
         **({"all": _figures(found.everything)} if found.everything else {}),
         "notes": notes(found),

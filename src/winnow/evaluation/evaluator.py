@@ -17,7 +17,7 @@ from typing import Any
 from winnow.config.root import ObserveConfig
 from winnow.config.trainer import EvaluationConfig
 from winnow.evaluation.statistics import PromptAnswers, numbers, summarise, vote
-from winnow.observe.metrics import EVAL, Metrics, Number
+from winnow.observe.metrics import EVAL, Metrics, Number, grouped
 from winnow.observe.rollouts import (
     Decode,
     RolloutGroup,
@@ -192,18 +192,13 @@ class Evaluator:
         ]
         self._asked += n * len(requests)
         done = await generate(self._engine, requests)
+
+        async def scored(place: int, prompt: Prompt) -> Group:
+            answers = (self._scored(prompt, done[place, index]) for index in range(n))
+            return Group(place, prompt, tuple(await asyncio.gather(*answers)))
+
         # All answers at once: a scorer may wait for another machine.
-        answers = await asyncio.gather(
-            *(
-                self._scored(prompt, done[place, index])
-                for place, prompt in enumerate(self.prompts)
-                for index in range(n)
-            )
-        )
-        return [
-            Group(place, prompt, tuple(answers[place * n : (place + 1) * n]))
-            for place, prompt in enumerate(self.prompts)
-        ]
+        return await asyncio.gather(*(scored(*each) for each in enumerate(self.prompts)))
 
     async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
         score = await self._rewards.score(prompt, trajectory, None, training=False)
@@ -227,12 +222,8 @@ def by_problem(
     Args:
         votes: data sources whose scorers tell what an answer says, for maj@k.
     """
-    members: dict[str, list[Group]] = {}
-    for group in groups:
-        members.setdefault(problem_id(group.prompt), []).append(group)
-    best: dict[str, list[Answer]] = {}
-    for group in greedy:
-        best.setdefault(problem_id(group.prompt), []).extend(group.answers)
+    members = grouped((problem_id(group.prompt), group) for group in groups)
+    best = grouped((problem_id(group.prompt), each) for group in greedy for each in group.answers)
     return [
         _statistics_of(copies, best.get(problem, []), votes) for problem, copies in members.items()
     ]

@@ -6,9 +6,8 @@ mean by Student's t, where all of them have a value. Each figure has a scale of 
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os.path import commonprefix
@@ -19,18 +18,24 @@ import numpy as np
 
 from winnow.errors import ConfigError
 from winnow.evaluation.statistics import two_sided_bound
-from winnow.observe.files import RunFolder, write_atomic
-from winnow.observe.jsonl import read_metrics, series
+from winnow.observe import metrics
+from winnow.observe.files import RunFolder
+from winnow.observe.jsonl import read_metrics, running_total, series
 from winnow.observe.metric_names import metric_of
-from winnow.observe.metrics import ACCURACY, ENTROPY, LENGTH, REWARD, STEP_S, Record
-from winnow.views.curve import COLORS, DPI, LINES, STYLE, as_percent, smooth, used_tokens
+from winnow.observe.metrics import Record, grouped
+from winnow.views.curve import COLORS, LINES, as_percent, drawing, smooth
 
 Axis = Literal["steps", "tokens", "time"]
-DEFAULT_METRICS = (REWARD, ACCURACY, LENGTH, ENTROPY)
+DEFAULT_METRICS = (metrics.REWARD, metrics.ACCURACY, metrics.LENGTH, metrics.ENTROPY)
 _FEW = 30
 """Points of a curve up to which each is marked."""
 _GRID = 200
 _OF_SEEDS = {"run", "observe"}
+_SPENT = {
+    "tokens": ((metrics.GENERATED_TOKENS, metrics.SFT_TOKENS), 1.0),
+    "time": ((metrics.STEP_S,), 3600.0),
+}
+"""Figures whose sum an axis counts, and how much of it is one unit there."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +65,14 @@ def plot(request: PlotRequest) -> None:
         ConfigError: a run or a figure that is not there, or a file of another kind.
         WinnowError: metrics.jsonl cannot be read, or the picture not be written.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    kind = request.out.suffix.lower().removeprefix(".")
-    if kind not in ("png", "svg"):
+    if request.out.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--out must end in .png or .svg, got {str(request.out)!r}")
     curves = _curves(request.runs)
     names = _chosen(request.metrics, curves)
     columns = 1 if len(names) == 1 else 2
     rows = -(-len(names) // columns)
-    with rc_context({**STYLE, "svg.hashsalt": "winnow", "svg.fonttype": "none"}):
-        size = (5.2 * columns if columns > 1 else 7.6, 2.7 * rows + 0.9)
-        figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+    size = (5.2 * columns if columns > 1 else 7.6, 2.7 * rows + 0.9)
+    with drawing(request.out, size) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axis, name in zip(axes, names, strict=False):
             _paint(axis, name, curves, request)
@@ -84,24 +84,21 @@ def plot(request: PlotRequest) -> None:
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
         }
         figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=2)
-        picture = io.BytesIO()
-        # Without the date that an SVG would hold: the same runs make the same file.
-        about = {"Date": None} if kind == "svg" else None
-        figure.savefig(picture, format=kind, dpi=DPI, metadata=about)
-    write_atomic(request.out, picture.getvalue())
 
 
 def _curves(runs: Sequence[str]) -> list[_Curve]:
     """Read the runs, and put those of one recipe together."""
-    groups: dict[str, list[RunFolder]] = {}
-    for run in runs:
-        folder = RunFolder.open(run)
-        rest = {name: keys for name, keys in folder.recipe().items() if name not in _OF_SEEDS}
-        groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(folder)
+    folders = (RunFolder.open(run) for run in runs)
+    by_recipe = grouped((_without_seeds(folder.recipe()), folder) for folder in folders)
     return [
-        _Curve(_label(folders), [read_metrics(folder.metrics) for folder in folders])
-        for folders in groups.values()
+        _Curve(_label(alike), [read_metrics(folder.metrics) for folder in alike])
+        for alike in by_recipe.values()
     ]
+
+
+def _without_seeds(recipe: Mapping[str, Any]) -> str:
+    rest = {name: keys for name, keys in recipe.items() if name not in _OF_SEEDS}
+    return json.dumps(rest, sort_keys=True, default=str)
 
 
 def _label(folders: Sequence[RunFolder]) -> str:
@@ -137,18 +134,13 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
         at, values = _together(found, request.by)
         if not at.size:
             continue
-        style: dict[str, Any] = {
-            "color": COLORS[index % len(COLORS)],
-            "linestyle": LINES[index // len(COLORS) % len(LINES)],
-        }
-        mean = values.mean(0)
-        marker = (
-            "o" if len(found[0][0]) <= _FEW and (request.by == "steps" or len(found) == 1) else ""
-        )
-        axis.plot(at, mean, marker=marker, markersize=3.5, label=curve.label, **style)
-        if len(values) > 1:
-            half = _half_interval(values)
-            axis.fill_between(at, mean - half, mean + half, color=style["color"], alpha=0.18, lw=0)
+        color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
+        is_marked = len(found[0][0]) <= _FEW and (request.by == "steps" or len(found) == 1)
+        marker, mean = "o" if is_marked else "", values.mean(0)
+        axis.plot(at, mean, line, color=color, marker=marker, markersize=3.5, label=curve.label)
+        if (runs := len(values)) > 1:
+            half = two_sided_bound(0.05, runs - 1) * values.std(0, ddof=1) / np.sqrt(runs)
+            axis.fill_between(at, mean - half, mean + half, color=color, alpha=0.18, lw=0)
     _leave_wide_bands(axis)
     about = metric_of(name)
     unit = about.unit if about else ""
@@ -174,16 +166,11 @@ def _points(records: Sequence[Record], name: str, request: PlotRequest) -> tuple
     steps, found = series(records, name)
     at, values = np.asarray(steps, dtype=np.float64), np.asarray(smooth(found, request.smooth))
     if request.by != "steps" and len(at):
-        known, spent = used_tokens(records) if request.by == "tokens" else _hours(records)
-        at = np.interp(at, known, spent)
+        figures, unit = _SPENT[request.by]
+        known, spent = running_total(records, *figures)
+        at = np.interp(at, known, spent / unit)
     finite = np.isfinite(values)
     return at[finite], values[finite]
-
-
-def _hours(records: Sequence[Record]) -> tuple[Any, Any]:
-    """Return steps, and hours of training up to the end of each."""
-    steps, seconds = series(records, STEP_S)
-    return np.array([0, *steps]), np.cumsum([0.0, *seconds]) / 3600
 
 
 def _together(found: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
@@ -196,9 +183,3 @@ def _together(found: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
         first, last = max(p[0][0] for p in found), min(p[0][-1] for p in found)
         at = np.linspace(first, last, _GRID if first <= last else 0)
     return at, np.stack([np.interp(at, *points) for points in found])
-
-
-def _half_interval(values: Any) -> Any:
-    """Return half the 95 % interval of the mean over runs `[R, N]`."""
-    runs = len(values)
-    return two_sided_bound(0.05, runs - 1) * values.std(0, ddof=1) / np.sqrt(runs)

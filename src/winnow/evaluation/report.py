@@ -17,13 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator
-from winnow.evaluation.statistics import (
-    Estimate,
-    SourceFigures,
-    default_ks,
-    figures_of,
-    summarise,
-)
+from winnow.evaluation.statistics import Estimate, SourceFigures, default_ks, figures_of, summarise
 from winnow.observe.figures import (
     WIDTH,
     count,
@@ -69,10 +63,9 @@ class Report:
 
     def as_json(self, about: Mapping[str, Any]) -> bytes:
         """Write the text of report.json, which begins with what is said `about` the evaluation."""
-        body: dict[str, Any] = dict(about)
-        body["sources"] = {name: _as_json(source) for name, source in self.sources.items()}
-        if self.everything is not None:
-            body["all"] = _as_json(self.everything)
+        sources = {name: _as_json(source) for name, source in self.sources.items()}
+        everything = {"all": _as_json(self.everything)} if self.everything else {}
+        body = {**about, "sources": sources, **everything}
         return (json.dumps(body, ensure_ascii=False, indent=2) + "\n").encode()
 
 

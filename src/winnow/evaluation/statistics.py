@@ -28,6 +28,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from winnow.observe.metrics import grouped
+
 Floats = NDArray[np.float64]
 LEVEL = 0.95
 """Coverage of the intervals."""
@@ -144,10 +146,8 @@ def majority(accuracies: Sequence[float], parsed: Sequence[Hashable | None]) -> 
 
     Example: `majority([1, 0, 0], ["a", "b", None])` is 0.5: two answers have one vote each.
     """
-    worth: dict[Hashable, list[float]] = {}
-    for accuracy, said in zip(accuracies, parsed, strict=True):
-        if said is not None:
-            worth.setdefault(said, []).append(accuracy)
+    pairs = zip(parsed, accuracies, strict=True)
+    worth = grouped((answer, accuracy) for answer, accuracy in pairs if answer is not None)
     most = max(map(len, worth.values()), default=0)
     means = [sum(marks) / most for marks in worth.values() if len(marks) == most]
     return sum(means) / len(means) if means else 0.0
@@ -271,9 +271,7 @@ def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, Sour
     maj@k starts at 2, and needs parsed answers throughout. Random draws of a prompt depend on
     `seed` and its place alone.
     """
-    by_source: dict[str, list[tuple[int, PromptAnswers]]] = {}
-    for place, prompt in enumerate(prompts):
-        by_source.setdefault(prompt.data_source, []).append((place, prompt))
+    by_source = grouped((prompt.data_source, (n, prompt)) for n, prompt in enumerate(prompts))
     return {source: figures_of(members, seed) for source, members in by_source.items()}
 
 

@@ -24,7 +24,7 @@ from winnow.observe import metrics
 from winnow.observe.figures import count, duration, message, number, share
 from winnow.observe.jsonl import Evaluation, evaluations
 from winnow.observe.metrics import Record
-from winnow.observe.sinks import RunInfo
+from winnow.observe.sinks import Kind, RunInfo
 
 _LINES_OF_A_RUN = 16
 """Lines that the live view leaves behind, about."""
@@ -49,23 +49,28 @@ class Column:
         return self.show(record.get(self.name))
 
 
-TRAIN_COLUMNS = (
-    Column("accuracy", metrics.ACCURACY, share, 8),
-    Column("reward", metrics.REWARD, number, 6),
-    Column("kept", metrics.KEEP_RATE, share, 5),
-    Column("length", metrics.LENGTH, lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
-    Column("cut off", metrics.TRUNCATED, share, 7),
-    Column("entropy", metrics.ENTROPY, number, 7),
-    Column("tokens/s", metrics.TOKENS_PER_S, count, 8),
-    Column("s/step", metrics.STEP_S, number, 6),
-)
-WARM_UP_COLUMNS = (Column("loss", metrics.SFT_LOSS, lambda v: number(v, 3), 7),)
-SFT_COLUMNS = (
-    *WARM_UP_COLUMNS,
-    Column("held out", metrics.HELD_OUT_LOSS, lambda v: number(v, 3), 8),
-    Column("tokens", "sft/tokens", count, 8),
-    Column("s/step", metrics.STEP_S, number, 6),
-)
+_LOSS = Column("loss", metrics.SFT_LOSS, lambda v: number(v, 3), 7)
+_STEP_S = Column("s/step", metrics.STEP_S, number, 6)
+COLUMNS: dict[Kind, tuple[Column, ...]] = {
+    "train": (
+        Column("accuracy", metrics.ACCURACY, share, 8),
+        Column("reward", metrics.REWARD, number, 6),
+        Column("kept", metrics.KEEP_RATE, share, 5),
+        Column("length", metrics.LENGTH, lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
+        Column("cut off", metrics.TRUNCATED, share, 7),
+        Column("entropy", metrics.ENTROPY, number, 7),
+        Column("tokens/s", metrics.TOKENS_PER_S, count, 8),
+        _STEP_S,
+    ),
+    "warm_up": (_LOSS,),
+    "sft": (
+        _LOSS,
+        Column("held out", metrics.HELD_OUT_LOSS, lambda v: number(v, 3), 8),
+        Column("tokens", "sft/tokens", count, 8),
+        _STEP_S,
+    ),
+}
+"""The figures that are shown of a step."""
 
 
 def make_console(mode: Literal["auto", "plain", "off"], console: Console) -> ConsoleSink:
@@ -118,12 +123,9 @@ class ConsoleSink:
 
     def _print_step(self, step: int, record: Record) -> None:
         width = max(2 * len(str(self._info.steps)) + 1, len("step"))
-        columns = list(columns_of(self._info))
-        while (
-            self._console.is_terminal
-            and columns
-            and _row_width(width, columns) > self._console.width
-        ):
+        columns = list(COLUMNS[self._info.kind])
+        room = self._console.width - width - 1 - _LEFT_WIDTH
+        while columns and self._console.is_terminal and _width(columns) > room:
             columns.pop()  # the last ones can be done without
         if not self._has_header:
             titles = "".join(f" {column.title:>{column.width}}" for column in columns)
@@ -203,7 +205,9 @@ class LiveConsole(ConsoleSink):
         head.add_row(
             self._spinner, f"{title} {step}/{info.steps}", bar, f"{elapsed} gone, {left} left"
         )
-        pairs = [(c.title, c.cell(self._record)) for c in columns_of(info)] if self._record else []
+        pairs = (
+            [(c.title, c.cell(self._record)) for c in COLUMNS[info.kind]] if self._record else []
+        )
         yield Group(head, _fitting(pairs, self._status, options.max_width))
 
     def _has_line(self, step: int) -> bool:
@@ -213,13 +217,8 @@ class LiveConsole(ConsoleSink):
         return step % every == 0 or step in (self._info.first_step, self._info.steps)
 
 
-def _row_width(step: int, columns: Sequence[Column]) -> int:
-    return step + sum(1 + column.width for column in columns) + 1 + _LEFT_WIDTH
-
-
-def columns_of(info: RunInfo) -> tuple[Column, ...]:
-    """Return the figures that are shown of a step."""
-    return {"warm_up": WARM_UP_COLUMNS, "sft": SFT_COLUMNS}.get(info.kind, TRAIN_COLUMNS)
+def _width(columns: Sequence[Column]) -> int:
+    return sum(1 + column.width for column in columns)
 
 
 def evaluation_lines(step: int, record: Record) -> list[str]:

@@ -20,14 +20,17 @@ from typing import IO, Any, Literal
 
 from winnow.errors import ConfigError, FolderGoneError, PassingError, WinnowError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT),
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EREMOTEIO),
 }
 """Errors of disks and file servers that may be over with the next try."""
+_REMEDIES = (
+    ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, "free some space, or put the run on another disk"),
+    ({errno.EACCES, errno.EPERM, errno.EROFS}, "choose a folder that you may write to"),
+    (_PASSING, "try again, or put the run on another disk"),
+)
 _TOLD = re.compile(r"\(os error (\d+)\)")
 TOKENIZER = "tokenizer.json"
 """The tokenizer in a run's folder, by which token ids can be read."""
@@ -54,15 +57,9 @@ def disk_errors(error: OSError, otherwise: type[WinnowError] = WinnowError) -> t
 def reason_and_remedy(error: OSError) -> str:
     """Say why the system refused, and what to do about it: `REASON; REMEDY`."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in _FULL:
-        remedy = "free some space, or put the run on another disk with run.dir=FOLDER"
-    elif error.errno in _REFUSED:
-        remedy = "choose a folder that you may write to with run.dir=FOLDER"
-    elif error.errno in _PASSING:
-        remedy = "try again, or put the run on another disk with run.dir=FOLDER"
-    else:
-        remedy = "check the path, or choose another folder with run.dir=FOLDER"
-    return f"{reason}; {remedy}"
+    remedies = (remedy for codes, remedy in _REMEDIES if error.errno in codes)
+    remedy = next(remedies, "check the path, or choose another folder")
+    return f"{reason}; {remedy} with run.dir=FOLDER"
 
 
 def one_line(error: BaseException) -> str:

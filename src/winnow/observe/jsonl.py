@@ -10,14 +10,17 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from winnow.errors import CheckpointError, WinnowError
 from winnow.observe import metrics
 from winnow.observe.files import AppendFile
 from winnow.observe.metrics import Number, Record, plain
 from winnow.observe.sinks import RunInfo
+from winnow.types import FATES
 
 METRICS_FILE = "metrics.jsonl"
 """Its name in a run's folder."""
@@ -155,13 +158,12 @@ def token_account(records: Iterable[Record]) -> dict[str, int]:
 
     Example: `{"trained": 700, …, "failed": 0, "in_progress": 31}`.
     """
-    account: dict[str, int] = dict.fromkeys(metrics.OUTCOMES, 0)
-    in_progress = 0
+    account = dict.fromkeys([*FATES, "in_progress"], 0)
     for record in records:
-        for outcome in metrics.OUTCOMES:
-            account[outcome] += int(record.get(metrics.TOKENS + outcome, 0))
-        in_progress = int(record.get(metrics.IN_PROGRESS_TOKENS, in_progress))
-    return {**account, "in_progress": in_progress}
+        for fate in FATES:
+            account[fate] += int(record.get(metrics.TOKENS + fate, 0))
+        account["in_progress"] = int(record.get(metrics.IN_PROGRESS_TOKENS, account["in_progress"]))
+    return account
 
 
 def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
@@ -189,10 +191,12 @@ def series(records: Sequence[Record], *candidates: str) -> tuple[list[int], list
     return [], []
 
 
-def tokens_by_step(records: Sequence[Record]) -> tuple[list[int], list[float]]:
-    """Return the steps, and the tokens generated, or imitated, up to the end of each."""
-    steps, tokens = series(records, metrics.GENERATED_TOKENS, metrics.SFT_TOKENS)
-    return steps, list(accumulate(tokens))
+def running_total(
+    records: Sequence[Record], *candidates: str
+) -> tuple[list[int], NDArray[np.float64]]:
+    """Return steps from 0 on, and the sum of a figure up to the end of each; names as `series`."""
+    steps, values = series(records, *candidates)
+    return [0, *steps], np.cumsum([0.0, *values])
 
 
 def _largest(figures: Mapping[str, float], prefix: str, least: int) -> tuple[int, float] | None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -37,9 +37,8 @@ import pyarrow.parquet as pq
 
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, RunFolder, write_atomic
-from winnow.observe.metrics import Outcome
 from winnow.observe.rollouts import problem_id, rollout_files
-from winnow.types import Group, IntArray
+from winnow.types import Group, IntArray, SettledGroup
 
 _INT, _TEXT = pa.int32(), pa.string()
 SCHEMA = pa.schema(
@@ -54,42 +53,8 @@ SCHEMA = pa.schema(
 )
 
 
-class Settlement(Protocol):
-    """A group whose life ended, as the sampler tells of it."""
-
-    @property
-    def group(self) -> Group:
-        """Its finished and scored answers."""
-        ...
-
-    @property
-    def turn(self) -> int:
-        """Place of its prompt among those that the loader gave out."""
-        ...
-
-    @property
-    def fate(self) -> Outcome:
-        """One of the ways in which a group ends."""
-        ...
-
-    @property
-    def admitted_version(self) -> int:
-        """Weight version at admission."""
-        ...
-
-    @property
-    def staleness(self) -> int:
-        """Age of its oldest token, in versions."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """Generated for it."""
-        ...
-
-
 def write_ledger(
-    folder: RunFolder, step: int, settled: Sequence[Settlement], returned: int
+    folder: RunFolder, step: int, settled: Sequence[SettledGroup], returned: int
 ) -> None:
     """Write the part of a step.
 
@@ -108,11 +73,12 @@ def write_ledger(
     for each in settled:
         group, fate = each.group, each.fate
         went_back = fate in ("surplus", "stale") or group.id in later
+        scores = ((a.score.reward, a.score.accuracy) for a in group.scored)
         row = (
             *(group.id, each.turn, step, fate, step if fate == "trained" else None, went_back),
             *(group.prompt.uid, problem_id(group.prompt), each.admitted_version),
             *(_versions(group), each.staleness, len(group.scored), each.tokens),
-            *(_token_crc(group), _score_crc(group)),
+            *(_token_crc(group), score_crc(scores)),
         )
         rows.append(row)
     columns = zip(*rows, strict=True) if rows else ([] for _ in SCHEMA)
@@ -186,10 +152,6 @@ def token_crc(answers: Iterable[Iterable[IntArray]]) -> int:
             length += len(ids)
         lengths.append(length)
     return crc32(struct.pack(f"{len(lengths)}q", *lengths), crc)
-
-
-def _score_crc(group: Group) -> int:
-    return score_crc((a.score.reward, a.score.accuracy) for a in group.scored)
 
 
 def score_crc(scores: Iterable[tuple[float, float]]) -> int:

@@ -14,19 +14,17 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 Number = int | float
 Record = Mapping[str, Number]
-
-Outcome = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
-"""Uses of a closed group; each token is booked under one of these."""
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 # What the viewers (console, curve, summary) look for by name.
 ACCURACY = "sampling/accuracy"
@@ -251,4 +249,15 @@ def by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
         if name.startswith(EVAL):
             source, _, figure = name.removeprefix(EVAL).rpartition("/")
             found.setdefault(source, {})[figure] = value
+    return found
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Collect values by their keys, both in the order of their coming.
+
+    Example: `grouped([("a", 1), ("b", 2), ("a", 3)])` is `{"a": [1, 3], "b": [2]}`.
+    """
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
     return found

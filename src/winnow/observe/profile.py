@@ -110,18 +110,13 @@ def profile_notes(config: ProfileConfig, first: int, last: int) -> list[str]:
         which = f"the run goes from step {first} to {last} (trainer.profile.steps)"
         notes.append(f"No profile of step {', '.join(never)}: {which}")
     if config.steps and config.tool == "nsight" and "NSYS_PROFILING_SESSION_ID" not in os.environ:
-        command = " ".join(nsight_command(config))
+        options = [f"--{name}={value}" for name, value in nsight_options(config).items()]
+        command = " ".join(["nsys", "profile", *options])
         notes.append(
             "Warning: trainer.profile.tool=nsight, and this process does not run under nsys, so "
             f"only workers on Ray are recorded; begin the command with: {command}"
         )
     return notes
-
-
-def nsight_command(config: ProfileConfig) -> list[str]:
-    """Return the words before `winnow train`, which record this machine's processes."""
-    options = [f"--{name}={value}" for name, value in nsight_options(config).items()]
-    return ["nsys", "profile", *options]
 
 
 def nsight_of(config: Config, role: str) -> dict[str, str] | None:

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 from winnow.config.root import ObserveConfig
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, disk_error, write_atomic
-from winnow.observe.metrics import Outcome
-from winnow.types import Answer, FloatArray, Group, IntArray, Prompt
+from winnow.types import Answer, Fate, FloatArray, Group, IntArray, Prompt
 
 Decode = Callable[[IntArray], str]
 STEP_FILE = re.compile(r"step-(\d+)\.parquet")
@@ -53,7 +52,7 @@ class RolloutGroup:
     """A closed group and what became of it; its baseline, if there is one, has a row too."""
 
     group: Group
-    outcome: Outcome | Literal["held_out", "held_out_greedy"]
+    outcome: Fate | Literal["held_out", "held_out_greedy"]
     advantages: FloatArray | None = None
     """One a sampled answer; None unless trained."""
     mismatch: FloatArray | None = None
@@ -207,7 +206,6 @@ def _rows(
 
 def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
     score, trajectory = answer.score, answer.trajectory
-    extra = {name: value for name, value in score.extra.items() if name != "pred"}
     row = {
         "response_tokens": sum(len(segment) for segment in trajectory.segments),
         "reward": score.reward,
@@ -216,7 +214,7 @@ def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "scorer_error": score.error,
         "pred": score.extra.get("pred"),
-        **{f"extra/{name}": value for name, value in extra.items()},
+        **{f"extra/{name}": value for name, value in score.extra.items() if name != "pred"},
     }
     if versions := trajectory.versions:
         row |= {"oldest_version": versions[0], "newest_version": versions[-1]}
@@ -226,11 +224,10 @@ def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
 
 def _texts(answer: Answer, decode: Decode) -> dict[str, Any]:
     ids = answer.trajectory.token_ids
-    logprobs = answer.trajectory.logprobs
     return {
         "response": decode(ids),
         "token_ids": ids.astype(np.int32),
-        "logprobs": logprobs.astype(np.float32),
+        "logprobs": answer.trajectory.logprobs.astype(np.float32),
         "versions": _token_versions(answer),
     }
 

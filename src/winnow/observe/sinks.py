@@ -83,6 +83,7 @@ class Sinks:
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
+        self._background = [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]
         self._first: Record = {}
 
     def begin_with(self, figures: Record) -> None:
@@ -95,9 +96,8 @@ class Sinks:
         for sink in self._sinks:
             sink.start(info)
         deadline = time.monotonic() + BEGIN_S
-        for sink in self._sinks:
-            if isinstance(sink, BackgroundSink):
-                sink.wait_until_ready(deadline)
+        for sink in self._background:
+            sink.wait_until_ready(deadline)
 
     def log(self, step: int, record: Record) -> None:
         record, self._first = {**record, **self._first}, {}
@@ -106,17 +106,15 @@ class Sinks:
 
     def mark_complete(self) -> None:
         """Say that the run came to its last step, which may be an earlier one than was planned."""
-        for sink in self._sinks:
-            if isinstance(sink, BackgroundSink):
-                sink.mark_complete()
+        for sink in self._background:
+            sink.mark_complete()
 
     def close(self) -> None:
-        for sink in self._sinks:  # so that they wait side by side
-            if isinstance(sink, BackgroundSink):
-                sink.finish()
+        for sink in self._background:  # so that they wait side by side
+            sink.finish()
         with contextlib.ExitStack() as stack:
-            for sink in self._sinks:
-                stack.callback(sink.close)
+            for each in self._sinks:
+                stack.callback(each.close)
 
 
 class BackgroundSink:
@@ -178,7 +176,7 @@ class BackgroundSink:
         except queue.Full:
             self._missed += 1
             if self._missed == 1:
-                self._say(
+                self._said.put(
                     f"Warning: {self._place} is {MOST_WAITING} records behind; it misses what "
                     "comes until it has caught up, and metrics.jsonl has everything"
                 )
@@ -205,7 +203,7 @@ class BackgroundSink:
                 rest = self._calls.qsize()
                 self._drop(f"does not end within {seconds}, with {rest} records still to be sent")
         if self._missed:
-            self._say(f"Warning: {self._place} missed {self._missed} records: it was too slow")
+            self._said.put(f"Warning: {self._place} missed {self._missed} records: it was too slow")
             self._missed = 0
         self._deliver()
 
@@ -250,10 +248,7 @@ class BackgroundSink:
         self._is_over = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             _abandoned.append(self._thread)
-        self._say(f"Warning: {self._place} {why}, and the run goes on")
-
-    def _say(self, text: str) -> None:
-        self._said.put(text)
+        self._said.put(f"Warning: {self._place} {why}, and the run goes on")
 
     def _deliver(self) -> None:
         while not self._said.empty():
@@ -273,11 +268,7 @@ class UserSink(BackgroundSink):
     """A user's own sink: whatever it raises drops it with a warning, and stops no run."""
 
     def __init__(
-        self,
-        section: CustomSink,
-        number: int,
-        warn: Warn,
-        tracking: TrackingConfig = _TRACKING,
+        self, section: CustomSink, number: int, warn: Warn, tracking: TrackingConfig = _TRACKING
     ) -> None:
         """Load the class of the section `observe.sinks[number]`.
 

@@ -18,7 +18,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from winnow.config.load import plain_values
+from winnow.config.load import flat, plain_values
 from winnow.config.root import Config, TrackerName
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, one_line, write_atomic
@@ -59,9 +59,23 @@ class TrackedRun:
         """The resolved recipe, in sections."""
         return plain_values(self.config)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The arguments that a tracker's `init` takes of any run."""
+        tracking = self.config.observe.tracking
+        return {
+            "project": tracking.project,
+            "name": self.name,
+            "group": tracking.group,
+            "config": self.recipe,
+        }
+
     def settings(self) -> dict[str, str | int | float | bool]:
         """Return the recipe as flat hyper-parameters, such as `optim.lr`."""
-        return dict(_flat(self.recipe, ""))
+        return {
+            key: value if isinstance(value, str | int | float) else json.dumps(value)
+            for key, value in flat(self.recipe).items()
+        }
 
 
 class Tracker(ABC):
@@ -196,21 +210,19 @@ class Tensorboard(Tracker):
         self._writer.close()
 
 
-class TableTracker(Tracker):
-    """Shows sample answers in tables of its package, which a step is logged with."""
+class LogTracker(Tracker):
+    """A tracker whose run takes figures and sample answers of a step in one call of `log`."""
 
-    _table: Any
     _run: Any
+    _show: Callable[[Rows], Any]
+    """Makes the object of its package that shows sample answers."""
 
     def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
-        shown = {
-            name: self._table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
-            for name, rows in tables.items()
-        }
+        shown = {name: self._show(rows) for name, rows in tables.items()}
         self._run.log({**record, **shown}, step=step)
 
 
-class Wandb(TableTracker):
+class Wandb(LogTracker):
     """Weights & Biases. A step that its server has already is ignored there."""
 
     name = "wandb"
@@ -221,15 +233,12 @@ class Wandb(TableTracker):
         import wandb
 
         options, tracking = self.run.config.observe.wandb, self.tracking
-        self._table = wandb.Table
+        self._show = lambda rows: wandb.Table(**_table(rows))
         self._run = wandb.init(
-            project=tracking.project,
+            **self.run.identity,
             entity=options.entity,
             mode=options.mode,
-            name=self.run.name,
-            group=tracking.group,
             tags=tracking.tags,
-            config=self.run.recipe,
             id=known or uuid.uuid4().hex[:8],
             resume="allow",
             dir=str(self.run.folder.trackers),
@@ -268,12 +277,10 @@ class Mlflow(Tracker):
         number = experiment.experiment_id if experiment else None
         number = number or self._client.create_experiment(tracking.project, place)
         made = str(self._client.create_run(number, run_name=self.run.name).info.run_id)
-        settings = [
-            Param(_for_mlflow(key), str(value)[:_LONGEST_PARAM])
-            for key, value in self.run.settings().items()
-        ]
-        for begin in range(0, len(settings), _MOST_PARAMS):
-            self._client.log_batch(made, params=settings[begin : begin + _MOST_PARAMS])
+        settings = self.run.settings().items()
+        params = [Param(_for_mlflow(key), str(value)[:_LONGEST_PARAM]) for key, value in settings]
+        for begin in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(made, params=params[begin : begin + _MOST_PARAMS])
         labels = {"group": tracking.group or "", "tags": ",".join(tracking.tags)}
         self._client.log_batch(made, tags=[RunTag(k, v) for k, v in labels.items() if v])
         return made
@@ -285,8 +292,7 @@ class Mlflow(Tracker):
             self._client.log_batch(self._id, metrics=found[begin : begin + _MOST_METRICS])
         for name, rows in tables.items():
             file = f"{name}-{step}.json"
-            table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
-            self._client.log_dict(self._id, table, file)
+            self._client.log_dict(self._id, _table(rows), file)
             # So that its page shows the file as a table, as `mlflow.log_table` does with pandas.
             tag = "mlflow.loggedArtifacts"
             listed = json.loads(self._client.get_run(self._id).data.tags.get(tag, "[]"))
@@ -297,7 +303,7 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._id, "FINISHED" if is_done else "KILLED")
 
 
-class Trackio(TableTracker):
+class Trackio(LogTracker):
     """Trackio, which finds a run again by its name; one that begins is a run of its own."""
 
     name = "trackio"
@@ -305,15 +311,12 @@ class Trackio(TableTracker):
     def open(self, known: str | None, first_step: int) -> str:
         import trackio
 
-        options, tracking = self.run.config.observe.trackio, self.tracking
-        self._table = trackio.Table
+        options = self.run.config.observe.trackio
+        self._show = lambda rows: trackio.Table(**_table(rows))
         self._run = trackio.init(
-            project=tracking.project,
-            name=self.run.name,
-            group=tracking.group,
+            **self.run.identity,
             space_id=options.space_id,
             private=options.private,
-            config=self.run.recipe,
             resume="never" if known is None else "allow",
             embed=False,
             auto_log_cpu=False,
@@ -324,7 +327,7 @@ class Trackio(TableTracker):
         self._run.finish()
 
 
-class Swanlab(Tracker):
+class Swanlab(LogTracker):
     """SwanLab; it has no tables, so each sample answer is a text."""
 
     name = "swanlab"
@@ -333,16 +336,13 @@ class Swanlab(Tracker):
         import swanlab
 
         options, tracking = self.run.config.observe.swanlab, self.tracking
-        self._text = swanlab.Text
+        self._show = lambda rows: [swanlab.Text(_markdown([row])) for row in rows]
         made = known or uuid.uuid4().hex[:16]
         self._run = swanlab.init(
-            project=tracking.project,
+            **self.run.identity,
             workspace=options.workspace,
             mode=options.mode,
-            name=self.run.name,
-            group=tracking.group,
             tags=[*tracking.tags] or None,
-            config=self.run.recipe,
             id=made,
             resume="allow",
             log_dir=str(self.run.folder.trackers / "swanlab"),
@@ -352,10 +352,6 @@ class Swanlab(Tracker):
             ),
         )
         return made
-
-    def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
-        shown = {name: [self._text(_markdown([r])) for r in rows] for name, rows in tables.items()}
-        self._run.log({**record, **shown}, step=step)
 
     def end(self, is_done: bool) -> None:
         self._run.finish(state="success" if is_done else "aborted")
@@ -408,13 +404,8 @@ def _for_mlflow(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
-def _flat(value: Any, key: str) -> Iterator[tuple[str, str | int | float | bool]]:
-    """Yield the values of a recipe by their keys; lists and null as text."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value if isinstance(value, str | int | float) else json.dumps(value)
+def _table(rows: Rows) -> dict[str, Any]:
+    return {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
 
 
 def _markdown(rows: Rows) -> str:

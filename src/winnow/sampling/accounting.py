@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from winnow.config.rollout import SamplingConfig
 from winnow.errors import NoSignalError
 from winnow.sampling.filters import Verdict
-from winnow.types import Group, Prompt
+from winnow.types import FATES, Fate, Group, Prompt, SettledGroup
 
 if TYPE_CHECKING:
     from winnow.sampling.groups import GroupState
 
-Fate = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
-FATES: tuple[Fate, ...] = get_args(Fate)
 GIVEN_BACK: tuple[Fate, ...] = ("surplus", "stale")
 """Fates of groups whose prompts come again."""
 
@@ -90,27 +88,6 @@ class TokenAccount:
         """Return the totals now."""
         totals = {name: value for name, value in vars(self).items() if name != "booked"}
         return TokenCounts(**totals, **self.booked)
-
-
-@dataclass(frozen=True, eq=False)
-class SettledGroup:
-    """A group whose life ended, and its fate."""
-
-    group: Group
-    """A failed or dropped group holds only those answers that were finished and scored."""
-    fate: Fate
-    admitted_version: int
-    staleness: int
-    """Versions between its oldest token and the weights that learn the step that settled it."""
-    tokens: int
-    """Generated for it, unfinished answers included."""
-    turn: int = -1
-    """Its prompt's place among those that the loader gave out; by default the group's id, as in
-    older states."""
-
-    def __post_init__(self) -> None:
-        if self.turn < 0:
-            object.__setattr__(self, "turn", self.group.id)
 
 
 @dataclass

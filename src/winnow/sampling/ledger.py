@@ -22,11 +22,11 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from winnow.config.rollout import NoFilter, SamplingConfig
-from winnow.sampling.accounting import Fate, StepAccounting, StepGroups, Tally, TokenAccount
+from winnow.sampling.accounting import StepAccounting, StepGroups, Tally, TokenAccount
 from winnow.sampling.admission import ClosedPrefix, Outcome, QualifyRate, may_open
 from winnow.sampling.filters import Verdict, make_judge
 from winnow.sampling.groups import AnswerState, Dispatch, GroupState, LiveGroups
-from winnow.types import Prompt, Score, Segment, Trajectory
+from winnow.types import Fate, Prompt, Score, Segment, Trajectory
 
 
 class Ledger:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,7 @@ import numpy as np
 from winnow.errors import WinnowError
 from winnow.observe import metrics
 from winnow.observe.files import write_atomic
-from winnow.observe.jsonl import (
-    METRICS_FILE,
-    evaluations,
-    read_metrics,
-    series,
-    tokens_by_step,
-)
+from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics, running_total, series
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
 
@@ -46,6 +42,8 @@ STYLE = {
     "ytick.color": "#4b5563",
     "axes.labelcolor": "#374151",
     "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "winnow",
 }
 
 
@@ -69,38 +67,53 @@ class CurveSink:
         pass  # the end of a run draws once more
 
 
+@contextmanager
+def drawing(target: Path, inches: tuple[float, float]) -> Iterator[Any]:
+    """Yield a figure of matplotlib, whose picture becomes `target` when the block is done.
+
+    Raises:
+        WinnowError: the picture cannot be written.
+    """
+    # Without pyplot: no global state, no display, any thread.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    kind = target.suffix.lower().removeprefix(".")
+    # Without the date that an SVG would hold: the same runs make the same file.
+    about = {"Date": None} if kind == "svg" else None
+    picture = io.BytesIO()
+    with rc_context(STYLE):
+        figure = Figure(figsize=inches, dpi=DPI, layout="constrained", facecolor="white")
+        yield figure
+        figure.savefig(picture, format=kind, dpi=DPI, metadata=about)
+    write_atomic(target, picture.getvalue())
+
+
 def draw_curve(folder: Path) -> Path:
     """Draw a run's accuracy, reward, length and truncation; returns the path of curve.png.
 
     Raises:
         WinnowError: the run has no figures yet, or the picture cannot be written.
     """
-    # Without pyplot: no global state, no display, any thread.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     records = read_metrics(folder / METRICS_FILE)
     if not records:
         raise WinnowError(f"{folder / METRICS_FILE} holds no step yet; wait for the run's first")
     target = folder / "curve.png"
-    with rc_context(STYLE):
-        figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained", facecolor="white")
+    with drawing(target, SIZE_INCHES) as figure:
         axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 3))
         _paint_accuracy(axes[0], records)
         _paint_line(axes[1], series(records, metrics.REWARD), _REWARD, "reward")
         axes[1].set_ylabel("mean reward", color=_REWARD)
         _paint_length(axes[2], records)
         _finish(figure, axes[0], axes[2], folder.name, records)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=DPI)
-    write_atomic(target, picture.getvalue())
     return target
 
 
 def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
     training = series(records, metrics.ACCURACY, metrics.TRAINED_ACCURACY)
     _paint_line(axis, training, _TRAINING, "while training")
-    sources = list(dict.fromkeys(source for record in records for source in evaluations(record)))
+    evaluated = [(int(record["step"]), evaluations(record)) for record in records]
+    sources = list(dict.fromkeys(source for _, by_source in evaluated for source in by_source))
     is_alone = len(sources) == 1
     for index, source in enumerate(sources):
         of = "" if is_alone else f" ({source})"
@@ -109,8 +122,18 @@ def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
             ("accuracy", "o-", _SAMPLED, "sampled"),
         ):
             color = own_color if is_alone else COLORS[1 + index % (len(COLORS) - 1)]
-            points = _held_out(records, source, figure)
-            _paint_points(axis, points, style, color, f"held out, {words}{of}", is_alone)
+            points = [
+                (step, value)
+                for step, by_source in evaluated
+                if (value := getattr(by_source.get(source), figure, None)) is not None
+            ]
+            if not points:
+                continue
+            steps, values = zip(*points, strict=True)  # few and far between: nothing is smoothed
+            label = f"held out, {words}{of}"
+            if is_alone:  # where they can hide no line
+                label += f": {100 * values[0]:.1f} → {100 * values[-1]:.1f} %"
+            axis.plot(steps, values, style, color=color, markersize=5, linewidth=1.5, label=label)
     as_percent(axis)
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, -0.02), min(high, 1.02))
@@ -149,7 +172,7 @@ def _finish(figure: Any, above: Any, below: Any, title: str, records: Sequence[R
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     last = max(int(records[-1]["step"]), 1)
     below.set_xlim(-0.015 * last, 1.015 * last)
-    at, total = used_tokens(records)
+    at, total = running_total(records, metrics.GENERATED_TOKENS, metrics.SFT_TOKENS)
     if total[-1] <= 0:
         return
     unit, name = (1e6, "million ") if total[-1] >= 1e6 else (1.0, "")
@@ -164,12 +187,6 @@ def _finish(figure: Any, above: Any, below: Any, title: str, records: Sequence[R
     top.set_xlabel(f"{name}tokens generated")
 
 
-def used_tokens(records: Sequence[Record]) -> tuple[Any, Any]:
-    """Return steps from 0 on, and the tokens generated, or imitated, up to the end of each."""
-    steps, tokens = tokens_by_step(records)
-    return np.array([0, *steps]), np.array([0.0, *tokens])
-
-
 def _paint_line(axis: Any, points: Series, color: str, label: str) -> None:
     """Draw the values thin, and smoothed thick."""
     steps, values = points
@@ -178,31 +195,9 @@ def _paint_line(axis: Any, points: Series, color: str, label: str) -> None:
         axis.plot(steps, smooth(values), color=color, linewidth=2.2, label=label)
 
 
-def _paint_points(
-    axis: Any, points: Series, style: str, color: str, label: str, is_labelled: bool
-) -> None:
-    """Draw held-out evaluations, few and far between: nothing is smoothed."""
-    steps, values = points
-    if not steps:
-        return
-    if is_labelled:  # where they can hide no line
-        label += f": {100 * values[0]:.1f} → {100 * values[-1]:.1f} %"
-    axis.plot(steps, values, style, color=color, markersize=5, linewidth=1.5, label=label)
-
-
-def _held_out(records: Sequence[Record], source: str, figure: str) -> Series:
-    found = [(r["step"], evaluations(r).get(source)) for r in records]
-    points = [(int(step), getattr(e, figure)) for step, e in found if e]
-    kept = [(step, value) for step, value in points if value is not None]
-    return [step for step, _ in kept], [value for _, value in kept]
-
-
 def smooth(values: Sequence[float], reach: int = 2) -> list[float]:
     """Take a moving mean over the neighbours; gaps (NaN) are left out."""
     array = np.asarray(values, dtype=np.float64)
-    smooth = []
-    for i in range(len(array)):
-        window = array[max(i - reach, 0) : i + reach + 1]
-        finite = window[np.isfinite(window)]
-        smooth.append(float(finite.mean()) if finite.size else float("nan"))
-    return smooth
+    windows = (array[max(i - reach, 0) : i + reach + 1] for i in range(len(array)))
+    finite = (window[np.isfinite(window)] for window in windows)
+    return [float(window.mean()) if window.size else math.nan for window in finite]

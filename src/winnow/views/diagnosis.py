@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from winnow.config.load import flat
 from winnow.observe import metrics
 from winnow.observe.metrics import Record
 
@@ -59,7 +60,7 @@ class Course:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = settings
+        self._settings = flat(settings)
         self._first: defaultdict[str, list[float]] = defaultdict(list)
         self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self.seen = Counter[str]()
@@ -114,9 +115,7 @@ class Course:
     def setting(self, key: str, default: Any) -> Any:
         """Return a key of the recipe; what an older recipe lacks, or has as another type, is the
         default."""
-        found: Any = self._settings
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
+        found = self._settings.get(key)
         return found if isinstance(found, type(default)) else default
 
 
@@ -248,7 +247,7 @@ def _rise(course: Course, name: str) -> tuple[float, float] | None:
     if course.seen[name] < _ENOUGH:
         return None
     low, high = _mean(before), _mean(now)
-    noise = math.hypot(_error(before, low), _error(now, high))
+    noise = math.hypot(*(statistics.stdev(each) / math.sqrt(len(each)) for each in (before, now)))
     return (low, high) if high - low > max(3 * noise, 0.05 * abs(low), 1e-9) else None
 
 
@@ -400,11 +399,14 @@ class Diagnosis:
 
     Args:
         settings: the resolved recipe as a tree of plain values.
+        records: what is known of the run already.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], records: Iterable[Record] = ()) -> None:
         self._course = Course(settings)
         self._found: dict[str, RunFinding] = {}
+        for record in records:
+            self.add(int(record["step"]), record)
 
     def add(self, step: int, record: Record) -> list[RunFinding]:
         """Look at a further step; returns what is found for the first time."""
@@ -424,14 +426,6 @@ class Diagnosis:
     def findings(self) -> list[RunFinding]:
         """Return all findings, the gravest first."""
         return sorted(self._found.values(), key=lambda f: (_ORDER.index(f.severity), f.first_step))
-
-
-def diagnose(records: Iterable[Record], settings: Mapping[str, Any]) -> list[RunFinding]:
-    """Return what the rules find in the records of a run, in their order."""
-    diagnosis = Diagnosis(settings)
-    for record in records:
-        diagnosis.add(int(record["step"]), record)
-    return diagnosis.findings()
 
 
 def too_short(steps: int) -> str:
@@ -465,9 +459,3 @@ def _bounded(value: float) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
-
-
-def _error(values: Sequence[float], mean: float) -> float:
-    """Return the standard error of a mean."""
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    return math.sqrt(squares / max(len(values) - 1, 1) / len(values))

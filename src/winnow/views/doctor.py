@@ -8,16 +8,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
 
 from winnow.errors import WinnowError
 from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.metrics import Record
+from winnow.observe.metrics import Record, grouped
 from winnow.observe.rollouts import read_rollouts, rollout_files
 from winnow.observe.sinks import RunInfo
-from winnow.views.diagnosis import Diagnosis, RunFinding, diagnose
+from winnow.views.diagnosis import Diagnosis, RunFinding
 
 WRONG = ("reward_flat_wrong", "filtered")
 """Findings of which wrong answers may say more."""
@@ -82,15 +83,38 @@ def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
         WinnowError: a file of the record is damaged.
     """
     settings = folder.recipe()
-    records: list[Record] = list(read_metrics(folder.metrics)) if folder.metrics.is_file() else []
+    records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
+    diagnosis = Diagnosis(settings, records)
     steps = max((int(record["step"]) for record in records), default=0)
     files = rollout_files(folder.rollouts)
     rows = read_rollouts(files[-1][1]).select(ROLLOUT_COLUMNS).to_pylist() if files else []
-    if files and files[-1][0] > steps:  # a step in which nothing could be learnt has no line
-        records.append(unlearnt(files[-1][0], rows))
-    found = diagnose(records, settings)
-    more = {name: wrong_answers(rows) for name in WRONG}
-    return steps, [replace(f, evidence=f.evidence + more.get(f.name, "")) for f in found]
+    newest = files[-1][0] if files else 0
+    return steps, findings_with_answers(diagnosis, steps, newest, lambda: rows)
+
+
+def findings_with_answers(
+    diagnosis: Diagnosis, steps: int, newest: int, read: Callable[[], Sequence[Mapping[str, Any]]]
+) -> list[RunFinding]:
+    """Return findings with what only answers tell: of a step without a line, and why wrong.
+
+    Args:
+        diagnosis: of all lines of metrics.jsonl; it stays as it is.
+        steps: the last step that has a line.
+        newest: the last step that has answers; 0 without any.
+        read: reads the rows of these answers.
+    """
+    has_line = newest <= steps  # a step in which nothing could be learnt has none
+    if has_line and not (newest and any(each.name in WRONG for each in diagnosis.findings())):
+        return diagnosis.findings()
+    rows = read()
+    if not has_line:
+        diagnosis = deepcopy(diagnosis)
+        diagnosis.add(newest, unlearnt(newest, rows))
+    clause = wrong_answers(rows)
+    return [
+        replace(each, evidence=each.evidence + clause) if each.name in WRONG else each
+        for each in diagnosis.findings()
+    ]
 
 
 def wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -101,12 +125,11 @@ def wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     Args:
         rows: of rollouts.
     """
-    endings: dict[tuple[Any, str], list[str]] = {}
-    for row in rows:
-        words = _WORD.findall(str(row.get("response") or ""))
-        if row.get("accuracy") == 0 and words:
-            key = row.get("group"), " ".join(str(row.get("prompt")).split())
-            endings.setdefault(key, []).append(words[-1])
+    endings = grouped(
+        ((row.get("group"), " ".join(str(row.get("prompt")).split())), words[-1])
+        for row in rows
+        if row.get("accuracy") == 0 and (words := _WORD.findall(str(row.get("response") or "")))
+    )
     votes = {key: Counter(said).most_common(1)[0] for key, said in endings.items() if said[1:]}
     agreed = [key for key, (_, count) in votes.items() if 2 * count > len(endings[key])]
     said = f"; in {len(agreed)} of {len(votes)} wrong groups most answers end alike"

@@ -9,24 +9,26 @@ prompts come in the loader's order, given back ones first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from winnow.config.load import flat
 from winnow.errors import WinnowError
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.ledger import read_ledger, score_crc, token_crc
-from winnow.observe.metrics import OUTCOMES
+from winnow.observe.metrics import grouped
 from winnow.observe.rollouts import read_rollouts
-from winnow.types import BoolArray, IntArray
+from winnow.types import FATES
 
+Row = Mapping[str, Any]
+"""A group, by the columns of `winnow.observe.ledger`; its turn is its index where it has none."""
 ASPECTS: Mapping[str, tuple[str, ...]] = {
     "prompts": ("prompt_uid", "problem"),
     "fates": ("fate",),
@@ -39,11 +41,11 @@ ASPECTS: Mapping[str, tuple[str, ...]] = {
 TIMES = ("step", "admitted_version", "staleness")
 """Columns of what may happen at another time and change nothing that is learnt: admission, and the
 end of a group that is not trained. They are told, and make no difference."""
-_SUMMED = ["step", "group", "answers", "tokens", "versions", "token_crc", "score_crc"]
 _ANSWERS = [
     *("group", "reward", "accuracy", "response_tokens"),
     *("oldest_version", "newest_version", "token_ids", "versions"),
 ]
+_WAITING = ("qualified", "open")
 SHOWN = 3
 """Examples kept of each kind of difference."""
 
@@ -63,8 +65,10 @@ class LedgerRun:
     """A run's ledger and what it is judged by."""
 
     folder: Path
-    table: pa.Table
+    rows: Sequence[Row]
     """In the order of admission."""
+    has_turns: bool
+    """False for ledgers of an older winnow."""
     metrics: Sequence[Mapping[str, float]]
     """Records of the steps that the ledger has; a step being finished may lack its own."""
     is_exact: bool
@@ -75,13 +79,12 @@ class LedgerRun:
     @property
     def steps(self) -> int:
         """The last step of the ledger."""
-        return int(pc.max(self.table["step"]).as_py() or 0)
+        return max((row["step"] for row in self.rows), default=0)
 
-    def until(self, step: int) -> LedgerRun:
-        """Return the run as it was after a step."""
-        table = self.table.filter(pc.field("step") <= step)
-        metrics = [record for record in self.metrics if record["step"] <= step]
-        return LedgerRun(self.folder, table, metrics, self.is_exact, self.in_order)
+    @property
+    def kept(self) -> list[Row]:
+        """The groups that were not given back: one for each turn."""
+        return [row for row in self.rows if not row["returned"]]
 
 
 @dataclass(frozen=True)
@@ -136,54 +139,48 @@ def open_ledger(path: str | Path, until: int | None = None) -> LedgerRun:
     """
     folder = RunFolder.open(path)
     table = read_ledger(folder)
-    last = int(pc.max(table["step"]).as_py() or 0)
+    rows = table.to_pylist()
+    for row in rows:
+        row["turn"] = row["group"] if row["turn"] is None else row["turn"]
+    last = max((row["step"] for row in rows), default=0)
     if until is not None and until > last:
         raise WinnowError(f"{folder.path} has no step {until} yet: its last is {last}")
+    last = last if until is None else until
     records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
-    settings = _settings(folder)
-    exact = settings("run", "deterministic") is not False
-    run = LedgerRun(
+    settings = flat(folder.recipe())
+    exact = settings.get("run.deterministic") is not False
+    return LedgerRun(
         folder.path,
-        table,
+        [row for row in rows if row["step"] <= last],
+        not table["turn"].null_count,
         [record for record in records if 1 <= record["step"] <= last],
-        exact and settings("trainer", "mode", "name") != "async",
-        settings("sampling", "commit") != "completion_order",
+        exact and settings.get("trainer.mode.name") != "async",
+        settings.get("sampling.commit") != "completion_order",
     )
-    return run if until is None else run.until(until)
 
 
 def check(run: LedgerRun) -> LedgerReport:
     """Check a ledger against itself, metrics.jsonl and rollouts/: nothing lost, nothing twice."""
-    table = run.table
-    groups = _ints(table, "group")
-    fates, tokens = np.array(table["fate"].to_pylist()), _ints(table, "tokens")
-    faults = [*_twice(groups), *_order(run, groups), *_turns(run)]
+    groups = [row["group"] for row in run.rows]
+    faults = [_listed("groups with more than one row", _repeated(groups))]
+    faults += [*_order(run, groups), *_turns(run)]
     waiting = -1
-    if run.metrics and run.metrics[-1]["step"] == run.steps:
+    if run.metrics and (last := run.metrics[-1])["step"] == run.steps:
         admitted = sum(int(record["sampling/groups/admitted"]) for record in run.metrics)
-        waiting = admitted - len(np.unique(groups))
-        last = run.metrics[-1]
-        carried = sum(
-            int(last[f"sampling/groups/carried_{kind}"]) for kind in ("qualified", "open")
-        )
+        waiting = admitted - len(set(groups))
+        carried = sum(int(last[f"sampling/groups/carried_{kind}"]) for kind in _WAITING)
         if waiting != carried:
-            faults.append(
-                _fault(
-                    "groups without a fate",
-                    [f"{admitted} admitted, {waiting} have no row, and {carried} wait for a cut"],
-                )
-            )
-    faults += [
-        *_accounts(run, fates, tokens),
-        _fault("groups unlike rollouts/", [*_unlike_rollouts(run)]),
-    ]
+            told = f"{admitted} admitted, {waiting} have no row, and {carried} wait for a cut"
+            faults.append(_fault("groups without a fate", [told]))
+    faults += [_accounts(run), _fault("groups unlike rollouts/", [*_unlike_rollouts(run)])]
+    tokens = {fate: [row["tokens"] for row in run.rows if row["fate"] == fate] for fate in FATES}
     return LedgerReport(
         str(run.folder),
         run.steps,
         len(groups),
         waiting,
-        {fate: int((fates == fate).sum()) for fate in OUTCOMES},
-        {fate: int(tokens[fates == fate].sum()) for fate in OUTCOMES},
+        {fate: len(each) for fate, each in tokens.items()},
+        {fate: sum(each) for fate, each in tokens.items()},
         tuple(fault for fault in faults if fault.count),
     )
 
@@ -200,7 +197,7 @@ def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
     if a.steps != b.steps:
         found.append(Difference("last step", abs(a.steps - b.steps), (f"{a.steps} | {b.steps}",)))
     if exact:
-        (*compared, times), blind = _group_by_group(_kept(a.table), _kept(b.table))
+        (*compared, times), blind = _group_by_group(a, b)
         found += compared
     else:
         found.append(_prompt_order(a, b))
@@ -208,49 +205,43 @@ def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
     return LedgerDiff(check(a), check(b), exact, tuple(found), times, _given_back(a, b), blind)
 
 
-def _group_by_group(a: pa.Table, b: pa.Table) -> tuple[list[Difference], int]:
+def _group_by_group(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
     """Compare each aspect of the groups that both have, their times last.
 
     Returns:
         The differences, and how many groups lack token ids.
     """
-    (left, at_a), (right, at_b) = (np.unique(_ints(t, "turn"), return_index=True) for t in (a, b))
+    # Of a turn that comes twice, which is a fault, the first group counts.
+    left, right = ({row["turn"]: row for row in reversed(run.kept)} for run in (a, b))
+    shared = sorted(left.keys() & right.keys())
+    blind = {t for t in shared if None in (left[t]["token_crc"], right[t]["token_crc"])}
+
+    def is_unlike(turn: int, column: str) -> bool:
+        return left[turn][column] != right[turn][column] and (
+            column != "token_crc" or turn not in blind
+        )
+
     found = [
-        _listed(f"groups of {name} alone", np.setdiff1d(mine, other), "turn")
+        _listed(f"groups of {name} alone", sorted(mine.keys() - other.keys()), "turn")
         for name, mine, other in (("A", left, right), ("B", right, left))
     ]
-    shared, in_a, in_b = np.intersect1d(left, right, return_indices=True)
-    a, b = a.take(at_a[in_a]), b.take(at_b[in_b])
-    blind = pc.or_(pc.is_null(a["token_crc"]), pc.is_null(b["token_crc"]))
-    blind = blind.to_numpy(zero_copy_only=False).astype(bool)
     for aspect, columns in {**ASPECTS, "times": TIMES}.items():
-        unlike = np.zeros(len(shared), dtype=bool)
-        for name in columns:
-            differs = _unlike(a[name], b[name])
-            unlike |= differs & ~blind if name == "token_crc" else differs
-        examples = [
-            f"turn {shared[at]}: {_shown(a, columns, at)} | {_shown(b, columns, at)}"
-            for at in np.flatnonzero(unlike)[:SHOWN].tolist()
+        unlike = [
+            f"turn {turn}: {_shown(left[turn], columns)} | {_shown(right[turn], columns)}"
+            for turn in shared
+            if any(is_unlike(turn, column) for column in columns)
         ]
-        found.append(Difference(aspect, int(unlike.sum()), tuple(examples)))
-    return found, int(blind.sum())
+        found.append(_fault(aspect, unlike))
+    return found, len(blind)
 
 
-def _unlike(a: pa.ChunkedArray, b: pa.ChunkedArray) -> BoolArray:
-    if pa.types.is_list(a.type):
-        pairs = zip(a.to_pylist(), b.to_pylist(), strict=True)
-        return np.array([mine != other for mine, other in pairs], dtype=bool)
-    same = pc.or_kleene(pc.equal(a, b), pc.and_(pc.is_null(a), pc.is_null(b)))
-    return np.asarray(~pc.fill_null(same, False).to_numpy(zero_copy_only=False).astype(bool))
-
-
-def _shown(table: pa.Table, columns: Iterable[str], at: int) -> str:
-    return ", ".join(f"{name} {table[name][at].as_py()}" for name in columns)
+def _shown(row: Row, columns: Iterable[str]) -> str:
+    return ", ".join(f"{name} {row[name]}" for name in columns)
 
 
 def _prompt_order(a: LedgerRun, b: LedgerRun) -> Difference:
     """Compare the prompts that the loaders gave out, as far as both runs have a row of them."""
-    left, right = (dict(zip(*_columns(run, "turn", "prompt_uid"), strict=True)) for run in (a, b))
+    left, right = ({row["turn"]: row["prompt_uid"] for row in run.rows} for run in (a, b))
     unlike = [
         f"turn {turn}: {left[turn]} | {right[turn]}"
         for turn in sorted(left.keys() & right.keys())
@@ -261,84 +252,67 @@ def _prompt_order(a: LedgerRun, b: LedgerRun) -> Difference:
 
 def _given_back(a: LedgerRun, b: LedgerRun) -> Difference:
     """Compare the groups that were given back: which these are depends on how many were open."""
-    names = ("group", "turn", "step", "fate", "tokens", "score_crc", "returned")
-    found = [{row for row in zip(*_columns(run, *names), strict=True) if row[-1]} for run in (a, b)]
-    return _fault("given back", [f"group {row[0]}" for row in sorted(found[0] ^ found[1])])
+    names = ("group", "turn", "step", "fate", "tokens", "score_crc")
+    left, right = (
+        {tuple(row[name] for name in names) for row in run.rows if row["returned"]}
+        for run in (a, b)
+    )
+    return _listed("given back", [row[0] for row in sorted(left ^ right)])
 
 
 def _turns(run: LedgerRun) -> Iterator[Difference]:
     """Look for prompts that were lost, came twice, or not in their turn when given back."""
-    if run.table["turn"].null_count:  # an older winnow's
+    if not run.has_turns:
         return
     first = dict[int, str]()
     wrong = list[str]()
-    for group, turn, uid in zip(*_columns(run, "group", "turn", "prompt_uid"), strict=True):
-        if (due := first.setdefault(turn, uid)) != uid:
-            wrong.append(f"group {group} has {uid}, but {due} was given back and is due")
+    for row in run.rows:
+        if (due := first.setdefault(row["turn"], row["prompt_uid"])) != (uid := row["prompt_uid"]):
+            wrong.append(f"group {row['group']} has {uid}, but {due} was given back and is due")
     yield _fault("prompts given back that did not come next", wrong)
-    kept, counts = np.unique(_ints(_kept(run.table), "turn"), return_counts=True)
-    yield _listed("prompts in more than one group", kept[counts > 1], "turn")
+    kept = [row["turn"] for row in run.kept]
+    yield _listed("prompts in more than one group", _repeated(kept), "turn")
     if run.in_order:
-        trained = run.table.filter(pc.field("fate") == "trained")
-        reached = max(_ints(trained, "turn"), default=0)
-        yield _listed("prompts lost", np.setdiff1d(np.arange(reached), kept), "turn")
+        reached = max((row["turn"] for row in run.rows if row["fate"] == "trained"), default=0)
+        yield _listed("prompts lost", sorted({*range(reached)}.difference(kept)), "turn")
 
 
-def _twice(groups: IntArray) -> Iterator[Difference]:
-    found, counts = np.unique(groups, return_counts=True)
-    yield _listed("groups with more than one row", found[counts > 1])
-
-
-def _order(run: LedgerRun, groups: IntArray) -> Iterator[Difference]:
+def _order(run: LedgerRun, groups: Sequence[int]) -> Iterator[Difference]:
     """Look for groups that were passed over, or learnt out of order, where commits are in order."""
     if not run.in_order:
         return
-    trained = run.table.filter(pc.equal(run.table["fate"], "trained"))
-    learnt, steps = _ints(trained, "group"), _ints(trained, "learnt_step")
-    back = np.flatnonzero(np.diff(steps) < 0) + 1
-    yield _listed("groups learnt before an earlier one", learnt[back])
-    reached = int(learnt.max()) if len(learnt) else 0
-    yield _listed("groups lost", np.setdiff1d(np.arange(reached), groups))
+    learnt = [(row["learnt_step"], row["group"]) for row in run.rows if row["fate"] == "trained"]
+    back = [group for (before, _), (step, group) in pairwise(learnt) if step < before]
+    yield _listed("groups learnt before an earlier one", back)
+    reached = max((group for _, group in learnt), default=0)
+    yield _listed("groups lost", sorted({*range(reached)}.difference(groups)))
 
 
-def _accounts(
-    run: LedgerRun,
-    fates: NDArray[np.str_],
-    tokens: IntArray,
-) -> Iterator[Difference]:
+def _accounts(run: LedgerRun) -> Difference:
     """Compare groups and tokens by step and fate with metrics.jsonl."""
-    steps, unlike = _ints(run.table, "step"), []
-    size = run.steps + 1
-    for fate in OUTCOMES:
-        of_fate = fates == fate
-        groups_by_step = np.bincount(steps[of_fate], minlength=size)
-        tokens_by_step = np.zeros(size, dtype=np.int64)
-        np.add.at(tokens_by_step, steps[of_fate], tokens[of_fate])
-        for record in run.metrics:
-            step = int(record["step"])
-            for what, booked in (("groups", groups_by_step), ("tokens", tokens_by_step)):
-                noted = record.get(f"sampling/{what}/{fate}")
-                if noted is not None and int(noted) != booked[step]:
-                    unlike.append(
-                        f"step {step}: {booked[step]} {what} {fate}, {int(noted)} in metrics.jsonl"
-                    )
-    yield _fault("sums that metrics.jsonl has otherwise", unlike)
+    groups, tokens, unlike = Counter[Any](), Counter[Any](), []
+    for row in run.rows:
+        groups[row["step"], row["fate"]] += 1
+        tokens[row["step"], row["fate"]] += row["tokens"]
+    for fate, record in product(FATES, run.metrics):
+        step = int(record["step"])
+        for what, booked in (("groups", groups[step, fate]), ("tokens", tokens[step, fate])):
+            noted = int(record.get(f"sampling/{what}/{fate}", booked))
+            if noted != booked:
+                unlike.append(f"step {step}: {booked} {what} {fate}, {noted} in metrics.jsonl")
+    return _fault("sums that metrics.jsonl has otherwise", unlike)
 
 
 def _unlike_rollouts(run: LedgerRun) -> Iterator[str]:
     """Compare each group with its answers in rollouts/, as far as these keep what it sums up."""
-    folder = RunFolder(run.folder)
-    by_step = dict[int, list[dict[str, Any]]]()
-    for row in run.table.select(_SUMMED).to_pylist():
-        by_step.setdefault(row["step"], []).append(row)
-    for step, rows in by_step.items():
-        if not folder.rollout(step).is_file():
+    for step, rows in grouped((row["step"], row) for row in run.rows).items():
+        file = RunFolder(run.folder).rollout(step)
+        if not file.is_file():
             continue
-        answers = dict[int, list[dict[str, Any]]]()
-        for answer in read_rollouts(folder.rollout(step)).select(_ANSWERS).to_pylist():
-            answers.setdefault(answer["group"], []).append(answer)
+        answers = read_rollouts(file).select(_ANSWERS).to_pylist()
+        by_group = grouped((answer["group"], answer) for answer in answers)
         for row in rows:
-            unlike = [*_unlike_answers(row, answers.get(row["group"], []))]
+            unlike = [*_unlike_answers(row, by_group.get(row["group"], []))]
             if unlike:
                 yield f"group {row['group']} (step {step}): {', '.join(unlike)}"
 
@@ -365,37 +339,13 @@ def _unlike_answers(row: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
         yield "versions"
 
 
-def _ints(table: pa.Table, name: str) -> IntArray:
-    column = pc.coalesce(table[name], table["group"]) if name == "turn" else table[name]
-    return column.to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+def _repeated(numbers: Iterable[int]) -> list[int]:
+    return sorted(number for number, count in Counter(numbers).items() if count > 1)
 
 
-def _columns(run: LedgerRun, *names: str) -> list[list[Any]]:
-    given = {"turn": _ints(run.table, "turn").tolist()}
-    return [given.get(name) or run.table[name].to_pylist() for name in names]
-
-
-def _kept(table: pa.Table) -> pa.Table:
-    """Return the groups that were not given back: one for each turn."""
-    return table.filter(pc.invert(table["returned"]))
-
-
-def _listed(what: str, numbers: IntArray, name: str = "group") -> Difference:
-    return _fault(what, [f"{name} {number}" for number in numbers.tolist()])
+def _listed(what: str, numbers: Sequence[int], name: str = "group") -> Difference:
+    return _fault(what, [f"{name} {number}" for number in numbers])
 
 
 def _fault(what: str, found: Sequence[str]) -> Difference:
     return Difference(what, len(found), tuple(found[:SHOWN]))
-
-
-def _settings(folder: RunFolder) -> Any:
-    """Return a reader of the recipe's values by key; None where it does not have one."""
-    recipe = folder.recipe()
-
-    def value(*keys: str) -> Any:
-        found: Any = recipe
-        for key in keys:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
-
-    return value

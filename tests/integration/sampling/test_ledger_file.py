@@ -34,9 +34,18 @@ from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.step_metrics import record_step
-from winnow.sampling.accounting import SettledGroup, StepGroups
+from winnow.sampling.accounting import StepGroups
 from winnow.sampling.stream import Sampler
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.types import (
+    Answer,
+    Group,
+    Prompt,
+    Score,
+    Segment,
+    SettledGroup,
+    Trajectory,
+    VersionSpan,
+)
 from winnow.views.ledger_diff import ASPECTS, TIMES, LedgerReport, check, diff, open_ledger
 
 Rows = list[dict[str, Any]]

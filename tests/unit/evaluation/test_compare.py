@@ -56,7 +56,7 @@ def test_problems_are_paired_whatever_their_place_and_others_are_counted(tmp_pat
         "sums": 0.5,
         "words": 1.0,
     }
-    assert found.shared == 2
+    assert found.deciding.problems == 2
     assert found.deciding.difference == 0.75
     assert notes(found) == [
         "1 problems of A alone are left out.",

@@ -23,8 +23,8 @@ from winnow.run.step_metrics import (
     record_sources,
     record_step,
 )
-from winnow.sampling.accounting import SettledGroup, StepAccounting, StepGroups
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+from winnow.sampling.accounting import StepAccounting, StepGroups
+from winnow.types import Answer, Group, Prompt, Score, Segment, SettledGroup, Trajectory
 
 ANSWER = Trajectory((Segment(np.array([4, 5]), np.zeros(2, np.float32), ()),), "stop")
 

@@ -20,9 +20,9 @@ from tests.states import read_back, same
 from winnow.checkpoints.checkpoint import STATE_CLASSES
 from winnow.checkpoints.state_file import read_state, write_state
 from winnow.config.rollout import NoFilter, SamplingConfig
-from winnow.sampling.accounting import SettledGroup, StepGroups
+from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
-from winnow.types import Score, Segment, Trajectory
+from winnow.types import Score, Segment, SettledGroup, Trajectory
 
 CLASSES = ("trained", "all_right", "all_wrong", "surplus", "stale", "failed")
 

@@ -21,7 +21,7 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metric_names import metric_of
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.observe.sinks import RunInfo
-from winnow.views.diagnosis import RULES, Diagnosis, RunFinding, diagnose, too_short
+from winnow.views.diagnosis import RULES, Diagnosis, RunFinding, too_short
 from winnow.views.doctor import LiveDiagnosis, diagnose_run, wrong_answers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -210,7 +210,7 @@ CASES: list[tuple[str, Change, Change]] = [
 
 def names(change: Change, settings: dict[str, Any] = SETTINGS, steps: int = 30) -> list[str]:
     records = [{**healthy(step), **change(step)} for step in range(1, steps + 1)]
-    return [finding.name for finding in diagnose(records, settings)]
+    return [finding.name for finding in Diagnosis(settings, records).findings()]
 
 
 def test_a_healthy_run_has_nothing() -> None:
@@ -265,7 +265,7 @@ def test_sequence_ratios_are_clipped_more_often_in_a_healthy_run() -> None:
 
 def test_a_finding_has_the_steps_and_figures_of_what_it_found() -> None:
     records = [{**healthy(s), "length/truncated": 0.2 if s < 10 else 0.0} for s in range(1, 31)]
-    (finding,) = diagnose(records, SETTINGS)
+    (finding,) = Diagnosis(SETTINGS, records).findings()
     assert (finding.severity, finding.first_step, finding.last_step) == ("warning", 5, 10)
     assert finding.evidence.startswith("16.0% of the answers trained on were ended by the limit of")
     assert "128 tokens" in finding.evidence
@@ -308,9 +308,9 @@ def test_extremes_in_every_figure_make_no_rule_raise(value: float) -> None:
         extreme = {
             name: value if number > 0 else sign * value for name, number in healthy(5).items()
         }
-        diagnose([{**healthy(step), **extreme, "step": step} for step in range(1, 12)], SETTINGS)
-        diagnose(
-            [{**(extreme if s % 2 else healthy(s)), "step": s} for s in range(1, 24)], SETTINGS
+        Diagnosis(SETTINGS, [{**healthy(step), **extreme, "step": step} for step in range(1, 12)])
+        Diagnosis(
+            SETTINGS, [{**(extreme if s % 2 else healthy(s)), "step": s} for s in range(1, 24)]
         )
 
 

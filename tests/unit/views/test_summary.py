@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from winnow.observe.figures import count, duration, number, printable, share, shorten
-from winnow.observe.jsonl import Evaluation, evaluations, phase_seconds, series, tokens_by_step
+from winnow.observe.jsonl import Evaluation, evaluations, phase_seconds, running_total, series
 from winnow.observe.metrics import SFT_S, START_S
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
@@ -121,7 +121,8 @@ def test_a_series_takes_the_first_name_that_any_record_has(quickstart_records: R
     steps, values = series(quickstart_records, "absent", "time/update_s")
     assert (steps[0], steps[-1], set(values)) == (1, 80, {0.5})
     assert series(quickstart_records, "absent") == ([], [])
-    assert tokens_by_step(quickstart_records)[1][:2] == [36000.0, 72000.0]
+    _, tokens = running_total(quickstart_records, "sampling/tokens/generated")
+    assert tokens[:3].tolist() == [0.0, 36000.0, 72000.0]
 
 
 def test_figures_are_short_and_gaps_are_dashes() -> None:
