@@ -182,12 +182,12 @@ class WorkerGroup:
         a machine.
         """
         same = Call(method, args, kwargs)
-        return await _elsewhere(self._answers(range(self.size), same), self._loop)
+        return await asyncio.wrap_future(self.submit(self._answers(range(self.size), same)))
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on one rank."""
         asked = Call(method, args, kwargs)
-        return (await _elsewhere(self._answers([rank], asked), self._loop))[0]
+        return (await asyncio.wrap_future(self.submit(self._answers([rank], asked))))[0]
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Have the group's loop do some work; from any thread."""
@@ -202,7 +202,7 @@ class WorkerGroup:
 
         Each worker's `close()` comes first, unless something failed. A second time does nothing.
         """
-        await _elsewhere(self._end(), self._loop)
+        await asyncio.wrap_future(self.submit(self._end()))
 
     def end(self) -> None:
         """Do what `close` does, and wait; where the loop is closed, that is done."""
@@ -487,8 +487,3 @@ def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
     except BaseException:  # such as Ctrl-C, while it goes on
         future.cancel()
         raise
-
-
-async def _elsewhere(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
-    """Have a loop, of whatever thread, do some work; the caller's goes on meanwhile."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
