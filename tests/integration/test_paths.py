@@ -10,7 +10,7 @@ HEAVY = (
     *("sympy", "reasoning_gym", "winnow.http", "winnow.sandbox", "winnow.workers.group"),
     *("winnow.workers.child", "winnow.workers.ray", "winnow.rewards.judge", "winnow.rewards.model"),
     *("winnow.rewards.pool", "winnow.rewards.remote_pipeline", "winnow.rewards.serve"),
-    *("winnow.rollout.engine_group", "winnow.rollout.remote_engine", "winnow.rollout.weights"),
+    *("winnow.rollout.engine_group", "winnow.rollout.remote_engine", "winnow.rollout.http"),
     *("winnow.learning.canary", "winnow.learning.custom", "winnow.learning.fsdp2"),
     *("winnow.evaluation.report", "winnow.checkpoints.upload", "winnow.ranks.workers"),
     *("winnow.builders.warm_start", "winnow.views.summary"),
