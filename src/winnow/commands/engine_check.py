@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -43,10 +43,10 @@ from winnow.rollout.engine import (
     AnswerRequest,
     Engine,
     GroupRequest,
-    PublishedEngine,
     SamplingParams,
     answer_seed,
     generate,
+    members_of,
 )
 from winnow.rollout.http.engine import HttpEngine
 from winnow.rollout.weights import WeightUpdate
@@ -106,12 +106,6 @@ class Witness:
             return EngineFinding(name, "failed", str(error))
         said = f"largest |Δlogp| of fixed tokens {most:.2g} nats"
         return EngineFinding(name, "passed", said, {"largest": most})
-
-
-def members_of(engine: Engine) -> Mapping[str, PublishedEngine]:
-    """Return engines that score given tokens, by name: those of a group each."""
-    members = getattr(engine, "engines", {"the engine": engine})
-    return cast("Mapping[str, PublishedEngine]", members)
 
 
 def config_to_check(target: str, overrides: Sequence[str], model: str | None) -> Config:
@@ -321,7 +315,7 @@ async def _update(engine: Engine, own: Witness, other: Witness | None) -> Engine
 
 async def _sleep(engine: Engine, own: Witness) -> EngineFinding:
     """Let servers sleep and wake, and compare their weights again."""
-    servers = engine.engines.values() if isinstance(engine, HttpEngine) else ()
+    servers = engine.servers.values() if isinstance(engine, HttpEngine) else ()
     try:
         slept = [await server.sleep_and_wake() for server in servers]
     except RemoteError as error:
