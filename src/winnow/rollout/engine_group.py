@@ -385,7 +385,7 @@ class EngineGroup:
         """Do without an engine that took damaged weights."""
         if self._deterministic:
             raise error
-        self._bury(next(client for client in self._clients if client.name == name), error)
+        self._retire(next(client for client in self._clients if client.name == name), error)
 
     def status(self) -> EngineStatus:
         """Return sums over the engines; tokens of dead ones count.
@@ -502,7 +502,7 @@ class EngineGroup:
     def _wrote(self, client: EngineClient, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, WorkerError) and not self._deterministic:
-            self._bury(client, error)
+            self._retire(client, error)
         elif error is not None:
             self._fault = error
         self._news.set()
@@ -515,15 +515,15 @@ class EngineGroup:
     async def _each(
         self, clients: Sequence[EngineClient], do: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Do the same with several engines at once; one that dies of it is buried."""
+        """Do the same with several engines at once; one that dies of it is retired."""
         found = await asyncio.gather(*map(do, clients), return_exceptions=True)
         for client, error in zip(clients, found, strict=True):
             if isinstance(error, WorkerError | PublicationError) and not self._deterministic:
-                self._bury(client, error)
+                self._retire(client, error)
             elif error is not None:
                 raise error
 
-    def _bury(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+    def _retire(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
         """Leave a dead engine's answers to the others, and give back those being aborted."""
         if client.is_dead:
             return

@@ -15,7 +15,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,8 @@ from winnow.rollout.engine import (
     GroupRequest,
     check_may_change,
 )
-from winnow.rollout.weights import WeightUpdate
+from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, take_stored
 from winnow.types import FinishReason, IntArray, Segment, VersionSpan
-
-if TYPE_CHECKING:
-    from winnow.rollout.weights import Bucket, WeightReceiver
 
 
 @dataclass(eq=False)
@@ -301,8 +298,6 @@ class TickEngine(QueueEngine[Answer]):
         if update.tensors is not None:
             await self._take_tensors(update)
         if update.shares is not None:
-            from winnow.rollout.weights import take_stored
-
             await take_stored(update, self.take_bucket)
         if self._arriving is not None:
             self._arriving.finish(update.version)

@@ -37,13 +37,11 @@ from winnow.rollout.embedded.slots import (
 )
 from winnow.rollout.engine import CompletionEvent, GroupRequest
 from winnow.rollout.tick_engine import TickEngine
-from winnow.rollout.weights import WeightUpdate
+from winnow.rollout.weights import WeightReceiver, WeightUpdate
 from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from winnow.rollout.weights import WeightReceiver
 
 
 class TorchEngine(TickEngine[PrefilledAnswer]):
@@ -119,8 +117,6 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             own[name].data.copy_(tensor)
 
     def _receiver(self, version: int) -> WeightReceiver:
-        from winnow.rollout.weights import WeightReceiver
-
         # Beside an adapter the base stays.
         only = dict(adapter_weights(self._model)) if has_adapter(self._model) else None
         return WeightReceiver(self._model, version, only)

@@ -439,12 +439,12 @@ class HttpEngine(EngineGroup):
             self._raise_fault()
             await self._news.wait()
 
-    def _bury(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+    def _retire(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
         """Ask a server nothing until it answers again, and has the newest weights."""
         if client.is_dead:
             return
         client.receive(self._members[client].stop())
-        super()._bury(client, error)
+        super()._retire(client, error)
         if not self._alive():
             self._silent_since = time.monotonic()
         client.writing = asyncio.create_task(self._revive(client, str(error)))
