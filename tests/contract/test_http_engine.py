@@ -209,13 +209,29 @@ def test_a_server_that_restarts_unseen_is_given_the_newest_weights_first(
         process.wait()
         servers.start(folder, port=int(url.rpartition(":")[2]))
         with contextlib.suppress(RemoteError):
-            await engine.engines[url].ping(5.0)  # no connection is left that would break
+            await engine.servers[url].ping(5.0)  # no connection is left that would break
         return await generate(engine, groups)
 
     done = asyncio.run(run())
     assert "was restarted, or given other weights" in caplog.text
     check_logprobs(other, done, groups)
     assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
+
+
+async def test_what_a_dead_server_wrote_is_told_while_its_answers_wait(
+    servers: GenerateServers, folder: Path
+) -> None:
+    url, process = servers.start(folder, "--holds_at=60")
+    engine = engine_over(url)
+    await engine.submit(groups_of(2, 2, SamplingParams(100)))
+    await until(engine, 50)
+    process.kill()
+    while engine.servers:
+        await asyncio.sleep(0.001)
+    running = await engine.progress()
+    assert sum(len(e.segment) for e in running) == engine.status().generated_tokens >= 50
+    OPEN.remove(engine)
+    await engine.close()
 
 
 def test_without_any_server_the_run_ends_with_a_line(
@@ -345,7 +361,7 @@ def test_weights_that_take_too_long_to_load_are_not_loaded_a_second_time(
 ) -> None:
     engine = engine_over(url, reload_timeout_s=0.1)
     with serving([lambda *_: time.sleep(0.5)]) as served:
-        server = engine.engines[url]
+        server = engine.servers[url]
         server._http._url = httpx.URL(served.url)
         with pytest.raises(RemoteError, match=r"did not answer within 0\.1 s"):
             asyncio.run(server.reload("/folder", "1", 0.1))
@@ -414,7 +430,7 @@ def test_a_request_that_always_fails_ends_as_a_failed_answer(
     monkeypatch.setattr("winnow.rollout.http.engine._PAUSE_S", 0.001)
     engine = engine_over(url)
     with serving([step]) as served:
-        engine.engines[url]._http._url = httpx.URL(served.url)
+        engine.servers[url]._http._url = httpx.URL(served.url)
 
         async def run() -> Sequence[CompletionEvent]:
             await engine.submit(groups_of(1, 1))
@@ -432,6 +448,6 @@ def test_a_request_that_always_fails_ends_as_a_failed_answer(
 def test_a_request_that_is_refused_ends_the_run(url: str) -> None:
     engine = engine_over(url)
     with serving([reply(400, {"error": "no such parameter"})]) as served:
-        engine.engines[url]._http._url = httpx.URL(served.url)
+        engine.servers[url]._http._url = httpx.URL(served.url)
         with pytest.raises(WinnowError, match=r"engine=http: .* 400: .*no such parameter"):
             asyncio.run(generate(engine, groups_of(1, 1)))

@@ -228,7 +228,7 @@ def test_a_request_without_our_draws_is_refused_by_a_server_that_makes_them(
     _, server = servers
     with pytest.raises(ConfigError, match=r"400: .*runs with rollout\.engine\.exact_draws=true"):
         engine_over(server.url)
-    engine_over(server.url, exact=True).engines[server.url].close()
+    engine_over(server.url, exact=True).servers[server.url].close()
 
 
 def test_exact_draws_are_the_torch_engines_though_a_server_is_killed(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from winnow.config.base import Section
 from winnow.config.judge import SequenceClassifier, engines_of, sharding_of, told_of_judge
 from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
@@ -136,15 +137,30 @@ def _engine_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
     if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
         engine = TorchEngineConfig()
     return {
-        "slots": engine.slots,
-        "prefill_tokens": engine.prefill_tokens,
-        "vocab_size": policy.vocabulary,
+        **engine_options(engine, policy.vocabulary, longest_tokens(config)),
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
-        "longest": longest_tokens(config),
-        "cache_gib": engine.cache_gib,
         **({"routes": True} if config.rollout.routing_replay else {}),
     }
+
+
+def engine_options(engine: Section, vocabulary: int, longest: int) -> dict[str, Any]:
+    """Return the arguments that torch's and vLLM's engines have alike, of their section.
+
+    Args:
+        vocabulary: ids at or beyond it are never drawn.
+        longest: most tokens of a prompt and its answer.
+    """
+    options = engine.model_dump(include={"slots", "prefill_tokens", "cache_gib"})
+    return options | {"vocab_size": vocabulary, "longest": longest}
+
+
+def vllm_options(engine: Section) -> dict[str, Any]:
+    """Return the arguments that vLLM's worker has beyond those; none for another engine."""
+    if not isinstance(engine, VllmEngineConfig):
+        return {}
+    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra"}
+    return engine.model_dump(include=names)
 
 
 def _engine_arguments(config: Config, policy: LoadedPolicy, start: str | None) -> dict[str, Any]:
@@ -163,17 +179,8 @@ def _engine_arguments(config: Config, policy: LoadedPolicy, start: str | None) -
         "trust_remote_code": config.model.trust_remote_code,
         **({} if alone is None else {"adapter": alone}),
         **_engine_options(config, policy),
-        **_vllm_options(config),
+        **vllm_options(config.rollout.engine),
     }
-
-
-def _vllm_options(config: Config) -> dict[str, Any]:
-    """Return the arguments that vLLM's worker has beyond the embedded engine's."""
-    engine = config.rollout.engine
-    if not isinstance(engine, VllmEngineConfig):
-        return {}
-    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra"}
-    return engine.model_dump(include=names)
 
 
 def engine_of(

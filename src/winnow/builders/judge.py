@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from winnow.builders.engines import check_engine, name_judge
+from winnow.builders.engines import check_engine, engine_options, name_judge, vllm_options
 from winnow.builders.processes import launcher
 from winnow.config.judge import EngineJudge, NoRewardModel
 from winnow.config.roles import Roles
@@ -126,15 +126,12 @@ def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
     with name_judge():
         model = read_judge(config)
         section, engine = model.section, model.section.engine
-        arguments: dict[str, Any] = {
+        arguments = engine_options(engine, model.vocabulary, model.longest + section.max_tokens)
+        arguments |= vllm_options(engine) | {
             "model": model.path,
             "dtype": model.dtype,
             "trust_remote_code": config.model.trust_remote_code,
             "slots": model.slots,
-            "prefill_tokens": engine.prefill_tokens,
-            "vocab_size": model.vocabulary,
-            "longest": model.longest + section.max_tokens,
-            "cache_gib": engine.cache_gib,
         }
         if not isinstance(engine, VllmEngineConfig):
             from winnow.rollout.remote_engine import TorchEngineWorker
@@ -142,7 +139,6 @@ def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
             return TorchEngineWorker(rank, **arguments)
         from winnow.rollout.vllm.worker import make_vllm_worker
 
-        arguments |= engine.model_dump(include={"tensor_parallel", "chunked_prefill", "extra"})
         # What an earlier question left would be summed up apart from the rest.
         arguments["prefix_caching"] = engine.prefix_caching and model.slots > 1
         worker: EngineWorker = make_vllm_worker(rank, **arguments)

@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -44,10 +44,10 @@ from winnow.rollout.engine import (
     AnswerRequest,
     Engine,
     GroupRequest,
-    PublishedEngine,
     SamplingParams,
     answer_seed,
     generate,
+    members_of,
 )
 from winnow.rollout.http.engine import HttpEngine
 from winnow.rollout.weights import WeightUpdate
@@ -107,12 +107,6 @@ class Witness:
             return EngineFinding(name, "failed", str(error))
         summary = f"largest |Δlogp| of fixed tokens {most:.2g} nats"
         return EngineFinding(name, "passed", summary, {"largest": most})
-
-
-def members_of(engine: Engine) -> Mapping[str, PublishedEngine]:
-    """Return engines that score given tokens, by name: those of a group each."""
-    members = getattr(engine, "engines", {"the engine": engine})
-    return cast("Mapping[str, PublishedEngine]", members)
 
 
 def config_to_check(target: str, overrides: Sequence[str], model: str | None) -> Config:
@@ -322,7 +316,7 @@ async def _update(engine: Engine, reference: Witness, updated: Witness | None) -
 
 async def _sleep(engine: Engine, reference: Witness) -> EngineFinding:
     """Let servers sleep and wake, and compare their weights again."""
-    servers = engine.engines.values() if isinstance(engine, HttpEngine) else ()
+    servers = engine.servers.values() if isinstance(engine, HttpEngine) else ()
     try:
         slept = [await server.sleep_and_wake() for server in servers]
     except RemoteError as error:

@@ -42,7 +42,7 @@ from winnow.checkpoints.checkpoint import (
     verify,
 )
 from winnow.checkpoints.strangers import require_trust
-from winnow.commands.engine_check import Witness, members_of
+from winnow.commands.engine_check import Witness
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
 from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
@@ -80,7 +80,7 @@ from winnow.models.folders import ADAPTER_CONFIG
 from winnow.observe.files import RunFolder, explain_disk_errors, free_path, write_atomic
 from winnow.ranks.models import LoadedPolicy, load_policy
 from winnow.rewards.routing import Router
-from winnow.rollout.engine import Engine
+from winnow.rollout.engine import Engine, members_of
 from winnow.rollout.http.engine import HttpEngine
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.shutdown import ShutdownSignal, Stopped
@@ -260,7 +260,7 @@ async def _settle_weights(subject: Subject, policy: LoadedPolicy, engine: Engine
 async def _names_of_weights(engine: Engine) -> dict[str, str]:
     """Ask servers for the names of their weights, by address; no other engine has any."""
     names = dict[str, str]()
-    for url, server in engine.engines.items() if isinstance(engine, HttpEngine) else ():
+    for url, server in engine.servers.items() if isinstance(engine, HttpEngine) else ():
         with contextlib.suppress(RemoteError):  # one that tells none takes no new ones either
             names[url] = await server.version()
     return names

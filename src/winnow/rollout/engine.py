@@ -220,6 +220,26 @@ class PublishedEngine(Engine, Protocol):
         ...
 
 
+def check_may_change(is_busy: bool, live_updates: bool) -> None:
+    """Refuse new weights while answers are under way in an engine without live updates.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if is_busy and not live_updates:
+        raise ValueError("abort what runs before new weights: its cache is of the old ones")
+
+
+def members_of(engine: Engine, alone: str = "the engine") -> Mapping[str, PublishedEngine]:
+    """Return the engines that hold weights, by name: those of a group each.
+
+    Args:
+        alone: name of an engine that is no group.
+    """
+    members = getattr(engine, "engines", {alone: engine})
+    return cast("Mapping[str, PublishedEngine]", members)
+
+
 class EngineFactory(Protocol):
     """The class or function that a recipe names for `rollout/engine=custom`; it makes an engine."""
 

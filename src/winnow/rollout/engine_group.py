@@ -15,22 +15,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import insort
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from winnow.errors import PublicationError, TrainingError, WorkerError
 from winnow.rollout.engine import (
-    EMPTY,
-    AnswerRequest,
     CompletionEvent,
     EngineStatus,
     GroupRequest,
     PublishedEngine,
+    check_may_change,
 )
 from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.tick_engine import PendingAnswer
 from winnow.rollout.weights import Bucket, WeightUpdate, send
 from winnow.types import Segment
 
@@ -46,39 +47,28 @@ ticks of a model worth distributing take 50 ms and more. On the other hand a slo
 nothing queued stays empty for up to a quantum, and an event is seen up to a quantum late.
 """
 _LOOKS = 32
+_DEATHS = 5
+"""Engines that may die in a row at an answer without a token of it, before it is given up."""
 
 
 @dataclass(eq=False)
-class PendingRequest:
-    """An answer that is wanted, with the prefix known of it."""
+class PendingRequest(PendingAnswer):
+    """An answer that is wanted; its request's prefix is the last that an engine told of."""
 
-    group: GroupRequest
-    request: AnswerRequest
-    """The request; its prefix is the last that an engine told of."""
     aborting: bool = False
     """True if it was asked back; it is not sent to another engine then."""
-
-    @property
-    def key(self) -> Key:
-        """Group and answer."""
-        return self.group.group_id, self.request.index
+    deaths: int = 0
+    """Engines in a row that died while they had it, and wrote no token of it."""
 
     @property
     def is_fresh(self) -> bool:
         """True if nothing of it is written: it shares its prompt's prefill with others."""
         return not self.request.prefix
 
-    def end(
-        self, kind: Literal["aborted", "failed"], tick: int, error: str = ""
-    ) -> CompletionEvent:
-        """Return the end of an answer that no engine reports: with the prefix known of it."""
-        prefix = self.request.prefix or EMPTY
-        return CompletionEvent(*self.key, kind, prefix, "aborted", tick, error)
-
     def learn(self, segment: Segment) -> None:
         """Take note that so much of it is written; the next engine begins behind it."""
-        if len(segment) > len(self.request.prefix or ()):
-            self.request = replace(self.request, prefix=segment)
+        if len(segment) > len(self.prefix):
+            self.request, self.deaths = replace(self.request, prefix=segment), 0
 
 
 def requests_of(asks: Iterable[PendingRequest]) -> list[GroupRequest]:
@@ -110,11 +100,6 @@ def ahead(slots: int) -> int:
     return max(1, slots // 4)
 
 
-def _order(bundle: Sequence[PendingRequest]) -> tuple[bool, int, int]:
-    first = bundle[0]
-    return first.is_fresh, first.group.priority, first.request.index
-
-
 class RequestQueue:
     """Answers without an engine: prefixes first, then by priority, as engines serve them.
 
@@ -127,13 +112,16 @@ class RequestQueue:
     def __len__(self) -> int:
         return sum(map(len, self._bundles))
 
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return chain.from_iterable(self._bundles)
+
     def add(self, asks: Iterable[PendingRequest]) -> None:
         """Queue answers."""
         bundles: dict[int, list[PendingRequest]] = {}
         for ask in asks:
             bundles.setdefault(id(ask.group if ask.is_fresh else ask), []).append(ask)
         for bundle in bundles.values():
-            insort(self._bundles, bundle, key=_order)
+            insort(self._bundles, bundle, key=lambda each: each[0].order)
 
     def take(self, group_ids: Collection[int]) -> list[PendingRequest]:
         """Take out the answers of these groups."""
@@ -326,6 +314,9 @@ class EngineGroup:
             counts[client.name] = client.status.generated_tokens
 
         await self._each([client for client in self._alive() if client.asks], look)
+        # Some died with their engine before it told of all that came.
+        begun = (ask for ask in self._queue if ask.deaths and not ask.is_fresh)
+        running += [ask.end("running", self._tick) for ask in begun]
         self._counted = None if self._is_awaited else sum(counts.values())
         return [*self._ordered(told), *sorted(running, key=attrgetter("key"))]
 
@@ -338,7 +329,7 @@ class EngineGroup:
 
         async def take_back(client: EngineClient) -> None:
             await client.engine.abort(sorted(ids))
-            if self._deterministic and self._target is None:
+            if self._target is None:
                 client.receive(await client.engine.events(client.status.tick))
 
         await self._each(asked, take_back)
@@ -351,11 +342,9 @@ class EngineGroup:
             PublicationError: an engine does not hold what was sent; in free mode, the last one.
             WorkerError: as for `events`.
         """
-        alive = self._alive()
-        if self._is_wanted() and not all(client.status.live_updates for client in alive):
-            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        self._check_may_change()
         await self._end_quantum()
-        self._old_version = alive[0].status.weight_version
+        self._old_version = self._alive()[0].status.weight_version
         try:
             if update.tensors is not None:
                 await send(update, self._take_bucket, reject=self._reject)
@@ -369,6 +358,10 @@ class EngineGroup:
                 f"{', '.join(wrong)} did not take weights of version {update.version}; "
                 "look at its lines in the log"
             )
+
+    def _check_may_change(self) -> None:
+        are_live = all(client.status.live_updates for client in self._clients)
+        check_may_change(self._is_wanted(), are_live)
 
     async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
         held: dict[str, int] = {}
@@ -392,7 +385,7 @@ class EngineGroup:
         """Do without an engine that took damaged weights."""
         if self._deterministic:
             raise error
-        self._bury(next(client for client in self._clients if client.name == name), error)
+        self._retire(next(client for client in self._clients if client.name == name), error)
 
     def status(self) -> EngineStatus:
         """Return sums over the engines; tokens of dead ones count.
@@ -419,7 +412,8 @@ class EngineGroup:
 
     async def close(self) -> None:
         """Stop the engines' writing, and close those that live."""
-        writing = [client.writing for client in self._clients if client.writing is not None]
+        tasks = (client.writing for client in self._clients)
+        writing = [task for task in tasks if task is not None and not task.done()]
         for task in writing:
             task.cancel()
         await asyncio.gather(*writing, return_exceptions=True)
@@ -461,9 +455,9 @@ class EngineGroup:
             if self._has_news():
                 return
             self._raise_fault()
-            clients = self._alive()
+            self._alive()
             await self._deal()
-            if not any(client.asks for client in clients):
+            if not self._is_wanted():
                 return
             await self._news.wait()
 
@@ -508,7 +502,7 @@ class EngineGroup:
     def _wrote(self, client: EngineClient, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, WorkerError) and not self._deterministic:
-            self._bury(client, error)
+            self._retire(client, error)
         elif error is not None:
             self._fault = error
         self._news.set()
@@ -521,15 +515,15 @@ class EngineGroup:
     async def _each(
         self, clients: Sequence[EngineClient], do: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Do the same with several engines at once; one that dies of it is buried."""
+        """Do the same with several engines at once; one that dies of it is retired."""
         found = await asyncio.gather(*map(do, clients), return_exceptions=True)
         for client, error in zip(clients, found, strict=True):
             if isinstance(error, WorkerError | PublicationError) and not self._deterministic:
-                self._bury(client, error)
+                self._retire(client, error)
             elif error is not None:
                 raise error
 
-    def _bury(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+    def _retire(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
         """Leave a dead engine's answers to the others, and give back those being aborted."""
         if client.is_dead:
             return
@@ -537,9 +531,13 @@ class EngineGroup:
         if client.writing is not None:
             client.writing.cancel()
         asks, client.asks = list(client.asks.values()), {}
+        for ask in asks:
+            ask.deaths += 1
         self._give_back([ask for ask in asks if ask.aborting])
         others = [ask for ask in asks if not ask.aborting]
-        self._queue.add(others)
+        self._queue.add(ask for ask in others if ask.deaths < _DEATHS)
+        fatal = (ask for ask in others if ask.deaths >= _DEATHS)
+        self._inbox += [ask.end("failed", self._tick, str(error)) for ask in fatal]
         left = len(self._clients) - len(self.dead)
         log.warning(
             "%s died, %d of %d are left: %s; %d answers go on elsewhere",

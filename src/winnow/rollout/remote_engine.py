@@ -32,6 +32,7 @@ from winnow.rollout.engine import (
     EngineStatus,
     GroupRequest,
     PublishedEngine,
+    check_may_change,
 )
 from winnow.rollout.weights import Bucket, WeightUpdate, send
 from winnow.types import FloatArray, IntArray, Segment
@@ -355,8 +356,7 @@ class RemoteEngine:
 
     def _check_may_change(self) -> None:
         status = self.status()  # here, so that the worker need not fail
-        if (status.running or status.queued) and not status.live_updates:
-            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        check_may_change(status.running + status.queued > 0, status.live_updates)
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int

@@ -1,4 +1,4 @@
-"""Queue, submission and stop strings of all engines; events and gates of those with decode ticks.
+"""Queue, rows and stop strings of all engines; ticks and publications of those that decode.
 
     submit ──► queue (prefixes first, then by priority) ──► rows ── tick: one token a row ──► events
 
@@ -15,17 +15,21 @@ from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from winnow.rollout.engine import EMPTY, AnswerRequest, CompletionEvent, EngineStatus, GroupRequest
-from winnow.rollout.weights import WeightUpdate
+from winnow.rollout.engine import (
+    EMPTY,
+    AnswerRequest,
+    CompletionEvent,
+    EngineStatus,
+    GroupRequest,
+    check_may_change,
+)
+from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, take_stored
 from winnow.types import FinishReason, IntArray, Segment, VersionSpan
-
-if TYPE_CHECKING:
-    from winnow.rollout.weights import Bucket, WeightReceiver
 
 
 @dataclass(eq=False)
@@ -54,6 +58,12 @@ class PendingAnswer:
     def order(self) -> tuple[bool, int, int]:
         """Its place in the queue: prefixes first, then by priority."""
         return not len(self.prefix), self.group.priority, self.request.index
+
+    def end(
+        self, kind: Literal["aborted", "failed", "running"], tick: int, error: str = ""
+    ) -> CompletionEvent:
+        """Return an event with no more of the answer than its prefix."""
+        return CompletionEvent(*self.key, kind, self.prefix, "aborted", tick, error)
 
     @property
     def context(self) -> IntArray:
@@ -91,13 +101,15 @@ class WrittenAnswer(PendingAnswer):
 
 
 Answer = TypeVar("Answer", bound=PendingAnswer)
+Written = TypeVar("Written", bound=WrittenAnswer)
 
 
 class QueueEngine(ABC, Generic[Answer]):
-    """Queue of answers and list of events, with submission, status and stop strings.
+    """Queue, rows and events of an engine: submission, abort, progress, status and stop strings.
 
     Args:
         make_answer: makes what the queue holds.
+        slots: answers that it writes at once.
         decode: token ids to text; needed only where requests carry stop strings.
         live_updates: take new weights while answers run.
     """
@@ -105,27 +117,37 @@ class QueueEngine(ABC, Generic[Answer]):
     def __init__(
         self,
         make_answer: Callable[[GroupRequest, AnswerRequest], Answer],
+        slots: int,
         decode: Callable[[Sequence[int]], str] | None,
         live_updates: bool,
     ) -> None:
-        self._make_answer, self._decode, self._live_updates = make_answer, decode, live_updates
+        self._make_answer, self._slot_count = make_answer, slots
+        self._decode, self._live_updates = decode, live_updates
         self._queue: list[Answer] = []
+        self._rows: list[Answer] = []
         self._events: list[CompletionEvent] = []  # that nobody has taken yet
         self._version = self._tick = self._generated = self._buckets = 0
 
     @property
-    @abstractmethod
-    def _slot_count(self) -> int:
-        """Answers that it writes at once."""
-
-    @property
-    @abstractmethod
     def _running(self) -> Sequence[Answer]:
         """Answers of the rows."""
+        return self._rows
 
     @abstractmethod
     def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
         """Return the newest ids of answers, at most `width` of each and none of the prompt."""
+
+    @abstractmethod
+    def _written(self, rows: Sequence[int]) -> list[Segment]:
+        """Return answers so far, prefixes included; new tokens are of the version in use."""
+
+    def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
+        """Return what a finished answer brings beside its tokens."""
+        return {}
+
+    @abstractmethod
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Free rows."""
 
     def _check(self, group: GroupRequest) -> None:
         """Refuse what this engine cannot write, by a ValueError."""
@@ -150,9 +172,23 @@ class QueueEngine(ABC, Generic[Answer]):
                     )
                 insort(self._queue, answer, key=attrgetter("order"))
 
+    async def progress(self) -> Sequence[CompletionEvent]:
+        events, self._events = self._events, []
+        return [*events, *self._events_of(range(len(self._running)), "running")]
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        wanted = set(group_ids)
+        running = [r for r, a in enumerate(self._running) if a.group.group_id in wanted]
+        queued = [answer for answer in self._queue if answer.group.group_id in wanted]
+        events = self._events_of(running, "aborted")
+        for answer in queued:
+            insort(events, answer.end("aborted", self._tick), key=attrgetter("key"))
+        self._leave(running)
+        self._queue = [a for a in self._queue if a.group.group_id not in wanted]
+        self._events += events
+
     def _check_may_change(self) -> None:
-        if (self._running or self._queue) and not self._live_updates:
-            raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        check_may_change(bool(self._running or self._queue), self._live_updates)
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -165,6 +201,27 @@ class QueueEngine(ABC, Generic[Answer]):
             live_updates=self._live_updates,
             buckets=self._buckets,
         )
+
+    async def close(self) -> None:
+        """Drop queue and rows."""
+        self._queue.clear()
+        self._events.clear()
+        self._leave(range(len(self._running)))
+
+    def _events_of(
+        self,
+        rows: Sequence[int],
+        kind: Literal["finished", "aborted", "failed", "running"],
+        reasons: Mapping[int, FinishReason] | None = None,
+    ) -> list[CompletionEvent]:
+        """Return what happened to the answers of rows, by group and answer."""
+        events = []
+        for row, segment in zip(rows, self._written(rows), strict=True):
+            reason = "aborted" if reasons is None else reasons[row]
+            key, extras = self._running[row].key, self._extras(row) if kind == "finished" else {}
+            event = CompletionEvent(*key, kind, segment, reason, self._tick, extras=extras)
+            events.append(event)
+        return sorted(events, key=attrgetter("key"))
 
     def _with_stop_string(self, rows: Sequence[int]) -> list[int]:
         """Return those of rows whose newest tokens complete one of their stop strings."""
@@ -179,6 +236,16 @@ class QueueEngine(ABC, Generic[Answer]):
         return [row for row, each, text in found if any(stop in text for stop in each)]
 
 
+class WrittenRows(QueueEngine[Written]):
+    """Answers of an engine whose rows are a list of them, with all of their tokens."""
+
+    def _written(self, rows: Sequence[int]) -> list[Segment]:
+        return [self._rows[row].segment(self._version) for row in rows]
+
+    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+        return [self._rows[row].ids[-width:] for row in rows]
+
+
 class TickEngine(QueueEngine[Answer]):
     """Implements `PublishedEngine`, but for rows, ticks and weights; arguments of `QueueEngine`."""
 
@@ -189,18 +256,6 @@ class TickEngine(QueueEngine[Answer]):
     @abstractmethod
     def _advance(self) -> list[CompletionEvent]:
         """Fill free rows and run one tick; returns what that finished, by group and answer."""
-
-    @abstractmethod
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
-        """Return answers so far, prefixes included; new tokens are of the version in use."""
-
-    def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
-        """Return what a finished answer brings beside its tokens."""
-        return {}
-
-    @abstractmethod
-    def _leave(self, rows: Sequence[int]) -> None:
-        """Free rows."""
 
     @abstractmethod
     def _receiver(self, version: int) -> WeightReceiver:
@@ -230,22 +285,6 @@ class TickEngine(QueueEngine[Answer]):
         events, self._events = self._events, []
         return events
 
-    async def progress(self) -> Sequence[CompletionEvent]:
-        events, self._events = self._events, []
-        return [*events, *self._events_of(range(len(self._running)), "running")]
-
-    async def abort(self, group_ids: Collection[int]) -> None:
-        wanted = set(group_ids)
-        running = [r for r, a in enumerate(self._running) if a.group.group_id in wanted]
-        queued = [answer for answer in self._queue if answer.group.group_id in wanted]
-        events = self._events_of(running, "aborted")
-        for answer in queued:
-            event = CompletionEvent(*answer.key, "aborted", answer.prefix, "aborted", self._tick)
-            insort(events, event, key=attrgetter("key"))
-        self._leave(running)
-        self._queue = [a for a in self._queue if a.group.group_id not in wanted]
-        self._events += events
-
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take new weights: tensors by name, in stored buckets, or in buckets that came before.
 
@@ -259,8 +298,6 @@ class TickEngine(QueueEngine[Answer]):
         if update.tensors is not None:
             await self._take_tensors(update)
         if update.shares is not None:
-            from winnow.rollout.weights import take_stored
-
             await take_stored(update, self.take_bucket)
         if self._arriving is not None:
             self._arriving.finish(update.version)
@@ -286,26 +323,3 @@ class TickEngine(QueueEngine[Answer]):
         assert self._arriving is not None, "bucket 0 comes first"
         self._buckets += 1
         return self._arriving.take(bucket)
-
-    async def close(self) -> None:
-        """Drop queue and rows."""
-        self._queue.clear()
-        self._events.clear()
-        self._leave(range(len(self._running)))
-
-    # -- for each engine ------------------------------------------------------------------------
-
-    def _events_of(
-        self,
-        rows: Sequence[int],
-        kind: Literal["finished", "aborted", "running"],
-        reasons: Mapping[int, FinishReason] | None = None,
-    ) -> list[CompletionEvent]:
-        """Return what happened to the answers of rows, by group and answer."""
-        events = []
-        for row, segment in zip(rows, self._written(rows), strict=True):
-            reason = "aborted" if reasons is None else reasons[row]
-            key, extras = self._running[row].key, self._extras(row) if kind == "finished" else {}
-            event = CompletionEvent(*key, kind, segment, reason, self._tick, extras=extras)
-            events.append(event)
-        return sorted(events, key=attrgetter("key"))

@@ -32,7 +32,7 @@ from winnow.observe.metrics import Metrics, Number, Stopwatch, Timeline, no_time
 from winnow.observe.profile import StepProfiler
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import Engine, PublishedEngine
+from winnow.rollout.engine import Engine, members_of
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import (
@@ -102,9 +102,8 @@ class PublishedWeights:
             await cast(Any, engine).wake()
             self._is_asleep = False
         await engine.load_weights(await in_thread(self._weights, version))
-        members = getattr(engine, "engines", {"the engine": engine})  # of several: each
-        engines = cast("Mapping[str, PublishedEngine]", members)
-        return {"publish/max_delta": await self._canary.check(expected, version, engines)}
+        most = await self._canary.check(expected, version, members_of(engine))
+        return {"publish/max_delta": most}
 
     async def rest(self, sampler: Sampler) -> None:
         """Have an engine that sleeps give its memory to learning; answers become prefixes."""

@@ -265,6 +265,16 @@ def test_what_was_asked_back_of_an_engine_that_dies_comes_back_and_is_not_writte
     asyncio.run(run())
 
 
+async def test_an_answer_at_which_five_engines_die_in_a_row_is_given_up() -> None:
+    engines = [Mortal(slots=1) for _ in range(6)]
+    group = EngineGroup(engines, False)
+    await group.submit([request(0, answers=1)])
+    for engine in engines:
+        engine.is_killed = True
+    (event,) = await group.events()
+    assert (event.kind, event.error, len(group.dead)) == ("failed", "the process was killed", 5)
+
+
 async def test_an_engine_that_lost_its_answers_gives_them_up_and_they_may_be_sent_again() -> None:
     engines = [Mortal(), Mortal()]
     group = EngineGroup(engines, True)

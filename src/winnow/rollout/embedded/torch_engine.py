@@ -37,13 +37,11 @@ from winnow.rollout.embedded.slots import (
 )
 from winnow.rollout.engine import CompletionEvent, GroupRequest
 from winnow.rollout.tick_engine import TickEngine
-from winnow.rollout.weights import WeightUpdate
+from winnow.rollout.weights import WeightReceiver, WeightUpdate
 from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from winnow.rollout.weights import WeightReceiver
 
 
 class TorchEngine(TickEngine[PrefilledAnswer]):
@@ -80,24 +78,19 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         cache_gib: float | None = None,
         routes: bool = False,
     ) -> None:
-        super().__init__(PrefilledAnswer, decode, live_updates)
-        self._model = model
         self._head = output_head(model)
+        weight = self._head.weight
+        if longest is not None:
+            slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
+        super().__init__(PrefilledAnswer, slots, decode, live_updates)
+        self._model, self._device = model, weight.device
         self._routing = routing_of(model, replays=True) if routes else None
         self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
         self._prefill_tokens, self._fp32_head = prefill_tokens, fp32_head
-        weight = self._head.weight
-        self._device = weight.device
-        if longest is not None:
-            slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
         self._empty_slots = partial(Slots, slots, weight.dtype, weight.device, longest)
         self._slots = self._empty_slots()
         self._is_stop = torch.zeros(self._vocab, dtype=torch.bool, device=self._device)
         self._stop_ids: tuple[int, ...] = ()
-
-    @property
-    def _slot_count(self) -> int:
-        return self._slots.count
 
     @property
     def _running(self) -> Sequence[PrefilledAnswer]:
@@ -124,8 +117,6 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             own[name].data.copy_(tensor)
 
     def _receiver(self, version: int) -> WeightReceiver:
-        from winnow.rollout.weights import WeightReceiver
-
         # Beside an adapter the base stays.
         only = dict(adapter_weights(self._model)) if has_adapter(self._model) else None
         return WeightReceiver(self._model, version, only)

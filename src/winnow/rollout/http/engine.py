@@ -1,12 +1,12 @@
 """An engine over servers of the user's own, which speak `/inference/v1/generate`.
 
-    submit ──► queue ──► the server with most room: a stream of tokens ──► event at its end
-                 ▲                       │ cut, refused, silent, restarted
-                 └── behind what is written ◄┘
+    HttpEngine, a group ──deals──► ServerEngine ──► a request an answer: a stream of tokens ──► end
+         ▲                              │ cut, refused, silent, restarted
+         └──── behind what is written ◄─┘
 
     load_weights ──► folder of safetensors ──► every server reads it; those that come back, too
 
-A server that cuts or refuses a connection counts as lost until it answers and has loaded the newest
+A server that cuts or refuses a connection counts as dead until it answers and has loaded the newest
 weights once more: one that was restarted cannot be told from one that was not. A restart between
 two answers breaks no connection, so each begins with a look at the name of the server's weights.
 
@@ -28,22 +28,21 @@ import logging
 import shutil
 import tempfile
 import time
-from bisect import insort
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 from torch import Tensor
 
 from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
+from winnow.rollout.engine_group import EngineClient, EngineGroup
 from winnow.rollout.http.client import Chunk, GenerateServer
-from winnow.rollout.tick_engine import QueueEngine, WrittenAnswer
+from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
 from winnow.rollout.weights import WeightUpdate, tensors
-from winnow.types import FinishReason
+from winnow.types import FinishReason, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
@@ -53,368 +52,31 @@ _PAUSE_S = 0.5
 """Between two looks at a server that does not answer; it doubles, up to the longest."""
 _LONGEST_PAUSE_S = 10.0
 _PING_S = 10.0
-"""Longest wait for a lost server's answer to anything; its machine may be gone."""
+"""Longest wait for a dead server's answer to anything; its machine may be gone."""
 _SHARD_BYTES = 1 << 30
 
 
-@dataclass(eq=False)
-class _Writing(WrittenAnswer):
-    """An answer, queued or at a server."""
-
-    reason: FinishReason | None = None
-    failures: int = 0
-    """Requests in a row that brought no token."""
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def order(self) -> tuple[bool, int, int]:
-        return not self.ids, self.group.priority, self.request.index
-
-
-class HttpEngine(QueueEngine[_Writing]):
-    """Implements `Engine`; `engines` are what a canary asks.
+class WeightFolders:
+    """The folders of published weights, which servers see by the same path.
 
     Args:
-        servers: all with the same model.
-        slots: answers that are under way at each of them at once.
-        decode: token ids to text, where requests carry stop strings.
-        live_updates: take new weights while answers run.
-        folder: place for weights, which the servers see by the same path; None makes one.
-        reload_timeout_s: longest time in which a server loads weights.
-        restart_timeout_s: longest time without any server that answers.
+        parent: place for them; None makes one.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[GenerateServer],
-        slots: int,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        live_updates: bool = False,
-        folder: Path | None = None,
-        reload_timeout_s: float = 600.0,
-        restart_timeout_s: float = 300.0,
-    ) -> None:
-        super().__init__(_Writing, decode, live_updates)
-        self._servers, self._slots = list(servers), slots
-        self._parent = folder
-        self._reload_s, self._restart_s = reload_timeout_s, restart_timeout_s
+    def __init__(self, parent: Path | None) -> None:
+        self._parent = parent
         self._root: tempfile.TemporaryDirectory[str] | None = None  # ends with the process, too
         self._count = itertools.count()
-        self._weights: Path | None = None  # folder of the newest; its name is theirs
-        self._reading: dict[GenerateServer, Path] = {}  # what servers load just now
-        self._at: dict[GenerateServer, list[_Writing]] = {s: [] for s in servers}
-        self._lost: dict[GenerateServer, asyncio.Task[None]] = {}  # and what waits for them
-        self._silent_since = 0.0  # when the last of all servers was lost
-        self._news = asyncio.Event()
-        self._fault: BaseException | None = None
-        self._is_open = True  # no weights are coming
-        self._is_awaited = False  # `events` waits
-        self._counted: int | None = None  # tokens at the last `progress`
+        self.newest: Path | None = None
+        """The weights that servers should have; the folder's name is theirs."""
+        self.version = 0
 
-    @property
-    def engines(self) -> Mapping[str, GenerateServer]:
-        """The servers that answer, by address."""
-        return {s.url: s for s in self._servers if s not in self._lost}
-
-    async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        await super().submit(groups)
-        self._deal()
-
-    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """Wait until something happened; takes no notice of `until`, as there are no ticks.
+    async def write(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write tensors as safetensors of bounded size, in a folder of their own.
 
         Raises:
-            WorkerError: no server answers.
-            ConfigError: one refuses what it is asked.
+            ConfigError: the folder cannot be written.
         """
-        self._counted, self._is_awaited = None, True
-        try:
-            await self._until(lambda: bool(self._events) or not (self._queue or self._running))
-        finally:
-            self._is_awaited = False
-        events, self._events = self._events, []
-        return events
-
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        while True:
-            self._news.clear()
-            if self._fault is not None:
-                fault, self._fault = self._fault, None
-                raise fault
-            if is_so():
-                return
-            await self._news.wait()
-
-    async def progress(self) -> Sequence[CompletionEvent]:
-        """Return events and answers begun, those too that wait to go on.
-
-        Where no `events` waits, `status` tells the tokens of this moment until the next one, so
-        that the token account agrees with it though servers write on.
-        """
-        events, self._events = self._events, []
-        begun = [*self._running, *(w for w in self._queue if len(w.ids) > len(w.prefix))]
-        running = [self._event(w, "running") for w in begun]
-        self._counted = None if self._is_awaited else self._generated
-        return [*events, *sorted(running, key=attrgetter("key"))]
-
-    async def abort(self, group_ids: Collection[int]) -> None:
-        wanted = set(group_ids)
-        found = [w for w in (*self._running, *self._queue) if w.group.group_id in wanted]
-        self._queue = [w for w in self._queue if w.group.group_id not in wanted]
-        for writing in found:
-            self._stop(writing)
-        events = [self._event(w, "aborted") for w in found]
-        self._events += sorted(events, key=attrgetter("key"))
-        self._news.set()
-        self._deal()
-
-    async def load_weights(self, update: WeightUpdate) -> None:
-        """Have all servers load new weights from a folder; the version alone changes none.
-
-        Raises:
-            ValueError: answers are under way in an engine without live updates.
-            PublicationError: a server could not load them.
-            ConfigError: a server does not offer that, or the folder cannot be written.
-            WorkerError: no server answers.
-        """
-        self._check_may_change()
-        if update.tensors is None and update.shares is None:
-            self._version = update.version
-            return
-        named = tensors(update.shares) if update.shares is not None else update.tensors
-        assert named is not None
-        folder = await self._write_weights(named, update.version)
-        self._is_open = False
-        try:
-            for writing in self._running:
-                self._requeue(writing)
-            self._weights, self._version = folder, update.version
-            await asyncio.gather(*map(self._publish, self.engines.values()))
-            await self._until(lambda: bool(self.engines))
-        finally:
-            self._is_open = True
-        used = {folder, *self._reading.values()}
-        for older in set(folder.parent.iterdir()) - used:
-            shutil.rmtree(older, ignore_errors=True)
-        self._deal()
-
-    def status(self) -> EngineStatus:
-        told = super().status()
-        return told if self._counted is None else replace(told, generated_tokens=self._counted)
-
-    async def close(self) -> None:
-        """Drop all answers, end all requests, and delete the folder of weights."""
-        for writing in self._running:
-            self._stop(writing)
-        self._queue.clear()
-        self._events.clear()
-        for task in self._lost.values():
-            task.cancel()
-        for server in self._servers:
-            server.close()
-        if self._root is not None:
-            self._root.cleanup()
-
-    # -- answers ------------------------------------------------------------------------------
-
-    @property
-    def _slot_count(self) -> int:
-        return self._slots * len(self._servers)
-
-    @property
-    def _running(self) -> Sequence[_Writing]:
-        return [writing for each in self._at.values() for writing in each]
-
-    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
-        running = self._running
-        return [running[row].ids[-width:] for row in rows]
-
-    def _deal(self) -> None:
-        """Give the servers what they have room for."""
-        while self._is_open and self._queue:
-            ready = self.engines.values()
-            server = min(ready, key=lambda s: len(self._at[s]), default=None)
-            if server is None or len(self._at[server]) >= self._slots:
-                return
-            writing = self._queue.pop(0)
-            self._at[server].append(writing)
-            writing.task = self._begin(self._write(writing, server))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a task; an error that it does not expect is raised by `events`."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._raise_in_events(error)
-
-        task = asyncio.create_task(work)
-        task.add_done_callback(ended)
-        return task
-
-    def _stop(self, writing: _Writing) -> None:
-        """Take an answer from its server; tokens on their way are not waited for."""
-        task, writing.task = writing.task, None
-        if task is not None:
-            task.cancel()
-        for each in self._at.values():
-            if writing in each:
-                each.remove(writing)
-
-    def _requeue(self, writing: _Writing) -> None:
-        self._stop(writing)
-        insort(self._queue, writing, key=attrgetter("order"))
-
-    async def _write(self, writing: _Writing, server: GenerateServer) -> None:
-        """Have a server go on with an answer, to its end or the server's."""
-        begun, own, group = len(writing.ids), writing.task, writing.group
-        sampling = group.sampling_of(writing.request)
-        settings = {
-            "max_tokens": sampling.max_tokens - begun,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            **server.draws(sampling, writing.request.seed, len(group.prompt_ids), begun),
-        }
-
-        def receive(chunk: Chunk) -> None:
-            if writing.task is own and writing.reason is None:
-                self._take(writing, server.url, chunk)
-
-        try:
-            if self._weights is not None and await server.version() != self._weights.name:
-                raise RemoteError(f"{server.url} was restarted, or given other weights")
-            await server.write([*group.prompt_ids.tolist(), *writing.ids], settings, receive)
-            if writing.reason is None:
-                raise RemoteError(f"{server.url} ended an answer that has not come to its end", 500)
-        except RemoteError as error:
-            if writing.reason is not None:
-                return
-            writing.failures = 0 if len(writing.ids) > begun else writing.failures + 1
-            status = error.status or 0
-            if 400 <= status < 500 and status != 429:
-                self._stop(writing)
-                self._raise_in_events(ConfigError(f"rollout/engine=http: {error}"))
-            elif writing.failures >= _TRIES:
-                self._finish(writing, "failed", str(error))
-            elif not status:
-                self._lose(server, str(error))
-            else:  # it is busy, or failed at this one
-                await asyncio.sleep(_PAUSE_S * 2**writing.failures)
-                self._requeue(writing)
-                self._deal()
-
-    def _take(self, writing: _Writing, url: str, chunk: Chunk) -> None:
-        """Enter tokens of an answer, up to the one that ends it."""
-        sampling, row = writing.group.sampling, self._running.index(writing)
-        for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
-            writing.ids.append(token)
-            writing.logprobs.append(logprob)
-            self._generated += 1
-            if token in sampling.stop_token_ids or (
-                sampling.stop and self._with_stop_string([row])
-            ):
-                writing.reason = "stop"
-            elif len(writing.ids) >= sampling.max_tokens:
-                writing.reason = "length"
-            if writing.reason is not None:
-                break
-        writing.spans = writing.spans_to(len(writing.ids), self._version)
-        if chunk.finish_reason == "length" and writing.reason is None:
-            length = len(writing.group.prompt_ids) + len(writing.ids)
-            self._raise_in_events(
-                ConfigError(
-                    f"{url} ends answers at {length:,} tokens with their prompts; start it "
-                    "with a larger --max-model-len"
-                )
-            )
-        if writing.reason is not None:
-            if chunk.finish_reason is not None:
-                writing.task = None  # its request ends by itself
-            self._finish(writing, "finished")
-
-    def _finish(
-        self, writing: _Writing, kind: Literal["finished", "failed"], error: str = ""
-    ) -> None:
-        self._stop(writing)
-        self._events.append(self._event(writing, kind, error))
-        self._news.set()
-        self._deal()
-
-    def _event(
-        self,
-        writing: _Writing,
-        kind: Literal["finished", "aborted", "failed", "running"],
-        error: str = "",
-    ) -> CompletionEvent:
-        reason = writing.reason if kind == "finished" else "aborted"
-        assert reason is not None
-        return CompletionEvent(*writing.key, kind, writing.segment(self._version), reason, 0, error)
-
-    def _raise_in_events(self, error: BaseException) -> None:
-        self._fault = self._fault or error
-        self._news.set()
-
-    # -- servers ------------------------------------------------------------------------------
-
-    def _lose(self, server: GenerateServer, reason: str) -> None:
-        """Ask a server nothing until it answers again, and holds the newest weights."""
-        if server in self._lost:
-            return
-        log.warning("%s; its %d answers go on", reason, len(self._at[server]))
-        self._lost[server] = self._begin(self._revive(server, reason))
-        if not self.engines:
-            self._silent_since = time.monotonic()
-        for writing in list(self._at[server]):
-            self._requeue(writing)
-        self._deal()
-
-    async def _revive(self, server: GenerateServer, reason: str) -> None:
-        """Wait until a server answers, and give it the newest weights."""
-        pause_s = _PAUSE_S
-        while True:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            try:
-                await server.ping(_PING_S)
-                await self._give_newest(server)
-                break
-            except RemoteError as error:
-                reason = str(error)
-            if not self.engines and time.monotonic() - self._silent_since > self._restart_s:
-                raise WorkerError(
-                    f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
-                    f"(rollout.engine.restart_timeout_s): {reason}",
-                    "engine",
-                    0,
-                )
-        del self._lost[server]
-        log.warning("%s answers again", server.url)
-        self._news.set()
-        self._deal()
-
-    async def _give_newest(self, server: GenerateServer) -> None:
-        """Have a server load the newest weights, also those that come meanwhile."""
-        held = None
-        while self._weights != held:
-            assert self._weights is not None
-            held = self._reading[server] = self._weights
-            try:
-                await server.reload(str(held), held.name, self._reload_s)
-            finally:
-                del self._reading[server]
-
-    async def _publish(self, server: GenerateServer) -> None:
-        try:
-            await self._give_newest(server)
-        except RemoteError as error:
-            if error.status is None:
-                self._lose(server, str(error))
-                return
-            raise PublicationError(
-                f"weights of version {self._version}: {error}; the servers must see the folder "
-                "of rollout.engine.weights_folder by the same path"
-            ) from None
-
-    async def _write_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Write tensors as safetensors of bounded size; returns their folder."""
         from safetensors import SafetensorError
 
         try:
@@ -443,7 +105,18 @@ class HttpEngine(QueueEngine[_Writing]):
                 f"{self._parent or tempfile.gettempdir()}: {error}; name a folder with room that "
                 "the servers see, too"
             ) from error
-        return folder
+        self.newest = folder
+
+    def remove_older(self, used: Collection[Path | None]) -> None:
+        """Remove all folders but the newest one and those in use."""
+        if self.newest is not None:
+            for older in {*self.newest.parent.iterdir()} - {self.newest, *used}:
+                shutil.rmtree(older, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete them all."""
+        if self._root is not None:
+            self._root.cleanup()
 
 
 def _save(shard: dict[str, Tensor], file: Path) -> None:
@@ -451,6 +124,356 @@ def _save(shard: dict[str, Tensor], file: Path) -> None:
 
     save_file(shard, file, metadata={"format": "pt"})
     file.chmod(0o644)
+
+
+@dataclass(eq=False)
+class ServedAnswer(WrittenAnswer):
+    """An answer that waits for a server, or is written by it."""
+
+    task: asyncio.Task[None] | None = None
+    """Its request, while that is under way and more is expected of it."""
+
+    def stop(self) -> None:
+        """End its request; tokens on their way are not waited for."""
+        task, self.task = self.task, None
+        if task is not None:
+            task.cancel()
+
+
+class ServerEngine(WrittenRows[ServedAnswer]):
+    """A member of `HttpEngine`: one server, and the answers that it writes.
+
+    Its calls raise WorkerError where no answer comes from the server; what it wrote is then known
+    all the same (`stop`).
+
+    Args:
+        weights: where publications lie.
+        reload_timeout_s: longest time in which the server loads them.
+        options: `slots`, `decode` and `live_updates` of `QueueEngine`.
+    """
+
+    def __init__(
+        self, server: GenerateServer, weights: WeightFolders, reload_timeout_s: float, *options: Any
+    ) -> None:
+        super().__init__(ServedAnswer, *options)
+        self.server, self._weights, self._reload_s = server, weights, reload_timeout_s
+        self._news = asyncio.Event()
+        self._fault: BaseException | None = None  # raised by `events`
+        self._loaded: Path | None = None  # weights that it was given since it last answered anew
+        self.loading: Path | None = None
+        """The folder that it reads just now; answers stand still meanwhile."""
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._rows[row].stop()
+        self._rows = [answer for row, answer in enumerate(self._rows) if row not in rows]
+        self._news.set()
+
+    def status(self) -> EngineStatus:
+        # A dead server is given the newest weights before it writes again.
+        return replace(super().status(), weight_version=self._weights.version)
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        await super().submit(groups)
+        self._fill()
+
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        """Wait until something happened; there are no ticks to wait for.
+
+        Raises:
+            WorkerError: the server does not answer.
+            ConfigError: it refuses what it is asked.
+        """
+        while not self._events and (self._rows or self._queue) and until is None:
+            self._news.clear()
+            if self._fault is not None:
+                fault, self._fault = self._fault, None
+                raise fault
+            await self._news.wait()
+        events, self._events = self._events, []
+        return events
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        await super().abort(group_ids)
+        self._fill()
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Have the server load the newest weights, where it has others.
+
+        Raises:
+            RemoteError: it failed.
+            WorkerError: it does not answer.
+            ConfigError: it does not offer that.
+        """
+        if self._loaded != self._weights.newest:
+            for answer in self._rows:
+                answer.stop()
+        try:
+            await self.reload()
+        except RemoteError as error:
+            if error.status is not None:
+                raise
+            raise _death(error) from None
+        self._fill()
+
+    async def reload(self) -> None:
+        """Have the server load the newest weights, also those that come meanwhile.
+
+        Raises:
+            RemoteError, ConfigError: as `GenerateServer.reload` raises them.
+        """
+        while (folder := self._weights.newest) != self._loaded:
+            assert folder is not None
+            self.loading = folder
+            try:
+                await self.server.reload(str(folder), folder.name, self._reload_s)
+            finally:
+                self.loading = None
+            self._loaded = folder
+        self._version = self._weights.version
+
+    async def logprobs_of(
+        self, sequences: Sequence[IntArray], temperature: float, last: int
+    ) -> list[FloatArray]:
+        return await self.server.logprobs_of(sequences, temperature, last)
+
+    def stop(self) -> list[CompletionEvent]:
+        """Drop all answers of a dead server; returns what became of them, and `running` events."""
+        rows = range(len(self._rows))
+        events = [*self._events, *self._events_of(rows, "running")]
+        self._queue.clear()
+        self._events.clear()
+        self._leave(rows)
+        self._fault = self._loaded = None
+        return events
+
+    async def close(self) -> None:
+        """Drop all answers and end all requests."""
+        await super().close()
+        self.server.close()
+
+    def _fill(self) -> None:
+        """Begin requests for answers that have none, as many as there is room for."""
+        if self.loading is not None:
+            return
+        while self._queue and len(self._rows) < self._slot_count:
+            self._rows.append(self._queue.pop(0))
+        for answer in self._rows:
+            if answer.task is None:
+                answer.task = asyncio.create_task(self._write(answer))
+                answer.task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        is_awaited = any(answer.task is task for answer in self._rows)
+        if is_awaited and not task.cancelled() and (error := task.exception()) is not None:
+            self._raise_in_events(error)
+
+    def _raise_in_events(self, error: BaseException) -> None:
+        self._fault = self._fault or error
+        self._news.set()
+
+    async def _write(self, answer: ServedAnswer) -> None:
+        """Have the server write an answer to its end, or the server's."""
+        task, failures = answer.task, 0
+        while answer.task is task:
+            begun = len(answer.ids)
+            try:
+                await self._request(answer)
+            except RemoteError as error:
+                if answer.task is not task:  # it has come to its end
+                    return
+                failures = 0 if len(answer.ids) > begun else failures + 1
+                status = error.status or 0
+                if 400 <= status < 500 and status != 429:
+                    raise ConfigError(f"rollout/engine=http: {error}") from None
+                if not status:
+                    raise _death(error) from None
+                if failures >= _TRIES:
+                    self._end(answer, "aborted", str(error))
+                else:  # it is busy, or failed at this one
+                    await asyncio.sleep(_PAUSE_S * 2**failures)
+
+    async def _request(self, answer: ServedAnswer) -> None:
+        """Ask for the rest of an answer.
+
+        Raises:
+            RemoteError: it did not come to its end.
+        """
+        task, url, group, begun = answer.task, self.server.url, answer.group, len(answer.ids)
+        sampling = group.sampling_of(answer.request)
+        settings = {
+            "max_tokens": sampling.max_tokens - begun,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            **self.server.draws(sampling, answer.request.seed, len(group.prompt_ids), begun),
+        }
+
+        def receive(chunk: Chunk) -> None:
+            if answer.task is task:
+                self._take(answer, chunk)
+
+        if self._loaded is not None and await self.server.version() != self._loaded.name:
+            raise RemoteError(f"{url} was restarted, or given other weights")
+        await self.server.write([*group.prompt_ids.tolist(), *answer.ids], settings, receive)
+        if answer.task is task:
+            raise RemoteError(f"{url} ended an answer that has not come to its end", 500)
+
+    def _take(self, answer: ServedAnswer, chunk: Chunk) -> None:
+        """Enter tokens of an answer, up to the one that ends it."""
+        sampling, row = answer.group.sampling, self._rows.index(answer)
+        reason: FinishReason | None = None
+        for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
+            answer.ids.append(token)
+            answer.logprobs.append(logprob)
+            self._generated += 1
+            if token in sampling.stop_token_ids or (
+                sampling.stop and self._with_stop_string([row])
+            ):
+                reason = "stop"
+            elif len(answer.ids) >= sampling.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        answer.spans = answer.spans_to(len(answer.ids), self._version)
+        if reason is not None:
+            if chunk.finish_reason is not None:
+                answer.task = None  # its request ends by itself
+            self._end(answer, reason)
+        elif chunk.finish_reason == "length":
+            length = len(answer.group.prompt_ids) + len(answer.ids)
+            self._raise_in_events(
+                ConfigError(
+                    f"{self.server.url} ends answers at {length:,} tokens with their prompts; "
+                    "start it with a larger --max-model-len"
+                )
+            )
+
+    def _end(self, answer: ServedAnswer, reason: FinishReason, error: str = "") -> None:
+        row = self._rows.index(answer)
+        (event,) = self._events_of([row], "failed" if error else "finished", {row: reason})
+        self._events.append(replace(event, error=error))
+        self._leave([row])
+        self._fill()
+
+
+def _death(error: RemoteError) -> WorkerError:
+    return WorkerError(str(error), "engine", 0)
+
+
+class HttpEngine(EngineGroup):
+    """Implements `Engine`: a group of servers, which may come back.
+
+    Args:
+        servers: all with the same model.
+        slots: answers that are under way at each of them at once.
+        decode: token ids to text, where requests carry stop strings.
+        live_updates: take new weights while answers run.
+        folder: place for weights, which the servers see by the same path; None makes one.
+        reload_timeout_s: longest time in which a server loads weights.
+        restart_timeout_s: longest time without any server that answers.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[GenerateServer],
+        slots: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        live_updates: bool = False,
+        folder: Path | None = None,
+        reload_timeout_s: float = 600.0,
+        restart_timeout_s: float = 300.0,
+    ) -> None:
+        self._weights = WeightFolders(folder)
+        options = self._weights, reload_timeout_s, slots, decode, live_updates
+        members = [ServerEngine(server, *options) for server in servers]
+        # They take weights from the folder, not in buckets.
+        super().__init__(cast(Any, members), deterministic=False)
+        self._members = dict(zip(self._clients, members, strict=True))
+        for client, member in self._members.items():
+            client.name = member.server.url
+        self._restart_s = restart_timeout_s
+        self._silent_since = 0.0  # when the last of all servers died
+
+    @property
+    def servers(self) -> Mapping[str, GenerateServer]:
+        """The servers that answer, by address."""
+        return {client.name: self._members[client].server for client in self._alive()}
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        """Have all servers load new weights from a folder; the version alone changes none.
+
+        Raises:
+            ValueError: answers are under way in an engine without live updates.
+            PublicationError: a server could not load them.
+            ConfigError: a server does not offer that, or the folder cannot be written.
+            WorkerError: no server answers.
+        """
+        self._check_may_change()
+        named = tensors(update.shares) if update.shares is not None else update.tensors
+        if named is not None:
+            await self._weights.write(named, update.version)
+        self._weights.version = update.version
+        await self._wait_for_server()
+        try:
+            await super().load_weights(WeightUpdate(update.version))
+        except RemoteError as error:
+            raise PublicationError(
+                f"weights of version {update.version}: {error}; the servers must see the folder "
+                "of rollout.engine.weights_folder by the same path"
+            ) from None
+        await self._wait_for_server()
+        self._weights.remove_older([member.loading for member in self._members.values()])
+
+    async def close(self) -> None:
+        """Drop all answers, end all requests, and delete the folder of weights."""
+        await super().close()
+        for member in self._members.values():
+            await member.close()
+        self._weights.close()
+
+    def _alive(self) -> list[EngineClient]:
+        return [client for client in self._clients if not client.is_dead]
+
+    async def _wait_for_server(self) -> None:
+        while not self._alive():
+            self._news.clear()
+            self._raise_fault()
+            await self._news.wait()
+
+    def _retire(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+        """Ask a server nothing until it answers again, and has the newest weights."""
+        if client.is_dead:
+            return
+        client.receive(self._members[client].stop())
+        super()._retire(client, error)
+        if not self._alive():
+            self._silent_since = time.monotonic()
+        client.writing = asyncio.create_task(self._revive(client, str(error)))
+        client.writing.add_done_callback(lambda task: self._wrote(client, task))
+
+    async def _revive(self, client: EngineClient, reason: str) -> None:
+        """Wait until a server answers, and give it the newest weights."""
+        member, pause_s = self._members[client], _PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                await member.server.ping(_PING_S)
+                await member.reload()
+                break
+            except RemoteError as error:
+                reason = str(error)
+            if not self._alive() and time.monotonic() - self._silent_since > self._restart_s:
+                self._fault = WorkerError(
+                    f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
+                    f"(rollout.engine.restart_timeout_s): {reason}",
+                    "engine",
+                    0,
+                )
+                return
+        client.is_dead, client.writing = False, None
+        log.warning("%s answers again", client.name)
+        await self._deal()
+        self._news.set()
 
 
 def make_http_engine(

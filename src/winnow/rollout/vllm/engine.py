@@ -63,7 +63,7 @@ from winnow.observe.profile import StepProfiler  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
 from winnow.rollout.engine import CompletionEvent, GroupRequest, SamplingParams  # noqa: E402
 from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
-from winnow.rollout.tick_engine import TickEngine, WrittenAnswer  # noqa: E402
+from winnow.rollout.tick_engine import TickEngine, WrittenAnswer, WrittenRows  # noqa: E402
 from winnow.rollout.vllm import plugin  # noqa: E402
 from winnow.rollout.vllm.refusals import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
 from winnow.rollout.vllm.worker import VllmOptions  # noqa: E402
@@ -81,7 +81,6 @@ from winnow.types import (  # noqa: E402
     FinishReason,
     FloatArray,
     IntArray,
-    Segment,
 )
 
 log = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class RunningAnswer(WrittenAnswer):
     """The experts of its tokens as vLLM tells them, once vLLM has ended it."""
 
 
-class VllmEngine(TickEngine[RunningAnswer]):
+class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
     """Implements `PublishedEngine` over a vLLM in this process.
 
     A publication that fails once vLLM has begun with it cannot be repeated: every later call that
@@ -133,10 +132,8 @@ class VllmEngine(TickEngine[RunningAnswer]):
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
     ) -> None:
-        super().__init__(RunningAnswer, decode, live_updates)
-        self._llm, self._model, self._slots = llm, model, slots
-        self._vocab_size = vocab_size
-        self._rows: list[RunningAnswer] = []
+        super().__init__(RunningAnswer, slots, decode, live_updates)
+        self._llm, self._model, self._vocab_size = llm, model, vocab_size
         self._scored: dict[str, FloatArray | None] = {}
         self._numbers = count()
         self._broken: str | None = None
@@ -153,14 +150,6 @@ class VllmEngine(TickEngine[RunningAnswer]):
                 [(n, torch.zeros_like(t, device="cpu")) for n, t in self._expected.items()]
             )
         self._renew()
-
-    @property
-    def _slot_count(self) -> int:
-        return self._slots
-
-    @property
-    def _running(self) -> Sequence[RunningAnswer]:
-        return self._rows
 
     def _check(self, group: GroupRequest) -> None:
         super()._check(group)
@@ -290,7 +279,7 @@ class VllmEngine(TickEngine[RunningAnswer]):
 
     def _advance(self) -> list[CompletionEvent]:
         self._check_health()
-        while self._queue and len(self._rows) < self._slots:
+        while self._queue and len(self._rows) < self._slot_count:
             self._place(self._queue.pop(0))
         reasons = self._run_step()
         rows = list(reasons)
@@ -339,12 +328,6 @@ class VllmEngine(TickEngine[RunningAnswer]):
             if answer.group.sampling.stop:
                 with_stops.append(row)
         return reasons | dict.fromkeys(self._with_stop_string(with_stops), "stop")
-
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
-        return [self._rows[row].segment(self._version) for row in rows]
-
-    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
-        return [self._rows[row].ids[-width:] for row in rows]
 
     def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
         answer = self._rows[row]
