@@ -152,7 +152,7 @@ def test_an_adapter_of_another_shape_or_a_damaged_one_is_refused(
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WINNOW_MODEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch, "_found", {})
+    monkeypatch.setattr(fetch, "_local_folders", {})
     return tmp_path / "cache"
 
 
