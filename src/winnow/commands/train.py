@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from winnow import gc_tuning as heap
+from winnow import gc_tuning
 from winnow.builders.engines import holds_no_weights, uses_device
 from winnow.builders.preflight import check_places, check_start, starting
 from winnow.builders.processes import other_processes
@@ -349,7 +349,7 @@ def _train(
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped, end.save_s = None, lambda: run.state.save_s
     told = memory_told(config, policy.model, run.save_boundary)
-    with stop.deferring(), stop.before(end), heap.frozen(), run.state, told:
+    with stop.deferring(), stop.before(end), gc_tuning.frozen(), run.state, told:
         try:
             if isinstance(run, Run):
                 asyncio.run(train(run))
@@ -431,7 +431,7 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
 
 def _in_words(ledger: Ledger) -> str:
     return (
-        f"{ledger.qualified}/{ledger.wanted} groups, {ledger.in_flight} in flight, "
+        f"{ledger.qualified}/{ledger.target} groups, {ledger.in_flight} in flight, "
         f"{ledger.account.generated:,} tokens"
     )
 
