@@ -59,7 +59,7 @@ class DropStaleLedger(Ledger):
         return []
 
     def may_admit(self) -> bool:
-        free = self.pool * self.wanted - self.in_flight
+        free = self.pool * self.target - self.in_flight
         self._is_filling = free > 0 and (self._is_filling or free >= self.refill)
         is_ahead = self.unlearnt_steps > self.ahead or self.looked_at >= self.bound
         return self._is_filling and not is_ahead

@@ -31,8 +31,8 @@ from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.batch import Batch, MicroBatch, MicroBatchSharder, pack
+from winnow.learning.data_parallel import DataParallel
 from winnow.learning.learner import Learner, LearnerSettings
-from winnow.learning.peers import Peers
 from winnow.learning.policy import Policy, PolicyObjective
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
@@ -54,21 +54,21 @@ class Elsewhere:
         return _ZEROS
 
 
-class OneOfMany(Peers):
+class OneOfMany(DataParallel):
     """The first of many ranks, alone: the others send zeros."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self.mesh, self.shares = cast(Any, "of ranks that are not here"), ranks
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         return values.clone()
 
-    def every(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def _exchanged(self, outgoing: Tensor, sent: list[int], come: list[int]) -> Tensor:
-        return torch.zeros(sum(come), outgoing.shape[1], dtype=torch.uint8)
+    def _exchanged(self, outgoing: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return torch.zeros(sum(received), outgoing.shape[1], dtype=torch.uint8)
 
 
 class WholeBatch(MicroBatchSharder):
@@ -132,7 +132,7 @@ def measure(kind: str, ranks: int) -> Mapping[str, float]:
     """Take one step; figures of this process."""
     torch.set_num_threads(1)
     sharder = (WholeBatch if kind == "whole" else MicroBatchSharder)(None, WIDTH)
-    sharder.peers = OneOfMany(ranks)
+    sharder.dp = OneOfMany(ranks)
     strategy, objective = (
         Idle(sharder),
         PolicyObjective(

@@ -98,11 +98,11 @@ def learn_on_rank(
 ) -> tuple[int, Learnt]:
     """The share of the batch that this rank is of, and what it came to."""
     strategy = strategy_on_rank(kind, dtype, cut, split, **options)
-    peers = strategy.sharder.peers
-    micro = shares_of(batch_of(kind, dtype), peers.shares)[peers.share]
+    dp = strategy.sharder.dp
+    micro = shares_of(batch_of(kind, dtype), dp.shares)[dp.share]
     learnt = learn(strategy, micro, kind, dtype, holds_gradients=False)
     learnt.gradients = strategy.gradients
-    return peers.share, learnt
+    return dp.share, learnt
 
 
 def by_share(answers: Sequence[tuple[int, Learnt]]) -> list[Learnt]:
@@ -142,8 +142,8 @@ def attention_runs_on_rank(checkpointing: bool) -> float:
     for layer in layers:
         attention = layer.self_attention.core_attention
         attention.register_forward_hook(lambda *_: runs.append(None))
-    peers = strategy.sharder.peers
-    micro = shares_of(batch_of("tied", torch.float32), peers.shares)[peers.share]
+    dp = strategy.sharder.dp
+    micro = shares_of(batch_of("tied", torch.float32), dp.shares)[dp.share]
     strategy.forward_backward(micro, POLICY, objective_of("tied"))
     return len(runs) / len(layers) / len(micro)
 
@@ -163,7 +163,7 @@ def weights_read_on_rank(kind: str, folder: str) -> Arrays:
         strategy = watched(model, (2, 2, 1), True, vocab_size=VOCABULARY)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(bool(own.isfinite().all()) for own in strategy._own.values())
+    assert all(bool(own.isfinite().all()) for own in strategy._local_params.values())
     return exported(strategy)
 
 
@@ -186,7 +186,7 @@ def replay_on_rank(cut: Cut, checkpointing: bool) -> Any:
     groups, sharder = routing.routed_groups(), strategy.sharder
     batch = sharder.pack(groups, 60)
     weights = routing.weights_of(int(batch.lengths.sum()))
-    batch.columns["advantages"] = batch.own(weights)
+    batch.columns["advantages"] = batch.local_part(weights)
     batch.columns[routing.ROUTES] = routing.token_routes(groups, batch, strategy.replayed)
     for group in range(batch.n_groups):
         micro = sharder.update(batch, [group], 60)

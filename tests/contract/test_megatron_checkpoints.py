@@ -101,8 +101,8 @@ def strategy_of(kind: str, sizes: Sizes) -> Any:
 
 
 def update(strategy: Any, kind: str) -> None:
-    peers = strategy.sharder.peers
-    micro = shares_of(batch_of(kind, TYPES[kind]), peers.shares)[peers.share]
+    dp = strategy.sharder.dp
+    micro = shares_of(batch_of(kind, TYPES[kind]), dp.shares)[dp.share]
     strategy.forward_backward(micro, POLICY, objective_of(kind))
     strategy.optimizer_step(LR)
 
@@ -144,7 +144,7 @@ def go_on(kind: str, sizes: Sizes, source: str, target: str) -> Arrays:
     """Read a checkpoint, write another, and learn; the weights after that."""
     strategy = strategy_of(kind, sizes)
     with torch.no_grad():
-        for _, tensor in strategy.held():
+        for _, tensor in strategy.local_weights():
             local(tensor).zero_()  # copies, too, which have the weights from their owners
     read_into(strategy, source)
     strategy.load_state_dict(strategy.state_dict())  # live tensors, as a plan does

@@ -119,7 +119,7 @@ class Table:
                 for name, value in result.maxima.items():
                     largest[name] = max(largest.get(name, 0.0), float(value))
         found: dict[str, float] = {}
-        for own, most in self.sharder.peers.every((sums, largest)):
+        for own, most in self.sharder.dp.all_gather((sums, largest)):
             for name, total in own.items():
                 found[name] = found.get(name, 0.0) + total
             found |= {name: max(found.get(name, 0.0), value) for name, value in most.items()}
@@ -130,7 +130,7 @@ class Table:
 
     def optimizer_step(self, lr: float) -> dict[str, float]:
         own = self.numbers.grad
-        gradient = self.sharder.peers.total(
+        gradient = self.sharder.dp.all_reduce(
             torch.zeros(VOCABULARY).double() if own is None else own
         )
         self.numbers.grad = None

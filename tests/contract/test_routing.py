@@ -250,7 +250,7 @@ def learn_on_rank(shape: tuple[int, int], size: int, checkpointing: bool) -> Any
     assert strategy.replayed is not None
     groups, sharder = routed_groups(), strategy.sharder
     batch = sharder.pack(groups, 60)
-    batch.columns["advantages"] = batch.own(weights_of(int(batch.lengths.sum())))
+    batch.columns["advantages"] = batch.local_part(weights_of(int(batch.lengths.sum())))
     batch.columns[ROUTES] = token_routes(groups, batch, strategy.replayed)
     for group in range(batch.n_groups):
         micro = sharder.update(batch, [group], 60)
@@ -389,7 +389,7 @@ def test_figures_of_the_load_by_hand() -> None:
 @given(st.lists(st.booleans(), min_size=6, max_size=6))
 def test_routes_stand_at_their_tokens_whichever_samples_are_here(held: list[bool]) -> None:
     groups = routed_groups()
-    batch = pack(groups, held=np.array(held))
+    batch = pack(groups, included=np.array(held))
     found = token_routes(groups, batch, route_shape(mixture()))
     expected = []
     answers = [(g.prompt, a.trajectory) for g in groups for a in g.answers]

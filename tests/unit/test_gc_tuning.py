@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from winnow import gc_tuning as heap
+from winnow import gc_tuning
 
 LEAVES = """
 import gc
-from winnow import gc_tuning as heap
+from winnow import gc_tuning
 class Cycle:
     def __del__(self): print("looked at")
 {}
@@ -26,7 +26,7 @@ del cycle
 def test_nothing_is_collected_while_it_grows_and_then_as_before(is_enabled: bool) -> None:
     (gc.enable if is_enabled else gc.disable)()
     try:
-        with heap.growing():
+        with gc_tuning.growing():
             assert not gc.isenabled()
         assert gc.isenabled() == is_enabled
     finally:
@@ -36,9 +36,9 @@ def test_nothing_is_collected_while_it_grows_and_then_as_before(is_enabled: bool
 def test_what_is_frozen_is_free_again_but_where_it_was_before() -> None:
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
-    with heap.frozen():
+    with gc_tuning.frozen():
         assert gc.get_freeze_count() > 1000
-        with heap.frozen():
+        with gc_tuning.frozen():
             pass
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() == 0
@@ -50,10 +50,10 @@ def test_what_is_frozen_is_free_again_but_where_it_was_before() -> None:
     ("asks", "said"),
     [
         ("", "looked at\n"),
-        ("heap.leave_at_exit()", ""),
+        ("gc_tuning.leave_at_exit()", ""),
         # Whose bindings would print each object that is left.
         (
-            "import sys; sys.modules['triton._C.libtriton'] = gc; heap.leave_at_exit()",
+            "import sys; sys.modules['triton._C.libtriton'] = gc; gc_tuning.leave_at_exit()",
             "looked at\n",
         ),
     ],

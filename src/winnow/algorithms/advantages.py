@@ -381,7 +381,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator, what it asks for, and over which tokens a sample's mean is taken."""
+    """An estimator, what it needs, and over which tokens a sample's mean is taken."""
 
     name: str
     """Its name in a recipe."""
@@ -451,8 +451,8 @@ def estimate(
             that do not fit the inputs.
     """
     _check(estimator, inputs)
-    found = estimator.function(inputs, **options)
-    values, returns = found if isinstance(found, tuple) else (found, None)
+    output = estimator.function(inputs, **options)
+    values, returns = output if isinstance(output, tuple) else (output, None)
     # Tokens at hand may be as many as samples.
     gives_samples = estimator.per_sample and not estimator.whitens
     if gives_samples and values.shape == inputs.rewards.shape:
@@ -466,10 +466,10 @@ def estimate(
 
 def _check(estimator: Estimator, inputs: AdvantageInputs) -> None:
     for name in ("rewards", "token_rewards", *sorted(estimator.needs)):
-        given = getattr(inputs, name)
-        if given is None or (name == "components" and not given):
+        value = getattr(inputs, name)
+        if value is None or (name == "components" and not value):
             raise ValueError(f"algorithm/advantage={estimator.name} needs {name}, got none")
-        for values in given.values() if name == "components" else (given,):
+        for values in value.values() if name == "components" else (value,):
             if values.shape == inputs.gen_mask.shape:
                 values = values[inputs.gen_mask]
             if not bool(torch.isfinite(values).all()):

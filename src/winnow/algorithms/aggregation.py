@@ -65,8 +65,8 @@ def aggregate(
         case "token-mean":  # DAPO, arXiv 2503.14476, section 3.3
             weights_B = ones / max(counts.tokens, 1)
         case "seq-mean-token-mean":  # GRPO, arXiv 2402.03300, eq. 3
-            own = torch.zeros_like(group_tokens).index_add_(0, sample_index, mask.long())
-            weights_B = ones / (own.clamp(min=1) * max(counts.samples, 1))
+            tokens_B = torch.zeros_like(group_tokens).index_add_(0, sample_index, mask.long())
+            weights_B = ones / (tokens_B.clamp(min=1) * max(counts.samples, 1))
         case "seq-mean-token-sum":
             weights_B = ones / max(counts.samples, 1)
         case "token-sum":

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
-"""w = exp(l) with l, or its sum over a sequence, held within +-20 nats."""
+"""w = exp(l) with l, or its sum over a sequence, clamped to +-20 nats."""
 OUTSIDE = (0.5, 2.0)
 """Ratios beyond these are counted as outside in the mismatch."""
 FLAT_TOLERANCE = 1e-12
@@ -72,16 +72,16 @@ def correct(
         total: brings sums of that mean together where other processes have the rest of it.
     """
     l_T = log_ratio(old, behav, gen_mask)
-    left = loss_mask
+    accepted = loss_mask
     if rejection is not None:
-        left = loss_mask & ~rejected(l_T, gen_mask, offsets, **rejection)
+        accepted = loss_mask & ~rejected(l_T, gen_mask, offsets, **rejection)
     samples = _Samples(offsets, len(old))
     sums = {
-        "rejected_tokens": (loss_mask & ~left).sum(),
-        "rejected_samples": ((samples.sums(loss_mask) > 0) & ~(samples.sums(left) > 0)).sum(),
+        "rejected_tokens": (loss_mask & ~accepted).sum(),
+        "rejected_samples": ((samples.sums(loss_mask) > 0) & ~(samples.sums(accepted) > 0)).sum(),
     }
     if weight is None:
-        return Corrected(left, None, sums)
+        return Corrected(accepted, None, sums)
     level = weight["level"]
     w = importance_ratio(l_T, offsets, level)
     if weight["name"] == "truncated":  # truncated importance sampling (TIS)
@@ -89,13 +89,13 @@ def correct(
     else:  # IcePop (Ring-1T, arXiv 2510.18855)
         is_within = (w >= weight["low"]) & (w <= weight["high"])
         values = torch.where(is_within, w, 0.0)
-    sums["weight"] = torch.where(left, values, 0.0).double().sum()
-    sums["weight_bound"] = (left & (values != w)).sum()
+    sums["weight"] = torch.where(accepted, values, 0.0).double().sum()
+    sums["weight_bound"] = (accepted & (values != w)).sum()
     # 1, not 0 or NaN, off the mask: 0 times a weight that is not finite would be a NaN gradient.
-    weights = torch.where(left, values, 1.0)
+    weights = torch.where(accepted, values, 1.0)
     if weight.get("normalize"):
-        weights = divided_by_mean(weights, left, offsets, level, total)
-    return Corrected(left, weights, sums)
+        weights = divided_by_mean(weights, accepted, offsets, level, total)
+    return Corrected(accepted, weights, sums)
 
 
 def log_ratio(old: Tensor, behav: Tensor, gen_mask: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def mismatch_sums(old: Tensor, behav: Tensor, mask: Tensor) -> dict[str, Tensor]
 
 
 OLDEST_AGE = 8
-"""The mismatch is told by age up to this one, which stands for all above it."""
+"""The mismatch is reported by age up to this one, which stands for all above it."""
 
 
 def mismatch_sums_by_age(
@@ -292,7 +292,7 @@ def max_delta(old: Tensor, behav: Tensor, mask: Tensor) -> Tensor:
 def mismatch_figures(sums: Mapping[str, float]) -> dict[str, float]:
     """Turn `mismatch_sums` of all tokens together into figures; none for no tokens.
 
-    With l = old - behav and w = exp(l), l held within +-20: `k1` = mean -l and `k3` = mean of
+    With l = old - behav and w = exp(l), l clamped to +-20: `k1` = mean -l and `k3` = mean of
     w - 1 - l estimate KL(behav || old); `chi2` = mean w^2 - 1; `ess` = (sum w)^2 / (n sum w^2),
     the effective share of the tokens; `outside` the share of w beyond `OUTSIDE`; `pearson` the
     correlation of the two probabilities (where one of them does not vary: 1 if they are equal,

@@ -70,10 +70,10 @@ def covariance(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     The sums run over sorted values, so that the order of the tokens does not touch a bit.
     """
     x, y = logp[mask].double(), advantage[mask].double()
-    found = torch.full(mask.shape, -torch.inf, dtype=torch.float64, device=mask.device)
+    cov_T = torch.full(mask.shape, -torch.inf, dtype=torch.float64, device=mask.device)
     cov = (y - y.sort().values.mean()) * (x - x.sort().values.mean())
-    found[mask] = torch.where(cov.isnan(), -torch.inf, cov)
-    return found
+    cov_T[mask] = torch.where(cov.isnan(), -torch.inf, cov)
+    return cov_T
 
 
 def keyed_draws(seed: int, sample_keys: Tensor, positions: Tensor) -> Tensor:

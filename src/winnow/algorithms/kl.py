@@ -36,7 +36,7 @@ def k2(logp: Tensor, ref: Tensor) -> Tensor:
 
 
 def k3(logp: Tensor, ref: Tensor) -> Tensor:
-    """e^-d + d - 1 [T], the exponent held within +-20 nats and the value within +-10."""
+    """e^-d + d - 1 [T], the exponent clamped to +-20 nats and the value to +-10."""
     d = logp - ref
     estimate = (-d).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() + d - 1
     return estimate.clamp(-K3_BOUND, K3_BOUND)

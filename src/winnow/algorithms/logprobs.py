@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
-"""Logits that a chunk has where no number of tokens is given, by the type of device: 128 MiB in
+"""Logits that a chunk has where no number of tokens is set, by the type of device: 128 MiB in
 fp32 on a CPU, 512 on a GPU, held twice. Each chunk reads the head and adds to all of its gradient,
 which takes a GPU longer than the products of few tokens; its figure is reckoned, not measured."""
 MIN_CHUNK_TOKENS = 32
@@ -40,10 +40,10 @@ class TokenLogprobs(NamedTuple):
     logprob: Tensor
     """[T] nats"""
     entropy: Tensor | None
-    """[T] nats; None where it was not asked for."""
+    """[T] nats; None where it was not requested."""
     prob_square_sum: Tensor | None
     """[T] sum over the vocabulary of squared probabilities, without gradient; None where it was
-    not asked for."""
+    not requested."""
 
 
 class OutputHead(NamedTuple):
@@ -144,10 +144,10 @@ class _TokenLogprobs(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         head = _Head(hidden, weight, bias, settings)
-        found = _own_softmax(head, labels, settings)
+        softmax = _local_softmax(head, labels, settings)
         if settings.group is not None:
-            found = _over_ranks(found, labels // len(weight), settings.group)
-        logprob, lse, entropy, square_sum = found
+            softmax = _over_ranks(softmax, labels // len(weight), settings.group)
+        logprob, lse, entropy, square_sum = softmax
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
         ctx.settings = settings
@@ -184,9 +184,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_hidden is not None and group is None:
                 head.times_weight(grad_CV, grad_hidden[part])
             elif grad_hidden is not None:
-                own_CH = torch.empty_like(hidden[part], dtype=grad_CV.dtype)
-                head.times_weight(grad_CV, own_CH)
-                whole_CH = own_CH.to(head.exact)
+                local_CH = torch.empty_like(hidden[part], dtype=grad_CV.dtype)
+                head.times_weight(grad_CV, local_CH)
+                whole_CH = local_CH.to(head.exact)
                 dist.all_reduce(whole_CH, group=group)
                 grad_hidden[part] = whole_CH
             if grad_weight is not None:
@@ -198,12 +198,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
-Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Log-probs of labels, log-sum-exp, and if asked for entropy and sum of squares, [T] each."""
+Softmax = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Log-probs of labels, log-sum-exp, and if requested entropy and sum of squares, [T] each."""
 
 
-def _own_softmax(head: _Head, labels: Tensor, settings: _Settings) -> Found:
-    """Return what the softmax over the rows here finds; of a label elsewhere it says nothing."""
+def _local_softmax(head: _Head, labels: Tensor, settings: _Settings) -> Softmax:
+    """Compute the softmax over the local rows; log-probs of other ranks' labels are arbitrary."""
     logprob = head.blank()
     lse = torch.full_like(logprob, -torch.inf, dtype=torch.float64 if settings.group else None)
     entropy = torch.zeros_like(logprob) if settings.with_entropy else None
@@ -211,7 +211,7 @@ def _own_softmax(head: _Head, labels: Tensor, settings: _Settings) -> Found:
     for part in head.parts() if settings.rows else ():
         logits_CV, logp_CV = head.logits(part)
         at_C1, _ = head.places(labels[part, None])
-        # The log-prob of a label that is elsewhere may be far from 0, and rounded much.
+        # The log-prob of another rank's label may be far from 0, and rounded much.
         sure_C1 = at_C1 if settings.group is None else logits_CV.argmax(1, True)
         chosen_C1 = logits_CV.gather(1, sure_C1)
         torch.log_softmax(logits_CV, 1, out=logp_CV)
@@ -227,15 +227,15 @@ def _own_softmax(head: _Head, labels: Tensor, settings: _Settings) -> Found:
     return logprob, lse, entropy, square_sum
 
 
-def _over_ranks(own: Found, owners_T: Tensor, group: dist.ProcessGroup) -> Found:
+def _over_ranks(local: Softmax, owners_T: Tensor, group: dist.ProcessGroup) -> Softmax:
     """Join the softmax over each rank's rows to the softmax over all of them.
 
     Args:
-        own: of this rank.
+        local: of this rank.
         owners_T: the rank that has each label.
     """
     # In fp64: of large log-sum-exps the differences are small. Four numbers a token are few.
-    sent = torch.stack([(torch.zeros_like(own[1]) if x is None else x).double() for x in own])
+    sent = torch.stack([(torch.zeros_like(local[1]) if x is None else x).double() for x in local])
     every = [torch.empty_like(sent) for _ in range(group.size())]
     dist.all_gather(every, sent, group=group)
     logprob_NT, lse_NT, entropy_NT, square_sum_NT = torch.stack(every, 1)
@@ -247,8 +247,8 @@ def _over_ranks(own: Found, owners_T: Tensor, group: dist.ProcessGroup) -> Found
         (w_NT * entropy_NT + torch.special.entr(w_NT)).sum(0),
         (w_NT.square() * square_sum_NT).sum(0),
     )
-    pairs = zip(own, (each.to(own[0].dtype) for each in joined), strict=True)
-    return cast(Found, tuple(None if mine is None else each for mine, each in pairs))
+    pairs = zip(local, (each.to(local[0].dtype) for each in joined), strict=True)
+    return cast(Softmax, tuple(None if mine is None else each for mine, each in pairs))
 
 
 class _Head:
@@ -362,19 +362,19 @@ def _grad_logits(
             grad_CV.sub_(grad_logprob_C1)
         grad_CV.mul_(p_CV)
     if grad_logprob_C1 is not None and grad_CV.shape[1]:
-        at_C1, is_here_C1 = places_C1
-        grad_CV.scatter_add_(1, at_C1, grad_logprob_C1 * is_here_C1)
+        at_C1, is_local_C1 = places_C1
+        grad_CV.scatter_add_(1, at_C1, grad_logprob_C1 * is_local_C1)
     return grad_CV
 
 
-def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
-    """total += left right. A bf16 product goes by rows, to be widened while it is in cache."""
-    if right_CH.dtype == total_VH.dtype:
-        total_VH.addmm_(left_VC, right_CH)
+def _add_product(total_VH: Tensor, grad_VC: Tensor, states_CH: Tensor) -> None:
+    """total += grad states. A bf16 product goes by rows, to be widened while it is in cache."""
+    if states_CH.dtype == total_VH.dtype:
+        total_VH.addmm_(grad_VC, states_CH)
         return
     for start in range(0, len(total_VH), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
-        total_VH[rows] += (left_VC[rows] @ right_CH).to(total_VH.dtype)
+        total_VH[rows] += (grad_VC[rows] @ states_CH).to(total_VH.dtype)
 
 
 def _scaled(grad: Tensor | None, part: slice, factor: float) -> Tensor | None:

@@ -36,9 +36,9 @@ from winnow.algorithms.covariance import (
 )
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are held within +-20 nats: exp stays finite, and beyond it the gradient is 0."""
+"""Log-ratios are clamped to +-20 nats: exp stays finite, and beyond it the gradient is 0."""
 LOG_SEQUENCE_RATIO_MAX = 10.0
-"""GSPO's log-ratio is held below 10 nats; beyond it the gradient is 0."""
+"""GSPO's log-ratio is clamped below 10 nats; beyond it the gradient is 0."""
 KL_COV_NOISE = 1e-4
 """Nats. A log-prob that is no further from `old` has not moved: it is the rounding of two passes,
 and in a step's first update its sign, which is the penalty's gradient, would be the split's."""
@@ -108,7 +108,7 @@ class LossTerms:
 
 
 def ratio(logp: Tensor, old: Tensor) -> Tensor:
-    """Return exp(logp - old) [T], the log-ratio held within +-`LOG_RATIO_BOUND`."""
+    """Return exp(logp - old) [T], the log-ratio clamped to +-`LOG_RATIO_BOUND`."""
     return (logp - old).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -185,7 +185,7 @@ def gmpo(x: LossTerms, *, clip_low: float, clip_high: float) -> Loss:
     GMPO (arXiv 2507.20673), d = logp - old and s the sign of A: the geometric mean of ratios
     that are clipped in log space. A sample has one advantage as it has one ratio: the mean of its
     tokens', which an outcome advantage is anyway. The loss is the same on all counted tokens of
-    a sample; the figures count the tokens whose log-ratio is held.
+    a sample; the figures count the tokens whose log-ratio is bounded.
     """
     advantage_B = sample_means(x.advantage, x.tokens)
     sign = advantage_B.sign()[x.tokens.sample_index]
@@ -193,8 +193,8 @@ def gmpo(x: LossTerms, *, clip_low: float, clip_high: float) -> Loss:
     clipped = d.clamp(-clip_low, clip_high)
     # Written as cases, since a sign of 0 times an infinite d is NaN.
     falling = torch.where(sign < 0, torch.maximum(d, clipped), 0.0)
-    held = torch.where(sign > 0, torch.minimum(d, clipped), falling)
-    log_rho_B = sample_means(held, x.tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    bounded = torch.where(sign > 0, torch.minimum(d, clipped), falling)
+    log_rho_B = sample_means(bounded, x.tokens).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     loss_B = -advantage_B * log_rho_B.exp()
     loss = torch.where(x.tokens.mask, loss_B[x.tokens.sample_index], 0.0)
     binds = ((sign > 0) & (clipped < d)) | ((sign < 0) & (clipped > d))
@@ -288,7 +288,7 @@ def _stopped_loss(x: LossTerms, rising: Tensor, falling: Tensor, r_max: float) -
 def dro(x: LossTerms, *, beta: float) -> Loss:
     """-(A logp - beta/2 (logp - old)^2): a quadratic pull towards old in place of a ratio.
 
-    DRO (arXiv 2405.19107); the log-ratio is not held, since its gradient is what pulls back.
+    DRO (arXiv 2405.19107); the log-ratio is not clamped, since its gradient is what pulls back.
     """
     return -(x.advantage * x.logp - 0.5 * beta * (x.logp - x.old).square()), x.drift()
 
@@ -303,7 +303,7 @@ def reinforce(x: LossTerms) -> Loss:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and what it asks for."""
+    """A policy loss and what it needs."""
 
     function: Callable[..., Loss]
     """(terms, **options) -> (loss [T], figures)."""
@@ -404,11 +404,11 @@ def explained_variance(
     errors_T = returns_T - torch.where(mask, values, 0.0).double()
     sums = [each.sum() for x in (returns_T, errors_T) for each in (x.square(), x)]
     square, plain, error_square, error = total(torch.stack(sums)).tolist()
-    spread, left = _variance(square, plain, tokens), _variance(error_square, error, tokens)
+    spread, residual = _variance(square, plain, tokens), _variance(error_square, error, tokens)
     if spread == 0.0:
         # A constant error is noise beside the returns that it was taken from.
-        return float(left <= FLAT_TOLERANCE * square / tokens)
-    return 1 - left / spread
+        return float(residual <= FLAT_TOLERANCE * square / tokens)
+    return 1 - residual / spread
 
 
 def _variance(square: float, plain: float, n: int) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperOption
 
-from winnow import gc_tuning as heap
+from winnow import gc_tuning
 from winnow.cli.dashboard import dashboard_command
 from winnow.cli.data import app as data_app
 from winnow.cli.init import init_command
@@ -181,7 +181,7 @@ def sft(
         )  # which supervises it, where the recipe asks for that
         return
     _require_trust(config, recipe, overrides, trust)
-    with heap.growing():
+    with gc_tuning.growing():
         from winnow.commands.train import run_sft
 
     typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
@@ -215,7 +215,7 @@ def eval_command(
     trust: Trust = False,
 ) -> None:  # fmt: skip
     """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
-    with heap.growing():
+    with gc_tuning.growing():
         from winnow.commands.evaluate import EvalRequest, run_evaluation
         from winnow.run.shutdown import EXIT_INTERRUPTED, Stopped
 
@@ -285,7 +285,7 @@ def export(
     for option, is_given in (("--private", private), ("--revision", revision is not None)):
         if is_given and push is None:
             raise ConfigError(f"{option} is for a push; leave it out, or give --push OWNER/NAME")
-    with heap.growing():
+    with gc_tuning.growing():
         from winnow.commands.export import run_export, run_push
         from winnow.commands.push import HubTarget
 
@@ -323,7 +323,7 @@ def check_engine(
     """
     from dataclasses import asdict
 
-    with heap.growing():
+    with gc_tuning.growing():
         from winnow.commands.engine_check import config_to_check, run_engine_check
 
     config = config_to_check(engine, overrides or [], model)
@@ -448,7 +448,7 @@ def _train(
     stop = ShutdownSignal()
     try:
         with stop.listening():
-            with heap.growing():
+            with gc_tuning.growing():
                 from winnow.commands.train import TrainOptions, run_training
 
             beats = Heartbeat(heartbeat)
@@ -503,7 +503,7 @@ _INTERRUPTED = 130
 def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
-    heap.leave_at_exit()
+    gc_tuning.leave_at_exit()
     code = _run()
     sinks = sys.modules.get("winnow.observe.sinks")
     hangs = sinks is not None and sinks.hangs()

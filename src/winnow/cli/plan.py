@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from winnow import gc_tuning as heap
+from winnow import gc_tuning
 from winnow.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def plan_command(
 
     For instance: winnow plan dapo_qwen2.5_32b --nodes 16 --gpus 8
     """
-    with heap.growing():
+    with gc_tuning.growing():
         from winnow.plan.estimate import Machine, find_gpu
         from winnow.plan.plan import PlanRequest, as_text, make_plan
 

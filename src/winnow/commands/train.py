@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from winnow import gc_tuning as heap
+from winnow import gc_tuning
 from winnow.builders.engines import holds_no_weights, uses_device
 from winnow.builders.preflight import check_places, check_start, starting
 from winnow.builders.processes import worker_processes
@@ -355,7 +355,7 @@ def _train(
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped, end.save_s = None, lambda: run.state.save_s
     explained = explain_oom(config, policy.model, run.save_boundary)
-    with stop.deferring(), stop.before(end), heap.frozen(), run.state, explained:
+    with stop.deferring(), stop.before(end), gc_tuning.frozen(), run.state, explained:
         try:
             if isinstance(run, Run):
                 asyncio.run(train(run))
@@ -437,7 +437,7 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
 
 def _describe(ledger: Ledger) -> str:
     return (
-        f"{ledger.qualified}/{ledger.wanted} groups, {ledger.in_flight} in flight, "
+        f"{ledger.qualified}/{ledger.target} groups, {ledger.in_flight} in flight, "
         f"{ledger.account.generated:,} tokens"
     )
 

@@ -19,7 +19,7 @@ from winnow.algorithms.correction import correct
 from winnow.algorithms.kl import KL_ESTIMATORS, adapted_coef
 from winnow.errors import TrainingError
 from winnow.learning.batch import Batch, sample_tokens
-from winnow.learning.peers import ALONE
+from winnow.learning.data_parallel import SINGLE_PROCESS
 from winnow.observe.metrics import Metrics
 from winnow.types import Group
 
@@ -33,43 +33,43 @@ def correct_batch(batch: Batch, options: Mapping[str, Any], metrics: Metrics) ->
         options: of `correct`, by keyword.
         metrics: gets `correction/…`.
     """
-    found = correct(
+    correction = correct(
         batch.columns["old"],
         batch.behav,
         batch.gen_mask,
         batch.loss_mask,
         batch.offsets,
         **options,
-        total=batch.peers.total,
+        total=batch.dp.all_reduce,
     )
     sums = {
         "tokens": float(batch.loss_mask.sum()),
         "samples": float((sample_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
     }
-    sums |= {name: float(total) for name, total in found.sums.items()}
-    sums = batch.peers.sums(sums)
+    sums |= {name: float(total) for name, total in correction.sums.items()}
+    sums = batch.dp.reduce_figures(sums)
     counts = {name: int(sums.pop(name)) for name in ("tokens", "samples")}
     book_correction(metrics, sums, **counts)
-    if found.weights is not None:
-        batch.columns["weight"] = found.weights
-    return replace(batch, loss_mask=found.loss_mask)
+    if correction.weights is not None:
+        batch.columns["weight"] = correction.weights
+    return replace(batch, loss_mask=correction.loss_mask)
 
 
 def book_correction(
     metrics: Metrics, sums: Mapping[str, float], *, tokens: int, samples: int
 ) -> None:
-    """Book the shares of rejected tokens and samples, and the mean weight of the tokens left.
+    """Book the shares of rejected tokens and samples, and the mean weight of the remaining tokens.
 
     Args:
         sums: of `Corrected.sums`.
         tokens, samples: how many were to learn before the correction.
     """
-    left = tokens - sums["rejected_tokens"]
+    remaining = tokens - sums["rejected_tokens"]
     metrics.mean_of("correction/rejected_tokens", sums["rejected_tokens"], tokens)
     metrics.mean_of("correction/rejected_samples", sums["rejected_samples"], samples)
     if "weight" in sums:
-        metrics.mean_of("correction/weight", sums["weight"], left)
-        metrics.mean_of("correction/weight_bound", sums["weight_bound"], left)
+        metrics.mean_of("correction/weight", sums["weight"], remaining)
+        metrics.mean_of("correction/weight_bound", sums["weight_bound"], remaining)
 
 
 class KlPenalty:
@@ -119,8 +119,8 @@ def sum_samples(values: Tensor, batch: Batch) -> Tensor:
     """Return the sum [B] of values [T] over each sample's tokens, wherever they are."""
     lengths = batch.offsets.diff()
     index = torch.repeat_interleave(torch.arange(batch.n_samples), lengths)
-    own = torch.zeros(batch.n_samples, dtype=values.dtype).index_add_(0, index, values)
-    return batch.peers.total(own)
+    local_sums = torch.zeros(batch.n_samples, dtype=values.dtype).index_add_(0, index, values)
+    return batch.dp.all_reduce(local_sums)
 
 
 class AdvantageStage:
@@ -138,7 +138,7 @@ class AdvantageStage:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Inputs that the estimator asks for beyond rewards."""
+        """Inputs that the estimator needs beyond rewards."""
         return self._estimator.needs
 
     def __call__(self, groups: Sequence[Group], batch: Batch, metrics: Metrics) -> Advantages:
@@ -171,36 +171,36 @@ class AdvantageStage:
             prob=columns["old"].exp() if "prob" in needs else None,
             prob_square_sum=columns.get("prob_square_sum"),
             weights=columns.get("weight"),
-            total=batch.peers.total,
+            total=batch.dp.all_reduce,
         )
         if self._estimator.takes_all:
-            found = estimate(self._estimator, _whole(inputs, batch), self._options)
-            found = replace(found, tokens=batch.own(found.tokens))
+            advantages = estimate(self._estimator, _gather_inputs(inputs, batch), self._options)
+            advantages = replace(advantages, tokens=batch.local_part(advantages.tokens))
         else:
-            found = estimate(self._estimator, inputs, self._options)
-        columns["advantages"] = found.tokens
-        if found.returns is not None:
-            columns["returns"] = found.returns
-        return found
+            advantages = estimate(self._estimator, inputs, self._options)
+        columns["advantages"] = advantages.tokens
+        if advantages.returns is not None:
+            columns["returns"] = advantages.returns
+        return advantages
 
     def state_dict(self) -> dict[str, Any]:
         """Return the KL's weight, if there is one."""
         return {} if self._penalty is None else {"penalty": {"coef": self._penalty.coef}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if self._penalty is not None:
             self._penalty.coef = state["penalty"]["coef"]
 
 
-def _whole(inputs: AdvantageInputs, batch: Batch) -> AdvantageInputs:
+def _gather_inputs(inputs: AdvantageInputs, batch: Batch) -> AdvantageInputs:
     """Return the inputs with the tokens of all samples."""
     names = "gen_mask", "loss_mask", "token_rewards", "prob", "prob_square_sum", "weights"
     columns = {name: getattr(inputs, name) for name in names}
-    whole: dict[str, Any]
-    whole = {name: batch.whole(each) for name, each in columns.items() if each is not None}
+    gathered: dict[str, Any]
+    gathered = {name: batch.gathered(each) for name, each in columns.items() if each is not None}
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(batch.lengths)]))
-    return replace(inputs, offsets=offsets, total=ALONE.total, **whole)
+    return replace(inputs, offsets=offsets, total=SINGLE_PROCESS.all_reduce, **gathered)
 
 
 def outcome_rewards(batch: Batch) -> Tensor:

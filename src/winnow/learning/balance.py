@@ -81,7 +81,7 @@ def deal(lengths_B: IntArray, max_tokens: int, ranks: int = 1, width: int = 1) -
 
     Args:
         lengths_B: tokens, in descending order.
-        max_tokens: of a micro-batch; a longer sample gets one of its own.
+        max_tokens: of a micro-batch; a longer sample gets one to itself.
         width: of the model (H), which says from what length on attention costs most.
     """
     work_B = work(lengths_B, width)
@@ -107,10 +107,10 @@ def _sums(places_B: IntArray, work_B: IntArray, size: int) -> IntArray:
 def _even_sums(work_KR: IntArray) -> IntArray:
     """Return a rank [K, R] for each slot: the round's heaviest for that with least so far."""
     rank_of, sums_R = np.empty_like(work_KR), np.zeros_like(work_KR[0])
-    for ranks_here, work_here in zip(rank_of, work_KR, strict=True):
-        heaviest, least = np.argsort(-work_here, kind="stable"), np.argsort(sums_R, kind="stable")
-        ranks_here[heaviest] = least
-        sums_R[least] += work_here[heaviest]
+    for ranks_R, work_R in zip(rank_of, work_KR, strict=True):
+        heaviest, least = np.argsort(-work_R, kind="stable"), np.argsort(sums_R, kind="stable")
+        ranks_R[heaviest] = least
+        sums_R[least] += work_R[heaviest]
     return rank_of
 
 
@@ -144,8 +144,8 @@ def _pack_rounds(
         full = np.full(rounds - 1, max(int(work_B[0]), short))
         forms: list[Callable[[int], Any]]
         forms = [partial(np.maximum, longest), partial(np.append, full)]
-        found = [_lowest(form, most, pack) for form in forms[:rounds]]
-        if packed := [each for each in found if each is not None]:
+        candidates = [_lowest(form, most, pack) for form in forms[:rounds]]
+        if packed := [each for each in candidates if each is not None]:
             best = min(packed, key=_time)
             even = pack(best.levels, fullest=False)
             return best.slots if even is None or even.time > best.time else even.slots
@@ -193,15 +193,15 @@ def _pack(
     all_work = int(work_B.sum())
     if ranks * int(levels_K.sum()) < all_work:
         return None
-    left, room = np.repeat(levels_K, ranks), np.full(len(levels_K) * ranks, max_tokens)
+    remaining, room = np.repeat(levels_K, ranks), np.full(len(levels_K) * ranks, max_tokens)
     slots = np.empty(len(work_B), dtype=np.int64)
-    for i, (own, tokens) in enumerate(zip(work_B.tolist(), tokens_B.tolist(), strict=True)):
-        fits = (left >= own) & (room >= tokens)
+    for i, (cost, tokens) in enumerate(zip(work_B.tolist(), tokens_B.tolist(), strict=True)):
+        fits = (remaining >= cost) & (room >= tokens)
         slot = int(np.where(fits, room if fullest else -room, max_tokens + 1).argmin())
         if not fits[slot]:
             return None
         slots[i] = slot
-        left[slot] -= own
+        remaining[slot] -= cost
         room[slot] -= tokens
-    time = int((levels_K.repeat(ranks) - left).reshape(-1, ranks).max(1).sum())
+    time = int((levels_K.repeat(ranks) - remaining).reshape(-1, ranks).max(1).sum())
     return _Packed(time, all_work / (ranks * time), levels_K, slots)

@@ -8,7 +8,7 @@ Samples are packed end to end, never padded. Everything per token is aligned wit
 entry t is about token t given those before it, so the log-prob of token t comes from the hidden
 state at t - 1, and the first token of a sample, which nothing precedes, is never in a mask.
 The divisors of a loss are counted once an update, so that micro-batches just add up. On ranks each
-has the tokens of its own samples (`MicroBatchSharder.pack`); an update's go to those that run them.
+has the tokens of its local samples (`MicroBatchSharder.pack`); for an update they are exchanged.
 
 Shapes: `T` packed tokens, `B` samples of the object at hand (the whole batch or a micro-batch),
 `S` scored tokens (gen_mask true) of a micro-batch. A token is one int64 id; log-probs
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from winnow.algorithms.aggregation import UpdateCounts
 from winnow.learning.balance import Deal, deal
-from winnow.learning.peers import ALONE, Peers, token_places
+from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, token_places
 from winnow.observe.metrics import Metrics
 from winnow.types import (
     Answer,
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 class Batch:
     """The groups of one step, packed on the CPU; samples of a group are neighbours.
 
-    On ranks each holds the tokens of its own samples (`holders`): T are these, every other sample
-    is empty here, and what is summed up over tokens is a part, of which `peers` know the total.
+    On several ranks each holds the tokens of its local samples (`holders`): T counts these, every
+    other sample is empty, and a sum over tokens is partial until `dp` reduces it.
 
     Example: a prompt of 3 tokens with answers of 2 and 1 gives `offsets` [0, 5, 9], `groups`
     [0, 0] and `gen_mask` [F F F T T  F F F T].
@@ -79,8 +79,8 @@ class Batch:
     """[B] float64."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[T] each, or [T, …]: what stays with the batch (`old`, `routes`, …); put in by the loop."""
-    peers: Peers = ALONE
-    """The ranks that have the other samples' tokens."""
+    dp: DataParallel = SINGLE_PROCESS
+    """Collectives with the ranks that have the other samples' tokens."""
     holders: IntArray | None = None
     """[B] the share that has a sample's tokens; None where all are here."""
     all_lengths: IntArray | None = None
@@ -89,8 +89,8 @@ class Batch:
     @property
     def lengths(self) -> IntArray:
         """[B] tokens of each sample, wherever they are."""
-        here: IntArray = np.diff(self.offsets.numpy())
-        return here if self.all_lengths is None else self.all_lengths
+        local_lengths: IntArray = np.diff(self.offsets.numpy())
+        return local_lengths if self.all_lengths is None else self.all_lengths
 
     @property
     def samples(self) -> IntArray:
@@ -100,25 +100,25 @@ class Batch:
     @property
     def _places(self) -> Tensor:
         """[T] the tokens' places in the whole step."""
-        starts, own = np.cumsum(self.lengths) - self.lengths, self.samples
-        return torch.from_numpy(token_places(starts[own], self.lengths[own]))
+        starts, samples = np.cumsum(self.lengths) - self.lengths, self.samples
+        return torch.from_numpy(token_places(starts[samples], self.lengths[samples]))
 
-    def whole(self, values: Tensor) -> Tensor:
-        """Return numbers [T] of all samples' tokens, on every rank: for what truly needs them."""
+    def gathered(self, values: Tensor) -> Tensor:
+        """Gather the numbers [T] of all samples' tokens on every rank; used only where needed."""
         if self.holders is None:
             return values
         # As sums of one number and zeros, which are exact; of bytes where they are true or false.
-        own = values.to(torch.uint8) if values.dtype == torch.bool else values
-        found = torch.zeros(int(self.lengths.sum()), dtype=own.dtype)
-        found[self._places] = own
-        return self.peers.total(found).to(values.dtype)
+        numbers = values.to(torch.uint8) if values.dtype == torch.bool else values
+        full = torch.zeros(int(self.lengths.sum()), dtype=numbers.dtype)
+        full[self._places] = numbers
+        return self.dp.all_reduce(full).to(values.dtype)
 
-    def own(self, values: Tensor) -> Tensor:
-        """Return of numbers of all samples' tokens those of the tokens here [T]."""
+    def local_part(self, values: Tensor) -> Tensor:
+        """Cut the numbers of the local tokens [T] out of those of all samples' tokens."""
         return values if self.holders is None else values[self._places]
 
-    def taken(self, column: TokenColumn) -> Tensor:
-        """Return of a column that lies in parts what is about the tokens here [T]."""
+    def from_column(self, column: TokenColumn) -> Tensor:
+        """Read the numbers of the local tokens [T] out of a column that lies in parts."""
         return torch.from_numpy(column.of(self.samples, self.lengths))
 
     @property
@@ -139,7 +139,7 @@ class TokenColumn:
     holders: IntArray
     """[B] the part that each sample is in."""
     parts: Sequence[ArrayLike]
-    """Each those of its samples, in the step's order; read where they are asked for."""
+    """Each those of its samples, in the step's order; read on demand."""
 
     def of(self, samples: IntArray, lengths: IntArray) -> FloatArray:
         """Return the numbers of some samples, from the parts that have them.
@@ -148,16 +148,16 @@ class TokenColumn:
             samples: in the step's order.
             lengths: [B] tokens of each sample of the step.
         """
-        found = np.zeros(lengths[samples].sum(), dtype=np.float32)
+        numbers = np.zeros(lengths[samples].sum(), dtype=np.float32)
         starts = np.cumsum(lengths[samples]) - lengths[samples]
         for share in np.unique(self.holders[samples]).tolist():
-            theirs, wanted = np.flatnonzero(self.holders == share), self.holders[samples] == share
-            places = np.cumsum(lengths[theirs]) - lengths[theirs]
-            places = places[np.searchsorted(theirs, samples[wanted])]
-            own = lengths[samples[wanted]]
+            stored, selected = np.flatnonzero(self.holders == share), self.holders[samples] == share
+            places = np.cumsum(lengths[stored]) - lengths[stored]
+            places = places[np.searchsorted(stored, samples[selected])]
+            counts = lengths[samples[selected]]
             part = np.asarray(self.parts[share])
-            found[token_places(starts[wanted], own)] = part[token_places(places, own)]
-        return found
+            numbers[token_places(starts[selected], counts)] = part[token_places(places, counts)]
+        return numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +209,7 @@ class MicroBatch:
 
 
 def pack(
-    groups: Sequence[Group], overlong_filtering: bool = False, held: BoolArray | None = None
+    groups: Sequence[Group], overlong_filtering: bool = False, included: BoolArray | None = None
 ) -> Batch:
     """Lay all answers of all groups end to end, each behind a copy of its prompt.
 
@@ -217,7 +217,7 @@ def pack(
         groups: in the order that `Batch.groups` will count.
         overlong_filtering: take truncated answers out of loss_mask (DAPO, arXiv 2503.14476,
             section 3.4); they keep their reward, and so their part in the group's statistics.
-        held: [B] the samples to be laid out, and to be read at all; the others stay empty.
+        included: [B] the samples to be laid out, and to be read at all; the others stay empty.
 
     Raises:
         ValueError: a prompt without a token, whose answer's first token has no context.
@@ -230,7 +230,7 @@ def pack(
     for place, (_, prompt, answer) in enumerate(rows):
         if not len(prompt.token_ids):
             raise ValueError(f"prompt {prompt.uid} has no tokens; a prompt needs at least one")
-        if held is not None and not held[place]:
+        if included is not None and not included[place]:
             pieces_per_sample.append(0)
             continue
         segments = answer.trajectory.segments
@@ -251,8 +251,8 @@ def pack(
     gen_mask = np.repeat(np.array(written, dtype=bool), piece_lengths)
     loss_mask = gen_mask.copy()
     if overlong_filtering:
-        kept = [not answer.trajectory.truncated for _, _, answer in rows]
-        loss_mask &= np.repeat(np.array(kept, dtype=bool), lengths)
+        complete = [not answer.trajectory.truncated for _, _, answer in rows]
+        loss_mask &= np.repeat(np.array(complete, dtype=bool), lengths)
     behav_T = np.zeros(len(gen_mask), dtype=np.float32)
     behav_T[gen_mask] = np.concatenate(behav) if behav else 0.0
     return Batch(
@@ -359,9 +359,9 @@ class Shares:
     def micro_batches(self, rank: int) -> list[MicroBatch]:
         """Cut the micro-batches of one rank, without a look at the tokens of others."""
         per_rank = self.deal.work.shape[1]
-        own = range(rank * per_rank, (rank + 1) * per_rank)
-        parts = (self._samples[self.deal.places == place] for place in own)
-        batch = self._batch if self._batch.holders is None else _moved(self._batch, self.runs())
+        places = range(rank * per_rank, (rank + 1) * per_rank)
+        parts = (self._samples[self.deal.places == place] for place in places)
+        batch = self._batch if self._batch.holders is None else _exchange(self._batch, self.runs())
         return [_slice(batch, part, self._group_tokens, self._counts) for part in parts]
 
     def runs(self) -> IntArray:
@@ -381,12 +381,12 @@ def share(
         max_tokens: packed tokens of a micro-batch.
         width: of the model (H), which says from what length on attention costs most.
     """
-    wanted = np.zeros(batch.n_groups, dtype=bool)
-    wanted[list(groups)] = True
+    in_update = np.zeros(batch.n_groups, dtype=bool)
+    in_update[list(groups)] = True
     groups_B, lengths_B = batch.groups.numpy(), batch.lengths
-    samples = np.flatnonzero(wanted[groups_B])
+    samples = np.flatnonzero(in_update[groups_B])
     samples = samples[np.argsort(-lengths_B[samples], kind="stable")]
-    tokens = batch.peers.total(torch.from_numpy(sample_tokens(batch, samples))).numpy()
+    tokens = batch.dp.all_reduce(torch.from_numpy(sample_tokens(batch, samples))).numpy()
     group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
     np.add.at(group_tokens, groups_B[samples], tokens)
     counts = UpdateCounts(
@@ -394,15 +394,15 @@ def share(
         samples=int((tokens > 0).sum()),
         groups=int((group_tokens > 0).sum()),
     )
-    found = deal(lengths_B[samples], max_tokens, ranks, width)
-    return Shares(found, batch, samples, group_tokens, counts)
+    dealt = deal(lengths_B[samples], max_tokens, ranks, width)
+    return Shares(dealt, batch, samples, group_tokens, counts)
 
 
 def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
     """Cut the samples of an update into micro-batches of at most `max_tokens` packed tokens.
 
     Samples of like length run together, longest first; ties keep the batch's order. A sample
-    longer than `max_tokens` gets a micro-batch of its own. How samples fall together changes
+    longer than `max_tokens` gets a micro-batch to itself. How samples fall together changes
     nothing in what is learnt.
 
     Args:
@@ -438,10 +438,10 @@ def gather_tokens(
 
 
 class MicroBatchSharder:
-    """Pack what a rank holds of a step, cut its micro-batches, and bring back what they give.
+    """Pack a rank's samples of a step, cut its micro-batches, and gather their outputs.
 
     A rank holds the samples that it runs when a model passes over the whole step (`pack`). An
-    update deals its samples anew, to be even by itself, and they go with all their columns to the
+    update deals its samples anew, for its own balance, and they go with all their columns to the
     ranks that run them. The split changes nothing in what is learnt. A batch that was packed whole
     stays whole: each rank cuts its share of it, and what is gathered is gathered everywhere.
 
@@ -449,14 +449,14 @@ class MicroBatchSharder:
     without one this process gets everything. Ranks that are together get the same micro-batches.
 
     Args:
-        mesh, together: as `Peers` takes them.
+        mesh, together: as `DataParallel` takes them.
         width: of the model (H), which says from what length on attention costs most.
     """
 
     def __init__(
         self, mesh: DeviceMesh | None = None, width: int = 1, together: int | IntArray = 1
     ) -> None:
-        self.peers, self._width = Peers(mesh, together), width
+        self.dp, self._width = DataParallel(mesh, together), width
         self._figures, self._ran = Metrics(), np.empty(0, np.int64)
 
     def pack(
@@ -471,60 +471,60 @@ class MicroBatchSharder:
         Raises:
             WorkerError: tokens of an answer are lost.
         """
-        if self.peers.mesh is None:
+        if self.dp.mesh is None:
             return pack(groups, overlong_filtering)
-        empty = pack(groups, held=np.zeros(sum(len(g.answers) for g in groups), dtype=bool))
+        empty = pack(groups, included=np.zeros(sum(len(g.answers) for g in groups), dtype=bool))
         lengths_B = sample_lengths(groups)
         spread = replace(empty, all_lengths=lengths_B)
         holders = self._share(spread, range(spread.n_groups), max_tokens).runs()
-        held = holders == self.peers.share
-        places = iter(held.tolist())
+        is_local = holders == self.dp.share
+        places = iter(is_local.tolist())
         fetch(a.trajectory for g in groups for a in g.answers if next(places))
-        own = pack(groups, overlong_filtering, held)
-        return replace(own, peers=self.peers, holders=holders, all_lengths=lengths_B)
+        local = pack(groups, overlong_filtering, is_local)
+        return replace(local, dp=self.dp, holders=holders, all_lengths=lengths_B)
 
     def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
         shares = self._share(batch, groups, max_tokens)
-        if self.peers.mesh is not None:
+        if self.dp.mesh is not None:
             dealt = shares.deal
             self._figures.mean("ranks/spread", dealt.spread)
             self._figures.mean("ranks/lockstep", dealt.lockstep, dealt.capacity)
             self._figures.mean("ranks/idle", dealt.idle_share)
-        return shares.micro_batches(self.peers.share)
+        return shares.micro_batches(self.dp.share)
 
     def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of the whole step, for passes that learn nothing."""
         shares = self._share(batch, range(batch.n_groups), max_tokens)
         self._ran = shares.runs()
-        return shares.micro_batches(self.peers.share)
+        return shares.micro_batches(self.dp.share)
 
     def gather(
         self, batch: Batch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
     ) -> Tensor:
-        """Return [T] on the CPU: what all ranks' micro-batches give for the batch's tokens here.
+        """Return the outputs of all ranks' micro-batches for the local tokens, [T] on the CPU.
 
         Args:
             microbatches: those that `everything` cut last.
         """
-        own = gather_tokens(batch, microbatches, values)
+        local_values = gather_tokens(batch, microbatches, values)
         if batch.holders is None:
             # As sums of one number and zeros, which are exact: the same bits on every rank.
-            return self.peers.total(own) if microbatches else own
-        return self.peers.moved([own], batch.lengths, self._ran, batch.holders)[0]
+            return self.dp.all_reduce(local_values) if microbatches else local_values
+        return self.dp.all_to_all([local_values], batch.lengths, self._ran, batch.holders)[0]
 
     def figures(self) -> Metrics:
         """Report how even the shares of the updates were since the last call.
 
         `ranks/lockstep` is the share of their time in which ranks do not wait for each other,
         `ranks/spread` the heaviest rank's work over the mean, `ranks/idle` the share of empty
-        micro-batches; none is there without a mesh.
+        micro-batches; without a mesh there are none.
         """
-        found, self._figures = self._figures, Metrics()
-        return found
+        figures, self._figures = self._figures, Metrics()
+        return figures
 
     def _share(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> Shares:
-        return share(batch, groups, max_tokens, self.peers.shares, self._width)
+        return share(batch, groups, max_tokens, self.dp.shares, self._width)
 
 
 NO_SHARDING = MicroBatchSharder()
@@ -539,15 +539,15 @@ def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]
     return np.fromiter(counted, np.int64, len(samples))
 
 
-def _moved(batch: Batch, runs: IntArray) -> Batch:
-    """Return the samples that this rank is to run [B], with their columns; others are empty."""
+def _exchange(batch: Batch, runs: IntArray) -> Batch:
+    """Exchange samples so that each rank has those that it runs [B], with their columns."""
     assert batch.holders is not None
     names = list(batch.columns)
-    own = [batch.token_ids, batch.gen_mask, batch.loss_mask, batch.behav]
-    own += [batch.columns[name] for name in names]
-    found = batch.peers.moved(own, batch.lengths, batch.holders, runs)
-    token_ids, gen_mask, loss_mask, behav, *columns = found
-    lengths = np.where(runs == batch.peers.share, batch.lengths, 0)
+    tensors = [batch.token_ids, batch.gen_mask, batch.loss_mask, batch.behav]
+    tensors += [batch.columns[name] for name in names]
+    received = batch.dp.all_to_all(tensors, batch.lengths, batch.holders, runs)
+    token_ids, gen_mask, loss_mask, behav, *columns = received
+    lengths = np.where(runs == batch.dp.share, batch.lengths, 0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     return replace(

@@ -93,7 +93,7 @@ _MICROBATCH_TOKENS = 2048
 
 @dataclass(frozen=True, eq=False)
 class Canary:
-    """Fixed sequences, and what is needed to tell how far two log-probs of a token may differ."""
+    """Fixed sequences, and what bounds how far two log-probs of a token may differ."""
 
     sequences: tuple[IntArray, ...]
     temperature: float
@@ -158,20 +158,20 @@ class Canary:
         Raises:
             PublicationError: one differs by more than the limits, or is not a number.
             WorkerError: no engine answers. Of several, one that died is left out: its next call
-                tells of it.
+                raises.
         """
-        asked = [e.logprobs_of(self.sequences, self.temperature, SCORED) for e in engines.values()]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        calls = [e.logprobs_of(self.sequences, self.temperature, SCORED) for e in engines.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         serious = [error for error in errors if not isinstance(error, WorkerError)]
         if serious or len(errors) == len(answers):
             raise [*serious, *errors][0]
         largest, limits = 0.0, expected.limits
-        for name, found in zip(engines, answers, strict=True):
-            if isinstance(found, BaseException):
+        for name, answer in zip(engines, answers, strict=True):
+            if isinstance(answer, BaseException):
                 continue
-            pairs = zip(found, expected.logprobs, strict=True)
-            gaps = np.concatenate([np.abs(own - theirs) for own, theirs in pairs])
+            pairs = zip(answer, expected.logprobs, strict=True)
+            gaps = np.concatenate([np.abs(actual - reference) for actual, reference in pairs])
             most, mean = float(gaps.max()), float(gaps.mean())
             if not (most <= limits.largest and mean <= limits.mean):
                 raise PublicationError(
@@ -187,8 +187,8 @@ class Canary:
 def _logprobs(strategy: Strategy, sequences: Sequence[IntArray]) -> list[FloatArray]:
     """Return the strategy's log-probs of the last `SCORED` tokens of each sequence."""
     batch = pack_sequences(sequences, SCORED)
-    found = run_pass(strategy, batch, frozenset({"logprob"}), _MICROBATCH_TOKENS)
-    parts = np.split(found["logprob"].float().numpy(), batch.offsets[1:-1].numpy())
+    outputs = run_pass(strategy, batch, frozenset({"logprob"}), _MICROBATCH_TOKENS)
+    parts = np.split(outputs["logprob"].float().numpy(), batch.offsets[1:-1].numpy())
     return [part[1:][-SCORED:] for part in parts]
 
 

@@ -53,8 +53,8 @@ class Critic:
 
     def values(self, batch: Batch, microbatch_tokens: int) -> None:
         """Fill `batch.columns["values"]` [T]: V before each written token; 0 off gen_mask."""
-        found = run_pass(self.strategy, batch, self.objective.outputs, microbatch_tokens)
-        batch.columns["values"] = found["value"]
+        outputs = run_pass(self.strategy, batch, self.objective.outputs, microbatch_tokens)
+        batch.columns["values"] = outputs["value"]
 
     def update(self, microbatches: Sequence[MicroBatch], lr: float) -> Metrics:
         """Take one optimizer step on one mini-batch.
@@ -72,7 +72,7 @@ class Critic:
 
 
 def value_figures(batch: Batch) -> Metrics:
-    """Measure how well the critic foretold the returns it is about to learn, over loss_mask.
+    """Measure how well the critic predicted the returns it is about to learn, over loss_mask.
 
     Values and returns are those of the whole step, as its advantages were made of them.
 
@@ -80,15 +80,15 @@ def value_figures(batch: Batch) -> Metrics:
         `critic/value` and `critic/return` as spreads, `critic/explained_variance`; nothing for no
         tokens.
     """
-    own, metrics, mask, peers = Metrics(), Metrics(), batch.loss_mask, batch.peers
-    tokens = int(peers.total(mask.sum()))
+    local, metrics, mask, dp = Metrics(), Metrics(), batch.loss_mask, batch.dp
+    tokens = int(dp.all_reduce(mask.sum()))
     if tokens == 0:
         return metrics
     values, returns = batch.columns["values"], batch.columns["returns"]
-    own.spread("critic/value", values[mask].numpy())
-    own.spread("critic/return", returns[mask].numpy())
-    for each in peers.every(own):
+    local.spread("critic/value", values[mask].numpy())
+    local.spread("critic/return", returns[mask].numpy())
+    for each in dp.all_gather(local):
         metrics.merge(each)
-    explained = explained_variance(values, returns, mask, peers.total)
+    explained = explained_variance(values, returns, mask, dp.all_reduce)
     metrics.mean("critic/explained_variance", explained, tokens)
     return metrics

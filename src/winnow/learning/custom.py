@@ -1,4 +1,4 @@
-"""A user's own policy loss or advantage estimator, loaded and held to what the built-in ones keep.
+"""A user's own policy loss or advantage estimator, loaded and checked as the built-in ones are.
 
 A loss is called as `loss(logp, old, advantage, tokens, **options)`, an estimator as
 `estimator(inputs, **options)`, with the types of `winnow.algorithms.losses` and
@@ -64,7 +64,7 @@ def load_estimator(section: CustomAdvantage) -> Estimator:
 
 @contextlib.contextmanager
 def _refused_before_the_start() -> Iterator[None]:
-    """Tell what is wrong with a trial as a fault of the recipe."""
+    """Raise what is wrong with a trial as a fault of the recipe."""
     try:
         yield
     except TrainingError as fault:
@@ -72,14 +72,14 @@ def _refused_before_the_start() -> Iterator[None]:
 
 
 def _call_loss(function: Callable[..., Any], where: str, x: LossTerms, **options: Any) -> Loss:
-    found, logp = _call(function, where, x.logp, x.old, x.advantage, x.tokens, **options), x.logp
-    match found:
+    output, logp = _call(function, where, x.logp, x.old, x.advantage, x.tokens, **options), x.logp
+    match output:
         case Tensor() as loss, Mapping() as figures:
             pass
         case _:
             raise TrainingError(
                 f"{where} must return (loss, figures), a tensor [T] and a dict of sums, got "
-                f"{_shown(found)}"
+                f"{_shown(output)}"
             )
     if loss.shape != logp.shape or not loss.is_floating_point():
         raise TrainingError(
@@ -117,21 +117,21 @@ def _figure(where: str, name: Any, value: Any) -> Tensor:
 def _call_estimator(
     function: Callable[..., Any], where: str, inputs: AdvantageInputs, **options: Any
 ) -> Tensor:
-    found = _call(function, where, inputs, **options)
+    value = _call(function, where, inputs, **options)
     shapes = (inputs.rewards.shape, inputs.gen_mask.shape)
-    if not isinstance(found, Tensor) or found.shape not in shapes or not found.is_floating_point():
+    if not isinstance(value, Tensor) or value.shape not in shapes or not value.is_floating_point():
         raise TrainingError(
             f"{where} must return one number for each sample, [B] = {list(shapes[0])}, or for "
-            f"each token, [T] = {list(shapes[1])}, got {_shown(found)}"
+            f"each token, [T] = {list(shapes[1])}, got {_shown(value)}"
         )
-    if found.shape == inputs.gen_mask.shape:
-        found = torch.where(inputs.gen_mask, found, 0.0)
-    if not bool(found.isfinite().all()):
+    if value.shape == inputs.gen_mask.shape:
+        value = torch.where(inputs.gen_mask, value, 0.0)
+    if not bool(value.isfinite().all()):
         raise TrainingError(
             f"{where}: an advantage is NaN or infinite; look for a division by a group's spread "
             "of 0, or by its number of answers less 1"
         )
-    return found.detach().double()
+    return value.detach().double()
 
 
 def _call(function: Callable[..., Any], where: str, *arguments: Any, **options: Any) -> Any:
@@ -158,19 +158,19 @@ def _shown(value: Any) -> str:
 
 def _try_loss(loss: PolicyLoss, where: str, options: Mapping[str, Any]) -> None:
     """Run the loss on four made-up samples, whole and in two halves: nothing may differ."""
-    made = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     lengths = [5, 3, 4, 6]
     index = torch.arange(4).repeat_interleave(torch.tensor(lengths))
-    old = -0.1 - 3 * torch.rand(len(index), generator=made)
-    logp = old + 0.6 * torch.rand(len(index), generator=made) - 0.3
+    old = -0.1 - 3 * torch.rand(len(index), generator=rng)
+    logp = old + 0.6 * torch.rand(len(index), generator=rng) - 0.3
     advantage = torch.tensor([1.5, -0.5, 0.7, -1.2])[index]
     mask = index.diff(prepend=torch.tensor([-1])) == 0  # all but the first, which is the prompt
 
     def run(samples: slice) -> tuple[Tensor, Tensor, dict[str, float]]:
         at = torch.isin(index, torch.arange(4)[samples])
-        own = index[at] - index[at][0]
+        sample_index = index[at] - index[at][0]
         leaf = logp[at].requires_grad_()
-        tokens = LossTokens(mask[at], own, int(own[-1]) + 1)
+        tokens = LossTokens(mask[at], sample_index, int(sample_index[-1]) + 1)
         loss_T, figures = loss(leaf, old[at], advantage[at], tokens, options)
         (gradient,) = torch.autograd.grad(loss_T.sum(), leaf, allow_unused=True)
         if gradient is None:
@@ -207,10 +207,10 @@ def _try_estimator(estimator: Estimator, where: str, options: Mapping[str, Any])
     token_rewards[offsets[1:] - 1] = rewards
     groups = torch.tensor([0, 0, 1, 1])
     inputs = AdvantageInputs(rewards, groups, offsets, gen_mask, gen_mask.clone(), token_rewards)
-    given = vars(copy.deepcopy(inputs))
+    original = vars(copy.deepcopy(inputs))
     estimate(estimator, inputs, options)
     tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
-    changed = [name for name, value in tensors.items() if not torch.equal(given[name], value)]
+    changed = [name for name, value in tensors.items() if not torch.equal(original[name], value)]
     if changed:
         raise TrainingError(
             f"{where} changes its inputs in place: {', '.join(changed)}; make new tensors"

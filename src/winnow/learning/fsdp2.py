@@ -5,7 +5,7 @@ gradients are added up over the ranks as soon as they are whole. The rest of the
 unit (embeddings and a head that is tied to them are one weight there), except a head of one number,
 which keeps its own precision.
 
-Weights are held as masters (fp32 where a model computes in half precision), sharded by rows, with
+Weights are stored as masters (fp32 where a model computes in half precision), sharded by rows, with
 gradients and AdamW's state: `n` rows lie on the `S` ranks of the mesh's last axis, ceil(n / S) rows
 each and the last ones fewer or none. On a mesh of two axes they are replicated along the first
 (HSDP).
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from winnow.learning.batch import MicroBatchSharder
-from winnow.learning.peers import device_of
+from winnow.learning.data_parallel import device_of
 from winnow.learning.runner import ModelRunner
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import HALF, Strategy, decoder_layers, local, tensors_of
@@ -55,7 +55,7 @@ Exported = Literal["all", "trained", "adapter"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Options of how the weights are held between uses."""
+    """Options of how the weights are stored between uses."""
 
     reshard_after_forward: bool | int = True
     """Drop a layer's gathered weights after its forward pass and gather them again for the backward
@@ -71,7 +71,7 @@ class FSDP2Strategy(Strategy):
     """Hold a model of `winnow.models`, sharded over a device mesh.
 
     Every method is collective: all ranks of the mesh call it, in the same order. An adapter of a
-    half-precision model is held in fp32 and computes in half precision, as everything but a value
+    half-precision model is stored in fp32 and computes in half precision, as everything but a value
     head does. After a loss that raises, only forward passes and `state_dict` are sure: replicas may
     hold a part of the gradient that nothing clears, so training goes on with a new strategy.
 
@@ -79,7 +79,7 @@ class FSDP2Strategy(Strategy):
         model: whole on every rank, or hollow; then each rank reads its own rows.
         mesh: of one axis, or of two: replicas, shards.
         sequence: neighbours on the mesh that run each micro-batch together, as `sequence_group`
-            makes them; None where each rank has micro-batches of its own.
+            makes them; None where each rank runs other micro-batches.
         options: as `Strategy` takes them.
 
     Raises:
@@ -126,13 +126,13 @@ class FSDP2Strategy(Strategy):
         def make(name: str, parameter: nn.Parameter) -> nn.Parameter:
             if not parameter.is_meta:
                 return parameter
-            found = torch.empty_like(parameter.detach(), device=home)
-            rows = own_rows(parameter.shape[0], self.mesh)
+            tensor = torch.empty_like(parameter.detach(), device=home)
+            rows = local_rows(parameter.shape[0], self.mesh)
             if rows.stop > rows.start:
-                # As if it had been loaded in the type that the recipe asks for.
-                asked = self._rounded.get(name, parameter.dtype)
-                local(found).copy_(weights.part(plain_name(name), [rows]).to(asked))
-            return nn.Parameter(found, requires_grad=parameter.requires_grad)
+                # As if it had been loaded in the type that the recipe names.
+                dtype = self._rounded.get(name, parameter.dtype)
+                local(tensor).copy_(weights.part(plain_name(name), [rows]).to(dtype))
+            return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
         replace_parameters(self.model, make)
 
@@ -159,8 +159,8 @@ class FSDP2Strategy(Strategy):
             dist.all_reduce(counts, group=self.mesh.get_group(axis))
         return counts
 
-    def _fill(self, own: Tensor, given: Tensor) -> None:
-        copy_into(own, given)
+    def _fill(self, target: Tensor, source: Tensor) -> None:
+        copy_into(target, source)
 
     def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(tensor, self.device)) for name, tensor in named)
@@ -180,11 +180,11 @@ class FSDP2Strategy(Strategy):
 
     def exported_bytes(self, what: Exported) -> int:
         """Count the bytes of `export_weights`, of all or the adapter, or of `export_trained`."""
-        own: Mapping[str, Tensor] = self._masters
+        exported: Mapping[str, Tensor] = self._masters
         if what != "trained":
             every, is_alone = tensors_of(self.model), what == "adapter"
-            own = {name: t for name, t in every.items() if is_adapters(name) == is_alone}
-        return sum(t.numel() * self._rounded.get(n, t.dtype).itemsize for n, t in own.items())
+            exported = {name: t for name, t in every.items() if is_adapters(name) == is_alone}
+        return sum(t.numel() * self._rounded.get(n, t.dtype).itemsize for n, t in exported.items())
 
     def blank_state(self) -> dict[str, Any]:
         """Make room for what `state_dict` gives after a step: a checkpoint is read into it."""
@@ -259,8 +259,8 @@ def _empty(model: nn.Module, weights: SavedWeights) -> None:
     replace_parameters(model, make)
 
 
-def own_rows(rows: int, mesh: DeviceMesh) -> slice:
-    """Return the rows of a tensor that are this rank's."""
+def local_rows(rows: int, mesh: DeviceMesh) -> slice:
+    """Return this rank's rows of a sharded tensor."""
     axis = mesh.ndim - 1
     each = -(-rows // mesh.size(axis))
     start = min(each * mesh.get_local_rank(axis), rows)
@@ -268,17 +268,17 @@ def own_rows(rows: int, mesh: DeviceMesh) -> slice:
 
 
 def whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """Gather a tensor on every rank, by way of `device`; all ranks must ask."""
+    """Gather a tensor on every rank, by way of `device`; all ranks must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     return cast(DTensor, tensor.to(device)).full_tensor()
 
 
-def copy_into(own: Tensor, given: Tensor) -> None:
+def copy_into(target: Tensor, source: Tensor) -> None:
     """Fill a sharded tensor from one that is sharded in the same way, or that has all rows."""
-    if isinstance(own, DTensor) and not isinstance(given, DTensor):
-        given = given[own_rows(own.shape[0], own.device_mesh)]
-    local(own).copy_(local(given))
+    if isinstance(target, DTensor) and not isinstance(source, DTensor):
+        source = source[local_rows(target.shape[0], target.device_mesh)]
+    local(target).copy_(local(source))
 
 
 def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> float:
@@ -289,8 +289,8 @@ def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.devic
     """
     parts = [local(tensor) for tensor in tensors]
     # In double: the square of an fp32 norm of 1e20 would be infinite.
-    own = float(torch.nn.utils.get_total_norm(parts)) if parts else 0.0
-    square = torch.tensor(own, dtype=torch.float64, device=device).square_()
+    norm = float(torch.nn.utils.get_total_norm(parts)) if parts else 0.0
+    square = torch.tensor(norm, dtype=torch.float64, device=device).square_()
     for axis in range(mesh.ndim):
         dist.all_reduce(square, group=mesh.get_group(axis))
     replicas = mesh.size() // mesh.size(mesh.ndim - 1)

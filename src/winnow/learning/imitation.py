@@ -1,4 +1,4 @@
-"""Learning from demonstrations: answers that somebody else wrote, each of their tokens imitated.
+"""Learning from demonstrations: given answers, each of whose tokens is imitated.
 
 The loss of an update is the mean negative log-likelihood of its answers' tokens, in nats: each
 token counts alike, however sequences are packed, split into micro-batches and shared over ranks.
@@ -50,7 +50,7 @@ class Imitator:
         return {"skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: Any) -> None:
-        """Become what `state_dict` described."""
+        """Restore what `state_dict` returned."""
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
     def learn(
@@ -68,10 +68,10 @@ class Imitator:
         self.begun += 1
         with watch.phase("update"):
             rate = self.lr(step)
-            found, sums = run_update(self.strategy, _OUTPUTS, imitation_loss, micro, rate, "sft")
-        metrics.merge(found)
+            figures, sums = run_update(self.strategy, _OUTPUTS, imitation_loss, micro, rate, "sft")
+        metrics.merge(figures)
         metrics.merge(load_figures(self.strategy.expert_load()))
-        metrics.sum(SFT_TOKENS, int(batch.peers.total(batch.loss_mask.sum())))
+        metrics.sum(SFT_TOKENS, int(batch.dp.all_reduce(batch.loss_mask.sum())))
         self.progress += 1
         self.skipped_in_a_row = 0 if sums is not None else self.skipped_in_a_row + 1
         if sums is not None:
@@ -88,7 +88,7 @@ class Imitator:
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the mean negative log-likelihood of demonstrations in nats, without learning."""
         batch = self.strategy.sharder.pack(groups, self.microbatch_tokens)
-        found = run_pass(self.strategy, batch, _OUTPUTS, self.microbatch_tokens)["logprob"]
+        logprob = run_pass(self.strategy, batch, _OUTPUTS, self.microbatch_tokens)["logprob"]
         self.progress += 1
-        counted = found[batch.loss_mask].double()
-        return -float(batch.peers.total(counted.sum()) / batch.peers.total(batch.loss_mask.sum()))
+        logprob_sum = logprob[batch.loss_mask].double().sum()
+        return -float(batch.dp.all_reduce(logprob_sum) / batch.dp.all_reduce(batch.loss_mask.sum()))

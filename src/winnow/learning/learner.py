@@ -76,7 +76,7 @@ class Learned:
     mismatch: FloatArray | None = None
     """[B] nats: mean distance of the sampler's log-probs from those, over a sample's tokens."""
     targets: tuple[Sequence[Any], Sequence[Any]] | None = None
-    """[T] returns and loss_mask, for a critic that is elsewhere: arrays or references to them, by
+    """[T] returns and loss_mask, for a critic on other ranks: arrays or references to them, by
     share."""
     holders: IntArray | None = None
     """[B] the ranks' shares that have a sample's part of what is [T], on ranks: here is that of
@@ -164,13 +164,13 @@ class Learner:
         step: int,
         metrics: Metrics,
         watch: Stopwatch,
-        **given: TokenColumn,
+        **remote_columns: TokenColumn,
     ) -> Learned:
         """Train on `groups`; books figures in `metrics` and seconds in `watch`.
 
         Args:
-            given: columns of models that are elsewhere: `ref`, the log-probs of a reference, and
-                `values`, those of a critic, which then gets targets.
+            remote_columns: columns of models on other ranks: `ref`, the log-probs of a reference,
+                and `values`, those of a critic, which then gets targets.
 
         Raises:
             TrainingError: too many updates in a row had a non-finite gradient, a number that
@@ -183,11 +183,11 @@ class Learner:
             batch.columns["age"] = token_ages(groups, batch, step - 1)
             if (shape := self._policy.strategy.replayed) is not None:
                 batch.columns[ROUTES] = token_routes(groups, batch, shape)
-            batch.columns.update({name: batch.taken(each) for name, each in given.items()})
+            batch.columns.update({n: batch.from_column(c) for n, c in remote_columns.items()})
         self._passes(batch, step, metrics, watch)
         with watch.phase("batch"):
             old = batch.columns["old"].numpy() if self._policy.has_pass else None
-            entropy = batch.columns.pop("entropy", None)  # no loss asks for it
+            entropy = batch.columns.pop("entropy", None)  # no loss needs it
             mismatch = None if old is None else _mismatch(batch, old)
             if self._correction is not None:
                 batch = correct_batch(batch, self._correction, metrics)
@@ -202,7 +202,7 @@ class Learner:
         samples_B = advantages.samples.numpy()
         metrics.spread("score/advantage", samples_B)
         targets = None
-        if "values" in given:
+        if "values" in remote_columns:
             targets = [batch.columns["returns"].numpy()], [batch.loss_mask.numpy()]
         return Learned(
             samples_B.astype(np.float32),
@@ -228,8 +228,8 @@ class Learner:
             with watch.phase("reference"), without:
                 # Without columns: its routers choose by themselves, the policy's among them.
                 bare = replace(batch, columns={})
-                found = run_pass(reference, bare, frozenset({"logprob"}), tokens)
-            batch.columns["ref"] = found["logprob"]
+                outputs = run_pass(reference, bare, frozenset({"logprob"}), tokens)
+            batch.columns["ref"] = outputs["logprob"]
             self._passes_and_updates += 1
         if critic is not None:
             with watch.phase("values"):
@@ -275,7 +275,7 @@ class CriticLearner:
         """
         self._critic.values(batch, self.microbatch_tokens)
         self.progress += 1
-        if not all(batch.peers.every(bool(batch.columns["values"].isfinite().all()))):
+        if not all(batch.dp.all_gather(bool(batch.columns["values"].isfinite().all()))):
             raise TrainingError(
                 f"step {step}: the critic's values are not finite; lower critic.optim.lr, or "
                 "look for NaN weights in critic.path"
@@ -359,13 +359,13 @@ def _draw_seed(*parts: int) -> int:
 
 def _mismatch(batch: Batch, old: FloatArray) -> FloatArray:
     """Return [B] mean |old - behav| over the tokens that the policy wrote."""
-    own, found = batch.samples, torch.zeros(batch.n_samples)
-    mask, starts = batch.gen_mask.numpy(), batch.offsets.numpy()[own]
+    samples, mismatch_B = batch.samples, torch.zeros(batch.n_samples)
+    mask, starts = batch.gen_mask.numpy(), batch.offsets.numpy()[samples]
     distances = np.where(mask, np.abs(old - batch.behav.numpy()), 0.0)
-    counts = np.maximum(np.add.reduceat(mask.astype(np.int64), starts), 1) if len(own) else 1
-    means = np.add.reduceat(distances, starts) / counts if len(own) else distances
-    found[torch.from_numpy(own)] = torch.from_numpy(np.asarray(means, np.float32))
-    return batch.peers.total(found).numpy()
+    counts = np.maximum(np.add.reduceat(mask.astype(np.int64), starts), 1) if len(samples) else 1
+    means = np.add.reduceat(distances, starts) / counts if len(samples) else distances
+    mismatch_B[torch.from_numpy(samples)] = torch.from_numpy(np.asarray(means, np.float32))
+    return batch.dp.all_reduce(mismatch_B).numpy()
 
 
 def lr_at(
@@ -394,5 +394,5 @@ def lr_at(
         return lr
     peak = max(warmup_steps, 1)
     done = min((step - peak) / max(total_steps + 1 - peak, 1), 1.0)
-    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return lr * (final_lr_ratio + (1 - final_lr_ratio) * left)
+    remaining = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return lr * (final_lr_ratio + (1 - final_lr_ratio) * remaining)

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from winnow.algorithms.logprobs import OutputHead
 from winnow.learning.batch import MicroBatch, MicroBatchSharder
-from winnow.learning.peers import device_of
+from winnow.learning.data_parallel import device_of
 from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.shards import Piece
 from winnow.learning.strategy import HALF, Figures, LossFn, Stats, Strategy, check_state, tensors_of
@@ -125,8 +125,8 @@ class MegatronStrategy(Strategy):
         model, split = cast(Any, self.model), self._layout.sequence_parallel
         self._dtype = next(model.base_model.parameters()).dtype
         self._dimensions = check_layout(self.model, self._place, split)
-        held = self._dimensions, self._place, self._dtype
-        return Stage(model.config, *held, has_head, split, self._recomputes)
+        layout = self._dimensions, self._place, self._dtype
+        return Stage(model.config, *layout, has_head, split, self._recomputes)
 
     def _sped_up(self, compiles: bool) -> None:
         assert not compiles, "the recipe's rules refuse it"
@@ -136,7 +136,7 @@ class MegatronStrategy(Strategy):
         self._stage, self._groups = runner.stage.eval(), runner.stage.groups
         shapes = {name: tensor.shape for name, tensor in tensors_of(self.model).items()}
         self._parts = parts_of(shapes, self._dimensions, self._place)
-        self._own = dict(runner.named_own())
+        self._local_params = dict(runner.local_parameters())
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         self._fill_in()
         # Both ends of a tied embedding are summed over their owners.
@@ -144,7 +144,7 @@ class MegatronStrategy(Strategy):
         first = {"embedding.weight", "head.weight"} if tied else set[str]()
         self._owners: dict[str, int] = {}
         loads: dict[Any, list[int]] = {}
-        for name, parameter in sorted(self._own.items(), key=lambda item: -item[1].numel()):
+        for name, parameter in sorted(self._local_params.items(), key=lambda p: -p[1].numel()):
             parts = self._parts.get(name, [])
             parameter.requires_grad_(all(part.name in trained for part in parts))
             group = self._replicas(name)
@@ -153,7 +153,7 @@ class MegatronStrategy(Strategy):
             load[self._owners[name]] += parameter.numel()
         self._counter = self._new_counter()
         self._sums: dict[str, Tensor] = {}
-        stepped = {name: p for name, p in self._own.items() if p.requires_grad}
+        stepped = {name: p for name, p in self._local_params.items() if p.requires_grad}
         for name, parameter in stepped.items():
             if parameter.dtype in HALF:
                 cast(Any, parameter).register_post_accumulate_grad_hook(self._adds_up(name))
@@ -167,21 +167,21 @@ class MegatronStrategy(Strategy):
         """Read this rank's parts of the model's weights."""
         weights, real = saved_weights(self.model), tensors_of(self.model)
         with torch.no_grad():
-            for name, parameter in self._own.items():
+            for name, parameter in self._local_params.items():
                 for part in self._parts.get(name, []):
-                    given = real[part.name]
+                    source = real[part.name]
                     if 0 in part.sizes:
                         continue
                     if weights is not None and part.name in weights:
-                        # As if it had been loaded in the type that the recipe asks for.
-                        own = weights.part(part.name, part.slices).to(given.dtype)
-                        if given is parameter:  # a head of one number, with a stand-in's memory
-                            parameter.data = torch.empty_like(own, device=parameter.device)
-                    elif given is parameter:
+                        # As if it had been loaded in the type that the recipe names.
+                        values = weights.part(part.name, part.slices).to(source.dtype)
+                        if source is parameter:  # a head of one number, with a stand-in's memory
+                            parameter.data = torch.empty_like(values, device=parameter.device)
+                    elif source is parameter:
                         continue
                     else:
-                        own = given.detach()[part.slices]
-                    part.fill(parameter, own.to(parameter.device))
+                        values = source.detach()[part.slices]
+                    part.fill(parameter, values.to(parameter.device))
                 if name in ("embedding.weight", "head.weight"):
                     parameter[sum(part.sizes[0] for part in self._parts.get(name, [])) :] = 0.0
         cast(Any, self.model).saved_weights = None
@@ -212,30 +212,30 @@ class MegatronStrategy(Strategy):
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output]
     ) -> list[dict[Output, Tensor]]:
         """Compute outputs without gradient, as `Strategy.forward` does, on all ranks of a share."""
-        found: list[dict[Output, Tensor]] = []
+        computed: list[dict[Output, Tensor]] = []
 
         def keep(_: MicroBatch, values: dict[Output, Tensor]) -> None:
-            found.append(values)
+            computed.append(values)
 
         with torch.no_grad():
             self._schedule(microbatches, outputs, keep, forward_only=True)
-        return self._from_last_stage(found, microbatches, outputs)
+        return self._from_last_stage(computed, microbatches, outputs)
 
     def _from_last_stage(
         self,
-        found: list[dict[Output, Tensor]],
+        computed: list[dict[Output, Tensor]],
         microbatches: Sequence[MicroBatch],
         outputs: frozenset[Output],
     ) -> list[dict[Output, Tensor]]:
-        """Bring what the last stage has found to the other stages."""
+        """Broadcast the outputs of the last stage to the other stages."""
         lengths = [len(micro.token_ids) for micro in microbatches]
         tokens = sum(lengths)
         exact = torch.promote_types(self._dtype, torch.float32)
         group, names = self._groups.pp, sorted(outputs)
         whole = torch.empty(len(names), tokens, dtype=exact, device=self.device)
         if self._place.is_last and tokens:
-            kept = zip(found, lengths, strict=True)
-            rows = [torch.stack([v[n][:length] for n in names]) for v, length in kept]
+            pairs = zip(computed, lengths, strict=True)
+            rows = [torch.stack([v[n][:length] for n in names]) for v, length in pairs]
             torch.cat(rows, 1, out=whole)
         if group.size() > 1:
             dist.broadcast(whole, dist.get_global_rank(group, group.size() - 1), group=group)
@@ -267,11 +267,11 @@ class MegatronStrategy(Strategy):
             self._schedule(microbatches, outputs, loss, forward_only=False)
         finally:
             self._stage.eval()
-        group, told = self._groups.pp, [figures.numbers()]
+        group, totals = self._groups.pp, [figures.numbers()]
         if group.size() > 1:
             last = dist.get_global_rank(group, group.size() - 1)
-            dist.broadcast_object_list(told, last, group=group)
-        return self._over_ranks(*told[0])
+            dist.broadcast_object_list(totals, last, group=group)
+        return self._over_ranks(*totals[0])
 
     def _schedule(
         self,
@@ -287,18 +287,18 @@ class MegatronStrategy(Strategy):
         def step(batches: Iterator[MicroBatch], stage: Stage) -> tuple[Any, Any]:
             micro = next(batches)
             counter = None if forward_only or not micro.lengths else self._counter
-            found = self._runner(self._here(micro), outputs, counter, self.replayed is not None)
+            output = self._runner(self._prepare(micro), outputs, counter, self.replayed is not None)
             if not self._place.is_last:
-                return found, None
-            # The schedule wants a tensor, and hands it on.
-            return next(iter(found.values())), lambda _, **__: take(micro, found)
+                return output, None
+            # The schedule expects a tensor, and hands it on.
+            return next(iter(output.values())), lambda _, **__: take(micro, output)
 
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(microbatches),
             model=[self._stage],
             num_microbatches=len(microbatches),
-            seq_length=1,  # each micro-batch tells its own
+            seq_length=1,  # each micro-batch has another
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -320,7 +320,7 @@ class MegatronStrategy(Strategy):
         """Bring gradients together, clip, step, clear them, as `Strategy.optimizer_step` does."""
         self._reduce()
         stats = super().optimizer_step(lr)
-        for parameter in self._own.values():
+        for parameter in self._local_params.values():
             parameter.grad = None
         return stats
 
@@ -328,24 +328,24 @@ class MegatronStrategy(Strategy):
         """Sum up each parameter's gradient over the ranks that have parts of it, for its owner."""
         works: list[Any] = []
         sums: dict[str, Tensor] = {}
-        for name, parameter in self._own.items():
+        for name, parameter in self._local_params.items():
             if not parameter.requires_grad:
                 continue
-            found = self._sums.pop(name, parameter.grad)
-            if found is None:
+            gradient = self._sums.pop(name, parameter.grad)
+            if gradient is None:
                 exact = torch.promote_types(parameter.dtype, torch.float32)
-                found = torch.zeros_like(parameter, dtype=exact)
-            sums[name] = found
+                gradient = torch.zeros_like(parameter, dtype=exact)
+            sums[name] = gradient
             group = self._replicas(name)
             if group.size() > 1:
                 owner = dist.get_global_rank(group, self._owners[name])
-                works.append(dist.reduce(found, owner, group=group, async_op=True))
+                works.append(dist.reduce(gradient, owner, group=group, async_op=True))
         for work in works:
             work.wait()
         # Last what several ranks have copies of: in this order all get the same bits.
         tied = "embedding.weight" if self._place.is_first else "head.weight"
         for name, master in self._masters.items():
-            if self._is_partial(name, self._own[name]):
+            if self._is_partial(name, self._local_params[name]):
                 dist.all_reduce(sums[name], group=self._groups.tp)
             if name == tied and self._dimensions.is_tied and self._place.pipeline > 1:
                 dist.all_reduce(sums[name], group=self._groups.embd)
@@ -372,9 +372,9 @@ class MegatronStrategy(Strategy):
     def _round_masters(self) -> None:
         with torch.no_grad():
             for name, master in self._masters.items():
-                if master is not self._own[name]:
-                    self._own[name].copy_(master)
-        self._from_owners(name for name, own in self._own.items() if own.requires_grad)
+                if master is not self._local_params[name]:
+                    self._local_params[name].copy_(master)
+        self._from_owners(name for name, p in self._local_params.items() if p.requires_grad)
 
     def _from_owners(self, names: Iterable[str]) -> None:
         """Bring parameters from their owners to the ranks that hold the same."""
@@ -383,14 +383,14 @@ class MegatronStrategy(Strategy):
             group = self._replicas(name)
             if group.size() > 1:
                 owner = dist.get_global_rank(group, self._owners[name])
-                own = self._own[name].data
-                works.append(dist.broadcast(own, owner, group=group, async_op=True))
+                data = self._local_params[name].data
+                works.append(dist.broadcast(data, owner, group=group, async_op=True))
         for work in works:
             work.wait()
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parts of the weights, by the names of the Hugging Face model."""
-        for name, parameter in self._own.items():
+        for name, parameter in self._local_params.items():
             for part in self._parts.get(name, []):
                 yield part.name, part.of(parameter.detach())
 
@@ -399,54 +399,54 @@ class MegatronStrategy(Strategy):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and whole tensors, as `Strategy.export_weights` does."""
         assert not adapter_only, "the recipe's rules refuse adapters"
-        return self._made_whole(tensors_of(self.model), dtype)
+        return self._gathered(tensors_of(self.model), dtype)
 
     def export_trained(self) -> Iterator[tuple[str, Tensor]]:
         """Export what is trained, as `FSDP2Strategy.export_trained` does."""
-        return self._made_whole(self._trained_alone())
+        return self._gathered(self._trained_alone())
 
     def _trained_alone(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def _made_whole(
-        self, wanted: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    def _gathered(
+        self, templates: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors like those wanted, whole on every rank."""
-        here = self._by_tensor()
-        for name, like in wanted.items():
-            # Bytes are summed, to which one rank each gives its own: every bit arrives.
+        """Yield tensors of these shapes and dtypes, whole on every rank."""
+        local = self._by_tensor()
+        for name, like in templates.items():
+            # Bytes are summed, to which one rank each gives its part: every bit arrives.
             whole = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-            own, part = here.get(name, (None, None))
-            if part is not None and own is not None and not part.is_copy:
-                whole[part.slices] = part.rectangle(own.detach())
+            parameter, part = local.get(name, (None, None))
+            if part is not None and parameter is not None and not part.is_copy:
+                whole[part.slices] = part.rectangle(parameter.detach())
             in_stack = ".experts." in name
             group = self._groups.tp_ep_pp if in_stack else self._groups.mp
             dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
             yield name, whole.to(dtype or like.dtype)
 
     def _by_tensor(self) -> dict[str, tuple[nn.Parameter, Part]]:
-        """Return what this rank has of each Hugging Face tensor."""
+        """Return this rank's part of each Hugging Face tensor."""
         return {
-            part.name: (self._own[own], part)
-            for own, parts in self._parts.items()
+            part.name: (self._local_params[key], part)
+            for key, parts in self._parts.items()
             for part in parts
         }
 
     def export_shards(self) -> dict[str, Tensor]:
         """Return this rank's pieces of all tensors of `export_weights`; empty ones of the rest."""
-        tensors, found = tensors_of(self.model), dict[str, Tensor]()
+        tensors, pieces = tensors_of(self.model), dict[str, Tensor]()
         for name, like in tensors.items():
-            found[name] = Piece.absent(like.shape, like.dtype)
-        for name, own in self._own.items():
+            pieces[name] = Piece.absent(like.shape, like.dtype)
+        for name, parameter in self._local_params.items():
             for part in self._parts.get(name, []):
                 if self._is_owner(name) and not part.is_copy:
-                    found[part.name] = _piece(part, own.to(tensors[part.name].dtype))
-        return found
+                    pieces[part.name] = _piece(part, parameter.to(tensors[part.name].dtype))
+        return pieces
 
     def exported_bytes(self, what: str) -> int:
         """Count the bytes of `export_weights`, or of `export_trained`."""
-        wanted = self._trained_alone() if what == "trained" else tensors_of(self.model)
-        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in wanted.values())
+        tensors = self._trained_alone() if what == "trained" else tensors_of(self.model)
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return pieces of fp32 masters or weights, and of optimizer state, that this rank owns.
@@ -455,13 +455,13 @@ class MegatronStrategy(Strategy):
         """
         weights: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
-        for name, own in self._own.items():
+        for name, parameter in self._local_params.items():
             master = self._masters.get(name)
             if not self._is_owner(name):
                 continue
             moments = self._optimizer.state.get(master, {}) if master is not None else {}
             for part in self._parts.get(name, []):
-                weights[part.name] = _piece(part, own if master is None else master)
+                weights[part.name] = _piece(part, parameter if master is None else master)
                 if moments:
                     optimizer[part.name] = {
                         key: value if key == "step" else _piece(part, value)
@@ -484,7 +484,7 @@ class MegatronStrategy(Strategy):
         return {"weights": weights, "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; gradients gathered so far are dropped.
+        """Restore what `state_dict` returned; accumulated gradients are dropped.
 
         Raises:
             CheckpointError: names, shapes or dtypes are not those of this rank's part.
@@ -492,23 +492,23 @@ class MegatronStrategy(Strategy):
         trained = {part.name for name in self._masters for part in self._parts.get(name, [])}
         check_state(state, self.state_dict()["weights"], trained)
         self._sums.clear()
-        for parameter in self._own.values():
+        for parameter in self._local_params.values():
             parameter.grad = None
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
         with torch.no_grad():
-            for name, own in self._own.items():
+            for name, parameter in self._local_params.items():
                 master = self._masters.get(name)
                 if not self._is_owner(name):
                     continue
                 for part in self._parts.get(name, []):
-                    # A copy: a live state may be given, of which rows lie where others are written.
-                    given = state["weights"][part.name].to_local().to(self.device, copy=True)
-                    part.fill(own if master is None else master, given)
+                    # A copy: the state may be live, and of such rows lie where others are written.
+                    values = state["weights"][part.name].to_local().to(self.device, copy=True)
+                    part.fill(parameter if master is None else master, values)
                     if master is not None and part.name in state["optimizer"]:
                         self._take_moments(master, part, state["optimizer"][part.name])
         self._round_masters()
-        self._from_owners(name for name, own in self._own.items() if not own.requires_grad)
+        self._from_owners(n for n, p in self._local_params.items() if not p.requires_grad)
 
     def _take_moments(self, master: nn.Parameter, part: Part, moments: Mapping[str, Any]) -> None:
         taken = self._optimizer.state[master]
@@ -542,7 +542,7 @@ class StageRunner(ModelRunner):
         if has_number and self._place_is_last:
             scalar_head(model).to(next(self.stage.parameters()).device)
 
-    def named_own(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank by the names of `winnow.models.megatron.weights`."""
         yield from self.stage.named_parameters()
         if self._place_is_last and (self._gives_value or self._gives_score):
@@ -571,9 +571,9 @@ class StageRunner(ModelRunner):
         layout = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
         dtype = self.stage.config.params_dtype
         cos, sin = rotary(self.model, micro.positions, dtype)
-        given = micro.columns.get(ROUTES) if self._replays else None
-        own, tokens = self.stage.own(micro.token_ids if given is None else given, -1)
-        routes = None if given is None else own
+        routes = micro.columns.get(ROUTES) if self._replays else None
+        local, tokens = self.stage.local_tokens(micro.token_ids if routes is None else routes, -1)
+        routes = None if routes is None else local
         samples = PackedSamples(layout, cos, sin, routes, self._counter, tokens)
         return cast(Tensor, self.stage(micro.token_ids, samples))
 
@@ -585,5 +585,5 @@ class StageRunner(ModelRunner):
         return OutputHead(self.stage.head_weight, group=self.stage.groups.tp)
 
 
-def _piece(part: Part, own: Tensor) -> Piece:
-    return Piece(part.rectangle(own.detach()), part.shape, part.offsets)
+def _piece(part: Part, tensor: Tensor) -> Piece:
+    return Piece(part.rectangle(tensor.detach()), part.shape, part.offsets)

@@ -76,7 +76,7 @@ class PolicyObjective:
     correction: Mapping[str, Any] | None = None
     """Options of `correct` for the current policy against the sampler's: fused and bypass mode.
     Rejected tokens add nothing to a mean and still count in it."""
-    tells_mismatch: bool = True
+    reports_mismatch: bool = True
     """True if the figures say how far the sampler was, where no pass has: for a step's first
     update, since the later ones' policy has moved by itself."""
 
@@ -87,11 +87,11 @@ class PolicyObjective:
 
     @property
     def draws(self) -> bool:
-        """True if the loss asks for a random number a token."""
+        """True if the loss needs a random number a token."""
         return self.loss.select is not None
 
     def __call__(self, micro: MicroBatch, outputs: Outputs) -> LossResult:
-        """Return the micro-batch's share of the update's loss, with figures beside it.
+        """Return the micro-batch's share of the update's loss, with figures.
 
         `policy_loss` and `kl_loss` among the sums are shares of aggregated losses, the others
         sums over tokens; names with a slash are not the actor's.
@@ -102,11 +102,11 @@ class PolicyObjective:
         sums, maxima = self._mismatch(now, micro)
         mask, weight = micro.loss_mask, micro.columns.get("weight")
         if self.correction is not None:
-            found = correct(
+            correction = correct(
                 now, micro.behav, micro.gen_mask, mask, micro.offsets, **self.correction
             )
-            mask, weight = found.loss_mask, found.weights
-            sums |= {f"{_CORRECTION}{name}": total for name, total in found.sums.items()}
+            mask, weight = correction.loss_mask, correction.weights
+            sums |= {f"{_CORRECTION}{name}": total for name, total in correction.sums.items()}
         columns = micro.columns
         tokens = LossTokens(
             mask,
@@ -146,12 +146,12 @@ class PolicyObjective:
     def _mismatch(
         self, now: Tensor, micro: MicroBatch
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Compare sampler and current policy, where no pass has told it before."""
-        if self.old == "pass" or not self.tells_mismatch:
+        """Compare sampler and current policy, where no pass has done so before."""
+        if self.old == "pass" or not self.reports_mismatch:
             return {}, {}
         pair = (now, micro.behav, micro.gen_mask)
-        found = _mismatch_sums(*pair, micro.columns.get("age"))
-        sums = {f"{_MISMATCH}{name}": total for name, total in found.items()}
+        mismatch = _mismatch_sums(*pair, micro.columns.get("age"))
+        sums = {f"{_MISMATCH}{name}": total for name, total in mismatch.items()}
         return sums, {f"{_MISMATCH}max_delta": max_delta(*pair)}
 
     def _mean(self, values: Tensor, mask: Tensor, micro: MicroBatch) -> Tensor:
@@ -182,7 +182,7 @@ class Policy:
 
     @property
     def has_pass(self) -> bool:
-        """True if a step begins with a pass of its own for the old log-probs."""
+        """True if a step begins with a separate pass for the old log-probs."""
         return self.objective.old == "pass"
 
     def old_logprobs(
@@ -190,8 +190,8 @@ class Policy:
     ) -> Metrics:
         """Fill the column `old` [T] as the objective wants it, with a pass if it takes one.
 
-        A pass fills `entropy` [T], too. After it it is known how far the sampler was from the
-        trainer; else the first update tells.
+        A pass fills `entropy` [T], too. It also measures how far the sampler was from the
+        trainer; else the first update does.
 
         Args:
             with_squares: fill `prob_square_sum` [T] too, which needs a pass.
@@ -208,13 +208,13 @@ class Policy:
         outputs: frozenset[Output] = frozenset({"logprob", "entropy"})
         if with_squares:
             outputs |= {"prob_square_sum"}
-        found = run_pass(self.strategy, batch, outputs, microbatch_tokens)
-        old = batch.columns["old"] = found.pop("logprob")
-        batch.columns.update({str(name): values for name, values in found.items()})
-        pair, peers = (old, batch.behav, batch.gen_mask), batch.peers
-        found_sums = _mismatch_sums(*pair, batch.columns.get("age"))
-        sums = peers.sums({name: float(total) for name, total in found_sums.items()})
-        _book_mismatch(metrics, sums, float(torch.tensor(peers.every(max_delta(*pair))).max()))
+        columns = run_pass(self.strategy, batch, outputs, microbatch_tokens)
+        old = batch.columns["old"] = columns.pop("logprob")
+        batch.columns.update({str(name): values for name, values in columns.items()})
+        pair, dp = (old, batch.behav, batch.gen_mask), batch.dp
+        totals = _mismatch_sums(*pair, batch.columns.get("age"))
+        sums = dp.reduce_figures({name: float(total) for name, total in totals.items()})
+        _book_mismatch(metrics, sums, float(torch.tensor(dp.all_gather(max_delta(*pair))).max()))
         return metrics
 
     def choose(self, batch: Batch, groups: Sequence[int], sample_keys: Tensor, seed: int) -> None:
@@ -229,8 +229,8 @@ class Policy:
         if not objective.draws:
             return
         lengths = batch.offsets.diff()
-        wanted_B = torch.isin(batch.groups, torch.tensor(groups))
-        mask_T = batch.loss_mask & wanted_B.repeat_interleave(lengths)
+        in_update_B = torch.isin(batch.groups, torch.tensor(groups))
+        mask_T = batch.loss_mask & in_update_B.repeat_interleave(lengths)
         draws_T = keyed_draws(seed, sample_keys.repeat_interleave(lengths), batch.positions)
         if not objective.selects:
             batch.columns["draws"] = draws_T
@@ -238,13 +238,13 @@ class Policy:
         select = objective.loss.select
         assert select is not None
         # A token is chosen among all of the update: their numbers go to every rank.
-        columns, peers = batch.columns, batch.peers
+        columns, dp = batch.columns, batch.dp
         numbers = (columns["old"], columns["advantages"], draws_T)
-        parts = peers.every(tuple(each[mask_T] for each in numbers))
+        parts = dp.all_gather(tuple(each[mask_T] for each in numbers))
         old, advantages, draws = (torch.cat(each) for each in zip(*parts, strict=True))
-        found = select(old, advantages, torch.ones_like(old).bool(), draws, **objective.options)
-        own = torch.split(found, [len(each) for each, _, _ in parts])[peers.share]
-        columns["selected"] = torch.zeros_like(mask_T).masked_scatter_(mask_T, own)
+        chosen = select(old, advantages, torch.ones_like(old).bool(), draws, **objective.options)
+        local = torch.split(chosen, [len(each) for each, _, _ in parts])[dp.share]
+        columns["selected"] = torch.zeros_like(mask_T).masked_scatter_(mask_T, local)
 
     def update(
         self, microbatches: Sequence[MicroBatch], lr: float, has_moved: bool = False
@@ -253,13 +253,13 @@ class Policy:
 
         Args:
             has_moved: an update of this step has changed the weights, so that they no longer
-                tell how far the sampler was.
+                measure how far the sampler was.
 
         Returns:
-            `actor/…`, and `mismatch/…` if no pass has told it. Of an update that was skipped only
+            `actor/…`, and `mismatch/…` if no pass gave it. Of an update that was skipped only
             the counts, so that a NaN among its figures does not hide those of the others.
         """
-        objective = replace(self.objective, tells_mismatch=not has_moved)
+        objective = replace(self.objective, reports_mismatch=not has_moved)
         outputs = objective.outputs
         metrics, sums = run_update(self.strategy, outputs, objective, microbatches, lr, "actor")
         if sums is not None:
@@ -271,9 +271,9 @@ class Policy:
 def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
     """Book the figures of an update from its sums."""
     sums = dict(sums)
-    apart = _taken(sums, _MISMATCH)
-    if apart:
-        _book_mismatch(metrics, apart, apart.pop("max_delta"))
+    mismatch = _taken(sums, _MISMATCH)
+    if mismatch:
+        _book_mismatch(metrics, mismatch, mismatch.pop("max_delta"))
     correction = _taken(sums, _CORRECTION)
     if correction:
         book_correction(metrics, correction, tokens=tokens, samples=samples)

@@ -36,26 +36,26 @@ def token_routes(groups: Sequence[Group], batch: Batch, shape: RouteShape) -> Te
         TrainingError: an answer came without routes, or with those of another model.
     """
     size = len(batch.token_ids), shape.layers, shape.choices
-    found_T = torch.full(size, -1, dtype=shape.dtype)
-    found = found_T.numpy()
+    routes_T = torch.full(size, -1, dtype=shape.dtype)
+    routes = routes_T.numpy()
     keys = [(g.id, i, a) for g in groups for i, a in enumerate(g.answers)]
     starts = batch.offsets.tolist()
     for place in batch.samples.tolist():
         group, index, answer = keys[place]
         extras = answer.trajectory.extras
         parts = [np.asarray(extras[n]) for n in (PROMPT_ROUTES, ROUTES) if n in extras]
-        own = found[starts[place] : starts[place + 1] - 1]
+        rows = routes[starts[place] : starts[place + 1] - 1]
         came = [part.shape for part in parts]
-        fits = sum(n for n, *_ in came) == len(own) and all(each[1:] == size[1:] for each in came)
+        fits = sum(n for n, *_ in came) == len(rows) and all(each[1:] == size[1:] for each in came)
         if not fits or not all(_are_experts(part, shape.experts) for part in parts):
             raise TrainingError(
-                f"answer {index} of group {group} has routes {came} for {len(own)} tokens of "
+                f"answer {index} of group {group} has routes {came} for {len(rows)} tokens of "
                 f"{shape.layers} layers with {shape.choices} of {shape.experts} experts each, and "
                 f"{FIELD}=true replays them; have the engine put prompt_routes and routes into "
                 f"the extras of its events, or set {FIELD}=false"
             )
-        np.concatenate(parts, out=own, casting="same_kind")
-    return found_T
+        np.concatenate(parts, out=rows, casting="same_kind")
+    return routes_T
 
 
 def _are_experts(routes: NDArray[Any], experts: int) -> bool:

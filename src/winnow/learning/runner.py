@@ -45,7 +45,7 @@ class ModelRunner(nn.Module):
         self._gives_value, self._gives_score = is_value_model(model), is_reward_model(model)
 
     def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
-        """Return the outputs asked for, each [T] and 0 where the model says nothing."""
+        """Return the requested outputs, each [T] and 0 where the model gives none."""
         # A log-prob of token t, or the value before it, comes from the state at t - 1.
         at, shift = micro.scored_positions, 1
         if self._gives_score:
@@ -53,12 +53,12 @@ class ModelRunner(nn.Module):
         states, at = self._states(micro, at, shift)
         if self._gives_score or self._gives_value:
             head = scalar_head(self.model)
-            # Called, not read: where the head is a unit of its own, the call gathers its weight.
+            # Called, not read: where the head is a separate unit, the call gathers its weight.
             numbers = head(states.to(head.weight.dtype))[:, 0]
-            found: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
+            computed: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
         else:
-            found = self._logprobs(states, micro.token_ids[at], outputs)
-        return {name: self._placed(values, at, micro) for name, values in found.items()}
+            computed = self._logprobs(states, micro.token_ids[at], outputs)
+        return {name: self._placed(values, at, micro) for name, values in computed.items()}
 
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
@@ -66,8 +66,8 @@ class ModelRunner(nn.Module):
         hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
         return hidden.index_select(0, at - shift), at
 
-    def own(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
-        """Return values [T, …] of the tokens that run here, with padding, and how many they are."""
+    def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
+        """Return values [T, …] of the local tokens, with padding, and the number of real ones."""
         return values, len(values)
 
     def _head(self) -> OutputHead:
@@ -97,7 +97,7 @@ class ModelRunner(nn.Module):
             with_prob_square_sum="prob_square_sum" in outputs,
             chunk_tokens=chunk,
         )
-        found: dict[Output, Tensor | None] = {"entropy": entropy, "prob_square_sum": squares}
+        computed: dict[Output, Tensor | None] = {"entropy": entropy, "prob_square_sum": squares}
         if "logprob" in outputs:
-            found["logprob"] = logprob
-        return {name: values for name, values in found.items() if values is not None}
+            computed["logprob"] = logprob
+        return {name: values for name, values in computed.items() if values is not None}

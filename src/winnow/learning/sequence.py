@@ -44,8 +44,8 @@ def sequence_group(size: int) -> dist.ProcessGroup | None:
     """
     if size == 1:
         return None
-    own, _ = cast(Any, dist).new_subgroups(size)
-    return cast(dist.ProcessGroup, own)
+    group, _ = cast(Any, dist).new_subgroups(size)
+    return cast(dist.ProcessGroup, group)
 
 
 def check_model(model: nn.Module, size: int) -> None:
@@ -55,20 +55,20 @@ def check_model(model: nn.Module, size: int) -> None:
         ModelError: its heads do not divide, or its layers mix tokens outside of attention.
     """
     config = cast(Any, model).config
-    heads, given = config.num_attention_heads, f"{FIELD}={size}"
+    heads, setting = config.num_attention_heads, f"{FIELD}={size}"
     if size > 1 and heads % size:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ModelError(
-            f"{given} does not divide the {heads} attention heads of {config.name_or_path}; "
+            f"{setting} does not divide the {heads} attention heads of {config.name_or_path}; "
             f"set it to one of {fitting}"
         )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    layers = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
     ropes = sorted(_WHOLE_ROPE.intersection(_rope_types(getattr(config, "rope_parameters", None))))
-    for found, what in ((others, "layers"), (ropes, "rotary embedding")):
-        if size > 1 and found:
+    for kinds, what in ((layers, "layers"), (ropes, "rotary embedding")):
+        if size > 1 and kinds:
             raise ModelError(
-                f"{given} gives a rank a part of each sequence, and the {what} of "
-                f"{config.name_or_path} ({', '.join(found)}) need all of it; set {FIELD}=1"
+                f"{setting} gives a rank a part of each sequence, and the {what} of "
+                f"{config.name_or_path} ({', '.join(kinds)}) need all of it; set {FIELD}=1"
             )
 
 
@@ -95,18 +95,18 @@ class SequenceRunner(ModelRunner):
 
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         T = len(micro.token_ids)
-        ids, positions = (self.own(whole)[0] for whole in (micro.token_ids, micro.positions))
+        ids, positions = (self.local_tokens(x)[0] for x in (micro.token_ids, micro.positions))
         n = len(ids)
         first = n * self._group.rank()
-        # Before the model: how many they are is asked of the device, and waits for its work.
+        # Before the model: their number is read from the device, which waits for its work.
         sources = at - shift - first
-        own = self._places(sources, n)
+        places = self._places(sources, n)
         packed = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
         layout = UlyssesLayout(packed, self._group, tokens=T)
         hidden = hidden_states(self.model, ids, positions, layout)
-        return hidden.index_select(0, sources[own]), at[own]
+        return hidden.index_select(0, sources[places]), at[places]
 
-    def own(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
+    def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
         T, N = len(values), self._group.size()
         n = -(-T // N)
         first = n * self._group.rank()
@@ -145,11 +145,11 @@ class UlyssesLayout:
         copies = N // math.gcd(N, k.shape[1])
         if copies > 1:
             k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-        own_heads = [x.shape[1] // N for x in (q, k, v)]
+        local_heads = [x.shape[1] // N for x in (q, k, v)]
         # Together, as messages cost time: [N, n, heads, D], a slice for each rank.
         slices = [cast(Any, x).unflatten(1, (N, -1)).transpose(0, 1) for x in (q, k, v)]
         whole = _trade(torch.cat(slices, 2), self._group).flatten(0, 1)[: self._tokens]
-        q, k, v = cast(Any, whole).split(own_heads, 1)
+        q, k, v = cast(Any, whole).split(local_heads, 1)
         out = self._inner.attend(layer, q, k, v, scale, window)
         out = F.pad(out, (0, 0, 0, 0, 0, N * n - self._tokens))
         back = _trade(cast(Any, out).unflatten(0, (N, n)), self._group)

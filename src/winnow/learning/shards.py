@@ -56,10 +56,10 @@ class Piece(Tensor):
     It has the shape of the whole tensor and the memory of this rank's part, which may be a view of
     something else. Copies and casts of it are pieces; all else is done on `to_local()`.
     `torch.distributed.checkpoint` treats it as it does a DTensor, by the methods with underscores:
-    it looks leaves of a state up as tensors, and has no other protocol for those of one's own.
+    it looks leaves of a state up as tensors, and has no other protocol for other classes.
 
     Args:
-        own: this rank's part, live.
+        part: this rank's part, live.
         shape: of the whole tensor.
         offsets: where the part begins in it, by dimension.
     """
@@ -68,15 +68,15 @@ class Piece(Tensor):
     offsets: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, own: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Piece:
+    def __new__(cls, part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Piece:
         return cast(Any, Tensor)._make_wrapper_subclass(  # type: ignore[no-any-return]
-            cls, tuple(shape), dtype=own.dtype, device=own.device
+            cls, tuple(shape), dtype=part.dtype, device=part.device
         )
 
-    def __init__(self, own: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        ends = [start + size for start, size in zip(offsets, own.shape, strict=True)]
+    def __init__(self, part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
+        ends = [start + size for start, size in zip(offsets, part.shape, strict=True)]
         assert all(end <= size for end, size in zip(ends, shape, strict=True)), "it sticks out"
-        self._own, self.offsets = own.detach(), tuple(offsets)
+        self._part, self.offsets = part.detach(), tuple(offsets)
 
     @classmethod
     def absent(cls, shape: Sequence[int], dtype: torch.dtype) -> Piece:
@@ -88,26 +88,26 @@ class Piece(Tensor):
     @property
     def slices(self) -> tuple[slice, ...]:
         """The part's place in the whole tensor, by dimension."""
-        sides = zip(self.offsets, self._own.shape, strict=True)
+        sides = zip(self.offsets, self._part.shape, strict=True)
         return tuple(slice(start, start + size) for start, size in sides)
 
     def to_local(self) -> Tensor:
         """Return this rank's part, live."""
-        return self._own
+        return self._part
 
-    def fill(self, given: Tensor) -> None:
+    def fill(self, source: Tensor) -> None:
         """Copy in the same part of a tensor: its piece, or cut from the whole."""
-        if isinstance(given, Piece):
-            assert given.slices == self.slices, f"{given.slices} is not {self.slices}"
-        self._own.copy_(given._own if isinstance(given, Piece) else given[self.slices])
+        if isinstance(source, Piece):
+            assert source.slices == self.slices, f"{source.slices} is not {self.slices}"
+        self._part.copy_(source._part if isinstance(source, Piece) else source[self.slices])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Chunks are told apart by their offsets alone: an empty one may hide another rank's.
-        full = self._own.numel() > 0
-        return [ChunkStorageMetadata(torch.Size(self.offsets), self._own.shape)] if full else []
+        # Chunks are distinguished by their offsets alone: an empty one may hide another rank's.
+        full = self._part.numel() > 0
+        return [ChunkStorageMetadata(torch.Size(self.offsets), self._part.shape)] if full else []
 
     def __create_write_items__(self, name: str, _: Tensor) -> list[WriteItem]:
-        kind = TensorProperties.create_from_tensor(self._own)
+        kind = TensorProperties.create_from_tensor(self._part)
         return [
             WriteItem(
                 MetadataIndex(name, chunk.offsets),
@@ -118,7 +118,7 @@ class Piece(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self._own
+        return self._part
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -129,10 +129,10 @@ class Piece(Tensor):
                 f"{func} takes no piece of a tensor; give it that of to_local()"
             )
         piece, *rest = args
-        return cls(func(piece._own, *rest, **(kwargs or {})), piece.shape, piece.offsets)
+        return cls(func(piece._part, *rest, **(kwargs or {})), piece.shape, piece.offsets)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Piece({self._own}, {list(self.shape)}, {list(self.offsets)})"
+        return f"Piece({self._part}, {list(self.shape)}, {list(self.offsets)})"
 
 
 _ATEN = torch.ops.aten
@@ -151,14 +151,14 @@ def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
     """
 
     def copied(tensor: Tensor) -> Tensor:
-        own = local(tensor).detach()
-        own = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        part = local(tensor).detach()
+        part = part.to("cpu", copy=True, memory_format=torch.contiguous_format)
         if isinstance(tensor, Piece):
-            return Piece(own, tensor.shape, tensor.offsets)
+            return Piece(part, tensor.shape, tensor.offsets)
         if not isinstance(tensor, DTensor):
-            return own
+            return part
         return DTensor.from_local(
-            own,
+            part,
             mesh,
             tensor.placements,
             run_check=False,
@@ -218,7 +218,7 @@ def write_model(
     """
     file_of = _model_files(weights)
     files = sorted(set(file_of.values()))
-    own = files[group.rank() :: group.size()]
+    local_files = files[group.rank() :: group.size()]
     parts = folder / "parts"
     try:
         writer = HuggingFaceStorageWriter(str(parts), save_distributed=True)
@@ -228,7 +228,7 @@ def write_model(
         raise _first(error) from error
     fault: OSError | None = None
     try:
-        for file in own:
+        for file in local_files:
             inside = {name: t for name, t in weights.items() if file_of[name] == file}
             _put_together(model, inside, parts, folder / file)
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -239,12 +239,12 @@ def write_model(
     finally:
         if group.rank() == 0:
             shutil.rmtree(parts, ignore_errors=True)
-    written = [folder / name for name in own]
+    written = [folder / name for name in local_files]
     if group.rank() == 0 and len(files) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         blank = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in weights.items()}
         saved = {name: as_saved(model, {name: tensor}) for name, tensor in blank.items()}
-        names = {own: file_of[name] for name, found in saved.items() for own in found}
+        names = {key: file_of[name] for name, keys in saved.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": names}
         written.append(folder / "model.safetensors.index.json")
         written[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -310,8 +310,8 @@ def raise_on_all(fault: Exception | None, group: dist.ProcessGroup) -> None:
     """Raise the failure of the first rank that has one, on every rank; all ranks call this."""
     faults: list[Exception | None] = [None] * group.size()
     dist.all_gather_object(faults, fault, group=group)
-    if found := next(filter(None, faults), None):
-        raise found
+    if first := next(filter(None, faults), None):
+        raise first
 
 
 def _unread(folder: Path, error: BaseException) -> CheckpointError:

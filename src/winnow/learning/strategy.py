@@ -1,7 +1,7 @@
-"""Strategies: how one model is held, run on packed tokens and stepped.
+"""Strategies: how one model is stored, run on packed tokens and stepped.
 
 `Strategy` holds a whole model in this process, on the CPU or one CUDA device; `FSDP2Strategy`
-shards it over ranks, and overrides how the weights are held. Weights and activations have the
+shards it over ranks, and overrides how the weights are stored. Weights and activations have the
 model's dtype. A bf16 model is stepped on fp32 master weights: gradients of micro-batches are summed
 in fp32, AdamW works in fp32, and the result is rounded to bf16 after each step, so that updates
 smaller than a bf16 step are not lost.
@@ -105,7 +105,7 @@ class Strategy:
 
     Args:
         device: where it computes; None takes the model's.
-        temperature: of the policy whose log-probs are asked for.
+        temperature: of the policy whose log-probs are computed.
         betas, eps, weight_decay: AdamW's; every trained parameter decays, as in torch.
         grad_clip: bound on the norm of the whole gradient; None leaves it.
         vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
@@ -202,23 +202,23 @@ class Strategy:
     def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
         """Join the figures of all ranks."""
         stats: Stats = {}
-        # A rank of empty micro-batches knows no names.
-        for added, largest in self.sharder.peers.every((sums, maxima)):
+        # A rank of empty micro-batches has no names.
+        for added, largest in self.sharder.dp.all_gather((sums, maxima)):
             for name, value in added.items():
                 stats[name] = stats.get(name, 0.0) + value
             for name, value in largest.items():
                 # As torch.maximum: NaN is passed on.
-                held = stats.get(name, value)
-                stats[name] = value if math.isnan(value) or value > held else held
+                current = stats.get(name, value)
+                stats[name] = value if math.isnan(value) or value > current else current
         return stats
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         """Return the 2-norm of all gradients together."""
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
-    def _fill(self, own: Tensor, given: Tensor) -> None:
+    def _fill(self, target: Tensor, source: Tensor) -> None:
         """Copy a tensor of a state into one of this strategy's."""
-        own.copy_(given)
+        target.copy_(source)
 
     def _summed(self, counts: Tensor) -> Tensor:
         """Add up integers on the device over all ranks."""
@@ -239,14 +239,14 @@ class Strategy:
         t - 1 as its log-prob is. `score` stands at the last token of each sample, 0 elsewhere.
         Ranks that share the model bring the same number of micro-batches.
         """
-        found = []
+        results = []
         with torch.no_grad(), self._pass(), self._code():
             for micro in microbatches:
-                here = self._here(micro)
-                with self._routed(here):
-                    values = self._run(here, outputs)
-                found.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
-        return found
+                inputs = self._prepare(micro)
+                with self._routed(inputs):
+                    values = self._run(inputs, outputs)
+                results.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
+        return results
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
@@ -255,39 +255,39 @@ class Strategy:
 
         Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
-        found = Figures()
+        figures = Figures()
         with self._pass(), self._code():
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
-                here = self._here(micro)
-                with in_training(self._training_only), self._routed(here, bool(micro.lengths)):
-                    values = self._run(here, outputs)
+                inputs = self._prepare(micro)
+                with in_training(self._training_only), self._routed(inputs, bool(micro.lengths)):
+                    values = self._run(inputs, outputs)
                     if not micro.lengths:
                         # A loss of 0 reaches every weight: sums over ranks need all their parts.
                         learnt = [v.sum() for v in values.values() if v.requires_grad]
                         self._backward(torch.stack(learnt).sum() * 0.0, is_last)
                         continue
-                    result = loss_fn(here, values)
+                    result = loss_fn(inputs, values)
                     self._backward(result.loss, is_last)
-                found.add(result)
-        return self._over_ranks(*found.numbers())
+                figures.add(result)
+        return self._over_ranks(*figures.numbers())
 
-    def _here(self, micro: MicroBatch) -> MicroBatch:
+    def _prepare(self, micro: MicroBatch) -> MicroBatch:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""
         return (micro if micro.lengths else _filler()).to(self.device)
 
     def _routed(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
-        """Give the routers what the micro-batch brings, and count unless it is a filler."""
+        """Replay the micro-batch's routes, and count expert loads unless it is a filler."""
         if self._routing is None:
             return nullcontext()
-        given = micro.columns.get(ROUTES) if self.replayed else None
-        own, tokens = self._runner.own(micro.token_ids if given is None else given, -1)
-        return self._routing.used(None if given is None else own, tokens * counts)
+        routes = micro.columns.get(ROUTES) if self.replayed else None
+        local, tokens = self._runner.local_tokens(micro.token_ids if routes is None else routes, -1)
+        return self._routing.used(None if routes is None else local, tokens * counts)
 
     def expert_load(self) -> ExpertLoad | None:
         """Return where tokens went in `forward_backward` since the last call, over all ranks.
 
-        None of a dense model, and of a compiled one. All ranks must ask.
+        None of a dense model, and of a compiled one. All ranks must call it.
         """
         if self._routing is None:
             return None
@@ -315,7 +315,7 @@ class Strategy:
         return {"grad_norm": norm, "skipped": float(skipped)}
 
     def weights_are_finite(self) -> bool:
-        """Return whether the trained weights have a finite norm; all ranks must ask."""
+        """Return whether the trained weights have a finite norm; all ranks must call it."""
         return math.isfinite(self._norm([weight.detach() for weight in self._masters.values()]))
 
     def export_weights(
@@ -328,7 +328,7 @@ class Strategy:
         has PEFT's names. All ranks must take all of them.
 
         Raises:
-            ModelError: an adapter is asked for, and the model has none.
+            ModelError: `adapter_only`, and the model has no adapter.
         """
         named: Iterator[tuple[str, Tensor]]
         named = ((name, tensor.detach()) for name, tensor in tensors_of(self.model).items())
@@ -350,11 +350,11 @@ class Strategy:
         self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named:
-            wanted = dtype if tensor.is_floating_point() else None
-            yield name, tensor.to(wanted or self._rounded.get(name, tensor.dtype))
+            target = dtype if tensor.is_floating_point() else None
+            yield name, tensor.to(target or self._rounded.get(name, tensor.dtype))
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this process or rank has of each weight, by parameter name."""
+    def local_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the local part of each weight, by parameter name."""
         for name, parameter in self.model.named_parameters():
             yield name, local(parameter)
 
@@ -401,20 +401,20 @@ class Strategy:
         learns = tensors_of(self.model)
         if self.has_adapter:
             learns = {name: tensor for name, tensor in learns.items() if is_adapters(name)}
-        weights = {name: self._masters.get(name, own).detach() for name, own in learns.items()}
+        weights = {name: self._masters.get(name, t).detach() for name, t in learns.items()}
         states = self._optimizer.state
         moments = {n: dict(states[m]) for n, m in self._masters.items() if m in states}
         return {"weights": weights, "optimizer": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; gradients gathered so far are dropped.
+        """Restore what `state_dict` returned; accumulated gradients are dropped.
 
         Raises:
             CheckpointError: names, shapes or dtypes are not those of this model.
         """
-        own = self.state_dict()["weights"]
-        check_state(state, own, self._masters)
-        for name, tensor in own.items():
+        weights = self.state_dict()["weights"]
+        check_state(state, weights, self._masters)
+        for name, tensor in weights.items():
             self._fill(tensor, state["weights"][name])
         self._round_masters()
         self._optimizer.zero_grad(set_to_none=True)
@@ -450,9 +450,9 @@ def run_pass(
     """
     sharder = strategy.sharder
     micro = sharder.everything(batch, max_tokens)
-    found = strategy.forward(micro, outputs)
+    results = strategy.forward(micro, outputs)
     names = sorted(outputs)  # ranks gather in step, and a set's order differs between processes
-    return {n: sharder.gather(batch, micro, [values[n] for values in found]) for n in names}
+    return {n: sharder.gather(batch, micro, [values[n] for values in results]) for n in names}
 
 
 def score_sequences(strategy: Strategy, sequences: Sequence[IntArray], max_tokens: int) -> Tensor:
@@ -474,8 +474,8 @@ def local(tensor: Tensor) -> Tensor:
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters, tied ones under their first name, and buffers that are saved with them."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return parameters | {n: t for n, t in model.state_dict().items() if n not in known}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return parameters | {n: t for n, t in model.state_dict().items() if n not in names}
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -502,32 +502,32 @@ def in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 @cache
 def _filler() -> MicroBatch:
-    """Return a sequence of two tokens, for a rank to keep in step with those that have more."""
+    """Return a sequence of two tokens, for a rank that has fewer micro-batches than others."""
     return all_micro_batches(pack_sequences([np.zeros(2, np.int64)]), 2)[0]
 
 
 def check_state(
-    state: Mapping[str, Any], own: Mapping[str, Tensor], trained: Container[str]
+    state: Mapping[str, Any], weights: Mapping[str, Tensor], trained: Container[str]
 ) -> None:
-    """Refuse a state that another model's strategy gave, or one that trained other weights.
+    """Refuse a state of another model's strategy, or of one that trained other weights.
 
     Raises:
-        CheckpointError: names, shapes or dtypes are not those of `own`.
+        CheckpointError: names, shapes or dtypes are not those of `weights`.
     """
-    found, wanted = (
+    saved, expected = (
         {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-        for tensors in (state["weights"], own)
+        for tensors in (state["weights"], weights)
     )
     for name, moments in state["optimizer"].items():
         for key in moments.keys() - {"step"}:
             moment = f"optimizer state {key} of {name}"
-            found[moment] = f"{list(moments[key].shape)} {moments[key].dtype}"
-            wanted[moment] = wanted.get(name, "none") if name in trained else "none"
-    differ = sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+            saved[moment] = f"{list(moments[key].shape)} {moments[key].dtype}"
+            expected[moment] = expected.get(name, "none") if name in trained else "none"
+    differ = sorted(n for n in saved.keys() | expected.keys() if saved.get(n) != expected.get(n))
     if differ:
         raise CheckpointError(
             f"the checkpoint is not of this model: {len(differ)} tensors differ, such as "
-            f"{differ[0]}: {found.get(differ[0], 'none')} there, {wanted.get(differ[0], 'none')} "
+            f"{differ[0]}: {saved.get(differ[0], 'none')} there, {expected.get(differ[0], 'none')} "
             "here; resume with the model and the trained parameters of the run that saved it"
         )
 

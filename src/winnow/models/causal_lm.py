@@ -30,7 +30,7 @@ from winnow.models.folders import (
     Source,
     Writer,
     add_files,
-    failures_told,
+    explain_load_errors,
     quiet_transformers,
     read_config,
     tokenizer_files,
@@ -71,7 +71,7 @@ def attend(
     layout: AttentionLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it; query is [1, N, T, D]."""
+    """Attend as transformers calls it; query is [1, N, T, D]."""
     assert layout is not None, "a model loaded by winnow needs a layout in each forward call"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layout.attend(
@@ -140,15 +140,15 @@ def find_model(
     Raises:
         ModelError: it has none, or cannot be fetched or merged.
     """
-    here = local_folder(path, field)
-    folder = Path(here).expanduser()
+    local_path = local_folder(path, field)
+    folder = Path(local_path).expanduser()
     if (folder / ADAPTER_CONFIG).is_file():
         from winnow.models.lora import merged_folder
 
         cpu, trust = torch.device("cpu"), trust_remote_code
         merged = merged_folder(folder, dtype, lambda base: load_causal_lm(base, dtype, cpu, trust))
         return Source(str(merged), field, path)
-    where = Source(str(folder) if folder.is_dir() else here, field, path)
+    where = Source(str(folder) if folder.is_dir() else local_path, field, path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
     return where
@@ -173,9 +173,9 @@ def load(
         from winnow.models.sharded_loading import load_hollow
 
         return load_hollow(build, where, config, dtype, hollow)
-    given = {"config": config, "dtype": dtype, **trust, **LOADING}
-    with failures_told(f"{where}: cannot load its weights"), quiet_transformers():
-        return cast(Loaded, kind.from_pretrained(where.path, **given))
+    options = {"config": config, "dtype": dtype, **trust, **LOADING}
+    with explain_load_errors(f"{where}: cannot load its weights"), quiet_transformers():
+        return cast(Loaded, kind.from_pretrained(where.path, **options))
 
 
 def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:

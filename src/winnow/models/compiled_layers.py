@@ -1,6 +1,6 @@
 """The blocks of a model by torch.compile, while its passes run and not otherwise.
 
-Each block is compiled as a function of its own: attention, which follows the layout of a call,
+Each block is compiled as a separate function: attention, which follows the layout of a call,
 stays as it is between two compiled parts. Names and weights are untouched, and an engine that
 shares the model has its own code. Lengths are symbols of the compiled code, so micro-batches of
 other lengths take the same.

@@ -9,7 +9,7 @@ A copy has the listing's sizes and versions (etag, or time of change) in its nam
 which change at their place make another copy, and one that is damaged is mended. It is written
 beside its place and renamed when it is whole. Files that a killed process had finished are kept,
 and processes of a node that want the same model wait for the one that fetches it. Loaders call
-this, so that each node of a cluster has a copy of its own.
+this, so that each node of a cluster has a copy.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _VERSIONS = (
     *("ETag", "etag", "md5Hash", "checksum", "generation", "mtime", "LastModified"),
     *("Last-Modified", "created"),
 )
-"""Names under which file systems tell that a file is another one, best first."""
+"""Names under which file systems report that a file has changed, best first."""
 _PINNED = re.compile(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)")
 _AT_ONCE = 4
 """Files that are fetched side by side."""
-_found: dict[str, str] = {}
-"""The folders that this process was given; a process sees one version of a model."""
+_local_folders: dict[str, str] = {}
+"""Folders by path, once resolved; a process sees one version of a model."""
 
 log = logging.getLogger(__name__)
 
@@ -84,20 +84,20 @@ class _Remote:
         # A listing of some minutes ago would hide that weights have changed.
         self.files.invalidate_cache()
         try:
-            found: dict[str, Any] = self.files.find(self.root, detail=True)
-            if not found:  # some file systems leave out what they cannot reach
+            listing: dict[str, Any] = self.files.find(self.root, detail=True)
+            if not listing:  # some file systems leave out what they cannot reach
                 self.files.ls(self.root)
         except FileNotFoundError:
-            found = {}
+            listing = {}
         entries = {}
-        for name, info in found.items():
+        for name, info in listing.items():
             path = str(PurePosixPath(name).relative_to(PurePosixPath(self.root)))
             if ".." in PurePosixPath(path).parts:
                 raise ValueError(f"the key {name} leads out of the model's folder")
             # Object stores mark folders by keys of no bytes that end in a slash.
             if name.endswith("/") or any(fnmatchcase(path, pattern) for pattern in _SKIPPED):
                 continue
-            if info.get("size") is None:  # servers of HTTP tell it of single files alone
+            if info.get("size") is None:  # servers of HTTP report it of single files alone
                 info = self.files.info(name)
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
             entries[path] = _Entry(name, int(info["size"]), version)
@@ -117,8 +117,8 @@ class _Remote:
         missing = {n: e for n, e in entries.items() if _size(draft / n) != e.size}
         size, free = sum(e.size for e in missing.values()), shutil.disk_usage(target.parent).free
         if size > free:
-            left = f"{size / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB that it has left"
-            raise OSError(errno.ENOSPC, left)
+            reason = f"{size / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB that it has left"
+            raise OSError(errno.ENOSPC, reason)
         tell(f"Fetching {self.url} ({size / 1e9:.2f} GB in {len(missing)} files) to {target}")
 
         def get(name: str) -> None:
@@ -152,22 +152,22 @@ def local_folder(
     Args:
         path: a folder, a URL, a hub name, or one with a revision.
         field: the key of the recipe that gave it, for messages.
-        tell: is told before something large is fetched.
+        tell: gets a message before something large is fetched.
 
     Raises:
         ModelError: nothing is there, it cannot be reached, or the disk is full.
     """
-    if path not in _found and is_elsewhere(path):
+    if path not in _local_folders and is_elsewhere(path):
         fetch = _from_url if "://" in path else _from_hub
-        _found[path] = str(fetch(path, field, tell))
-    return _found.get(path, path)
+        _local_folders[path] = str(fetch(path, field, tell))
+    return _local_folders.get(path, path)
 
 
 def cache_root() -> Path:
     """Return the folder of the copies: of memory where it lies in /dev/shm."""
-    given = os.environ.get(MODEL_CACHE)
-    if given:
-        return Path(given).expanduser()
+    override = os.environ.get(MODEL_CACHE)
+    if override:
+        return Path(override).expanduser()
     common = os.environ.get("WINNOW_CACHE")
     return (Path(common) if common else Path.home() / ".cache" / "winnow") / "models"
 
@@ -209,7 +209,7 @@ def may_be_hub_name(path: str) -> bool:
 
 
 def check_hub(name: str, field: str) -> None:
-    """Ask once whether there is such a model: transformers asks for a minute before it gives up.
+    """Ask once whether there is such a model: transformers retries for a minute before it gives up.
 
     Raises:
         ModelError: there is none, or the hub cannot be asked.
@@ -227,7 +227,7 @@ def check_hub(name: str, field: str) -> None:
 def hub_fault(error: Exception) -> str:
     """Say in one line why the hub's client failed, and what may help.
 
-    It raises errors of its own, of the HTTP library below it, and ValueError for malformed names.
+    It raises its errors, those of the HTTP library below it, and ValueError for malformed names.
     """
     from huggingface_hub import constants, errors
 
@@ -291,23 +291,23 @@ def _from_url(url: str, field: str, tell: Callable[[str], None]) -> Path:
     try:
         remote = _Remote(url, *fsspec.core.url_to_fs(url))
         entries = remote.entries()
-        told = json.dumps(
+        identity = json.dumps(
             [url.rstrip("/"), {name: entry[1:] for name, entry in sorted(entries.items())}]
         )
         name = re.sub(r"[^\w.-]+", "_", PurePosixPath(remote.root).name) or "model"
-        target = cache / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        target = cache / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
         if not _is_whole(target, entries):
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f".{target.name}.lock"):
                 if not _is_whole(target, entries):  # another process has fetched it meanwhile
                     remote.fetch(entries, target, tell)
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # each file system has other errors
         where, place = f"{field} {url}", Path(str(getattr(error, "filename", None)))
-        is_here = cache.is_relative_to(place) or place.is_relative_to(cache)
-        if getattr(error, "errno", None) in _FULL or is_here:
-            said = cast(OSError, error).strerror
+        is_cache_fault = cache.is_relative_to(place) or place.is_relative_to(cache)
+        if getattr(error, "errno", None) in _FULL or is_cache_fault:
+            reason = cast(OSError, error).strerror
             raise ModelError(
-                f"{where}: cannot be kept in {cache}: {said}; free some space, or choose another "
+                f"{where}: cannot be kept in {cache}: {reason}; free some space, or choose another "
                 "folder in model.cache_dir"
             ) from error
         raise ModelError(

@@ -34,11 +34,11 @@ class Source:
     path: str
     """Its folder here, or a bare hub name."""
     field: str
-    given: str
-    """The recipe's word for it, which may be a URL."""
+    reference: str
+    """Its name in the recipe, which may be a URL."""
 
     def __str__(self) -> str:
-        return f"{self.field} {self.given}"
+        return f"{self.field} {self.reference}"
 
 
 def read_config(where: Source, trust_remote_code: bool) -> Any:
@@ -49,7 +49,7 @@ def read_config(where: Source, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoConfig
 
-    with failures_told(f"{where}: cannot read its config"):
+    with explain_load_errors(f"{where}: cannot read its config"):
         return AutoConfig.from_pretrained(where.path, trust_remote_code=trust_remote_code)
 
 
@@ -66,7 +66,7 @@ Loaded = tuple["PreTrainedModel", Mapping[str, Collection[Any]]]
 
 
 @contextlib.contextmanager
-def failures_told(
+def explain_load_errors(
     fault: str, remedy: str = "give a complete Hugging Face folder"
 ) -> Iterator[None]:
     """Turn failures to read a folder into a ModelError of one line."""

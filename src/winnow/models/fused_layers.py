@@ -62,8 +62,8 @@ class _FusedGatedMLP(nn.Module):
         # Adapters may have taken the place of a linear layer since.
         if x.dtype not in _EXACT or not _is_gated_mlp(self):
             return cast(Tensor, super().forward(x))
-        own = cast(Any, self)
-        weights = (own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight)
+        mlp = cast(Any, self)
+        weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
         if not torch.is_grad_enabled():
             return _gated_mlp(x, *weights)
         return cast(Tensor, _apply(_GatedMLP, x, *weights))
@@ -155,20 +155,20 @@ def _apply(function: Any, *args: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    own = cast(Any, module)
+    norm = cast(Any, module)
     return (
         type(module).__name__.endswith("RMSNorm")
-        and isinstance(getattr(own, "variance_epsilon", None), float)
-        and isinstance(getattr(own, "weight", None), nn.Parameter)
+        and isinstance(getattr(norm, "variance_epsilon", None), float)
+        and isinstance(getattr(norm, "weight", None), nn.Parameter)
     )
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
-    own = cast(Any, module)
-    layers = [getattr(own, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    mlp = cast(Any, module)
+    layers = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     return (
         all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-        and "silu" in type(getattr(own, "act_fn", None)).__name__.lower()
+        and "silu" in type(getattr(mlp, "act_fn", None)).__name__.lower()
     )
 
 

@@ -28,7 +28,7 @@ from winnow.models.folders import (
     ADAPTER_CONFIG,
     Writer,
     add_files,
-    failures_told,
+    explain_load_errors,
     has_adapter,
     quiet_transformers,
     tokenizer_files,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_MORE = (
+_UNSUPPORTED = (
     *("use_dora", "use_qalora", "modules_to_save", "fan_in_fan_out", "lora_bias"),
     *("trainable_token_indices", "target_parameters", "layer_replication"),
     "alora_invocation_tokens",
@@ -85,20 +85,20 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
         config = _peft().LoraConfig.from_pretrained(str(folder))
         config.inference_mode = False
         _inject(model, config, seed=0)
-    with failures_told(f"{folder}: cannot load its adapter", "use another one"):
-        given = load_file(folder / ADAPTER_WEIGHTS)
-    own = dict(adapter_weights(model))
-    shapes = {name: tensor.shape for name, tensor in own.items()}
-    if {name: tensor.shape for name, tensor in given.items()} != shapes:
-        different = {n for n in own.keys() | given.keys() if n not in own or n not in given}
-        names = sorted(different) or [n for n in own if given[n].shape != own[n].shape]
+    with explain_load_errors(f"{folder}: cannot load its adapter", "use another one"):
+        saved = load_file(folder / ADAPTER_WEIGHTS)
+    weights = dict(adapter_weights(model))
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+        different = {n for n in weights.keys() | saved.keys() if n not in weights or n not in saved}
+        names = sorted(different) or [n for n in weights if saved[n].shape != weights[n].shape]
         raise ModelError(
             f"{folder}: its adapter is not this model's ({len(names)} weights differ, such as "
             f"{names[0]}); give the base model and the adapter that belong together"
         )
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
+        for name, tensor in weights.items():
+            tensor.copy_(saved[name])
 
 
 def adapter_base(folder: Path, instead: str | None = None) -> str | None:
@@ -114,8 +114,8 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     if not path.is_file():
         return None
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        base, revision = said.get("base_model_name_or_path"), said.get("revision")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is damaged: {error}; use another checkpoint") from error
     if not base:
@@ -129,24 +129,24 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     return cast(str, base)
 
 
-def saved_adapter(folder: Path, given: LoraAdapter) -> LoraAdapter:
-    """Return an adapter with the shape that a PEFT folder says; as it was given without one.
+def saved_adapter(folder: Path, configured: LoraAdapter) -> LoraAdapter:
+    """Return an adapter with the shape that a PEFT folder has; as configured without one.
 
     Raises:
         ModelError: the folder is damaged.
     """
     path = folder.expanduser() / ADAPTER_CONFIG
     if not path.is_file():
-        return given
+        return configured
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        shape = {"rank": said["r"], "alpha": float(said["lora_alpha"])}
-        shape["rslora"] = bool(said.get("use_rslora", False))
-        if isinstance(said["target_modules"], list):
-            shape["target_modules"] = tuple(sorted(said["target_modules"]))
+        config = json.loads(path.read_text(encoding="utf-8"))
+        shape = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
+        shape["rslora"] = bool(config.get("use_rslora", False))
+        if isinstance(config["target_modules"], list):
+            shape["target_modules"] = tuple(sorted(config["target_modules"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is damaged: {error!r}; use another checkpoint") from error
-    return given.model_copy(update=shape)
+    return configured.model_copy(update=shape)
 
 
 def merged_folder(
@@ -167,13 +167,13 @@ def merged_folder(
     base = adapter_base(folder)
     assert base is not None
     root = Path(local_folder(base))
-    told = [base, str(root), str(dtype)]
-    told += [
+    identity = [base, str(root), str(dtype)]
+    identity += [
         f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in sorted(root.glob("*.*"))
     ]
-    digest = hashlib.sha256("\0".join(told).encode())
+    digest = hashlib.sha256("\0".join(identity).encode())
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-        with failures_told(f"{folder}: cannot load its adapter", "use another one"):
+        with explain_load_errors(f"{folder}: cannot load its adapter", "use another one"):
             digest.update((folder / name).read_bytes())
     target = cache_root() / f"merged-{folder.name}-{digest.hexdigest()[:16]}"
     with explain_disk_errors(target):
@@ -195,12 +195,12 @@ def _check_kind(folder: Path) -> None:
     Raises:
         ModelError: this one does.
     """
-    said = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    kind = said.get("peft_type")
-    found = [name for name in _MORE if said.get(name)]
-    found += ["bias"] if said.get("bias", "none") != "none" else []
-    if kind != "LORA" or found:
-        what = ", ".join(found) if kind == "LORA" else f"peft_type={kind}"
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    kind = config.get("peft_type")
+    unsupported = [name for name in _UNSUPPORTED if config.get(name)]
+    unsupported += ["bias"] if config.get("bias", "none") != "none" else []
+    if kind != "LORA" or unsupported:
+        what = ", ".join(unsupported) if kind == "LORA" else f"peft_type={kind}"
         raise ModelError(
             f"{folder}: its adapter has {what}, and only LoRA of linear layers can be trained or "
             "merged here; merge it with peft (merge_and_unload), and give that folder"
@@ -243,8 +243,8 @@ def plain_name(name: str) -> str:
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
     """Return the adapter's dropout layers, which act when `training` is set on them."""
-    found = (layer.lora_dropout[_NAME] for layer, _ in _layers(model))
-    return [dropout for dropout in found if isinstance(dropout, nn.Dropout)]
+    dropouts = (layer.lora_dropout[_NAME] for layer, _ in _layers(model))
+    return [dropout for dropout in dropouts if isinstance(dropout, nn.Dropout)]
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -273,8 +273,8 @@ def merge(model: PreTrainedModel) -> None:
     for layer, name in list(_layers(model)):
         base = layer.base_layer
         base.weight.data = _merged(layer, base.weight.detach())
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, base)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, base)
     del model.peft_config
 
 
@@ -287,7 +287,7 @@ def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     """Make a writer of PEFT folders, as `model_writer`, for the tensors of `adapter_weights`.
 
     Args:
-        tokenizer: to be saved beside it, if any.
+        tokenizer: to be saved with it, if any.
     """
     files = {} if tokenizer is None else tokenizer_files(tokenizer)
     config = copy.copy(cast(Any, model).peft_config[_NAME])

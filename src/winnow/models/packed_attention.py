@@ -184,11 +184,11 @@ def _plan(lengths: IntArray, width: int, device: torch.device) -> _Blocks:
     row_of_token = np.empty(int(lengths.sum()), dtype=np.int64)
     first = 0
     for block in members:
-        own = lengths[block][:, None]
-        column = np.arange(own.max())[None]
-        tokens = starts[block][:, None] + np.minimum(column, own - 1)
+        sizes = lengths[block][:, None]
+        column = np.arange(sizes.max())[None]
+        tokens = starts[block][:, None] + np.minimum(column, sizes - 1)
         rows = first + np.arange(tokens.size).reshape(tokens.shape)
-        real = column < own
+        real = column < sizes
         row_of_token[tokens[real]] = rows[real]
         token_of_row.append(tokens.ravel())
         shapes.append(tokens.shape)

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: what they choose is recorded, counted, or given to them.
+"""The routers of a mixture of experts: their choices are recorded, counted, or replayed.
 
 An engine and a trainer compute a router's logits by other kernels, in other batches, so that near a
 tie they send a token to other experts, and its log-prob jumps. Replay has the trainer use the
@@ -28,7 +28,7 @@ from winnow.errors import ModelError
 FIELD = "rollout.routing_replay"
 _MOST_IN_A_BYTE = 128
 _PROBES = 64
-"""Tokens that routers are told apart by."""
+"""Tokens of the probe that tells routers from other modules."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RouteShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """int8 of up to 128 experts, else int16; -1 stands for a choice that nobody made."""
+        """int8 of up to 128 experts, else int16; -1 stands for no choice."""
         return torch.int8 if self.experts <= _MOST_IN_A_BYTE else torch.int16
 
 
@@ -52,13 +52,13 @@ class ExpertLoad:
     tokens: Tensor
     """[L, E] int64, on the CPU."""
     rerouted: int
-    """Given choices that are not among those that the router would have made for the token."""
+    """Replayed choices that are not among those that the router would have made for the token."""
     replayed: int
-    """Choices that were given."""
+    """Choices that were replayed."""
 
     @classmethod
     def of(cls, counts: Tensor) -> ExpertLoad:
-        """Return what a `LoadCounter` has counted, or the sum of several."""
+        """Read the counts of a `LoadCounter`, or the sum of several."""
         counts = counts.cpu()
         rerouted, replayed = counts[:, -2:].sum(0).tolist()
         return cls(counts[:, :-2], rerouted, replayed)
@@ -73,30 +73,30 @@ class LoadCounter:
         """[L, E + 2] tokens of each expert; then choices that were rerouted, and replayed."""
 
     def add(
-        self, layer: int, own: Tensor, chosen: Tensor, given: Tensor | None, tokens: int
+        self, layer: int, topk: Tensor, chosen: Tensor, replayed: Tensor | None, tokens: int
     ) -> None:
         """Count the choices [T, k] of a layer.
 
         Args:
-            own: the router's.
+            topk: those that the router makes itself.
             chosen: those that are used.
-            given: those of a replay, -1 where there are none.
+            replayed: those of a replay, -1 where there are none.
             tokens: the first so many of T are counted.
         """
         counts, places = self.counts[layer], chosen[:tokens].flatten()
         counts.scatter_add_(0, places, torch.ones_like(places))
-        if given is not None:
-            own, given = own[:tokens], given[:tokens]
-            is_own = (given[:, :, None] == own[:, None, :]).any(-1)
-            counts[-2] += ((given >= 0) & ~is_own).sum()
-            counts[-1] += (given >= 0).sum()
+        if replayed is not None:
+            topk, replayed = topk[:tokens], replayed[:tokens]
+            in_topk = (replayed[:, :, None] == topk[:, None, :]).any(-1)
+            counts[-2] += ((replayed >= 0) & ~in_topk).sum()
+            counts[-1] += (replayed >= 0).sum()
 
 
 @dataclass(eq=False)
 class _Pass:
     """The orders of routers for a forward pass, and for its recomputation."""
 
-    given: Tensor | None = None
+    replayed: Tensor | None = None
     """[T, L, k] choices to use, -1 where the router chooses."""
     counted_tokens: int = 0
     """The first so many of T are counted; behind them is padding."""
@@ -110,7 +110,7 @@ class Routing:
     """Hooks on the routers of a mixture, which do something within its blocks alone.
 
     Args:
-        replays: routers will be given choices.
+        replays: routers will replay choices.
 
     Raises:
         ModelError: they will, and do not weigh the experts by the softmax of their logits.
@@ -126,14 +126,14 @@ class Routing:
             router.register_forward_hook(partial(self._routed, layer))
 
     @contextlib.contextmanager
-    def used(self, given: Tensor | None, counted_tokens: int = 0) -> Iterator[None]:
-        """Give choices to the routers, for a forward pass and the backward pass behind it.
+    def used(self, replayed: Tensor | None, counted_tokens: int = 0) -> Iterator[None]:
+        """Replay choices in the routers, for a forward pass and the backward pass behind it.
 
         Args:
-            given: [T, L, k], -1 where a router is to choose; None: everywhere.
+            replayed: [T, L, k], -1 where a router is to choose; None: everywhere.
             counted_tokens: the number of T whose experts are counted; behind them is padding.
         """
-        self._now = _Pass(given, counted_tokens)
+        self._now = _Pass(replayed, counted_tokens)
         try:
             yield
         finally:
@@ -161,19 +161,19 @@ class Routing:
         now = self._now
         if now is None:
             return None
-        logits, weights, own = output
-        given, chosen = None, own
-        if now.given is not None:
-            given = now.given[:, layer].long()
-            chosen = torch.where(given < 0, own, given)
+        logits, weights, topk = output
+        replayed, chosen = None, topk
+        if now.replayed is not None:
+            replayed = now.replayed[:, layer].long()
+            chosen = torch.where(replayed < 0, topk, replayed)
             weights = _weights(logits, chosen, self._sums_to_one[layer]).to(weights.dtype)
         if now.chosen is not None:
             now.chosen.append(chosen)
         if now.counted_tokens and layer >= now.counted_layers:
             now.counted_layers = layer + 1
             if self._counter is None:
-                self._counter = LoadCounter(self.shape, own.device)
-            self._counter.add(layer, own, chosen, given, now.counted_tokens)
+                self._counter = LoadCounter(self.shape, topk.device)
+            self._counter.add(layer, topk, chosen, replayed, now.counted_tokens)
         return logits, weights, chosen
 
 
@@ -181,7 +181,7 @@ def routing_of(model: nn.Module, replays: bool = False) -> Routing | None:
     """Return hooks on the routers of a model; None of a dense one.
 
     Raises:
-        ModelError: they will be given choices, and cannot be.
+        ModelError: they are to replay choices, and cannot.
     """
     if replays:
         check_replay(model)
@@ -195,18 +195,18 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
     those of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and others; not those of DeepSeek-V3, whose layers
     choose, nor of Granite, which return other things.
     """
-    known: dict[type, bool] = {}
+    probed: dict[type, bool] = {}
 
     def is_router(module: nn.Module) -> bool:
         kind, weight = type(module), getattr(module, "weight", None)
         is_named = kind.__name__.endswith("TopKRouter") and hasattr(module, "top_k")
         if not is_named or not isinstance(weight, Tensor):
             return False
-        if kind not in known:
-            known[kind] = (
+        if kind not in probed:
+            probed[kind] = (
                 _answers(module, torch.zeros, torch.zeros(1, weight.shape[-1])) is not None
             )
-        return known[kind]
+        return probed[kind]
 
     return [module for module in model.modules() if is_router(module)]
 
@@ -257,8 +257,8 @@ def _sums_to_one(router: Any) -> bool:
         return torch.randn(shape, generator=generator).mul_(H**-0.5)
 
     probe = torch.randn(_PROBES, H, generator=generator)
-    if (found := _answers(router, drawn, probe)) is not None:
-        logits, weights, chosen = found
+    if (answers := _answers(router, drawn, probe)) is not None:
+        logits, weights, chosen = answers
         fitting = [
             scaled
             for scaled in (True, False)

@@ -2,7 +2,7 @@
 
 A hollow model has each weight's shape and the memory of one number. Adapters are put in and weights
 frozen as in a real one; `FSDP2Strategy` then shards it, and each rank reads its own rows from the
-folder's safetensors. The loaders of `winnow.models` make one when they are asked for `hollow`.
+folder's safetensors. The loaders of `winnow.models` make one when called with `hollow`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.folders import LOADING, Loaded, Source, failures_told, quiet_transformers
+from winnow.models.folders import LOADING, Loaded, Source, explain_load_errors, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,12 +48,12 @@ def load_hollow(
     from transformers.utils import GENERATION_CONFIG_NAME
 
     remedy = "use a model of another architecture"
-    with failures_told(f"{where}: cannot build its model", remedy), quiet_transformers():
+    with explain_load_errors(f"{where}: cannot build its model", remedy), quiet_transformers():
         with torch.device("meta"):
             blank = build()
         weights = (Shapes if hollow == "shapes" else SavedWeights)(where, blank, dtype)
-        given = {"config": config, "state_dict": weights.stand_ins, "dtype": dtype}
-        model, _ = type(blank).from_pretrained(None, **LOADING, **given)
+        options = {"config": config, "state_dict": weights.stand_ins, "dtype": dtype}
+        model, _ = type(blank).from_pretrained(None, **LOADING, **options)
     model.name_or_path = model.config.name_or_path = where.path
     if (Path(where.path) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(where.path)
@@ -78,13 +78,13 @@ class SavedWeights:
     """A tensor of each parameter's shape, in the memory of one number; and the buffers that the
     folder has."""
     misfits: dict[str, Collection[Any]]
-    """Names that do not fit, in the lists that transformers tells them in."""
+    """Names that do not fit, in the lists in which transformers reports them."""
 
     def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
         self._where = where
         self._files: dict[str, Any] = {}
         for path in _files(where):
-            with failures_told(f"{where}: cannot read {path.name}"):
+            with explain_load_errors(f"{where}: cannot read {path.name}"):
                 opened: Any = safe_open(path, framework="pt")
                 self._files |= dict.fromkeys(opened.keys(), opened)
         self._saved: dict[str, str] = {}
@@ -110,13 +110,13 @@ class SavedWeights:
         lacking = self.stand_ins.keys() - self._saved.keys() - self._stacked.keys()
         absent |= self._read_buffers(blank)
         _refuse_experts(where, lacking)
-        known = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
-        known |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
-        known |= {part for rows in self._stacked.values() for row in rows for part in row}
+        expected = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
+        expected |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
+        expected |= {part for rows in self._stacked.values() for row in rows for part in row}
         self.misfits = {
             "missing_keys": lacking | absent,
             "mismatched_keys": misshapen,
-            "unexpected_keys": self._files.keys() - known,
+            "unexpected_keys": self._files.keys() - expected,
         }
 
     def _read_buffers(self, blank: PreTrainedModel) -> set[str]:
@@ -139,8 +139,8 @@ class SavedWeights:
     def part(self, name: str, slices: Sequence[slice]) -> Tensor:
         """Read a rectangle of a weight, of one row at least, in the dtype of the file.
 
-        What lies beside it is not read: rows of a weight that the files have as it is are taken as
-        they lie there, and of experts that they have one by one only those asked for.
+        Nothing else is read: rows of a weight that the files have as it is are taken as they lie
+        there, and of experts that they have one by one only the requested ones.
 
         Args:
             slices: of the weight's first dimensions; the others are taken whole.
@@ -148,7 +148,7 @@ class SavedWeights:
         Raises:
             ModelError: the file cannot be read.
         """
-        with failures_told(f"{self._where}: cannot read {self._saved.get(name, name)}"):
+        with explain_load_errors(f"{self._where}: cannot read {self._saved.get(name, name)}"):
             if name in self._saved:
                 return cast(Tensor, self._slice(name)[tuple(slices)])
             experts, *inside = slices
@@ -157,16 +157,16 @@ class SavedWeights:
 
     def _joined(self, row: Sequence[str], slices: Sequence[slice]) -> Tensor:
         """Read a rectangle of what tensors of the files make, one below the other."""
-        found, above = [], 0
+        pieces, above = [], 0
         wholes = [self._files[part].get_slice(part) for part in row]
         start, stop, _ = slices[0].indices(sum(whole.get_shape()[0] for whole in wholes))
         for whole in wholes:
             height = whole.get_shape()[0]
-            own = slice(max(start - above, 0), min(stop - above, height))
-            if own.start < own.stop:
-                found.append(whole[(own, *slices[1:])])
+            rows = slice(max(start - above, 0), min(stop - above, height))
+            if rows.start < rows.stop:
+                pieces.append(whole[(rows, *slices[1:])])
             above += height
-        return torch.cat(found)
+        return torch.cat(pieces)
 
     def _fits(self, row: Sequence[str], shape: Sequence[int]) -> bool:
         """Return whether these tensors of the files, one below the other, have a shape."""
@@ -196,9 +196,9 @@ class Shapes(SavedWeights):
 
     def part(self, name: str, slices: Sequence[slice]) -> Tensor:
         """Make a rectangle of no particular numbers."""
-        given = self.stand_ins[name]
-        sizes = [len(range(n)[own]) for n, own in zip(given.shape, slices, strict=False)]
-        return torch.empty(*sizes, *given.shape[len(slices) :], dtype=given.dtype)
+        stand_in = self.stand_ins[name]
+        sizes = [len(range(n)[cut]) for n, cut in zip(stand_in.shape, slices, strict=False)]
+        return torch.empty(*sizes, *stand_in.shape[len(slices) :], dtype=stand_in.dtype)
 
 
 def _refuse_experts(where: Source, lacking: Collection[str]) -> None:
@@ -220,14 +220,14 @@ def _stacked_rows(blank: PreTrainedModel, names: Collection[str]) -> dict[str, l
         For each row (an expert) the names of the tensors in the files that make it, one below the
         other: gate and up projection are one row.
     """
-    found = {}
+    stacked = {}
     for name in names:
         weight = blank.get_parameter(name).detach()
-        apart = [*as_saved(blank, {name: weight})]
-        if weight.ndim == 3 and len(apart) > 1 and len(apart) % len(weight) == 0:
+        saved = [*as_saved(blank, {name: weight})]
+        if weight.ndim == 3 and len(saved) > 1 and len(saved) % len(weight) == 0:
             # All experts of the first projection come before those of the second.
-            found[name] = [apart[row :: len(weight)] for row in range(len(weight))]
-    return found
+            stacked[name] = [saved[row :: len(weight)] for row in range(len(weight))]
+    return stacked
 
 
 def as_saved(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -258,13 +258,13 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.
     Args:
         make: gets a parameter and its (first) name.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in made:
+            if id(parameter) not in replaced:
                 new = make(f"{path}.{name}" if path else name, parameter)
-                made[id(parameter)] = parameter, new
-            setattr(module, name, made[id(parameter)][1])
+                replaced[id(parameter)] = parameter, new
+            setattr(module, name, replaced[id(parameter)][1])
 
 
 def _files(where: Source) -> list[Path]:
@@ -282,6 +282,6 @@ def _files(where: Source) -> list[Path]:
             f"{where}: the folder has no {single.name} and no {index.name}; "
             "save the model as safetensors"
         )
-    with failures_told(f"{where}: cannot read {index.name}"):
+    with explain_load_errors(f"{where}: cannot read {index.name}"):
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     return [folder / name for name in sorted(set(file_of.values()))]

@@ -104,10 +104,10 @@ def _load(
     trust_remote_code: bool,
     hollow: Hollow = False,
 ) -> Loaded:
-    made, config = _with_head(where, generic, trust_remote_code)
-    build = partial(cast(Any, made), config)
-    model, loading = load(made, build, where, config, dtype, hollow)
-    # A head that was loaded has fp32 already (`_with_head` asks for it), one that is new has not.
+    model_class, config = _with_head(where, generic, trust_remote_code)
+    build = partial(cast(Any, model_class), config)
+    model, loading = load(model_class, build, where, config, dtype, hollow)
+    # A head that was loaded has fp32 already (by `_with_head`), one that is new has not.
     scalar_head(model).to(torch.promote_types(dtype, torch.float32))
     return model, loading
 
@@ -140,10 +140,10 @@ def _with_head(
         )
     family = next(c for c in backbone.__mro__ if PreTrainedModel in c.__bases__)
     name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
-    own = {
+    namespace = {
         "base_model_prefix": family.base_model_prefix,
         "_keep_in_fp32_modules_strict": {_HEAD},
         "config_class": type(config),
         "__module__": __name__,
     }
-    return cast("type[PreTrainedModel]", type(name, (generic, family), own)), config
+    return cast("type[PreTrainedModel]", type(name, (generic, family), namespace)), config

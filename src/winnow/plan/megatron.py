@@ -126,7 +126,7 @@ def planned_megatron(
                 return self._stage
 
             def gradients(self) -> Iterator[tuple[str, Tensor]]:
-                for name, parameter in self._own.items():
+                for name, parameter in self._local_params.items():
                     found = self._sums.get(name, parameter.grad)
                     if found is not None:
                         yield name, found

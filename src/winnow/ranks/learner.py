@@ -308,7 +308,7 @@ def _megatron(
     chosen: Megatron, mesh: DeviceMesh, planned: Callable[..., Strategy] | None
 ) -> Callable[..., Strategy]:
     """Return what holds a model by Megatron's layers."""
-    from winnow.learning.peers import device_of
+    from winnow.learning.data_parallel import device_of
     from winnow.models.megatron.mcore_import import import_megatron
 
     import_megatron(device_of(mesh))

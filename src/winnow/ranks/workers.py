@@ -41,10 +41,10 @@ from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import Batch, TokenColumn
 from winnow.learning.canary import Canary, CanaryScores
+from winnow.learning.data_parallel import device_of
 from winnow.learning.fsdp2 import Exported, FSDP2Strategy, Sharding, make_mesh
 from winnow.learning.imitation import Imitator
 from winnow.learning.learner import CriticLearner, Learned
-from winnow.learning.peers import device_of
 from winnow.learning.shards import (
     State,
     on_host,
@@ -253,7 +253,7 @@ class LearnerWorker(SavingRank):
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )
         self._learning = make_learner(config, model, vocabulary, start, self._mesh)
-        check_finite(path, self._learning.policy.held())
+        check_finite(path, self._learning.policy.local_weights())
         strategies = {"policy": self._learning.policy, **self._learning.others}
         self._strategies = cast("dict[str, RanksStrategy]", strategies)
         assert rank.store is not None
@@ -297,8 +297,8 @@ class LearnerWorker(SavingRank):
         if self._profiler is not None:
             self._profiler.end()
         tokens: dict[str, FloatArray] = {}
-        peers = self._learning.policy.sharder.peers
-        if peers.is_first:
+        dp = self._learning.policy.sharder.dp
+        if dp.is_first:
             numbers = {name: getattr(learned, name) for name in _OF_TOKENS}
             tokens = {name: values for name, values in numbers.items() if values is not None}
         if not self._is_first:
@@ -307,7 +307,7 @@ class LearnerWorker(SavingRank):
             summary = replace(learned, old_logprobs=None, entropies=None, targets=None)
             state = self._learning.learner.state_dict()
             reply = StepReply(summary, metrics, watch.seconds(), state)
-        if learned.targets is None or not peers.is_first:
+        if learned.targets is None or not dp.is_first:
             return tokens, reply, ()
         targets, block = keep_on_node(*(part for (part,) in learned.targets))
         return SplitResult((tokens, reply, targets), block)
@@ -450,8 +450,8 @@ class CriticWorker(SavingRank):
         """
         assert self._batch is not None, "values come first"
         batch, self._batch = self._batch, None
-        batch.columns["returns"] = batch.taken(returns)
-        batch = replace(batch, loss_mask=batch.taken(loss_mask).bool())
+        batch.columns["returns"] = batch.from_column(returns)
+        batch = replace(batch, loss_mask=batch.from_column(loss_mask).bool())
         metrics = self._learner.update(batch, step)
         self._book_memory(metrics)
         return metrics, self._learner.skips.in_a_row

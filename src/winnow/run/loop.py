@@ -42,7 +42,7 @@ from winnow.run.step_metrics import (
     rollout_groups,
     step_tokens,
 )
-from winnow.sampling.accounting import GIVEN_BACK, StepGroups
+from winnow.sampling.accounting import RETURNED, StepGroups
 from winnow.sampling.stream import Sampler
 from winnow.workers.threads import in_thread
 
@@ -252,7 +252,7 @@ class Run(BaseRun):
     def use_prompts(self, step: int, sampled: StepGroups) -> None:
         """Count the prompts of a step about to be learnt, and make it the last if they ended."""
         self.passes.used += len(sampled.trained)
-        self.passes.used += sum(each.fate not in GIVEN_BACK for each in sampled.discarded)
+        self.passes.used += sum(each.fate not in RETURNED for each in sampled.discarded)
         if self.passes.are_over:
             self.end_at(step)
 

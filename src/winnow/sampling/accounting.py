@@ -17,8 +17,8 @@ from winnow.types import FATES, Fate, Group, Prompt, SettledGroup
 if TYPE_CHECKING:
     from winnow.sampling.groups import GroupState
 
-GIVEN_BACK: tuple[Fate, ...] = ("surplus", "stale")
-"""Fates of groups whose prompts come again."""
+RETURNED: tuple[Fate, ...] = ("surplus", "stale")
+"""Fates of groups whose prompts return to the loader."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class StepAccounting:
     def close_step(
         self,
         version: int,
-        wanted: int,
+        target: int,
         returned: Sequence[Prompt],
         looked_at: int,
         carried: tuple[int, int],
@@ -247,7 +247,7 @@ class StepAccounting:
         )
         discarded = tuple(s for s in self.settled if s.fate != "trained")
         self.settled, self.tally, self.at_commit = [], Tally(), now
-        return StepGroups(version, wanted, tuple(trained), discarded, tuple(returned), counts)
+        return StepGroups(version, target, tuple(trained), discarded, tuple(returned), counts)
 
 
 def _share(part: float, whole: int) -> float:

@@ -13,8 +13,8 @@ from winnow.config.rollout import SamplingConfig
 
 LEAST_CHANCE = 1 / 32
 """p̂ never falls below: at most 32 N groups are open however bad the luck."""
-OWN_VISITS = 3
-"""A prompt's own history is its latest visits, this many."""
+VISIT_WINDOW = 3
+"""A prompt's history is its latest visits, this many."""
 SHRINKAGE = 2.0
 """The global rate weighs as much as this many visits of the prompt itself."""
 HISTORIES = 1 << 18
@@ -47,15 +47,15 @@ class QualifyRate:
         """The global rate, before the floor: Beta(1, 1) prior, or Beta(1, 0) without a filter."""
         return (1.0 + self.qualified) / (1.0 + self.doubt + self.seen)
 
-    def observe(self, uid: str, qualified: bool, own: bool = True) -> None:
+    def observe(self, uid: str, qualified: bool, in_history: bool = True) -> None:
         """Take the next outcome; `own=False` keeps it out of the prompt's history."""
         self.seen = self.decay * self.seen + 1.0
         self.qualified = self.decay * self.qualified + qualified
-        if not own:
+        if not in_history:
             return
         visits = self.visits.pop(uid, 1) << 1 | qualified
-        if visits >> (OWN_VISITS + 1):
-            visits = visits & ((1 << OWN_VISITS) - 1) | 1 << OWN_VISITS
+        if visits >> (VISIT_WINDOW + 1):
+            visits = visits & ((1 << VISIT_WINDOW) - 1) | 1 << VISIT_WINDOW
         self.visits[uid] = visits
         if len(self.visits) > HISTORIES:
             del self.visits[next(iter(self.visits))]
@@ -96,13 +96,13 @@ class ClosedPrefix:
         if group_id < self.next:
             return passed
         self.outcomes[group_id] = (uid, outcome)
-        while (known := self.outcomes.pop(self.next, None)) is not None:
-            uid, outcome = known
+        while (closed := self.outcomes.pop(self.next, None)) is not None:
+            uid, outcome = closed
             if outcome == "qualified":
                 passed.append(self.next)
             if outcome != "dropped":
                 # A failure of engine or scorer says nothing of the prompt.
-                self.rate.observe(uid, outcome == "qualified", own=outcome != "failed")
+                self.rate.observe(uid, outcome == "qualified", in_history=outcome != "failed")
             self.next += 1
         return passed
 
@@ -150,11 +150,11 @@ def may_open(
         expected: Σ p̂ over those in flight.
         unlearnt_steps: steps cut whose weights the engines do not have yet.
     """
-    wanted, staleness = config.groups_per_step, config.max_staleness
-    if qualified + expected >= wanted * (1 + config.lookahead):
+    target, staleness = config.groups_per_step, config.max_staleness
+    if qualified + expected >= target * (1 + config.lookahead):
         return False
     if staleness == 0:  # what is later than the cut is dropped
         return True
     live = qualified + in_flight
     ahead = config.lookahead if config.lookahead >= 1 else staleness
-    return live < wanted * (1 + ahead) and live < wanted * (1 + staleness - unlearnt_steps)
+    return live < target * (1 + ahead) and live < target * (1 + staleness - unlearnt_steps)

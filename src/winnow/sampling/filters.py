@@ -7,7 +7,7 @@ A filter of your own is a function that a recipe names:
         rewards = [score.reward for score in scores]
         return max(rewards) - min(rewards) >= least
 
-It is given the `winnow.types.Score`s of a group's sampled answers (`reward`, `accuracy`, `parts`,
+It gets the `winnow.types.Score`s of a group's sampled answers (`reward`, `accuracy`, `parts`,
 `extra`, `error`), in their order, and `sampling.filter.options` as keyword arguments. It returns
 True to train on the group, False to leave it out. It runs in the run's own process, once a group,
 and must say the same of the same scores, or a resumed run goes another way.
@@ -57,19 +57,19 @@ def _judge_by(scores: Sequence[Score], keep: Callable[..., object], where: str) 
         RewardError: it fails, or returns something else than True or False.
     """
     try:
-        kept = keep(scores)
+        qualifies = keep(scores)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise RewardError(
             f"sampling.filter.path {where} fails with {type(error).__name__}: {reason}; "
             "correct the function, and resume"
         ) from error
-    if not isinstance(kept, bool | np.bool_):
+    if not isinstance(qualifies, bool | np.bool_):
         raise RewardError(
-            f"sampling.filter.path {where} must return True or False, returned {kept!r:.80}; "
+            f"sampling.filter.path {where} must return True or False, returned {qualifies!r:.80}; "
             "correct the function, and resume"
         )
-    return "qualified" if kept else _unqualified(scores)
+    return "qualified" if qualifies else _unqualified(scores)
 
 
 def _unqualified(scores: Sequence[Score]) -> Verdict:
@@ -98,11 +98,11 @@ def judge(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter)
     if isinstance(rule, NoFilter):
         return "qualified"
     metric = rule.metric
-    is_given = all(score.has_accuracy or score.error for score in scores)
-    if isinstance(rule, VarianceFilter) and metric == "accuracy" and not is_given:
+    has_accuracy = all(score.has_accuracy or score.error for score in scores)
+    if isinstance(rule, VarianceFilter) and metric == "accuracy" and not has_accuracy:
         metric = "task_reward"
-    known = (_value(score, metric) for score in scores)
-    values = [value for value in known if value is not None]
+    metric_values = (_value(score, metric) for score in scores)
+    values = [value for value in metric_values if value is not None]
     if isinstance(rule, VarianceFilter):
         passes = len(values) == len(scores) == 1 or differ(values)
     else:

@@ -50,7 +50,7 @@ class Ledger:
             drop_failed_scores: a failed scoring fails its group (`reward.on_failure`).
         """
         self.config = config
-        self.wanted = config.groups_per_step
+        self.target = config.groups_per_step
         """N"""
         self.bound = config.max_groups_per_step or 10 * config.groups_per_step
         """Groups looked at for one step: those admitted later than the last cut, carried ones
@@ -202,7 +202,7 @@ class Ledger:
 
     def cut_is_due(self) -> bool:
         """Return whether a step can be cut: N groups in order, or all that the bound allows."""
-        return len(self.queue) >= self.wanted or (
+        return len(self.queue) >= self.target or (
             self.looked_at >= self.bound and not self.groups.open
         )
 
@@ -225,7 +225,7 @@ class Ledger:
         cut = [self.queue.popleft() for _ in range(self.committable)]
         for group_id in cut:
             self.accounting.close_group(self.groups.qualified.pop(group_id), "trained", self.learns)
-        short = len(cut) < self.wanted
+        short = len(cut) < self.target
         last = cut[-1] if self._in_order and not short else self.next_id - 1
         later = self.next_id - 1 - last if self._in_order else self.in_flight + self.qualified
         looked_at = self.looked_at - later
@@ -234,7 +234,7 @@ class Ledger:
         self.short_steps += short
         return self.accounting.close_step(
             self.learns,
-            self.wanted,
+            self.target,
             returned,
             looked_at,
             (self.qualified, self.in_flight),
@@ -271,7 +271,7 @@ class Ledger:
     @property
     def committable(self) -> int:
         """Qualified groups that a cut could take now."""
-        return min(len(self.queue), self.wanted)
+        return min(len(self.queue), self.target)
 
     @property
     def qualified(self) -> int:
@@ -374,9 +374,9 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
         older = {"learns": state["version"], "next_turn": state["next_id"], "turns_again": deque()}
-        known = {**older, **state}
+        complete = {**older, **state}
         for name in _STATE:
-            setattr(self, name, _copied(known[name]))
+            setattr(self, name, _copied(complete[name]))
 
 
 _STATE = (
@@ -396,6 +396,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | set | deque):
         return kind(map(_copied, value))
     if is_dataclass(value) and not kind.__dataclass_params__.frozen:
-        given = (each.name for each in fields(kind) if each.init)
-        return kind(**{name: _copied(getattr(value, name)) for name in given})
+        names = (each.name for each in fields(kind) if each.init)
+        return kind(**{name: _copied(getattr(value, name)) for name in names})
     return value

@@ -10,7 +10,7 @@ arrives, no score is waited for while the engine has work, and what runs at a cu
 the new weights where rule and engine allow it.
 
 No answer has a wall-clock limit (that would select against length); only an engine that writes no
-token at all for a while is told to give its answers back, and they are sent again behind what they
+token at all for a while has to return its answers, and they are sent again behind what they
 had. Each time counts as an attempt.
 """
 
@@ -32,7 +32,7 @@ from winnow.rollout.engine import (
     trajectory_of,
 )
 from winnow.sampling.accounting import (
-    GIVEN_BACK,
+    RETURNED,
     StepGroups,
     no_signal_error,
     stop_message,
@@ -72,19 +72,19 @@ class Scores:
         self._score = score
         self.under_way: dict[Key, _Scoring] = {}
         """In the order in which they began."""
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._is_woken = False
 
     def begin(self, key: Key, prompt: Prompt, trajectory: Trajectory, due: int) -> None:
         """Begin to score an answer; `due` is the tick at which the score should be seen."""
         assert key not in self.under_way
-        given = self._score(prompt, trajectory)
-        if isinstance(given, Score):
+        score = self._score(prompt, trajectory)
+        if isinstance(score, Score):
             future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-            future.set_result(given)
+            future.set_result(score)
         else:
-            future = asyncio.ensure_future(given)
-            future.add_done_callback(lambda _: self._news.set())
+            future = asyncio.ensure_future(score)
+            future.add_done_callback(lambda _: self._changed.set())
         self.under_way[key] = _Scoring(future, due)
 
     @property
@@ -101,17 +101,17 @@ class Scores:
         """Return those whose score is there, in the order in which they began."""
         return [key for key, scoring in self.under_way.items() if scoring.future.done()]
 
-    async def news(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until a score is there, or `wake` was called since the last wait."""
         while not self.ready() and not self._is_woken:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         self._is_woken = False
 
     def wake(self) -> None:
-        """End a wait for news."""
+        """End a wait for a change."""
         self._is_woken = True
-        self._news.set()
+        self._changed.set()
 
     async def take(self, keys: Iterable[Key]) -> list[Score]:
         """Wait for the scores of these answers, which are then under way no longer.
@@ -244,7 +244,7 @@ class Sampler:
         if step.returned:
             self._give_back(step.returned)
         settled = (*step.trained, *step.discarded)
-        self._on_settled([each.group for each in settled if each.fate not in GIVEN_BACK])
+        self._on_settled([each.group for each in settled if each.fate not in RETURNED])
         return step
 
     def published(self, version: int) -> None:
@@ -257,13 +257,13 @@ class Sampler:
         async with self._progress_turn:  # of two calls at once, one would enter the older state
             self._is_asking = True
             try:
-                told = await self._engine.progress()
+                events = await self._engine.progress()
             finally:
                 self._is_asking = False
-            # Of several engines some have told before others: what ended since has been entered.
+            # Of several engines some report before others: what ended since has been entered.
             running = set(self.ledger.groups.with_engine())
             await self._take(
-                [e for e in told if e.kind != "running" or e.key in running], stalled=False
+                [e for e in events if e.kind != "running" or e.key in running], stalled=False
             )
         self._scores.wake()
 
@@ -302,7 +302,7 @@ class Sampler:
             await self._see(self._scores.ready())
         while not await self._full():
             await self._submit()
-            events = await (self._events() if self._deterministic else self._events_or_news())
+            events = await (self._events() if self._deterministic else self._events_or_change())
             await self._take(events, stalled=True)
             await self._see_what_is_due()
             self._on_progress(self.ledger)
@@ -326,7 +326,7 @@ class Sampler:
         ledger = self.ledger
         if not ledger.cut_is_due():
             return False
-        if ledger.committable == ledger.wanted:
+        if ledger.committable == ledger.target:
             return True
         tally, fates = ledger.tally, ledger.accounting.fates()
         if self._config.on_bound == "stop":
@@ -386,13 +386,13 @@ class Sampler:
                 self.ledger.lose_running("the engine lost the answer")
             await asyncio.sleep(0)
 
-    async def _events_or_news(self) -> Sequence[CompletionEvent]:
-        """Wait for the engine's events, or return none at news: a score or a publication."""
+    async def _events_or_change(self) -> Sequence[CompletionEvent]:
+        """Wait for the engine's events, or none once a score is ready or weights are published."""
         is_alone = not self._scores.under_way and not self.ledger.unlearnt_steps
         if self._untaken or is_alone:  # then neither can come
             return await self._events()
         began = asyncio.get_running_loop().time()
-        waiting = [asyncio.ensure_future(self._scores.news())]
+        waiting = [asyncio.ensure_future(self._scores.wait_for_change())]
         if self.ledger.groups.running:
             waiting.append(asyncio.ensure_future(self._collect_events()))
         is_idle = len(waiting) == 1 and not self._scores.under_way
@@ -401,17 +401,17 @@ class Sampler:
         finally:
             for task in waiting:
                 task.cancel()
-            found = await asyncio.gather(*waiting, return_exceptions=True)
+            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
             if is_idle:
                 self.idle_s += asyncio.get_running_loop().time() - began
-        for error in found:
+        for error in outcomes:
             if isinstance(error, Exception):
                 raise error
         events, self._untaken = self._untaken, []
         return events
 
     async def _take(self, events: Sequence[CompletionEvent], *, stalled: bool) -> None:
-        """Enter a turn's events; `stalled` tells what an abort means now."""
+        """Enter a turn's events; `stalled` says what an abort means now."""
         ledger = self.ledger
         for event in events:
             if event.kind == "finished":
@@ -439,7 +439,7 @@ class Sampler:
         engine has nothing left to write. Free: what is there.
         """
         if not self._deterministic:
-            await asyncio.sleep(0)  # whoever needs no time is done then
+            await asyncio.sleep(0)  # a score that takes no time is ready then
             await self._see(self._scores.ready())
         else:
             tick = self._engine.status().tick
@@ -500,7 +500,7 @@ class Sampler:
         ledger, status = self.ledger, self._engine.status()
         line = (
             f"sampling waits for {'the engine' if self._waits_for_engine else 'scores'}: "
-            f"{ledger.committable} of {ledger.wanted} groups can be "
+            f"{ledger.committable} of {ledger.target} groups can be "
             f"trained, {ledger.in_flight} are open, {status.running} answers run and "
             f"{status.queued} are queued"
         )

@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from winnow import gc_tuning as heap
+from winnow import gc_tuning
 from winnow.errors import WinnowError
 from winnow.workers.array_refs import Store
 from winnow.workers.logs import LogSender
@@ -160,7 +160,7 @@ class Host:
         beating = threading.Thread(target=self._beat, args=[every_s], name="winnow-beats")
         beating.daemon = True
         beating.start()
-        with heap.growing():
+        with gc_tuning.growing():
             worker_class = pkgutil.resolve_name(job.path)
         self._worker = worker_class(rank=job.info, **job.kwargs)
         # For those that want to look at it, or to end it.

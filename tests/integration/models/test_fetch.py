@@ -33,7 +33,7 @@ FILES = {"config.json": b"{}", "model.safetensors": b"w" * 1000, "sub/code.py": 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WINNOW_MODEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch, "_found", {})
+    monkeypatch.setattr(fetch, "_local_folders", {})
     return tmp_path / "cache"
 
 
@@ -51,7 +51,7 @@ def read(folder: str) -> dict[str, bytes]:
 
 def again(path: str) -> str:
     """What a process that starts now gets."""
-    fetch._found.clear()
+    fetch._local_folders.clear()
     return local_folder(path)
 
 
@@ -214,7 +214,7 @@ def test_keys_that_lead_out_of_the_folder_are_refused(
     marks = {f"{disk}/": {"size": 0}, f"{disk}/sub/": {"size": 0}, **found}
     monkeypatch.setattr(type(local), "find", lambda *_, **__: marks)
     assert read(local_folder(f"file://{disk}")) == FILES, "what object stores mark folders with"
-    fetch._found.clear()
+    fetch._local_folders.clear()
     evil = {f"{disk}/../../etc/x": {"size": 1}, **found}
     monkeypatch.setattr(type(local), "find", lambda *_, **__: evil)
     with pytest.raises(ModelError, match="leads out of the model's folder"):

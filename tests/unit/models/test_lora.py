@@ -20,7 +20,13 @@ from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.learning.learner import Learner
 from winnow.models import fetch
-from winnow.models.causal_lm import head_logits, hidden_states, load_causal_lm, output_head
+from winnow.models.causal_lm import (
+    find_model,
+    head_logits,
+    hidden_states,
+    load_causal_lm,
+    output_head,
+)
 from winnow.models.folders import ADAPTER_CONFIG, has_adapter
 from winnow.models.lora import (
     ADAPTER_WEIGHTS,
@@ -30,7 +36,6 @@ from winnow.models.lora import (
     add_lora,
     load_lora,
     merge,
-    merged_folder,
     saved_adapter,
 )
 from winnow.models.packed_attention import PackedLayout
@@ -48,6 +53,10 @@ def base(tmp_path: Path) -> Path:
 
 def model_of(base: Path) -> Any:
     return load_causal_lm(str(base), torch.float32, CPU)
+
+
+def merged(adapter: Path, dtype: torch.dtype) -> str:
+    return find_model(str(adapter), "model.path", dtype).path
 
 
 def adapter_of(base: Path, folder: Path, **options: Any) -> Path:
@@ -152,7 +161,7 @@ def test_an_adapter_of_another_shape_or_a_damaged_one_is_refused(
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WINNOW_MODEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch, "_found", {})
+    monkeypatch.setattr(fetch, "_local_folders", {})
     return tmp_path / "cache"
 
 
@@ -205,15 +214,15 @@ def test_merged_weights_follow_the_adapter_and_its_base(
     base: Path, cache: Path, tmp_path: Path
 ) -> None:
     adapter = adapter_of(base, tmp_path / "adapter")
-    first = merged_folder(adapter, torch.float32)
-    assert merged_folder(adapter, torch.float32) == first
-    assert merged_folder(adapter, torch.bfloat16) != first
+    first = merged(adapter, torch.float32)
+    assert merged(adapter, torch.float32) == first
+    assert merged(adapter, torch.bfloat16) != first
     weights = load_file(adapter / ADAPTER_WEIGHTS)
     save_file({n: 2 * tensor for n, tensor in weights.items()}, adapter / ADAPTER_WEIGHTS)
-    second = merged_folder(adapter, torch.float32)
+    second = merged(adapter, torch.float32)
     assert second != first
     digits_folder(base, initializer_range=0.5)
-    assert merged_folder(adapter, torch.float32) not in (first, second)
+    assert merged(adapter, torch.float32) not in (first, second)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_without_a_filter_only_failures_cast_doubt() -> None:
     assert rate.rate == rate.chance((0, 0)) == 1.0
     rate.observe("a", True)
     assert rate.rate == 1.0
-    rate.observe("b", False, own=False)
+    rate.observe("b", False, in_history=False)
     assert rate.rate == pytest.approx(1.98 / 2.98)
 
 

@@ -25,7 +25,7 @@ def check_installed() -> None:
     """
     root = importlib.util.find_spec("megatron")
     folders = [f"{folder}/core" for folder in (root and root.submodule_search_locations) or ()]
-    # No distribution is asked for: a folder of Megatron-LM on the path serves as well.
+    # No distribution is needed: a folder of Megatron-LM on the path serves as well.
     spec = PathFinder.find_spec("package_info", folders)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{_KEY} needs megatron-core, which is not installed; {_INSTALL}")
@@ -57,10 +57,10 @@ def import_megatron(device: torch.device) -> None:
 
     # Its tensors lie where this points, whatever device the models were given.
     try:
-        own = torch.device(torch.cuda.current_device()).type
+        kind = torch.device(torch.cuda.current_device()).type
     except (AssertionError, RuntimeError):  # torch has no CUDA, or CUDA no GPU
-        own = "no GPU"
-    if own != device.type:
+        kind = "no GPU"
+    if kind != device.type:
         raise ConfigError(
             f"{_KEY} computes on GPUs alone, and its ranks have device={device.type} here; "
             "choose trainer/strategy=fsdp2, or a machine with GPUs and run.device=auto"

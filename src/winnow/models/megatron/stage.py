@@ -120,16 +120,16 @@ class Stage(nn.Module):
                 router = block.mlp.router
                 router.sums_to_one = config.norm_topk_prob
                 router.number = sum(is_mixture(config, before) for before in range(layer))
-                # Behind Megatron's back: attention, which is given the samples, runs first.
+                # Behind Megatron's back: attention, which gets the samples, runs first.
                 block.self_attention.core_attention.routers.append(router)
         if has_head and place.is_last and not (dimensions.is_tied and place.is_first):
             self.head = Head(rows, width, dtype)
         self.is_split = bool(self.config.sequence_parallel)
         """True if each tensor-parallel rank has a part of the tokens between matrices."""
 
-    def set_input_tensor(self, given: Sequence[Tensor | None]) -> None:
+    def set_input_tensor(self, input_tensors: Sequence[Tensor | None]) -> None:
         """Take the states [n, 1, H] of the stage before, as Megatron's schedules give them."""
-        self.decoder.set_input_tensor(given[0])
+        self.decoder.set_input_tensor(input_tensors[0])
 
     @property
     def head_weight(self) -> Tensor:
@@ -149,7 +149,7 @@ class Stage(nn.Module):
             if self.is_split:
                 states = scatter_to_sequence_parallel_region(states, group=self.groups.tp)
             if torch.is_grad_enabled() and not states.requires_grad:
-                # Megatron's recomputation passes gradients on where an input asks for them alone.
+                # Megatron's recomputation passes gradients on where an input requires them alone.
                 states.requires_grad_()
         return cast(
             Tensor,
@@ -164,8 +164,8 @@ class Stage(nn.Module):
             )
         return states[:tokens, 0]
 
-    def own(self, values: Tensor, fill: int) -> tuple[Tensor, int]:
-        """Return values [T, …] of the n tokens between matrices here, and how many of n are real.
+    def local_tokens(self, values: Tensor, fill: int) -> tuple[Tensor, int]:
+        """Return values [T, …] of the n local tokens between matrices, and how many of n are real.
 
         Args:
             fill: in the place of padding.
@@ -253,8 +253,8 @@ class MixtureRouter(nn.Module):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__()
-        made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        weight = torch.empty(config.num_moe_experts, config.hidden_size, **made)
+        factory = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        weight = torch.empty(config.num_moe_experts, config.hidden_size, **factory)
         self.weight = nn.Parameter(weight)
         cast(Any, self.weight).sequence_parallel = config.sequence_parallel
         self._chosen, self.sums_to_one = config.moe_router_topk, False
@@ -265,7 +265,7 @@ class MixtureRouter(nn.Module):
         """The samples that run."""
 
     def set_layer_number(self, number: int) -> None:
-        """Megatron tells the layer's number, which nothing here depends on."""
+        """Take the layer's number from Megatron; nothing here depends on it."""
 
     def forward(self, states: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Return, for states [n, 1, H], each expert's weight in a token and whether it is chosen.
@@ -281,16 +281,16 @@ class MixtureRouter(nn.Module):
         spread = torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
         return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
-    def _routed(self, own: Tensor) -> Tensor:
-        """Return the experts [n, k] to be used in the place of the router's own; counts them."""
-        now, chosen, given = self.samples, own, None
+    def _routed(self, topk: Tensor) -> Tensor:
+        """Return the experts [n, k] to be used in the place of the router's; counts them."""
+        now, chosen, replayed = self.samples, topk, None
         assert now is not None, "the layer's attention has run"
         if now.routes is not None:
-            given = now.routes[:, self.number].long()
-            chosen = torch.where(given < 0, own, given)
+            replayed = now.routes[:, self.number].long()
+            chosen = torch.where(replayed < 0, topk, replayed)
         if now.counter is not None and self.number not in now.counted:
             now.counted.add(self.number)
-            now.counter.add(self.number, own, chosen, given, now.counted_tokens)
+            now.counter.add(self.number, topk, chosen, replayed, now.counted_tokens)
         return chosen
 
 
@@ -304,17 +304,17 @@ class StackedExperts(nn.Module):
     def __init__(self, experts: int, config: Any, pg_collection: Any) -> None:
         super().__init__()
         H, M = config.hidden_size, config.moe_ffn_hidden_size
-        made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * M, H, **made))
-        self.down = nn.Parameter(torch.empty(experts, H, M, **made))
+        factory = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * M, H, **factory))
+        self.down = nn.Parameter(torch.empty(experts, H, M, **factory))
 
     def forward(self, x: Tensor, counts: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Return what the experts make of tokens.
+        """Compute the experts' outputs of tokens.
 
         Args:
             x: [n, H] sorted by expert.
             counts: [E] tokens of each expert.
-            weights: [n] of each in what becomes of its token.
+            weights: [n] of each in the output of its token.
         """
         if not len(x):  # the backward pass is to send what it sends on other ranks all the same
             return x * weights[:, None] + 0.0 * (self.gate_up.sum() + self.down.sum()), None
@@ -370,7 +370,7 @@ def _megatron_config(
         pipeline_model_parallel_layout=_stages(dimensions, place),
         sequence_parallel=sequence_parallel and place.tensor > 1,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # dense models are asked for it, too
+        moe_token_dispatcher_type="alltoall",  # dense models need it, too
         deallocate_pipeline_outputs=True,
         calculate_per_token_loss=True,  # losses come divided by an update's counts
         bias_activation_fusion=False,
@@ -439,8 +439,8 @@ def _windows(config: Any) -> list[int | None]:
 
 
 def _windowed(window: int | None) -> Any:
-    def make(**given: Any) -> PackedAttention:
-        return PackedAttention(window=window, **given)
+    def make(**options: Any) -> PackedAttention:
+        return PackedAttention(window=window, **options)
 
     return make
 
@@ -464,7 +464,7 @@ def _by_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each token by its expert's matrix: x [n, I] by weight [E, O, I] to [n, O]."""
     if x.dtype == torch.float64:  # which the grouped product lacks
         parts = torch.split(x, counts.tolist())
-        return torch.cat([part @ own.T for part, own in zip(parts, weight, strict=True)])
+        return torch.cat([part @ matrix.T for part, matrix in zip(parts, weight, strict=True)])
     ends = counts.to(x.device).cumsum(0).to(torch.int32)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 

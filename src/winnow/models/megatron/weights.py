@@ -9,7 +9,7 @@ nothing, which is a band of rows of one of the rank's parameters, repeated for e
     linear_qkv, 2 groups    q0 k0 v0 q1 k1 v1     q_proj: rows 0 … of each of 2 groups
     linear_fc1              gate up               up_proj: the second half of the rows
 
-Nothing here knows processes or Megatron: a place is given, and the parts are found.
+Nothing here needs processes or Megatron: parts are a function of a rank's place.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Part:
 
     def fill(self, parameter: Tensor, rectangle: Tensor) -> None:
         """Copy a rectangle [sizes] into a tensor that is shaped as the parameter."""
-        own = self.of(parameter)
-        own.copy_(rectangle.reshape(own.shape))
+        target = self.of(parameter)
+        target.copy_(rectangle.reshape(target.shape))
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ class Dimensions:
 
     def stage_layers(self, place: RankPlace, stage: int | None = None) -> range:
         """Return the layers of a stage, by default this one; the first stages have one more."""
-        each, more = divmod(self.layers, place.pipeline)
+        each, remainder = divmod(self.layers, place.pipeline)
         at = place.stage if stage is None else stage
-        start = at * each + min(at, more)
-        return range(start, start + each + (at < more))
+        start = at * each + min(at, remainder)
+        return range(start, start + each + (at < remainder))
 
     def check(self, place: RankPlace, name: str, splits: bool = True) -> None:
         """Refuse a layout that the model cannot be cut into.
@@ -200,12 +200,12 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
         ModelError: names what is other, or the field.
     """
     config = cast(Any, model).config
-    others = {
+    unsupported = {
         "model_type": config.model_type not in FAMILIES,
         "hidden_act": config.hidden_act != "silu",
         "attention_dropout": bool(getattr(config, "attention_dropout", 0)),
     }
-    for name in (name for name, is_other in others.items() if is_other):
+    for name in (name for name, is_unsupported in unsupported.items() if is_unsupported):
         raise ModelError(
             f"{config.name_or_path}: {name} is {getattr(config, name)}, which "
             "trainer/strategy=megatron does not compute (it takes models of type "
@@ -218,12 +218,12 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
     dimensions.check(place, config.name_or_path, splits)
     shapes = {name: parameter.shape for name, parameter in named.items()}
     for stage in range(place.pipeline):
-        found = parts_of(shapes, dimensions, replace(place, stage=stage))
-        for own, parts in found.items():
+        stage_parts = parts_of(shapes, dimensions, replace(place, stage=stage))
+        for key, parts in stage_parts.items():
             # Megatron computes no gradient of a bias beside a matrix that has none.
-            beside = found.get(own.replace(".bias", ".weight"), []) if ".bias" in own else []
-            if beside and not named[beside[0].name].requires_grad:
-                parts = [*parts, *beside]
+            matrix = stage_parts.get(key.replace(".bias", ".weight"), []) if ".bias" in key else []
+            if matrix and not named[matrix[0].name].requires_grad:
+                parts = [*parts, *matrix]
             learns = {part.name: named[part.name].requires_grad for part in parts}
             if len(set(learns.values())) > 1:
                 frozen, free = (min(n for n in learns if learns[n] == is_) for is_ in (False, True))
@@ -237,7 +237,7 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
 def parts_of(
     shapes: Mapping[str, Sequence[int]], dimensions: Dimensions, place: RankPlace
 ) -> dict[str, list[Part]]:
-    """Find what a rank has of each tensor.
+    """Find a rank's part of each tensor.
 
     Args:
         shapes: of the model's tensors by their names, tied ones once.
@@ -249,11 +249,11 @@ def parts_of(
     Raises:
         ModelError: Megatron's layers have no place for a tensor.
     """
-    found: dict[str, list[Part]] = {}
+    parts: dict[str, list[Part]] = {}
     for name, shape in shapes.items():
-        for own, part in _parts(name, tuple(shape), dimensions, place):
-            found.setdefault(own, []).append(part)
-    return found
+        for key, part in _parts(name, tuple(shape), dimensions, place):
+            parts.setdefault(key, []).append(part)
+    return parts
 
 
 def _parts(
@@ -264,9 +264,9 @@ def _parts(
     match = _LAYER.fullmatch(short)
     if match is not None:
         layers = dimensions.stage_layers(place)
-        found = _of_layer(name, match[2], shape, dimensions, place)
+        key, part = _of_layer(name, match[2], shape, dimensions, place)
         if int(match[1]) in layers:
-            yield f"decoder.layers.{int(match[1]) - layers.start}.{found[0]}", found[1]
+            yield f"decoder.layers.{int(match[1]) - layers.start}.{key}", part
         return
     copied = place.tensor_rank > 0
     if short == "embed_tokens.weight":

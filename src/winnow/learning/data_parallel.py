@@ -1,11 +1,12 @@
-"""The ranks that hold a model together, and what they tell each other of a step's batch.
+"""Collectives over the data-parallel shares of a step's batch.
 
-Each share of a batch is of one rank, or with sequence parallelism of a group of them, which hold
-the same tokens. A rank has the tokens of its own samples, and numbers [B] of all:
+A share of a batch belongs to one rank, or with sequence parallelism to a group of ranks, which hold
+the same tokens. A rank has the tokens of its local samples, and numbers [B] of all samples:
 
-    total   sums over shares: counts, and numbers [B] of which each share knows some
-    every   a small value of each share
-    moved   tokens of samples, from the shares that hold them to those that are to
+    all_reduce      sums over shares: counts, and numbers [B] of which each share has some
+    all_gather      a small value of each share
+    all_to_all      tokens of samples, from the shares that hold them to those that need them
+    reduce_figures  sums of named figures
 
 Shapes: `T` tokens of the samples at hand, `B` samples of the step.
 """
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Peers:
+class DataParallel:
     """The shares of a batch; all their ranks call each method together, in the same order.
 
     Args:
-        mesh: of one axis, or of two; None for a process on its own, which holds everything: there
-            all that is given comes back as it is.
+        mesh: of one axis, or of two; None for a single process, which holds everything: each
+            method then returns its input.
         together: how many neighbouring ranks of the mesh have a share together; or the ranks of
             each share, [shares, ranks], in which every column ascends.
     """
@@ -50,25 +51,25 @@ class Peers:
         if mesh is not None:
             coordinate = mesh.get_coordinate()
             assert coordinate is not None, "this rank is on the mesh"
-            place = int(np.ravel_multi_index(coordinate, mesh.shape))
-            self.share, self._place = (int(at[0]) for at in np.nonzero(together == place))
+            rank = int(np.ravel_multi_index(coordinate, mesh.shape))
+            self.share, self._place = (int(at[0]) for at in np.nonzero(together == rank))
 
     @property
     def is_first(self) -> bool:
         """True on the first rank of a share."""
         return self._place == 0
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum of each share's values, on the CPU; the same bits on every rank."""
         if self.mesh is None:
             return values
-        meeting = values.to(device_of(self.mesh), copy=True)
-        if self._place:  # the share's first rank has given them
-            meeting.zero_()
-        dist.all_reduce(meeting, group=self._group)
-        return meeting.cpu()
+        reduced = values.to(device_of(self.mesh), copy=True)
+        if self._place:  # the share's first rank contributes them
+            reduced.zero_()
+        dist.all_reduce(reduced, group=self._group)
+        return reduced.cpu()
 
-    def every(self, value: _T) -> list[_T]:
+    def all_gather(self, value: _T) -> list[_T]:
         """Return the values of all shares, in their order."""
         if self.mesh is None:
             return [value]
@@ -80,42 +81,42 @@ class Peers:
             values = [each for part in parts for each in part]
         return [values[first] for first in self._ranks[:, 0].tolist()]
 
-    def sums(self, figures: Mapping[str, float]) -> dict[str, float]:
+    def reduce_figures(self, figures: Mapping[str, float]) -> dict[str, float]:
         """Return the sum of each figure over the shares, added up in their order."""
-        first, *others = self.every(dict(figures))
-        for each in others:
+        first, *rest = self.all_gather(dict(figures))
+        for each in rest:
             first = {name: total + each[name] for name, total in first.items()}
         return first
 
-    def moved(
-        self, tensors: Sequence[Tensor], lengths: IntArray, held: IntArray, wanted: IntArray
+    def all_to_all(
+        self, tensors: Sequence[Tensor], lengths: IntArray, source: IntArray, target: IntArray
     ) -> list[Tensor]:
-        """Send tokens of samples to the shares that are to have them.
+        """Send tokens of samples to the shares that need them.
 
         Args:
-            tensors: [T, …] each on the CPU: tokens of the samples held here, in the step's order.
+            tensors: [T, …] each on the CPU: tokens of the local samples, in the step's order.
             lengths: [B] tokens of each sample.
-            held: [B] the share that has a sample's tokens.
-            wanted: [B] the share that is to have them; -1 for none.
+            source: [B] the share that has a sample's tokens.
+            target: [B] the share that needs them; -1 for none.
 
         Returns:
-            Of each tensor the tokens of the samples wanted here, in the step's order.
+            Of each tensor the tokens of the samples that this share receives, in the step's order.
         """
-        if self.mesh is None or np.array_equal(held, wanted):
+        if self.mesh is None or np.array_equal(source, target):
             return list(tensors)
-        own = np.flatnonzero(held == self.share)
-        sent = own[np.argsort(wanted[own], kind="stable")]
-        sent = sent[wanted[sent] >= 0]
-        place = np.cumsum(lengths * (held == self.share)) - lengths
-        rows = torch.from_numpy(token_places(place[sent], lengths[sent]))
+        local = np.flatnonzero(source == self.share)
+        send = local[np.argsort(target[local], kind="stable")]
+        send = send[target[send] >= 0]
+        place = np.cumsum(lengths * (source == self.share)) - lengths
+        rows = torch.from_numpy(token_places(place[send], lengths[send]))
         outgoing = torch.cat([_bytes(each[rows]) for each in tensors], 1)
-        come = np.flatnonzero(wanted == self.share)
-        come = come[np.argsort(held[come], kind="stable")]
-        counts = self._split(wanted[sent], lengths[sent]), self._split(held[come], lengths[come])
+        recv = np.flatnonzero(target == self.share)
+        recv = recv[np.argsort(source[recv], kind="stable")]
+        counts = self._split(target[send], lengths[send]), self._split(source[recv], lengths[recv])
         incoming = self._exchanged(outgoing, *counts)
         # From the order of their senders to that of the step.
-        start, order = np.cumsum(lengths[come]) - lengths[come], np.argsort(come)
-        rows = torch.from_numpy(token_places(start[order], lengths[come][order]))
+        start, order = np.cumsum(lengths[recv]) - lengths[recv], np.argsort(recv)
+        rows = torch.from_numpy(token_places(start[order], lengths[recv][order]))
         parts = torch.split(incoming[rows], [_token_bytes(each) for each in tensors], 1)
         return [
             part.flatten().clone().view(each.dtype).view(-1, *each.shape[1:])
@@ -128,11 +129,11 @@ class Peers:
         np.add.at(counts, self._ranks[shares, self._place], lengths)
         return counts.tolist()
 
-    def _exchanged(self, outgoing: Tensor, sent: list[int], come: list[int]) -> Tensor:
+    def _exchanged(self, outgoing: Tensor, sent: list[int], received: list[int]) -> Tensor:
         assert self.mesh is not None
         device = device_of(self.mesh)
-        incoming = torch.empty(sum(come), outgoing.shape[1], dtype=torch.uint8, device=device)
-        dist.all_to_all_single(incoming, outgoing.to(device), come, sent, group=self._group)
+        incoming = torch.empty(sum(received), outgoing.shape[1], dtype=torch.uint8, device=device)
+        dist.all_to_all_single(incoming, outgoing.to(device), received, sent, group=self._group)
         return incoming.cpu()
 
     @cached_property
@@ -147,7 +148,7 @@ class Peers:
         return group
 
 
-ALONE = Peers()
+SINGLE_PROCESS = DataParallel()
 
 
 def token_places(starts: IntArray, lengths: IntArray) -> IntArray:
