@@ -22,6 +22,11 @@ from winnow.run.step_metrics import Attention, Passes, StepTokens, device_peak
 
 OUTPUTS = PolicyObjective.outputs
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+GAUGES: dict[str, Callable[[], int]] = {
+    "allocated_gib": torch.cuda.memory_allocated,
+    "reserved_gib": torch.cuda.memory_reserved,
+    "free_gib": lambda: torch.cuda.mem_get_info()[0],
+}
 SLOWEST = 14
 """Kernels that are listed."""
 
@@ -44,7 +49,9 @@ def gradients(bench: Bench) -> None:
     micro = all_micro_batches(batch_of(bench, lengths), 4096)
 
     def learn(device: torch.device, dtype: torch.dtype) -> tuple[Strategy, dict[str, Tensor]]:
-        model = bench.model(torch.float32, layers=4).to(device, dtype)
+        model = bench.model(torch.float32, layers=4).to(device)
+        for parameter in model.parameters():  # frequencies of positions stay in fp32, as loaded
+            parameter.data = parameter.data.to(dtype)
         strategy = Strategy(model, vocab_size=bench.ids, gradient_checkpointing=True)
         strategy.forward_backward(micro, OUTPUTS, likelihood)
         named = strategy.trained()
@@ -121,15 +128,12 @@ def memory(bench: Bench) -> None:
     strategy = Strategy(bench.model(), vocab_size=bench.ids)
     length = bench.pick(4096, 64)
     micro = all_micro_batches(batch_of(bench, [length] * 4), 4 * length)
-    strategy.forward_backward(micro, OUTPUTS, likelihood)
-    strategy.optimizer_step(1e-6)
-    names, seconds = ("allocated_gib", "reserved_gib", "free_gib"), 0.0
-    for moment in ("an update", "empty_cache"):
-        if moment == "empty_cache":
-            seconds = bench.timed(torch.cuda.empty_cache, repeats=1, warmup=0)
-        gib: dict[str, float | None] = dict.fromkeys(names)
-        if bench.on_gpu:
-            used = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            sizes = (*used, torch.cuda.mem_get_info()[0])
-            gib = {name: size / GIB for name, size in zip(names, sizes, strict=True)}
+
+    def learn() -> None:
+        strategy.forward_backward(micro, OUTPUTS, likelihood)
+        strategy.optimizer_step(1e-6)
+
+    for moment, work in (("an update", learn), ("empty_cache", torch.cuda.empty_cache)):
+        seconds = bench.timed(work, repeats=1, warmup=0)
+        gib = {name: gauge() / GIB if bench.on_gpu else None for name, gauge in GAUGES.items()}
         bench.report(f"after {moment}", s=seconds, **gib)

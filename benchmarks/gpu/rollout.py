@@ -104,13 +104,15 @@ def publish(bench: Bench) -> None:
     rate("device to pinned", weight.nbytes, lambda: pinned.copy_(weight, non_blocking=True))
     context = mp.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
-    context.Process(target=copy_shared, args=(inbox, outbox), daemon=True).start()
+    process = context.Process(target=copy_shared, args=(inbox, outbox), daemon=True)
+    process.start()
     outbox.get(timeout=100)
     start = time.perf_counter()
     inbox.put([p.detach() for p in source.parameters()])
     copy_s = outbox.get(timeout=100)
     figures = {"s": time.perf_counter() - start, "copies_s": copy_s}
     inbox.put(None)
+    process.join()
     bench.report("to another process", gb=nbytes / 1e9, **figures, gb_s=nbytes / copy_s / 1e9)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from benchmarks.gpu.harness import Bench
@@ -33,10 +31,9 @@ def row_stats(logits, stride, labels, lse, entropy, logprob, width, BLOCK: tl.co
 
 def kernel(bench: Bench) -> None:
     """Compile the kernel for an H100, for which no GPU is needed."""
-    types: dict[str, Any] = {"logits": "*bf16", "stride": "i32", "labels": "*i64"}
-    types |= dict.fromkeys(("lse", "entropy", "logprob"), "*fp32")
-    types |= {"width": "i32", "BLOCK": "constexpr"}
-    source = ASTSource(fn=row_stats, signature=types, constexprs={(7,): 4096})
+    types = "*bf16", "i32", "*i64", "*fp32", "*fp32", "*fp32", "i32", "constexpr"
+    signature = dict(zip(row_stats.arg_names, types, strict=True))
+    source = ASTSource(fn=row_stats, signature=signature, constexprs={(7,): 4096})
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     lines, size = built.asm["ptx"].count("\n"), len(built.asm["cubin"])
     bench.report("compiled", cubin_bytes=size, ptx_lines=lines, shared=built.metadata.shared)
