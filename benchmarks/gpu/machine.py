@@ -23,7 +23,7 @@ def machine(bench: Bench) -> None:
     bench.report("machine", gib=gib, cuda=torch.version.cuda, python=sys.version.split()[0])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = [re.split(r"[^\w-]", each)[0] for each in project["dependencies"]]
-    packages = metadata.distributions()
+    packages = reversed([*metadata.distributions()])  # the first of a name is imported
     versions = {each.name.lower().replace("_", "-"): each.version for each in packages}
     for kind, names in (("required", required), ("optional", OPTIONAL)):
         bench.report(kind, **{name: versions.get(name) for name in names})
