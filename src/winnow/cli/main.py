@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 our mistake, 2 yours (one line says which field, which val
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -564,7 +565,7 @@ def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _words() -> Iterator[tuple[str, str, str, str]]:
     """Yield the words typed behind a command: name, equals sign, value, and the word behind it."""
-    for word, following in zip(sys.argv[2:], [*sys.argv[3:], ""], strict=True):
+    for word, following in itertools.pairwise([*sys.argv[2:], ""]):
         yield *word.partition("="), following
 
 

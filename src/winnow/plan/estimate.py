@@ -26,7 +26,7 @@ from winnow.config.model import NoAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import Fsdp2, Megatron, Sharded
+from winnow.config.trainer import Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.balance import Deal, deal, work
 from winnow.learning.batch import cut_updates
@@ -34,8 +34,8 @@ from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import read_rollouts, rollout_files
-from winnow.plan.rank import RankApart, RankPlan, micro_lengths, stages_of, update_micro_batches
-from winnow.plan.tracker import DeviceTracker, Peak, Phase, local_bytes
+from winnow.plan.rank import RankPlan, RankRun, micro_lengths, stages_of, update_micro_batches
+from winnow.plan.tracker import Peak, Phase, local_bytes
 from winnow.rollout.embedded.slots import cache_bytes
 from winnow.run.step_metrics import StepTokens
 from winnow.types import IntArray
@@ -81,7 +81,7 @@ class Machine:
     def phase_seconds(
         self, strategy: Sharded | Megatron, phase: Phase, times: float, scale: float
     ) -> float:
-        """Return the least seconds of a phase that is run so often, for so much of its work."""
+        """Return the least seconds of a phase: `times` its traffic, `scale` times its work."""
         waiting = hidden = 0.0
         for kind, size in phase.sent.items():
             waits, taken = self._exchange(strategy, kind, size * times)
@@ -241,7 +241,7 @@ def engine_change(engine: Figures, config: Config, machine: Machine) -> list[str
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RecipeEstimate:
     """Figures of a recipe whose ranks were run: what it takes on a machine, and why it would fail.
 
     Of several stages those of the rank that holds most, and of the one that takes longest.
@@ -303,18 +303,11 @@ class Estimate:
         """The rank of the first stage."""
         return self.stages[0]
 
-    @property
-    def strategy(self) -> Fsdp2 | Megatron:
-        """The layout of the policy's ranks."""
-        strategy = self.config.trainer.strategy
-        assert isinstance(strategy, Fsdp2 | Megatron)
-        return strategy
-
     @cached_property
     def memory(self) -> Figures:
         """The peak of a rank, and what it holds then."""
-        offloads = getattr(self.strategy, "offload", False)
-        ranks = [(rank.tracker, _peaks(rank.tracker, offloads)) for rank in self.stages]
+        offloads = getattr(self.rank.strategy, "offload", False)
+        ranks = [(rank.tracker, _peaks(rank)) for rank in self.stages]
         tracker, peaks = max(ranks, key=lambda each: max(peak.bytes for peak in each[1].values()))
         phase = max(peaks, key=lambda name: peaks[name].bytes)
         roles, tensors = Counter[str](), Counter[str]()
@@ -340,18 +333,14 @@ class Estimate:
         return max(taken, key=lambda figures: sum(figures["seconds"].values()))
 
     def _learning_of(self, rank: RankPlan) -> Figures:
-        strategy, most = self.strategy, self.config.trainer.microbatch_tokens
-        is_megatron = isinstance(strategy, Megatron)
-        shares = strategy.data if is_megatron else strategy.ranks // strategy.sequence
-        deals = self._deals(shares, most)
-        rounds, stages = _rounds(deals), stages_of(strategy)
+        deals = self._deals(rank)
+        rounds, stages = _rounds(deals), stages_of(rank.strategy)
         sent, seconds, petaflop = Counter[str](), dict[str, float](), 0.0
-        for name, phase, times, scale in self._repeats(rank.tracker, most, deals, deals):
+        for name, phase, times, scale, once in self._phases(rank, deals, deals):
             sent.update({kind: int(size * times) for kind, size in phase.sent.items()})
             # Each time that it fills and drains a stage waits for all others (1F1B's bubble).
             flushes = {"update": len(deals), "optimizer": 0}.get(name.split()[-1], 1)
-            idle = 1 + flushes * (stages - 1) / rounds
-            seconds[name] = idle * self.machine.phase_seconds(strategy, phase, times, scale)
+            seconds[name] = (1 + flushes * (stages - 1) / rounds) * once
             petaflop += scale * sum(flop * times for (flop, *_), times in phase.work.items()) / 1e15
         return {
             "lockstep": sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals),
@@ -367,41 +356,41 @@ class Estimate:
         """By role, what a rank of a model apart holds at its peak, and its seconds a step."""
         return {role: self._apart_of(role, rank) for role, rank in self.rank.apart.items()}
 
-    def _apart_of(self, role: str, rank: RankApart) -> Figures:
-        roles, strategy = Roles(self.config), rank.strategy
-        width, lengths_B = self.rank.shape.hidden_size, self.prompts_B + self.answers_B
-        whole = deal(np.sort(lengths_B)[::-1], rank.max_tokens, strategy.ranks, width)
-        updates = self._deals(strategy.ranks, rank.max_tokens)
-        repeats = self._repeats(rank.tracker, rank.max_tokens, [whole], updates)
-        peaks = _peaks(rank.tracker, strategy.offload).values()
+    def _apart_of(self, role: str, rank: RankRun) -> Figures:
+        ranks, width, roles = rank.strategy.ranks, self.rank.shape.hidden_size, Roles(self.config)
+        lengths_B = np.sort(self.prompts_B + self.answers_B)[::-1]
+        whole = deal(lengths_B, rank.max_tokens, ranks, width)
+        phases = self._phases(rank, [whole], self._deals(rank))
         return {
-            "ranks": strategy.ranks,
-            "peak_gib": max(peak.bytes for peak in peaks) / GIB,
+            "ranks": ranks,
+            "peak_gib": max(peak.bytes for peak in _peaks(rank).values()) / GIB,
             "beside_policy": roles[role].place == roles["policy"].place,
-            "seconds": sum(self.machine.phase_seconds(strategy, *each) for _, *each in repeats),
+            "seconds": sum(seconds for *_, seconds in phases),
         }
 
-    def _deals(self, ranks: int, most: int) -> list[Deal]:
+    def _deals(self, rank: RankRun) -> list[Deal]:
         """Deal the samples of each update of a step out to ranks."""
+        strategy, sequence = rank.strategy, getattr(rank.strategy, "sequence", 1)
+        shares = strategy.data if isinstance(strategy, Megatron) else strategy.ranks // sequence
         groups, seed = self.config.sampling.groups_per_step, self.config.run.seed
         updates = cut_updates(groups, self.config.groups_per_update, (seed, 1, 0))
         lengths = (self.prompts_B + self.answers_B).reshape(groups, self.config.rollout.n)
         own = (np.sort(lengths[update].ravel())[::-1] for update in updates)
-        return [deal(each, most, ranks, self.rank.shape.hidden_size) for each in own]
+        return [deal(each, rank.max_tokens, shares, self.rank.shape.hidden_size) for each in own]
 
-    def _repeats(
-        self, tracker: DeviceTracker, most: int, passes: list[Deal], updates: list[Deal]
-    ) -> Iterator[tuple[str, Phase, float, float]]:
-        """Yield phases with their number in a step, and the full micro-batches of work in these.
+    def _phases(
+        self, rank: RankRun, passes: list[Deal], updates: list[Deal]
+    ) -> Iterator[tuple[str, Phase, float, float, float]]:
+        """Yield a step's phases: rounds, the full micro-batches of work in these, least seconds.
 
         Args:
-            most: tokens of a full micro-batch.
             passes: the step's samples as passes without gradients take them.
             updates: the same as updates do.
         """
-        full = work(np.array(micro_lengths(self.config, most)), self.rank.shape.hidden_size).sum()
+        full_B = np.array(micro_lengths(self.config, rank.max_tokens))
+        full = work(full_B, self.rank.shape.hidden_size).sum()
         epochs, ran = self.config.trainer.epochs, update_micro_batches(self.config)
-        for name, phase in list(tracker.phases.items())[1:]:
+        for name, phase in list(rank.tracker.phases.items())[1:]:
             deals = updates if name.endswith("update") else passes
             times: float = _rounds(deals)
             scale = sum(int(each.work.max(0).sum()) for each in deals) / full
@@ -409,11 +398,12 @@ class Estimate:
                 times, scale = times * epochs / ran, scale * epochs / ran
             elif name.endswith("optimizer"):
                 times = scale = len(updates) * epochs
-            yield name, phase, times, scale
+            seconds = self.machine.phase_seconds(rank.strategy, phase, times, scale)
+            yield name, phase, times, scale, seconds
 
     @cached_property
     def engine(self) -> Figures:
-        """What an engine holds, and the least seconds that engines write a step's answers in."""
+        """Memory of an engine, and the least seconds in which engines write a step's answers."""
         rank, config, machine = self.rank, self.config, self.machine
         engine = engine_figures(rank, config, machine, self.memory["peak_gib"])
         if not engine["fits"]:
@@ -436,7 +426,7 @@ class Estimate:
         a checkpoint each rank writes and hashes its own rows, those of the model twice, as its
         files are put together from them: each by one rank. The next step goes on meanwhile.
         """
-        rank, machine, strategy = self.rank, self.machine, self.strategy
+        rank, machine, strategy = self.rank, self.machine, self.rank.strategy
         policy, others = cast(Any, rank.learning.policy), rank.learning.others
         adapter = self.config.model.adapter
         publishes, has_adapter = getattr(adapter, "publish", ""), not isinstance(adapter, NoAdapter)
@@ -489,9 +479,9 @@ class Estimate:
         return run if self.price is None else run | {"cost": run["gpu_hours"] * self.price}
 
 
-def _peaks(tracker: DeviceTracker, offloads: bool) -> dict[str, Peak]:
+def _peaks(rank: RankRun) -> dict[str, Peak]:
     """Return the peak of each phase on the device."""
-    without = ON_HOST if offloads else ()
+    tracker, without = rank.tracker, ON_HOST if getattr(rank.strategy, "offload", False) else ()
     return {name: tracker.peak(name, without) for name in list(tracker.phases)[1:]}
 
 

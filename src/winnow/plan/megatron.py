@@ -50,6 +50,11 @@ def _spread(self: Any, routing_map: Tensor) -> Tensor:
     return routing_map.new_empty(len(own), dtype=torch.int64)
 
 
+def _zeros(*size: Any, zeros: Any = torch.zeros, **options: Any) -> Any:
+    """Make zeros where there are devices, in the place of torch.zeros."""
+    return zeros(*size, **options | ({"device": _CPU} if "device" in options else {}))
+
+
 _CUDA: dict[str, Any] = {
     "current_device": lambda: _CPU,
     "synchronize": lambda *_: None,
@@ -76,10 +81,7 @@ def planned_megatron(
     Raises:
         ConfigError: megatron-core is absent or too old.
     """
-    shape, zeros = [0, 1, config.hidden_size], torch.zeros
-
-    def zeros_here(*size: Any, **options: Any) -> Tensor:
-        return zeros(*size, **options | ({"device": _CPU} if "device" in options else {}))
+    shape = [0, 1, config.hidden_size]
 
     def shapes(_: Any, to_next: Any, to_previous: Any, previous: bool, following: bool) -> Any:
         return shape if previous else None, shape if following else None
@@ -90,7 +92,7 @@ def planned_megatron(
             undo.enter_context(mock.patch.multiple(owner, **answers))
 
         answer(torch.cuda, **_CUDA)
-        answer(torch, zeros=zeros_here)
+        answer(torch, zeros=_zeros)
         from winnow.models.megatron.mcore_import import import_megatron
 
         import_megatron(_CPU)

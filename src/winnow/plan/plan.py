@@ -21,7 +21,7 @@ from winnow.config.rules import longest_tokens
 from winnow.config.trainer import Fsdp2, Megatron
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
-from winnow.plan.estimate import Figures, Machine
+from winnow.plan.estimate import Figures, Machine, RecipeEstimate
 from winnow.plan.rank import RankPlan, run_rank, stages_of
 
 _SHAPES = Path(__file__).with_name("shapes")
@@ -148,7 +148,7 @@ def _figures(request: PlanRequest, config: Config, stages: Sequence[RankPlan]) -
         lengths = estimate.drawn_lengths(config, request.mean_response)
     else:
         lengths = estimate.kept_lengths(config, request.lengths)
-    return estimate.Estimate(config, request.machine, stages, *lengths, request.price).figures()
+    return RecipeEstimate(config, request.machine, stages, *lengths, request.price).figures()
 
 
 def _change(

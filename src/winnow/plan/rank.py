@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.trainer import Megatron, Sharded
+from winnow.config.trainer import Fsdp2, Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
@@ -110,20 +110,19 @@ class PlannedStrategy(Planned, FSDP2Strategy):
 
 
 @dataclass(frozen=True)
-class RankApart:
-    """A rank, which has run, of a model with ranks of its own."""
+class RankRun:
+    """A rank of a model that has run."""
 
     tracker: DeviceTracker
-    strategy: Sharded
+    strategy: Sharded | Megatron
     max_tokens: int
     """Tokens that it runs at once."""
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """A rank that has run."""
+class RankPlan(RankRun):
+    """A rank of the policy that has run, and those of models on ranks of their own."""
 
-    tracker: DeviceTracker
     learning: learner.Learning
     parameters: dict[str, int]
     """Parameters of each model, by role."""
@@ -131,7 +130,7 @@ class RankPlan:
     """Hugging Face's configuration of the policy."""
     refusal: str | None
     """Why GPUs could not compute the policy's attention."""
-    apart: dict[str, RankApart]
+    apart: dict[str, RankRun]
     """By role, a rank of each model on ranks of its own."""
 
 
@@ -155,12 +154,14 @@ def run_rank(
         ModelError: a model cannot be described by its config.json, or shared by the ranks.
     """
     model = load_policy_model(config.model, path, _CPU, config.run.seed, hollow="shapes")
+    layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
+    assert isinstance(layout, Fsdp2 | Megatron)
     refusal = None
     try:
         check_attention(config, model, "model.dtype", strategy.kernels)
     except ConfigError as error:
         refusal = str(error)
-    tracker = track(_attention_flop(config, model, config.trainer.microbatch_tokens))
+    tracker = track(_attention_flop(config, model, most))
     tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
     # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
@@ -174,7 +175,8 @@ def run_rank(
         passes = replace(learning.passes, **learner.critic_passes(models["critic"]))
         learning = replace(learning, passes=passes)
     parameters = {role: held.parameters for role, held in models.items()}
-    return RankPlan(tracker, learning, parameters, model.config, refusal, apart)
+    ran = tracker, layout, most
+    return RankPlan(*ran, learning, parameters, model.config, refusal, apart)
 
 
 def _learn(
@@ -214,9 +216,9 @@ def _learn(
     return learning, models
 
 
-def _run_apart(config: Config, role: str, path: str) -> tuple[RankApart, Planned]:
+def _run_apart(config: Config, role: str, path: str) -> tuple[RankRun, Planned]:
     """Run the passes of a model, and its update if it learns, as the first of its own ranks."""
-    section = config.reward.model if role == "reward_model" else getattr(config, role)
+    section: Any = config.reward.model if role == "reward_model" else getattr(config, role)
     most = getattr(section, "microbatch_tokens", None) or config.trainer.microbatch_tokens
     options = dict[str, Any]()
     if role == "reference":
@@ -240,7 +242,7 @@ def _run_apart(config: Config, role: str, path: str) -> tuple[RankApart, Planned
         else:
             tracker.begin(role)
             strategy.forward([micro], frozenset({"logprob" if role == "reference" else "score"}))
-    return RankApart(tracker, sharding, most), strategy
+    return RankRun(tracker, sharding, most), strategy
 
 
 def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[int], float]:
