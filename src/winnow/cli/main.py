@@ -530,7 +530,9 @@ def _usage_lines(error: Any) -> Iterator[str]:
         return
     option, context = getattr(error, "param", None), error.ctx
     names = option.opts if isinstance(option, TyperOption) else ()
-    typed = [value if equals else after for name, equals, value, after in _words() if name in names]
+    typed = [
+        value if equals else after for name, equals, value, after in _arguments() if name in names
+    ]
     got = f", got {typed[0]!r}" if typed else ""
     command = "winnow" if context is None else context.command_path
     name = getattr(error, "option_name", "")
@@ -551,7 +553,7 @@ def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
     from winnow.config.schema import all_keys
 
     keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
-    for name, equals, value, following in _words():
+    for name, equals, value, following in _arguments():
         is_flag = name.startswith("-") and name not in taken
         if is_flag and not equals and not following.startswith("--"):
             value = following
@@ -563,7 +565,7 @@ def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, f"{fault}; {said}{form}"
 
 
-def _words() -> Iterator[tuple[str, str, str, str]]:
+def _arguments() -> Iterator[tuple[str, str, str, str]]:
     """Yield the words typed behind a command: name, equals sign, value, and the word behind it."""
     for word, following in itertools.pairwise([*sys.argv[2:], ""]):
         yield *word.partition("="), following

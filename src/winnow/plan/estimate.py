@@ -354,9 +354,9 @@ class RecipeEstimate:
     @cached_property
     def apart(self) -> dict[str, Figures]:
         """By role, what a rank of a model apart holds at its peak, and its seconds a step."""
-        return {role: self._apart_of(role, rank) for role, rank in self.rank.apart.items()}
+        return {role: self._separate_model(role, rank) for role, rank in self.rank.apart.items()}
 
-    def _apart_of(self, role: str, rank: RankRun) -> Figures:
+    def _separate_model(self, role: str, rank: RankRun) -> Figures:
         ranks, width, roles = rank.strategy.ranks, self.rank.shape.hidden_size, Roles(self.config)
         lengths_B = np.sort(self.prompts_B + self.answers_B)[::-1]
         whole = deal(lengths_B, rank.max_tokens, ranks, width)
