@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from winnow.errors import DataError, RewardError
-from winnow.observe.figures import printable
+from winnow.observe.figures import figure_table, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -256,10 +256,9 @@ def _rows(numbers: Sequence[int]) -> str:
 
 def _print_lines(lines: list[_Line], console: Console) -> None:
     """Print names to the left, numbers to the right and remarks behind, in one table."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = figure_table()
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")

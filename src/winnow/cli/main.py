@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 our mistake, 2 yours (one line says which field, which val
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -52,6 +53,7 @@ app.command("init", no_args_is_help=True)(init_command)
 app.command("plan", no_args_is_help=True)(plan_command)
 
 Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
+Run = Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, in Hydra's grammar."),
@@ -121,42 +123,27 @@ def train(
     if help_config:
         _print_settings(recipe, overrides or [])
         return
-    options = {"--fresh": fresh, "--dashboard": dashboard, "--trust": trust}
-    chosen = [name for name, given in options.items() if given]
+    options = ["--fresh"] * fresh + ["--dashboard"] * dashboard + ["--trust"] * trust
     if jobs > 1 and not multirun:
         raise ConfigError(f"--jobs {jobs} is for --multirun; leave it out, or give --multirun")
     if multirun:
-        if chosen:
-            raise ConfigError(f"{chosen[0]} is for a single run; leave it out with --multirun")
+        if options:
+            raise ConfigError(f"{options[0]} is for a single run; leave it out with --multirun")
         from winnow.cli.sweep import run_sweep
 
         raise typer.Exit(run_sweep(recipe, overrides or [], jobs, _console()))
-    config = _load(recipe, overrides, continued)
-    if heartbeat is None:  # else its parent has asked
-        _require_trust(config, recipe, overrides, trust)
-    words = [*chosen, recipe, *(overrides or [])]
-    if config.trainer.max_restarts and heartbeat is None:
-        _supervise(config, words, None)
-    _train(config, recipe, fresh, heartbeat, dashboard)
+    _train(recipe, overrides, continued, options, heartbeat)
 
 
 @app.command(no_args_is_help=True)
 def resume(
-    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
-    overrides: Overrides = None,
-    dashboard: WithDashboard = False,
-    trust: Trust = False,
+    run: Run, overrides: Overrides = None, dashboard: WithDashboard = False, trust: Trust = False
 ) -> None:
     """Go on with a run that was stopped or killed, from its newest checkpoint."""
     from winnow.observe.files import RunFolder
 
-    recipe = str(RunFolder.open(run).config)
-    config = _load(recipe, overrides, run)
-    _require_trust(config, recipe, overrides, trust)
-    if config.trainer.max_restarts:
-        shown = ["--dashboard"] if dashboard else []
-        _supervise(config, [*shown, recipe, *(overrides or [])], run)
-    _train(config, recipe, False, None, dashboard)
+    options = ["--dashboard"] * dashboard + ["--trust"] * trust
+    _train(str(RunFolder.open(run).config), overrides, run, options)
 
 
 @app.command(no_args_is_help=True)
@@ -175,11 +162,8 @@ def sft(
         _print_settings(recipe, overrides or [])
         return
     config = _load(recipe, overrides)
-    if config.sft.name != "none":
-        train(
-            recipe, overrides, fresh, trust=trust
-        )  # which supervises it, where the recipe asks for that
-        return
+    if config.sft.name != "none":  # supervised, where the recipe asks for that
+        _train(recipe, overrides, None, ["--fresh"] * fresh + ["--trust"] * trust)
     _require_trust(config, recipe, overrides, trust)
     with gc_tuning.growing():
         from winnow.commands.train import run_sft
@@ -264,7 +248,7 @@ def compare_command(
 
 @app.command(no_args_is_help=True)
 def export(
-    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")],
+    run: Run,
     target: Annotated[str, typer.Argument(help="Folder to make.")],
     step: Step = None,
     adapter: Annotated[
@@ -413,34 +397,36 @@ def recipes() -> None:
     typer.echo(f"\nFor winnow eval MODEL --recipe: {', '.join(evaluation_recipes())}")
 
 
-def _continuing(config: Config, folder: str) -> Config:
-    run = config.run.model_copy(update={"resume": folder})
-    return config.model_copy(update={"run": run})
-
-
-def _supervise(config: Config, words: list[str], folder: str | None) -> NoReturn:
-    """Train in a child that is started again when it fails."""
-    from winnow.run.shutdown import outlive_readers
-    from winnow.run.supervisor import Supervisor, winnow_command
-
-    outlive_readers()
-    trainer = config.trainer
-    supervisor = Supervisor(
-        winnow_command(words), trainer.max_restarts, trainer.stall_timeout_s, folder=folder
-    )
-    raise typer.Exit(supervisor.run())
-
-
 def _train(
-    config: Config, recipe: str, fresh: bool, heartbeat: int | None, dashboard: bool
-) -> None:
-    """Train in this process, and end with the exit code of what stopped it."""
-    began = time.monotonic()
-    from winnow.run.shutdown import ShutdownSignal, Stopped, outlive_readers
-    from winnow.run.supervisor import Heartbeat
+    recipe: str,
+    overrides: list[str] | None,
+    folder: str | None,
+    options: Sequence[str],
+    heartbeat: int | None = None,
+) -> NoReturn:
+    """Train, and end with the exit code: in this process, or in children where a recipe restarts.
 
-    companion = None
-    if dashboard:
+    Args:
+        folder: of the run to go on with.
+        options: of `winnow train` that the user gave.
+        heartbeat: pipe of a parent, which has asked for trust.
+    """
+    from winnow.run.shutdown import ShutdownSignal, Stopped, outlive_readers
+    from winnow.run.supervisor import Heartbeat, Supervisor, winnow_command
+
+    config = _load(recipe, overrides, folder)
+    trainer = config.trainer
+    if heartbeat is None:
+        _require_trust(config, recipe, overrides, "--trust" in options)
+    if trainer.max_restarts and heartbeat is None:
+        outlive_readers()
+        command = winnow_command([*options, recipe, *(overrides or [])])
+        supervisor = Supervisor(
+            command, trainer.max_restarts, trainer.stall_timeout_s, folder=folder
+        )
+        raise typer.Exit(supervisor.run())
+    began, companion = time.monotonic(), None
+    if "--dashboard" in options:
         from winnow.dashboard.beside import serve_dashboard
 
         companion = serve_dashboard
@@ -451,9 +437,9 @@ def _train(
             with gc_tuning.growing():
                 from winnow.commands.train import TrainOptions, run_training
 
-            beats = Heartbeat(heartbeat)
-            options = TrainOptions(recipe, fresh, _console(), stop, beats, began, companion)
-            code = run_training(config, options)
+            beats, fresh = Heartbeat(heartbeat), "--fresh" in options
+            run = TrainOptions(recipe, fresh, _console(), stop, beats, began, companion)
+            code = run_training(config, run)
     except Stopped as stopped:
         print(f"winnow: stopped by {stopped.reason}", file=sys.stderr)
         code = stopped.exit_code
@@ -461,10 +447,14 @@ def _train(
 
 
 def _load(recipe: str, overrides: list[str] | None, folder: str | None = None) -> Config:
+    """Load a recipe, to go on with the run in a folder if there is one."""
     from winnow.config.load import load_recipe
 
     config = load_recipe(recipe, overrides or [])
-    return config if folder is None else _continuing(config, folder)
+    if folder is None:
+        return config
+    run = config.run.model_copy(update={"resume": folder})
+    return config.model_copy(update={"run": run})
 
 
 def _require_trust(config: Config, recipe: str, overrides: list[str] | None, trusts: bool) -> None:
@@ -518,19 +508,13 @@ def _run() -> int:
     """Run the command that was typed; returns the exit code."""
     try:
         return app(prog_name="winnow", standalone_mode=False) or 0
-    except WinnowError as error:
+    except (WinnowError, _UsageError) as error:
         from winnow.observe.figures import message
 
-        for line in str(error).splitlines():
+        is_ours = isinstance(error, WinnowError)
+        for line in str(error).splitlines() if is_ours else _usage_lines(error):
             print(f"winnow: {message(line)}", file=sys.stderr)
-        return error.exit_code
-    except _UsageError as error:
-        # Without words it is the help of a command without arguments, which is shown already.
-        from winnow.observe.figures import message
-
-        for line in _usage_lines(error) if error.format_message() else ():
-            print(f"winnow: {message(line)}", file=sys.stderr)
-        return 2
+        return error.exit_code if is_ours else 2
     except KeyboardInterrupt:
         print("winnow: interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -543,9 +527,14 @@ _UsageError: Any = typer.BadParameter.__base__
 def _usage_lines(error: Any) -> Iterator[str]:
     """Say what is wrong with the words typed, with the value if any, and where to read on."""
     said = " ".join(error.format_message().split()).rstrip(".")
+    if not said:  # the help of a command without arguments, which is shown already
+        return
     option, context = getattr(error, "param", None), error.ctx
-    typed = _typed_for(option.opts) if isinstance(option, TyperOption) else None
-    got = "" if typed is None else f", got {typed!r}"
+    names = option.opts if isinstance(option, TyperOption) else ()
+    typed = [
+        value if equals else after for name, equals, value, after in _arguments() if name in names
+    ]
+    got = f", got {typed[0]!r}" if typed else ""
     command = "winnow" if context is None else context.command_path
     name = getattr(error, "option_name", "")
     if name and context is not None:
@@ -565,10 +554,8 @@ def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
     from winnow.config.schema import all_keys
 
     keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
-    words = sys.argv[2:]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        is_flag = word.startswith("-") and name not in taken
+    for name, equals, value, following in _arguments():
+        is_flag = name.startswith("-") and name not in taken
         if is_flag and not equals and not following.startswith("--"):
             value = following
         key = name.lstrip("-").replace("-", "_") if is_flag else name.lstrip("+~")
@@ -579,14 +566,10 @@ def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, f"{fault}; {said}{form}"
 
 
-def _typed_for(names: list[str]) -> str | None:
-    """Return the words typed for an option, in either way: `--step 3`, `--step=3`."""
-    words = sys.argv[1:]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else following
-    return None
+def _arguments() -> Iterator[tuple[str, str, str, str]]:
+    """Yield the words typed behind a command: name, equals sign, value, and the word behind it."""
+    for word, following in itertools.pairwise([*sys.argv[2:], ""]):
+        yield *word.partition("="), following
 
 
 if __name__ == "__main__":

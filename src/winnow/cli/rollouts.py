@@ -235,9 +235,8 @@ class Browser:
     def _show_groups(self) -> None:
         left = self._groups()
         self.shown = self._step()
-        words = (
-            f"step {self.shown} of {self._steps()[-1]}, {len(left)} prompt{'s'[: len(left) != 1]}"
-        )
+        plural = "" if len(left) == 1 else "s"
+        words = f"step {self.shown} of {self._steps()[-1]}, {len(left)} prompt{plural}"
         words += f", {self.only}" * (self.only != "all")
         self._head(words + f", with {self.search}" * bool(self.search))
         table = _table("group", "prompt", "fate", "right", "reward", "tokens", "mismatch")
@@ -263,7 +262,8 @@ class Browser:
                 "failed" if each.get("scorer_error") else share(each["accuracy"]),
                 number(each["reward"]), number(each.get("advantage")),
                 count(each["response_tokens"]), _entropy(each),
-                self._end(each.get("finish_reason")), self._line(each.get("pred") or DASH),
+                self._line(_ENDS.get(each.get("finish_reason"), str(each.get("finish_reason")))),
+                self._line(each.get("pred") or DASH),
             )  # fmt: skip
         self._put(table)
         for place, each in enumerate(answers, 1):
@@ -274,9 +274,6 @@ class Browser:
                 self._print(each["response"] or "(no text)")
                 if unsure := _least_sure(each):
                     self._print(f"highest entropies: token {unsure} nats", "dim")
-
-    def _end(self, reason: str | None) -> Text:
-        return self._line(_ENDS.get(reason, str(reason)))
 
     def _line(self, text: str) -> Text:
         line = " ".join(printable(text, self.console.encoding).split())
@@ -311,9 +308,8 @@ def _entropy(answer: Row) -> str:
 def _least_sure(answer: Row) -> str:
     """Name the tokens of an answer at which the policy was least sure, by their places."""
     values = answer["columns"].get("entropies", ())
-    texts = [f" {each!r}" for each in answer.get("tokens", {}).get("texts", ())] or [""] * len(
-        values
-    )
+    texts = [f" {each!r}" for each in answer.get("tokens", {}).get("texts", ())]
+    texts = texts or [""] * len(values)
     known = [place for place, value in enumerate(values) if value is not None]
     most = sorted(known, key=lambda place: -values[place])[:_LEAST_SURE]
     return ", ".join(f"{place + 1}{texts[place]} {values[place]:.2f}" for place in most)

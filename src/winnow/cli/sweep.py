@@ -101,16 +101,18 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
                 f"run.name={sweep.folder.name} has a sweep of {was.recipe}, and this one is of "
                 f"{recipe}; give another run.name"
             )
-        done = [n for n, code in was.codes.items() if not code and was.runs.get(n) == asked.get(n)]
         sweep.runs = {**was.runs, **asked}
-        sweep.codes = {n: c for n, c in was.codes.items() if n in done or n not in asked}
+        sweep.codes = {
+            name: code
+            for name, code in was.codes.items()
+            if name not in asked or (not code and was.runs.get(name) == asked[name])
+        }
     waiting = [name for name in asked if name not in sweep.codes]
     ready = len(asked) - len(waiting)
-    console.print(
+    _say(
         f"{len(asked)} runs in {sweep.folder}{f', {ready} of them done' if ready else ''}; "
         "each one's output is in NAME.txt beside it",
-        soft_wrap=True,
-        markup=False,
+        console,
     )
     sweep.save()
     stopped = _train_all(sweep, list(waiting), jobs, console)
@@ -122,17 +124,14 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
     for name, code in failed.items():
         said = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
         last = next((line for line in reversed(said) if line.strip()), "")
-        console.print(
-            printable(f"{name} ended with exit code {code}: {last}"), soft_wrap=True, markup=False
-        )
+        _say(f"{name} ended with exit code {code}: {last}", console)
     return next(iter(failed.values()), 0)
 
 
 def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) -> int:
     """Start one process a run, at most `jobs` at once; returns the code of a request to stop."""
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-    asked: list[int] = []
-    told = 0
+    asked, told = list[int](), 0
     handlers = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in heeded()}
     try:
         while running or (waiting and not asked):
@@ -157,8 +156,7 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
                 sweep.save()
                 state = "done" if code == 0 else f"exit code {sweep.codes[name]}"
                 took, left = duration(time.monotonic() - began), len(waiting) + len(running)
-                line = f"{name}: {state} in {took}, {left} to go"
-                console.print(line, soft_wrap=True, markup=False)
+                _say(f"{name}: {state} in {took}, {left} to go", console)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -195,7 +193,7 @@ def sweep_figures(sweep: Sweep) -> list[dict[str, Any]]:
             held_out[source] = [*held_out.get(source, [])[:1], found.accuracy]
         row: dict[str, Any] = {"run": name, "settings": words, "exit_code": sweep.codes.get(name)}
         row |= {"step": last.get("step"), "reward": last.get(REWARD), "length": last.get(LENGTH)}
-        rows.append({**row, "held_out": held_out})
+        rows.append(row | {"held_out": held_out})
     return rows
 
 
@@ -205,16 +203,15 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     sources = list(dict.fromkeys(source for row in rows for source in row["held_out"]))
     table = figure_table("step", *sources, "reward", "length", title=f"Sweep {sweep.folder}")
     for row in rows:
-        cells = [" -> ".join(share(v, 1) for v in row["held_out"].get(s, [None])) for s in sources]
-        step = "-" if row["step"] is None else str(row["step"])
-        table.add_row(
-            Text(printable(row["run"])),
-            step,
-            *cells,
-            number(row["reward"]),
-            number(row["length"], 1),
-        )
+        cells = ["-" if row["step"] is None else str(row["step"])]
+        cells += [" -> ".join(share(v, 1) for v in row["held_out"].get(s, [None])) for s in sources]
+        cells += [number(row["reward"]), number(row["length"], 1)]
+        table.add_row(Text(printable(row["run"])), *cells)
     print_table(table, console)
+
+
+def _say(line: str, console: Console) -> None:
+    console.print(printable(line), soft_wrap=True, markup=False)
 
 
 def _name(words: list[str], keys: list[str]) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +26,7 @@ from winnow.config.model import NoAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import Fsdp2, Megatron, Sharded
+from winnow.config.trainer import Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.balance import Deal, deal, work
 from winnow.learning.batch import cut_updates
@@ -32,16 +34,10 @@ from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import read_rollouts, rollout_files
-from winnow.plan.rank import (
-    RankPlan,
-    micro_lengths,
-    sharding_apart,
-    stages_of,
-    tokens_apart,
-    update_micro_batches,
-)
-from winnow.plan.tracker import Phase, local_bytes
+from winnow.plan.rank import RankPlan, RankRun, micro_lengths, stages_of, update_micro_batches
+from winnow.plan.tracker import Peak, Phase, local_bytes
 from winnow.rollout.embedded.slots import cache_bytes
+from winnow.run.step_metrics import StepTokens
 from winnow.types import IntArray
 
 GIB = 2**30
@@ -81,6 +77,41 @@ class Machine:
             times * max(flop / (peaks[is_half] * 1e12), moved / bandwidth)
             for (flop, moved, is_half), times in phase.work.items()
         )
+
+    def phase_seconds(
+        self, strategy: Sharded | Megatron, phase: Phase, times: float, scale: float
+    ) -> float:
+        """Return the least seconds of a phase: `times` its traffic, `scale` times its work."""
+        waiting = hidden = 0.0
+        for kind, size in phase.sent.items():
+            waits, taken = self._exchange(strategy, kind, size * times)
+            waiting, hidden = waiting + waits * taken, hidden + (not waits) * taken
+        return max(self.seconds(phase) * scale, hidden) + waiting
+
+    def _exchange(self, strategy: Sharded | Megatron, kind: str, size: float) -> tuple[bool, float]:
+        """Return whether arithmetic waits for a collective of so many bytes, and its seconds."""
+        if isinstance(strategy, Megatron):
+            if kind in ("send", "recv"):
+                return False, size / self.rate(strategy.ranks)
+            if kind in ("reduce", "broadcast"):  # of parameters, over the ranks that hold the same
+                return True, size / self.rate(strategy.ranks // strategy.pipeline)
+            over = strategy.expert if kind.startswith("alltoall") else strategy.tensor
+            return True, (1 + kind.startswith("allreduce")) * size / self.rate(over)
+        if kind.startswith("alltoall"):
+            return True, size / self.rate(getattr(strategy, "sequence", 1))
+        if kind.startswith("allreduce"):  # by all ranks of a node, over the replicas of each
+            return False, 2 * size / self.rate(strategy.ranks)
+        # In rings through whole nodes.
+        return False, size / self.rate(strategy.ranks // strategy.replicas, self.per_node)
+
+    def teraflop_s(self, config: Config) -> float:
+        """Return the TFLOP a second of a GPU in the type that a recipe's policy computes in."""
+        return self.gpu.float32 if config.model.dtype == "float32" else self.gpu.bfloat16
+
+    def saving_seconds(self, written: float, hashed: float, ranks: int) -> float:
+        """Return how long nodes of so many ranks write so many bytes, and each rank hashes its."""
+        disks = math.ceil(ranks / self.per_node) * DISK_GB_S
+        return written / (disks * 1e9) + hashed / (HASH_GB_S * 1e9)
 
     def rate(self, ranks: int, links: int = 1) -> float:
         """Return the bytes a second that each of some ranks exchanges with the others.
@@ -141,137 +172,6 @@ def kept_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
     prompts, answers = (np.resize(table[name].to_numpy(), count) for name in table.column_names[1:])
     limits = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     return prompts.clip(1, limits[0]).astype(int), answers.clip(1, limits[1]).astype(int)
-
-
-def memory_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
-    """Say what a rank holds at its peak, and what for."""
-    offloads = getattr(config.trainer.strategy, "offload", False)
-    without = ON_HOST if offloads else ()
-    peaks = {name: rank.tracker.peak(name, without) for name in rank.tracker.phases}
-    del peaks["start"]
-    phase = max(peaks, key=lambda name: peaks[name].bytes)
-    roles, tensors = Counter[str](), Counter[str]()
-    for held, size in peaks[phase].held:
-        name = re.sub(r"\.\d+(?=[. ]|$)", ".*", held.made_by)
-        shape = "" if held.role in ON_HOST else f" {list(held.shape)}"
-        roles[held.role] += size
-        tensors[f"{held.role}: {name}{shape}"] += size
-    return {
-        "peak_gib": peaks[phase].bytes / GIB,
-        "peak_within": phase,
-        "limit_gib": machine.limit_gib,
-        "host_gib": rank.tracker.held_at_end(ON_HOST) / GIB if offloads else 0.0,
-        "peaks_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
-        "roles_gib": {role: size / GIB for role, size in roles.most_common()},
-        "tensors_gib": {name: size / GIB for name, size in tensors.most_common(8)},
-    }
-
-
-def learning_figures(
-    rank: RankPlan, config: Config, machine: Machine, lengths_B: IntArray
-) -> Figures:
-    """Deal a step's samples out; return lockstep, and a rank's FLOP, traffic and seconds a step."""
-    strategy, trainer, width = config.trainer.strategy, config.trainer, rank.shape.hidden_size
-    assert isinstance(strategy, Fsdp2 | Megatron)
-    ranks, most = shares_of(strategy), trainer.microbatch_tokens
-    updates = deals = _deals(config, lengths_B, ranks, most, width)
-    rounds = sum(found.work.shape[1] for found in deals)
-    levels = sum(int(found.work.max(0).sum()) for found in deals)
-    full = work(np.array(micro_lengths(config, most)), width).sum()
-    sent, stages = Counter[str](), stages_of(strategy)
-    seconds, petaflop = dict[str, float](), 0.0
-    for name, phase in list(rank.tracker.phases.items())[1:]:
-        # Some micro-batches were run of an update, and one of a pass.
-        times, scale, flushes = rounds, levels / full, 1
-        if name.endswith("update"):
-            ran, flushes = update_micro_batches(config), len(updates)
-            times, scale = (factor * trainer.epochs / ran for factor in (times, scale))
-        elif name.endswith("optimizer"):
-            times = scale = len(updates) * trainer.epochs
-            flushes = 0
-        apart = beside = 0.0
-        for kind, size in phase.sent.items():
-            sent[kind] += int(size * times)
-            waits, taken = _exchange(strategy, machine, kind, size * times)
-            apart, beside = apart + waits * taken, beside + (not waits) * taken
-        # Each time that it fills and drains a stage waits for all others (1F1B's bubble).
-        idle = 1 + flushes * (stages - 1) / rounds
-        seconds[name] = idle * (max(machine.seconds(phase) * scale, beside) + apart)
-        petaflop += scale * sum(flop * times for (flop, *_), times in phase.work.items()) / 1e15
-    return {
-        "lockstep": sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals),
-        "micro_batches": rounds,
-        **({"bubble": 1 - 1 / (1 + len(updates) * (stages - 1) / rounds)} if stages > 1 else {}),
-        "petaflop": petaflop,
-        "sent_gib": {kind: size / GIB for kind, size in sent.items()},
-        "seconds": seconds,
-    }
-
-
-def _deals(config: Config, lengths_B: IntArray, ranks: int, most: int, width: int) -> list[Deal]:
-    """Deal the samples of each update of a step out to ranks."""
-    groups, n = config.sampling.groups_per_step, config.rollout.n
-    updates = cut_updates(groups, config.groups_per_update, (config.run.seed, 1, 0))
-    own = (np.sort(lengths_B.reshape(groups, n)[update].ravel())[::-1] for update in updates)
-    return [deal(lengths, most, ranks, width) for lengths in own]
-
-
-def shares_of(strategy: Fsdp2 | Megatron) -> int:
-    """Return the number of shares that an update's samples are dealt to."""
-    return strategy.data if isinstance(strategy, Megatron) else strategy.ranks // strategy.sequence
-
-
-def _exchange(
-    strategy: Sharded | Megatron, machine: Machine, kind: str, size: float
-) -> tuple[bool, float]:
-    """Return whether arithmetic waits for a collective of so many bytes, and its seconds."""
-    if isinstance(strategy, Megatron):
-        if kind in ("send", "recv"):
-            return False, size / machine.rate(strategy.ranks)
-        if kind in ("reduce", "broadcast"):  # of parameters, over the ranks that hold the same
-            return True, size / machine.rate(strategy.ranks // strategy.pipeline)
-        over = strategy.expert if kind.startswith("alltoall") else strategy.tensor
-        return True, (1 + kind.startswith("allreduce")) * size / machine.rate(over)
-    if kind.startswith("alltoall"):
-        return True, size / machine.rate(getattr(strategy, "sequence", 1))
-    if kind.startswith("allreduce"):  # by all ranks of a node, over the replicas of each
-        return False, 2 * size / machine.rate(strategy.ranks)
-    # In rings through whole nodes.
-    shards = strategy.ranks // strategy.replicas
-    return False, size / machine.rate(shards, machine.per_node)
-
-
-def apart_figures(
-    role: str, rank: RankPlan, config: Config, machine: Machine, lengths_B: IntArray
-) -> Figures:
-    """Return what a rank of a model apart holds at its peak, and its seconds a step."""
-    tracker, strategy = rank.apart[role], sharding_apart(config, role)
-    without, trainer = ON_HOST if strategy.offload else (), config.trainer
-    width, most = rank.shape.hidden_size, tokens_apart(config, role)
-    whole = [deal(np.sort(lengths_B)[::-1], most, strategy.ranks, width)]
-    updates = _deals(config, lengths_B, strategy.ranks, most, width)
-    full = work(np.array(micro_lengths(config, most)), width).sum()
-    peak = seconds = 0.0
-    for name, phase in list(tracker.phases.items())[1:]:
-        deals = updates if name.endswith("update") else whole
-        times = float(sum(each.work.shape[1] for each in deals))
-        scale = sum(int(each.work.max(0).sum()) for each in deals) / full
-        if name.endswith("update"):
-            passes = trainer.epochs / update_micro_batches(config)
-            times, scale = times * passes, scale * passes
-        elif name.endswith("optimizer"):
-            times = scale = len(updates) * trainer.epochs
-        sent = phase.sent.items()
-        sending = sum(_exchange(strategy, machine, kind, size * times)[1] for kind, size in sent)
-        seconds += max(machine.seconds(phase) * scale, sending)
-        peak = max(peak, tracker.peak(name, without).bytes / GIB)
-    roles = Roles(config)
-    return {
-        "ranks": strategy.ranks,
-        "peak_gib": peak,
-        "beside_policy": roles[role].place == roles["policy"].place,
-        "seconds": seconds,
-    }
 
 
 def shares_gpus(config: Config) -> bool:
@@ -340,62 +240,251 @@ def engine_change(engine: Figures, config: Config, machine: Machine) -> list[str
     return [*given, "rollout.engine.cache_gib=null"]
 
 
-def rollout_seconds(
-    engine: Figures,
-    rank: RankPlan,
-    config: Config,
-    machine: Machine,
-    prompts_B: IntArray,
-    answers_B: IntArray,
-) -> float:
-    """Return the least seconds to write answers: weights and half of the rows read at each token.
+@dataclass(frozen=True)
+class RecipeEstimate:
+    """Figures of a recipe whose ranks were run: what it takes on a machine, and why it would fail.
 
-    As many answers are written at once as the cache holds of this length.
+    Of several stages those of the rank that holds most, and of the one that takes longest.
     """
-    share = (prompts_B + answers_B).mean() / longest_tokens(config)
-    row = engine["longest_row_gib"] * share
-    rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
-    read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
-    peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
-    computed = 2 * rank.learning.passes.parameters * rows / engine["gpus_each"] / (peak * 1e12)
-    ticks = max(answers_B.sum() / engine["engines"] / rows, answers_B.max())
-    return float(max(read, computed) * ticks)
+
+    config: Config
+    machine: Machine
+    stages: Sequence[RankPlan]
+    prompts_B: IntArray
+    answers_B: IntArray
+    """Tokens of a step's prompts and answers."""
+    price: float | None = None
+    """Price of a GPU for an hour."""
+
+    def figures(self) -> Figures:
+        """Return all figures, by the names of JSON."""
+        return {
+            "faults": list(self.faults()),
+            "memory": self.memory,
+            **({"apart": self.apart} if self.apart else {}),
+            "learning": self.learning,
+            "engine": self.engine,
+            "transfers": self.transfers,
+            "run": self.run,
+        }
+
+    def faults(self) -> Iterator[str]:
+        """Yield a line for each reason why the recipe would fail on these GPUs."""
+        memory, engine = self.memory, self.engine
+        room = f"and a GPU has room for {self.machine.limit_gib:.1f}"
+        if self.rank.refusal is not None:
+            yield self.rank.refusal
+        if memory["peak_gib"] > self.machine.limit_gib:
+            name, gib = next(iter(memory["tensors_gib"].items()))
+            yield (
+                f"a rank holds {memory['peak_gib']:,.1f} GiB in the {memory['peak_within']}, most "
+                f"for {name} ({gib:,.1f}), {room}"
+            )
+        for role, each in self.apart.items():
+            # Processes that share a GPU keep what each took at its peak.
+            shared = memory["peak_gib"] * each["beside_policy"]
+            if each["peak_gib"] + shared > self.machine.limit_gib:
+                key = "reward.model" if role == "reward_model" else role
+                yield (
+                    f"a rank of the {role} holds {each['peak_gib']:,.1f} GiB"
+                    f"{f' beside {shared:,.1f} of the policy' if shared else ''}, {room}; raise "
+                    f"{key}.strategy.ranks, or set {key}.strategy.offload=true"
+                )
+        if not engine["fits"]:
+            cache = max(engine["cache_gib"], engine["longest_row_gib"])
+            yield (
+                f"an engine of {engine['gpus_each']} GPU needs {engine['weights_gib']:.1f} GiB for "
+                f"weights and {cache:.1f} for keys and values on each, and has "
+                f"{engine['room_gib']:.1f}{' beside a rank' if shares_gpus(self.config) else ''}"
+            )
+
+    @property
+    def rank(self) -> RankPlan:
+        """The rank of the first stage."""
+        return self.stages[0]
+
+    @cached_property
+    def memory(self) -> Figures:
+        """The peak of a rank, and what it holds then."""
+        offloads = getattr(self.rank.strategy, "offload", False)
+        ranks = [(rank.tracker, _peaks(rank)) for rank in self.stages]
+        tracker, peaks = max(ranks, key=lambda each: max(peak.bytes for peak in each[1].values()))
+        phase = max(peaks, key=lambda name: peaks[name].bytes)
+        roles, tensors = Counter[str](), Counter[str]()
+        for held, size in peaks[phase].held:
+            name = re.sub(r"\.\d+(?=[. ]|$)", ".*", held.made_by)
+            shape = "" if held.role in ON_HOST else f" {list(held.shape)}"
+            roles[held.role] += size
+            tensors[f"{held.role}: {name}{shape}"] += size
+        return {
+            "peak_gib": peaks[phase].bytes / GIB,
+            "peak_within": phase,
+            "limit_gib": self.machine.limit_gib,
+            "host_gib": tracker.held_at_end(ON_HOST) / GIB if offloads else 0.0,
+            "peaks_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
+            "roles_gib": {role: size / GIB for role, size in roles.most_common()},
+            "tensors_gib": {name: size / GIB for name, size in tensors.most_common(8)},
+        }
+
+    @cached_property
+    def learning(self) -> Figures:
+        """Lockstep of a step's samples dealt out, and a rank's FLOP, traffic and seconds a step."""
+        taken = map(self._learning_of, self.stages)
+        return max(taken, key=lambda figures: sum(figures["seconds"].values()))
+
+    def _learning_of(self, rank: RankPlan) -> Figures:
+        deals = self._deals(rank)
+        rounds, stages = _rounds(deals), stages_of(rank.strategy)
+        sent, seconds, petaflop = Counter[str](), dict[str, float](), 0.0
+        for name, phase, times, scale, once in self._phases(rank, deals, deals):
+            sent.update({kind: int(size * times) for kind, size in phase.sent.items()})
+            # Each time that it fills and drains a stage waits for all others (1F1B's bubble).
+            flushes = {"update": len(deals), "optimizer": 0}.get(name.split()[-1], 1)
+            seconds[name] = (1 + flushes * (stages - 1) / rounds) * once
+            petaflop += scale * sum(flop * times for (flop, *_), times in phase.work.items()) / 1e15
+        return {
+            "lockstep": sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals),
+            "micro_batches": rounds,
+            **({"bubble": 1 - 1 / (1 + len(deals) * (stages - 1) / rounds)} if stages > 1 else {}),
+            "petaflop": petaflop,
+            "sent_gib": {kind: size / GIB for kind, size in sent.items()},
+            "seconds": seconds,
+        }
+
+    @cached_property
+    def apart(self) -> dict[str, Figures]:
+        """By role, what a rank of a model apart holds at its peak, and its seconds a step."""
+        return {role: self._separate_model(role, rank) for role, rank in self.rank.apart.items()}
+
+    def _separate_model(self, role: str, rank: RankRun) -> Figures:
+        ranks, width, roles = rank.strategy.ranks, self.rank.shape.hidden_size, Roles(self.config)
+        lengths_B = np.sort(self.prompts_B + self.answers_B)[::-1]
+        whole = deal(lengths_B, rank.max_tokens, ranks, width)
+        phases = self._phases(rank, [whole], self._deals(rank))
+        return {
+            "ranks": ranks,
+            "peak_gib": max(peak.bytes for peak in _peaks(rank).values()) / GIB,
+            "beside_policy": roles[role].place == roles["policy"].place,
+            "seconds": sum(seconds for *_, seconds in phases),
+        }
+
+    def _deals(self, rank: RankRun) -> list[Deal]:
+        """Deal the samples of each update of a step out to ranks."""
+        strategy, sequence = rank.strategy, getattr(rank.strategy, "sequence", 1)
+        shares = strategy.data if isinstance(strategy, Megatron) else strategy.ranks // sequence
+        groups, seed = self.config.sampling.groups_per_step, self.config.run.seed
+        updates = cut_updates(groups, self.config.groups_per_update, (seed, 1, 0))
+        lengths = (self.prompts_B + self.answers_B).reshape(groups, self.config.rollout.n)
+        own = (np.sort(lengths[update].ravel())[::-1] for update in updates)
+        return [deal(each, rank.max_tokens, shares, self.rank.shape.hidden_size) for each in own]
+
+    def _phases(
+        self, rank: RankRun, passes: list[Deal], updates: list[Deal]
+    ) -> Iterator[tuple[str, Phase, float, float, float]]:
+        """Yield a step's phases: rounds, the full micro-batches of work in these, least seconds.
+
+        Args:
+            passes: the step's samples as passes without gradients take them.
+            updates: the same as updates do.
+        """
+        full_B = np.array(micro_lengths(self.config, rank.max_tokens))
+        full = work(full_B, self.rank.shape.hidden_size).sum()
+        epochs, ran = self.config.trainer.epochs, update_micro_batches(self.config)
+        for name, phase in list(rank.tracker.phases.items())[1:]:
+            deals = updates if name.endswith("update") else passes
+            times: float = _rounds(deals)
+            scale = sum(int(each.work.max(0).sum()) for each in deals) / full
+            if name.endswith("update"):  # several micro-batches were run of it, and one of a pass
+                times, scale = times * epochs / ran, scale * epochs / ran
+            elif name.endswith("optimizer"):
+                times = scale = len(updates) * epochs
+            seconds = self.machine.phase_seconds(rank.strategy, phase, times, scale)
+            yield name, phase, times, scale, seconds
+
+    @cached_property
+    def engine(self) -> Figures:
+        """Memory of an engine, and the least seconds in which engines write a step's answers."""
+        rank, config, machine = self.rank, self.config, self.machine
+        engine = engine_figures(rank, config, machine, self.memory["peak_gib"])
+        if not engine["fits"]:
+            return engine
+        # At each token weights are read, and half of the rows of the answers that the cache holds.
+        share = (self.prompts_B + self.answers_B).mean() / longest_tokens(config)
+        row = engine["longest_row_gib"] * share
+        rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
+        read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
+        computed = 2 * rank.learning.passes.parameters * rows / engine["gpus_each"]
+        computed /= machine.teraflop_s(config) * 1e12
+        ticks = max(self.answers_B.sum() / engine["engines"] / rows, self.answers_B.max())
+        return engine | {"rollout_seconds": float(max(read, computed) * ticks)}
+
+    @cached_property
+    def transfers(self) -> Figures:
+        """Bytes and seconds of a publication and of a checkpoint.
+
+        All ranks gather each tensor together; engines fetch and check all of them, side by side. Of
+        a checkpoint each rank writes and hashes its own rows, those of the model twice, as its
+        files are put together from them: each by one rank. The next step goes on meanwhile.
+        """
+        rank, machine, strategy = self.rank, self.machine, self.rank.strategy
+        policy, others = cast(Any, rank.learning.policy), rank.learning.others
+        adapter = self.config.model.adapter
+        publishes, has_adapter = getattr(adapter, "publish", ""), not isinstance(adapter, NoAdapter)
+        sent = policy.exported_bytes("adapter" if publishes == "adapter" else "all")
+        model = policy.exported_bytes("adapter" if has_adapter else "all")
+        if isinstance(strategy, Megatron):  # masters and two moments, of each parameter one owner's
+            state = 12 * sum(rank.parameters[role] for role in ("policy", *others))
+        else:
+            states = [each.state_dict() for each in (policy, *others.values())]
+            rows = sum(local_bytes(t) for t in tree_leaves(states) if isinstance(t, Tensor))
+            state = rows * strategy.ranks // strategy.replicas
+        own_files = math.ceil(model / MODEL_FILE_BYTES / strategy.ranks)
+        hashed = state / strategy.ranks + min(own_files * MODEL_FILE_BYTES, model)
+        seconds = machine.saving_seconds(state + 2 * model, hashed, strategy.ranks)
+        if "critic" in rank.apart:  # whose ranks write after the others: masters and two moments
+            saved, ranks = 12 * rank.parameters["critic"], rank.apart["critic"].strategy.ranks
+            state += saved
+            seconds += machine.saving_seconds(saved, saved / ranks, ranks)
+        gathered = sent / machine.rate(strategy.ranks, machine.per_node)
+        return {
+            "publication_gib": sent / GIB,
+            "publication_seconds": gathered + sent / (ENGINE_GB_S * 1e9),
+            "checkpoint_gib": (state + model) / GIB,
+            "checkpoint_seconds": seconds,
+        }
+
+    @cached_property
+    def run(self) -> Figures:
+        """Tokens, hours and cost of all steps; tokens alone where an engine does not fit."""
+        roles, beside = Roles(self.config), gpus_beside(self.config)
+        steps, written = self.config.trainer.steps, int(self.answers_B.sum())
+        run: Figures = {"mean_response": float(self.answers_B.mean()), "tokens": written * steps}
+        if not self.engine["fits"]:
+            return run
+        asked = Counter({role: each["seconds"] for role, each in self.apart.items()})
+        step = sum(self.learning["seconds"].values()) + self.transfers["publication_seconds"]
+        # Answers are scored while others are written; reference and critic wait for all of them.
+        step += max(self.engine["rollout_seconds"], asked["reward_model"])
+        step += asked["reference"] + asked["critic"]
+        packed = written + int(self.prompts_B.sum())
+        tokens = StepTokens(written, packed, self.prompts_B.tolist(), self.answers_B.tolist())
+        learning = roles["policy"].count
+        places = {roles[name].place for name in ("rollout", "critic")}
+        counted = learning + sum(beside.get(place, 0) for place in places)
+        run["step_seconds"] = step
+        computed = step * counted * self.machine.teraflop_s(self.config) * 1e12
+        run["mfu"] = self.rank.learning.passes.flop(tokens) / computed
+        run["hours"] = step * steps / 3600
+        run["gpu_hours"] = run["hours"] * (learning + sum(beside.values()))
+        return run if self.price is None else run | {"cost": run["gpu_hours"] * self.price}
 
 
-def transfer_figures(rank: RankPlan, config: Config, machine: Machine) -> Figures:
-    """Return bytes and seconds of a publication and of a checkpoint.
+def _peaks(rank: RankRun) -> dict[str, Peak]:
+    """Return the peak of each phase on the device."""
+    tracker, without = rank.tracker, ON_HOST if getattr(rank.strategy, "offload", False) else ()
+    return {name: tracker.peak(name, without) for name in list(tracker.phases)[1:]}
 
-    All ranks gather each tensor together; engines fetch and check all of them, side by side. Of a
-    checkpoint each rank writes and hashes its own rows, those of the model twice, as its files are
-    put together from them: each by one rank. The next step goes on meanwhile.
-    """
-    strategy, learning, adapter = config.trainer.strategy, rank.learning, config.model.adapter
-    assert isinstance(strategy, Fsdp2 | Megatron)
-    policy, is_adapter = cast(Any, learning.policy), not isinstance(adapter, NoAdapter)
-    sent = policy.exported_bytes(
-        "adapter" if getattr(adapter, "publish", "") == "adapter" else "all"
-    )
-    model = policy.exported_bytes("adapter" if is_adapter else "all")
-    if isinstance(strategy, Megatron):  # masters and two moments, of each parameter one owner's
-        state = 12 * sum(rank.parameters[role] for role in ("policy", *learning.others))
-    else:
-        states = [each.state_dict() for each in (policy, *learning.others.values())]
-        rows = sum(local_bytes(t) for t in tree_leaves(states) if isinstance(t, Tensor))
-        state = rows * strategy.ranks // strategy.replicas
-    own_files = math.ceil(model / MODEL_FILE_BYTES / strategy.ranks)
-    hashed = state / strategy.ranks + min(own_files * MODEL_FILE_BYTES, model)
-    nodes = math.ceil(strategy.ranks / machine.per_node)
-    gathered = sent / machine.rate(strategy.ranks, machine.per_node)
-    written = (state + 2 * model) / (nodes * DISK_GB_S * 1e9)
-    seconds = written + hashed / (HASH_GB_S * 1e9)
-    if "critic" in rank.apart:  # whose ranks write after the others: masters and two moments
-        saved, ranks = 12 * rank.parameters["critic"], sharding_apart(config, "critic").ranks
-        state += saved
-        disks = math.ceil(ranks / machine.per_node) * DISK_GB_S
-        seconds += saved / (disks * 1e9) + saved / ranks / (HASH_GB_S * 1e9)
-    return {
-        "publication_gib": sent / GIB,
-        "publication_seconds": gathered + sent / (ENGINE_GB_S * 1e9),
-        "checkpoint_gib": (state + model) / GIB,
-        "checkpoint_seconds": seconds,
-    }
+
+def _rounds(deals: list[Deal]) -> int:
+    """Return how many micro-batches a rank has."""
+    return sum(each.work.shape[1] for each in deals)

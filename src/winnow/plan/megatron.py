@@ -9,8 +9,9 @@ many tokens for each expert.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -49,33 +50,21 @@ def _spread(self: Any, routing_map: Tensor) -> Tensor:
     return routing_map.new_empty(len(own), dtype=torch.int64)
 
 
-@contextlib.contextmanager
-def _answering() -> Iterator[Callable[..., None]]:
-    """Answer what is asked of CUDA, and yield what gives other things' names other values."""
-    zeros = torch.zeros
+def _zeros(*size: Any, zeros: Any = torch.zeros, **options: Any) -> Any:
+    """Make zeros where there are devices, in the place of torch.zeros."""
+    return zeros(*size, **options | ({"device": _CPU} if "device" in options else {}))
 
-    def zeros_here(*size: Any, **options: Any) -> Tensor:
-        return zeros(*size, **options | ({"device": _CPU} if "device" in options else {}))
 
-    with contextlib.ExitStack() as undo:
-
-        def answer(owner: Any, **answers: Any) -> None:
-            for name, given in answers.items():
-                undo.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, given)
-
-        answer(
-            torch.cuda,
-            current_device=lambda: _CPU,
-            synchronize=lambda *_: None,
-            Stream=_Stream,
-            current_stream=_Stream,
-            stream=lambda stream: stream,
-            get_rng_state=lambda *_, **__: torch.get_rng_state(),
-            manual_seed=lambda seed: None,
-        )
-        answer(torch, zeros=zeros_here)
-        yield answer
+_CUDA: dict[str, Any] = {
+    "current_device": lambda: _CPU,
+    "synchronize": lambda *_: None,
+    "Stream": _Stream,
+    "current_stream": _Stream,
+    "stream": lambda stream: stream,
+    "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    "manual_seed": lambda seed: None,
+}
+"""Answers in the place of torch.cuda's."""
 
 
 @contextlib.contextmanager
@@ -97,7 +86,13 @@ def planned_megatron(
     def shapes(_: Any, to_next: Any, to_previous: Any, previous: bool, following: bool) -> Any:
         return shape if previous else None, shape if following else None
 
-    with _answering() as answer:
+    with contextlib.ExitStack() as undo:
+
+        def answer(owner: Any, **answers: Any) -> None:
+            undo.enter_context(mock.patch.multiple(owner, **answers))
+
+        answer(torch.cuda, **_CUDA)
+        answer(torch, zeros=_zeros)
         from winnow.models.megatron.mcore_import import import_megatron
 
         import_megatron(_CPU)

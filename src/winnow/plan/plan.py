@@ -6,7 +6,6 @@ recipe ─► ranks of the machine ─► run_rank (fake tensors) ─► figures
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +21,8 @@ from winnow.config.rules import longest_tokens
 from winnow.config.trainer import Fsdp2, Megatron
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
-from winnow.plan.estimate import Figures, Machine, gpus_beside, shares_gpus
+from winnow.plan.estimate import Figures, Machine, RecipeEstimate
 from winnow.plan.rank import RankPlan, run_rank, stages_of
-from winnow.run.step_metrics import StepTokens
-from winnow.types import IntArray
 
 _SHAPES = Path(__file__).with_name("shapes")
 """Folders with a config.json each: what published models' say of their shape."""
@@ -94,7 +91,7 @@ def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[st
     config = load_recipe(request.recipe, given)
     if isinstance(config.sft, Demonstrations):
         raise ConfigError("sft.train_files: imitation is not planned; plan a recipe that samples")
-    beside = gpus_beside(config)
+    beside = estimate.gpus_beside(config)
     ranks = machine.nodes * machine.per_node - sum(beside.values())
     if ranks < 1:
         neighbours = [role for role in Roles(config) if role.gpus and role.place in beside]
@@ -146,99 +143,12 @@ def published_shape(path: str) -> Path | None:
 
 
 def _figures(request: PlanRequest, config: Config, stages: Sequence[RankPlan]) -> Figures:
-    """Return all figures of a recipe whose ranks were run, and what is wrong with them.
-
-    Of several stages those of the rank that holds most, and of the one that takes longest.
-    """
-    machine, rank = request.machine, stages[0]
-    memories = [estimate.memory_figures(each, config, machine) for each in stages]
-    memory = max(memories, key=lambda figures: figures["peak_gib"])
-    prompts, answers = _lengths(request, config)
-    taken = [estimate.learning_figures(each, config, machine, prompts + answers) for each in stages]
-    learning = max(taken, key=lambda figures: sum(figures["seconds"].values()))
-    apart = {
-        role: estimate.apart_figures(role, rank, config, machine, prompts + answers)
-        for role in rank.apart
-    }
-    engine = estimate.engine_figures(rank, config, machine, memory["peak_gib"])
-    transfers = estimate.transfer_figures(rank, config, machine)
-    written, packed = int(answers.sum()), int((prompts + answers).sum())
-    run: Figures = {
-        "mean_response": float(answers.mean()),
-        "tokens": written * config.trainer.steps,
-    }
-    if engine["fits"]:
-        seconds = estimate.rollout_seconds(engine, rank, config, machine, prompts, answers)
-        engine["rollout_seconds"] = seconds
-        ranks, beside = Roles(config)["policy"].count, gpus_beside(config)
-        devices = ranks + sum(beside.values())
-        asked = Counter({role: each["seconds"] for role, each in apart.items()})
-        step = sum(learning["seconds"].values()) + transfers["publication_seconds"]
-        # Answers are scored while others are written; reference and critic wait for all of them.
-        step += max(seconds, asked["reward_model"]) + asked["reference"] + asked["critic"]
-        tokens = StepTokens(written, packed, prompts.tolist(), answers.tolist())
-        peak = machine.gpu.float32 if config.model.dtype == "float32" else machine.gpu.bfloat16
-        run["step_seconds"] = step
-        places = {Roles(config)[name].place for name in ("rollout", "critic")}
-        counted = ranks + sum(beside.get(place, 0) for place in places)
-        run["mfu"] = rank.learning.passes.flop(tokens) / (step * counted * peak * 1e12)
-        run["hours"] = step * config.trainer.steps / 3600
-        run["gpu_hours"] = run["hours"] * devices
-        if request.price is not None:
-            run["cost"] = run["gpu_hours"] * request.price
-    return {
-        "faults": list(_faults(rank, config, machine, memory, engine, apart)),
-        "memory": memory,
-        **({"apart": apart} if apart else {}),
-        "learning": learning,
-        "engine": engine,
-        "transfers": transfers,
-        "run": run,
-    }
-
-
-def _lengths(request: PlanRequest, config: Config) -> tuple[IntArray, IntArray]:
+    """Return all figures of a recipe whose ranks were run, and what is wrong with them."""
     if request.lengths is None:
-        return estimate.drawn_lengths(config, request.mean_response)
-    return estimate.kept_lengths(config, request.lengths)
-
-
-def _faults(
-    rank: RankPlan,
-    config: Config,
-    machine: Machine,
-    memory: Figures,
-    engine: Figures,
-    apart: Figures,
-) -> Iterator[str]:
-    """Yield a line for each reason why the recipe would fail on these GPUs."""
-    if rank.refusal is not None:
-        yield rank.refusal
-    if memory["peak_gib"] > machine.limit_gib:
-        name, gib = next(iter(memory["tensors_gib"].items()))
-        yield (
-            f"a rank holds {memory['peak_gib']:,.1f} GiB in the {memory['peak_within']}, most for "
-            f"{name} ({gib:,.1f}), and a GPU has room for {machine.limit_gib:.1f}"
-        )
-    for role, each in apart.items():
-        # Processes that share a GPU keep what each took at its peak.
-        shared = memory["peak_gib"] * each["beside_policy"]
-        if each["peak_gib"] + shared > machine.limit_gib:
-            key = "reward.model" if role == "reward_model" else role
-            yield (
-                f"a rank of the {role} holds {each['peak_gib']:,.1f} GiB"
-                f"{f' beside {shared:,.1f} of the policy' if shared else ''}, and a GPU has room "
-                f"for {machine.limit_gib:.1f}; raise {key}.strategy.ranks, or set "
-                f"{key}.strategy.offload=true"
-            )
-    if not engine["fits"]:
-        wanted = max(engine["cache_gib"], engine["longest_row_gib"])
-        beside = " beside a rank" if shares_gpus(config) else ""
-        yield (
-            f"an engine of {engine['gpus_each']} GPU needs {engine['weights_gib']:.1f} GiB for "
-            f"weights and {wanted:.1f} for keys and values on each, and has "
-            f"{engine['room_gib']:.1f}{beside}"
-        )
+        lengths = estimate.drawn_lengths(config, request.mean_response)
+    else:
+        lengths = estimate.kept_lengths(config, request.lengths)
+    return RecipeEstimate(config, request.machine, stages, *lengths, request.price).figures()
 
 
 def _change(
@@ -300,10 +210,9 @@ def as_text(plan: Figures) -> str:
     elif plan["faults"]:
         told.append("No change that was tried lets it fit: use more or larger GPUs")
     figures = {name: value for name, value in plan.items() if name not in ("recipe", "machine")}
+    lines = [(line, "  ") for line in told] + [(line, " " * 21) for line in _lines(figures)]
     wrap = partial(fill, width=80, break_long_words=False, break_on_hyphens=False)
-    lines = [wrap(line, subsequent_indent="  ") for line in told]
-    lines += [wrap(line, subsequent_indent=" " * 21) for line in _lines(figures)]
-    return "\n".join(lines)
+    return "\n".join(wrap(line, subsequent_indent=indent) for line, indent in lines)
 
 
 def _lines(figures: Figures) -> Iterator[str]:

@@ -9,54 +9,39 @@ needs PyTorch's CUDA build; kernels are chosen as on CUDA.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from winnow.config.judge import SequenceClassifier, sharding_of
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.trainer import Megatron, Sharded
+from winnow.config.trainer import Fsdp2, Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
 from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.sequence import SequenceRunner
-from winnow.learning.strategy import Stats, Strategy
+from winnow.learning.strategy import LossFn, Stats, Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.folders import torch_dtype
 from winnow.models.value import load_reward_model, load_value_model
 from winnow.plan.megatron import planned_megatron
 from winnow.plan.tracker import DeviceTracker
-from winnow.ranks.learner import (
-    Learning,
-    critic_options,
-    critic_passes,
-    load_role,
-    make_learner,
-    make_objective,
-    make_value_objective,
-    readout_options,
-)
+from winnow.ranks import learner
 from winnow.ranks.models import check_attention, load_policy_model
 from winnow.run.step_metrics import Attention
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
-Assign = Callable[[str, str, Strategy], object]
-"""Takes what tensors are for, the role of a model, and the strategy that has them."""
+_CPU = torch.device("cpu")
+_NEEDS_NUMBERS = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 class _PlannedRunner(SequenceRunner):
@@ -69,11 +54,29 @@ class Planned(Strategy):
     """A strategy on a rank whose neighbours are not there, which says what its tensors are for."""
 
     kernels: ClassVar[str] = "cuda"
+    _tracker: DeviceTracker
+    _role: str
 
     @property
     def held_modules(self) -> nn.Module:
         """The modules of the model that this rank runs."""
         return self.model
+
+    def report_to(self, tracker: DeviceTracker, role: str) -> None:
+        """Say from now on what the tensors of this model are for."""
+        self._tracker, self._role = tracker, role
+        tracker.know(self.held_modules, role)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._report("optimizer state", self.moments())
+
+    def forward_backward(
+        self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
+    ) -> Stats:
+        figures = super().forward_backward(microbatches, outputs, loss_fn)
+        self._report("gradients", self.gradients())
+        return figures
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what the optimizer keeps, fp32 masters of weights in half precision included."""
@@ -90,6 +93,9 @@ class Planned(Strategy):
             if master.grad is not None:
                 yield name, master.grad
 
+    def _report(self, use: str, named: Iterator[tuple[str, Tensor]]) -> None:
+        self._tracker.assign(use, ((f"{self._role} {name}", tensor) for name, tensor in named))
+
     def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
         return sums | maxima
 
@@ -104,18 +110,27 @@ class PlannedStrategy(Planned, FSDP2Strategy):
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """A rank that has run."""
+class RankRun:
+    """A rank of a model that has run."""
 
     tracker: DeviceTracker
-    learning: Learning
+    strategy: Sharded | Megatron
+    max_tokens: int
+    """Tokens that it runs at once."""
+
+
+@dataclass(frozen=True)
+class RankPlan(RankRun):
+    """A rank of the policy that has run, and those of models on ranks of their own."""
+
+    learning: learner.Learning
     parameters: dict[str, int]
     """Parameters of each model, by role."""
     shape: Any
     """Hugging Face's configuration of the policy."""
     refusal: str | None
     """Why GPUs could not compute the policy's attention."""
-    apart: dict[str, DeviceTracker]
+    apart: dict[str, RankRun]
     """By role, a rank of each model on ranks of its own."""
 
 
@@ -138,27 +153,30 @@ def run_rank(
         ConfigError: the recipe's loss cannot be run without numbers.
         ModelError: a model cannot be described by its config.json, or shared by the ranks.
     """
-    cpu, refusal = torch.device("cpu"), None
-    model = load_policy_model(config.model, path, cpu, config.run.seed, hollow="shapes")
+    model = load_policy_model(config.model, path, _CPU, config.run.seed, hollow="shapes")
+    layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
+    assert isinstance(layout, Fsdp2 | Megatron)
+    refusal = None
     try:
         check_attention(config, model, "model.dtype", strategy.kernels)
     except ConfigError as error:
         refusal = str(error)
-    tracker = track(_attention_flop(config, model, config.trainer.microbatch_tokens))
+    tracker = track(_attention_flop(config, model, most))
     tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
     # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
     with exact:
-        learning, parameters = _learn(config, model, path, strategy, tracker, stage)
+        learning, models = _learn(config, model, path, strategy, tracker, stage)
     apart = {}
     for role in Roles(config):
         if role.kind == "ranks" and role.name != "policy":
-            apart[role.name], held = _run_apart(config, role.name, path)
-            parameters[role.name] = held.parameters
-            if role.name == "critic":
-                passes = replace(learning.passes, **critic_passes(held))
-                learning = replace(learning, passes=passes)
-    return RankPlan(tracker, learning, parameters, model.config, refusal, apart)
+            apart[role.name], models[role.name] = _run_apart(config, role.name, path)
+    if "critic" in apart:
+        passes = replace(learning.passes, **learner.critic_passes(models["critic"]))
+        learning = replace(learning, passes=passes)
+    parameters = {role: held.parameters for role, held in models.items()}
+    ran = tracker, layout, most
+    return RankPlan(*ran, learning, parameters, model.config, refusal, apart)
 
 
 def _learn(
@@ -168,93 +186,63 @@ def _learn(
     strategy: type[PlannedStrategy],
     tracker: DeviceTracker,
     stage: int,
-) -> tuple[Learning, dict[str, int]]:
-    """Build the learner on a rank and take its steps; also returns each model's parameters."""
-    chosen, fake = config.trainer.strategy, FakeTensorMode(allow_non_fake_inputs=True)
+) -> tuple[learner.Learning, dict[str, Planned]]:
+    """Build the learner on a rank and take its steps; also returns its models, by role."""
+    chosen, fake = config.trainer.strategy, fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     planned: Any = contextlib.nullcontext(strategy)
-    full = full_micro_batches(config)
     if isinstance(chosen, Megatron):
         planned = planned_megatron(chosen, model.config, Planned, strategy.kernels)
-    try:
-        mesh = _fake_mesh(cast("Sharded | Megatron", chosen), stage)
-        with planned as kind:
+    full = full_micro_batches(config)
+    with _fake_ranks(cast("Sharded | Megatron", chosen), stage) as mesh, planned as kind:
 
-            def hold(*args: Any, **options: Any) -> Strategy:
-                with fake, tracker:
-                    return cast(Strategy, kind(*args, **options))
-
-            learning = make_learner(config, model, model.config.vocab_size, path, mesh, hold)
-            roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
-            held = {role: cast(Planned, each) for role, each in roles.items() if each is not None}
+        def hold(*args: Any, **options: Any) -> Strategy:
             with fake, tracker:
-                for role, each in held.items():
-                    tracker.know(each.held_modules, role)
-                take_steps(config, learning, full, tracker.begin, partial(_assign, tracker))
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(
-            f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction asks "
-            f"for sizes that follow from numbers ({error.func}), which a plan does not have; plan "
-            "with algorithm/policy_loss=ppo_clip, which takes about the same"
-        ) from error
-    finally:
-        dist.destroy_process_group()
-    return learning, {role: each.parameters for role, each in held.items()}
+                return cast(Strategy, kind(*args, **options))
 
-
-def _run_apart(config: Config, role: str, path: str) -> tuple[DeviceTracker, PlannedStrategy]:
-    """Run the passes of a model, and its update if it learns, as the first of its own ranks.
-
-    Returns:
-        What the rank held and did, and the strategy that holds the model.
-    """
-    cpu, scorer, options = torch.device("cpu"), config.reward.model, dict[str, Any]()
-    if role == "reference":
-        model = load_role(load_causal_lm, config, role, path, cpu, "shapes")
-        options = readout_options(config, cast(Any, model).config.vocab_size)
-    elif role == "critic":
-        model = load_role(load_value_model, config, role, path, cpu, "shapes")
-        options = critic_options(config)
-    else:
-        assert isinstance(scorer, SequenceClassifier)
-        dtype = torch_dtype(scorer.dtype or config.model.dtype)
-        model = load_reward_model(scorer.path, dtype, cpu, hollow="shapes")
-    sharding, fake = sharding_apart(config, role), FakeTensorMode(allow_non_fake_inputs=True)
-    most = tokens_apart(config, role)
-    tracker = DeviceTracker(_attention_flop(config, model, most))
-    micro = full_micro_batch(config, most)
-    try:
-        mesh = _fake_mesh(sharding)
+        learning = learner.make_learner(config, model, model.config.vocab_size, path, mesh, hold)
+        roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
+        models = {role: cast(Planned, each) for role, each in roles.items() if each is not None}
         with fake, tracker:
-            held = Sharding(offload=sharding.offload)
-            model.requires_grad_(role == "critic")
-            strategy = PlannedStrategy(model, mesh, held, **options)
-            tracker.know(strategy.model, role)
-            if role == "critic":
-                assign = partial(_assign, tracker)
-                _fill_optimizer(role, strategy, assign)
-                _train_role(config, role, strategy, micro, tracker.begin, assign)
-            else:
-                tracker.begin(role)
-                outputs: set[Output] = {"logprob" if role == "reference" else "score"}
-                strategy.forward([micro], frozenset(outputs))
-    finally:
-        dist.destroy_process_group()
-    return tracker, strategy
+            for role, each in models.items():
+                each.report_to(tracker, role)
+            try:
+                take_steps(config, learning, full, tracker.begin)
+            except _NEEDS_NUMBERS as error:
+                raise ConfigError(
+                    f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction "
+                    f"asks for sizes that follow from numbers ({error.func}), which a plan does "
+                    "not have; plan with algorithm/policy_loss=ppo_clip, which takes about the same"
+                ) from error
+    return learning, models
 
 
-def sharding_apart(config: Config, role: str) -> Sharded:
-    """Return how a model with ranks of its own is sharded over them."""
-    found = sharding_of(config.reward.model)
-    if role != "reward_model":
-        found = getattr(config, role).strategy
-    assert isinstance(found, Sharded)
-    return found
-
-
-def tokens_apart(config: Config, role: str) -> int:
-    """Return the most tokens that ranks of a model apart run at once."""
-    section = {"critic": config.critic, "reward_model": config.reward.model}.get(role)
-    return getattr(section, "microbatch_tokens", None) or config.trainer.microbatch_tokens
+def _run_apart(config: Config, role: str, path: str) -> tuple[RankRun, Planned]:
+    """Run the passes of a model, and its update if it learns, as the first of its own ranks."""
+    section: Any = config.reward.model if role == "reward_model" else getattr(config, role)
+    most = getattr(section, "microbatch_tokens", None) or config.trainer.microbatch_tokens
+    options = dict[str, Any]()
+    if role == "reference":
+        model = learner.load_role(load_causal_lm, config, role, path, _CPU, "shapes")
+        options = learner.readout_options(config, cast(Any, model).config.vocab_size)
+    elif role == "critic":
+        model = learner.load_role(load_value_model, config, role, path, _CPU, "shapes")
+        options = learner.critic_options(config)
+    else:
+        dtype = torch_dtype(section.dtype or config.model.dtype)
+        model = load_reward_model(section.path, dtype, _CPU, hollow="shapes")
+    tracker, micro = DeviceTracker(_attention_flop(config, model, most)), _full(config, most)
+    fake, sharding = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), section.strategy
+    with _fake_ranks(sharding) as mesh, fake, tracker:
+        model.requires_grad_(role == "critic")
+        strategy = PlannedStrategy(model, mesh, Sharding(offload=sharding.offload), **options)
+        strategy.report_to(tracker, role)
+        if role == "critic":
+            _fill_optimizer(strategy)
+            _train_role(config, role, strategy, micro, tracker.begin)
+        else:
+            tracker.begin(role)
+            strategy.forward([micro], frozenset({"logprob" if role == "reference" else "score"}))
+    return RankRun(tracker, sharding, most), strategy
 
 
 def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[int], float]:
@@ -264,13 +252,17 @@ def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[in
     return lambda width: whole * width
 
 
-def _fake_mesh(strategy: Sharded | Megatron, stage: int = 0) -> DeviceMesh:
-    """Become the first of a stage's many ranks, which are not there."""
+@contextlib.contextmanager
+def _fake_ranks(strategy: Sharded | Megatron, stage: int = 0) -> Iterator[DeviceMesh]:
+    """Be the first of a stage's many ranks, which are not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank = stage * strategy.ranks // stages_of(strategy)
     dist.init_process_group("fake", rank=rank, world_size=strategy.ranks, store=FakeStore())
-    return make_mesh("cpu", strategy.ranks, getattr(strategy, "replicas", 1))
+    try:
+        yield make_mesh("cpu", strategy.ranks, getattr(strategy, "replicas", 1))
+    finally:
+        dist.destroy_process_group()
 
 
 def stages_of(strategy: object) -> int:
@@ -294,12 +286,11 @@ def micro_lengths(config: Config, max_tokens: int) -> list[int]:
 def full_micro_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
     """Make micro-batches of policy and critic, of as many tokens as one may have."""
     tokens = config.trainer.microbatch_tokens
-    most = tokens, config.critic.microbatch_tokens or tokens
-    return full_micro_batch(config, most[0]), full_micro_batch(config, most[1])
+    return _full(config, tokens), _full(config, config.critic.microbatch_tokens or tokens)
 
 
-def full_micro_batch(config: Config, max_tokens: int) -> MicroBatch:
-    """Make a micro-batch of as many tokens as one may have, of the longest samples."""
+def _full(config: Config, max_tokens: int) -> MicroBatch:
+    """Make a micro-batch of so many tokens, of the longest samples."""
     ids = [np.zeros(length, np.int64) for length in micro_lengths(config, max_tokens)]
     batch = pack_sequences(ids, last=config.rollout.max_response_tokens)
     T = len(batch.token_ids)
@@ -310,37 +301,33 @@ def full_micro_batch(config: Config, max_tokens: int) -> MicroBatch:
 
 def take_steps(
     config: Config,
-    learning: Learning,
+    learning: learner.Learning,
     full: tuple[MicroBatch, MicroBatch],
     begin: Callable[[str], object],
-    assign: Assign = lambda what, role, strategy: None,
 ) -> None:
     """Fill the optimizers, then take a step's passes and an update of each model that learns.
 
     Args:
         full: of `full_micro_batches`.
         begin: is told the name of each phase.
-        assign: is told what tensors are for.
     """
-    learners: dict[str, Any] = {**learning.others, "policy": learning.policy}
-    for role, strategy in learners.items():
-        _fill_optimizer(role, strategy, assign)
-    if make_objective(config).old == "pass":
+    learners = {**learning.others, "policy": learning.policy}
+    for strategy in learners.values():
+        _fill_optimizer(strategy)
+    if learner.make_objective(config).old == "pass":
         begin("old log-probs")
         learning.policy.forward(full[:1], frozenset({"logprob", "entropy"}))
     if learning.reference is not None:
         begin("reference")
         learning.reference.forward(full[:1], frozenset({"logprob"}))
     for role, strategy in learners.items():
-        _train_role(config, role, strategy, full[role == "critic"], begin, assign)
+        _train_role(config, role, strategy, full[role == "critic"], begin)
 
 
-def _fill_optimizer(role: str, strategy: Any, assign: Assign) -> None:
+def _fill_optimizer(strategy: Any) -> None:
     """Give a model the moments that it has after a resume, for an update to step with."""
     moments = strategy.blank_state()["optimizer"]
     strategy.load_state_dict(strategy.state_dict() | {"optimizer": moments})
-    del moments
-    assign("optimizer state", role, strategy)
 
 
 def _train_role(
@@ -349,24 +336,15 @@ def _train_role(
     strategy: Strategy,
     micro: MicroBatch,
     begin: Callable[[str], object],
-    assign: Assign,
 ) -> None:
     """Take an update of a model, behind a critic's pass for its values."""
-    loss = cast(Any, make_objective(config))
+    loss = cast(Any, learner.make_objective(config))
     if role == "critic":
-        loss = make_value_objective(config)
+        loss = learner.make_value_objective(config)
         begin("values")
         strategy.forward([micro], loss.outputs)
     begin(f"{role} update")
     # The same again and again: gradients of the second are added to those of the first.
     strategy.forward_backward([micro] * update_micro_batches(config), loss.outputs, loss)
-    assign("gradients", role, strategy)
     begin(f"{role} optimizer")
     strategy.optimizer_step(1e-6)
-
-
-def _assign(tracker: DeviceTracker, what: str, role: str, held: Strategy) -> None:
-    """Book what a strategy's gradients or moments are for."""
-    assert isinstance(held, Planned)
-    named = held.gradients() if what == "gradients" else held.moments()
-    tracker.assign(what, ((f"{role} {name}", tensor) for name, tensor in named))

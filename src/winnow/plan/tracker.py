@@ -8,10 +8,12 @@ end. It is for fake tensors, which have shapes and no numbers.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +43,10 @@ class Held:
     made_by: str
     """Module and operation; the parameter's name for what belongs to one."""
     shape: tuple[int, ...]
+    bytes: int = 0
+    """Size at this moment; 0 once it is freed."""
+    storage: Callable[[], Any] = lambda: None
+    """Returns the storage; None once it is freed."""
 
 
 @dataclass
@@ -82,7 +88,7 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._attention_flop = attention_flop
         self._events: list[tuple[Held, int, int]] = []
         """The storage that changes, its bytes before and after."""
-        self._now: dict[int, tuple[Held, int, Any]] = {}
+        self._now: dict[int, Held] = {}
         self._modules: list[str] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._hooks = contextlib.ExitStack()
@@ -100,36 +106,32 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def assign(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Say what storages that are held are for."""
         for name, tensor in named:
-            found = self._now.get(_local(tensor).untyped_storage()._cdata)
-            if found is not None:
-                found[0].role, found[0].made_by = role, name
+            if (held := self._now.get(_local(tensor).untyped_storage()._cdata)) is not None:
+                held.role, held.made_by = role, name
 
     def peak(self, phase: str, without: Collection[str] = ()) -> Peak:
         """Return the peak of a phase, without the storages of some roles."""
-        starts = [each.first for each in self.phases.values()]
-        first = self.phases[phase].first
-        end = min((start for start in starts if start > first), default=len(self._events))
-        now = most = place = 0
-        for index, (held, before, after) in enumerate(self._events[:end]):
-            now += 0 if held.role in without else after - before
-            if now > most and index >= first:
-                most, place = now, index
-        left = {held: after for held, _, after in self._events[: place + 1]}
-        return Peak(most, [(h, size) for h, size in left.items() if size and h.role not in without])
+        first, starts = self.phases[phase].first, [each.first for each in self.phases.values()]
+        end = next((start for start in starts if start > first), len(self._events))
+        changes = (0 if h.role in without else after - b for h, b, after in self._events[:end])
+        totals = list(itertools.accumulate(changes))
+        place = max(range(first, end), key=totals.__getitem__)
+        left = {h: size for h, _, size in self._events[: place + 1] if h.role not in without}
+        return Peak(totals[place], [(h, size) for h, size in left.items() if size])
 
     def held_at_end(self, roles: Collection[str]) -> int:
         """Return the bytes that are held now for some purposes."""
-        return sum(size for held, size, _ in self._now.values() if held.role in roles)
+        return sum(held.bytes for held in self._now.values() if held.role in roles)
 
     def __enter__(self) -> Any:
         plain: Any = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
             # No operation: FSDP2 frees gathered weights so.
-            out, known = plain(storage, size), self._now.get(storage._cdata)
-            if known is not None:
-                known[0].role = "gathered weights" if size else known[0].role
-                self._set(storage, known[0])
+            out = plain(storage, size)
+            if (held := self._now.get(storage._cdata)) is not None:
+                held.role = "gathered weights" if size else held.role
+                self._resize(held, storage.nbytes())
             return out
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -173,31 +175,28 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, tensor: Tensor, func: Any) -> None:
         storage = _local(tensor).untyped_storage()
-        known = self._now.get(storage._cdata)
-        held = known[0] if known is not None and known[2]() is not None else None
-        if held is None:
+        key = storage._cdata
+        held = self._now.get(key)
+        if held is None or held.storage() is None:
             # In a backward pass, what a module makes is computed again.
             is_gradient = torch._C._current_graph_task_id() != -1 and not self._modules
             role = "backward" if is_gradient else "activations"
             role = "gathered weights" if func.namespace == "fsdp" else role
             made_by = f"{''.join(self._modules[-1:])} {func._overloadpacket.__name__}".strip()
-            held = Held(role, made_by, tuple(tensor.shape))
-        self._set(storage, held)
+            held = self._now[key] = Held(role, made_by, tuple(tensor.shape))
+            held.storage = weakref.ref(storage, partial(self._free, key, held))
+        self._resize(held, storage.nbytes())
 
-    def _set(self, storage: Any, held: Held) -> None:
-        key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
-        before, ref = 0, None
-        if (known := self._now.get(key)) is not None and known[0] is held:
-            _, before, ref = known
-        if size != before:
-            self._events.append((held, before, size))
-        self._now[key] = held, size, ref or weakref.ref(storage, lambda _: self._gone(key, held))
+    def _free(self, key: int, held: Held, _: object) -> None:
+        if self._now.get(key) is held:
+            self._resize(self._now.pop(key), 0)
 
-    def _gone(self, key: int, held: Held) -> None:
-        known = self._now.get(key)
-        if known is not None and known[0] is held:
-            self._events.append((held, known[1], 0))
-            del self._now[key]
+    def _resize(self, held: Held, size: int) -> None:
+        """Book a storage's bytes, in whole blocks."""
+        size = -(-size // BLOCK) * BLOCK
+        if size != held.bytes:
+            self._events.append((held, held.bytes, size))
+            held.bytes = size
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

@@ -26,19 +26,17 @@ from winnow.models.sharded_loading import saved_weights
 from winnow.plan.estimate import (
     GIB,
     Machine,
-    apart_figures,
+    RecipeEstimate,
     drawn_lengths,
     engine_change,
     engine_figures,
     find_gpu,
     gpus_beside,
     kept_lengths,
-    transfer_figures,
 )
 from winnow.plan.plan import (
     PlanRequest,
     _described,
-    _faults,
     as_text,
     changes,
     make_plan,
@@ -259,12 +257,12 @@ def test_a_critic_apart_is_dealt_update_by_update_and_counts_in_the_mfu(shallow:
     config = load_recipe(RECIPE, [*own, "critic.strategy.replicas=2"])
     rank = run_rank(config, shallow)
     assert rank.learning.passes.critic_parameters > 0
-    machine, (prompts, answers) = Machine(*find_gpu("h100"), 1, 8), drawn_lengths(config, None)
+    machine, lengths = Machine(*find_gpu("h100"), 1, 8), drawn_lengths(config, None)
 
     def seconds(groups: int, links: Machine = machine) -> float:
         trainer = config.trainer.model_copy(update={"mini_batch_groups": groups})
         cut = config.model_copy(update={"trainer": trainer})
-        return float(apart_figures("critic", rank, cut, links, prompts + answers)["seconds"])
+        return float(RecipeEstimate(cut, links, [rank], *lengths).apart["critic"]["seconds"])
 
     whole = config.sampling.groups_per_step
     assert seconds(1) > 1.2 * seconds(whole)  # a micro-batch a rank and update at least
@@ -284,11 +282,12 @@ def test_roles_of_the_policys_pool_must_fit_in_beside_it(plain: RankPlan, folder
             [pool[1]] if beside else ["cluster.pools={all:{nodes:1,per_node:2}}"])])  # fmt: skip
         assert gpus_beside(config) == beside
     machine = Machine(*find_gpu("h100"), nodes=1, per_node=8)
-    memory, engine = {"peak_gib": 40.0}, {"fits": True}
+    made = RecipeEstimate(config, machine, [plain], *drawn_lengths(config, None))
     apart = {"reference": {"peak_gib": 35.0, "beside_policy": False}}
-    assert list(_faults(plain, config, machine, memory, engine, apart)) == []
+    vars(made).update(memory={"peak_gib": 40.0}, engine={"fits": True}, apart=apart)
+    assert list(made.faults()) == []
     apart["reference"]["beside_policy"] = True
-    (fault,) = _faults(plain, config, machine, memory, engine, apart)
+    (fault,) = made.faults()
     assert fault.startswith("a rank of the reference holds 35.0 GiB beside 40.0 of the policy")
     assert fault.endswith("or set reference.strategy.offload=true")
 
@@ -442,7 +441,7 @@ def test_publications_and_checkpoints_go_the_way_of_the_ranks(plain: RankPlan, f
     size = sum(p.numel() for p in plain.learning.policy.model.parameters())
     layout = [*SHORT, "trainer/strategy=fsdp2", f"trainer.strategy.ranks={RANKS}"]
     config = load_recipe(RECIPE, [*layout, f"model.path={folder}"])
-    found = transfer_figures(plain, config, machine)
+    found = RecipeEstimate(config, machine, [plain], *drawn_lengths(config, None)).transfers
     assert found["publication_gib"] == 2 * size / GIB
     # Each engine takes all; all ranks send over the links of four GPUs to the other node.
     assert found["publication_seconds"] == pytest.approx(2 * size / 1.06e9 + 2 * size / 200e9)
