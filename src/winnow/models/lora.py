@@ -45,6 +45,8 @@ _MORE = (
     "alora_invocation_tokens",
 )
 """Options of peft that change more than linear layers, or these in another way."""
+_IN_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names by which peft adapts a mixture's router and stacked experts, which are no linear layers."""
 _NAME = "default"
 _PEFT_PREFIX = "base_model.model."
 
@@ -61,6 +63,8 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
     base, _, revision = _base_name(model).partition("@")
     if not isinstance(targets, str):
         _check_targets(model, targets)
+    elif any(p.ndim == 3 and ".experts." in name for name, p in model.named_parameters()):
+        targets = tuple(sorted(_linear_names(model) - _IN_EXPERTS))
     config = _peft().LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
@@ -320,6 +324,12 @@ def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
+    if parameters := sorted(getattr(config, "target_parameters", None) or ()):
+        raise ModelError(
+            f"model.adapter.target_modules: peft puts the adapter into {', '.join(parameters)} of "
+            "this mixture, and only linear layers can have one here; leave out "
+            f"{', '.join(sorted(_IN_EXPERTS))}"
+        )
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             # As PeftModel does, so that what is saved here answers alike there.
@@ -330,14 +340,21 @@ def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     head = model.get_output_embeddings()
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    last = sorted({name.rpartition(".")[2] for name, m in linear.items() if m is not head})
     for target in targets:
         chosen = [m for n, m in linear.items() if n == target or n.endswith(f".{target}")]
         if not chosen or any(module is head for module in chosen):
             fault = "is the head, which gets none" if chosen else "is no linear layer of the model"
             raise ModelError(
-                f"model.adapter.target_modules: {target} {fault}; choose from {', '.join(last)}"
+                f"model.adapter.target_modules: {target} {fault}; choose from "
+                f"{', '.join(sorted(_linear_names(model)))}"
             )
+
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    """Return the ends of the names of all linear layers but the head."""
+    head, linear = model.get_output_embeddings(), nn.Linear
+    chosen = [n for n, m in model.named_modules() if isinstance(m, linear) and m is not head]
+    return {name.rpartition(".")[2] for name in chosen}
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[Any, str]]:
