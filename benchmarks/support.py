@@ -3,13 +3,13 @@
     python -m benchmarks.support > docs/support.md
 
 `AXES` holds the choices, each a few overrides of one small recipe. A pair is refused if the recipe
-with both of them is, and supported if not. `covering_runs` puts the supported pairs together into few
-whole recipes, which tests/e2e/test_support.py and tests/vllm/test_support.py train for three steps.
+with both of them is, and supported if not. `covering_runs` puts the supported pairs together into
+few whole recipes, which test_support.py of tests/e2e and tests/vllm train for three steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, Literal
@@ -61,11 +61,15 @@ _KL = "algorithm/kl/loss=fixed", "algorithm.kl.loss.coef=0.1"
 _GAE = "algorithm/advantage=gae", "critic.optim.lr=1e-3"
 _JUDGE = (
     *("reward.judge.template='{{ question }}{{ answer }}'", "reward/judge/parse=number"),
-    *("reward.judge.parse.pattern='(\\d)'", "reward.judge.parse.lowest=0", "reward.judge.cache=none"),
+    *(
+        "reward.judge.parse.pattern='(\\d)'",
+        "reward.judge.parse.lowest=0",
+        "reward.judge.cache=none",
+    ),
     *("reward.judge.parse.highest=9", "reward.judge.max_tokens=12", "reward.on_failure=wrong"),
     "reward.max_failure_share=1",
 )
-_JUDGE_ENGINE = "reward/judge=engine", "reward.judge.path=judge", "reward.judge.max_prompt_tokens=48"
+_JUDGE_ENGINE = "reward.judge.path=judge", "reward.judge.max_prompt_tokens=48", *_JUDGE
 _CLASSIFIER = "reward/model=sequence_classifier", "reward.model.path=classifier"
 
 AXES = (
@@ -92,7 +96,7 @@ AXES = (
         (
             Choice("wait"),
             Choice("dropped", ("sampling.max_staleness=0",)),
-            Choice("first ended first", ("sampling.commit=completion_order",)),
+            Choice("completion order", ("sampling.commit=completion_order",)),
         ),
     ),
     Axis(
@@ -141,11 +145,11 @@ AXES = (
         "weights",
         "model/adapter",
         (
-            Choice("all"),
+            Choice("all weights"),
             Choice("LoRA, merged", ("model/adapter=lora", "model.adapter.rank=2")),
             Choice(
                 "LoRA, adapter",
-                ("model/adapter=lora", "model.adapter.rank=2", "model.adapter.publish=adapter"),
+                ("model/adapter=lora", "model.adapter.publish=adapter", "model.adapter.rank=2"),
             ),
         ),
     ),
@@ -154,7 +158,7 @@ AXES = (
         "rollout.routing_replay",
         (
             Choice("dense", ("model.path=dense",)),
-            Choice("mixture", ("model.path=mixture",), "experts/max_load"),
+            Choice("mixture", ("model.path=mixture",)),
             Choice(
                 "routing replay",
                 ("model.path=mixture", "rollout.routing_replay=true"),
@@ -170,7 +174,7 @@ AXES = (
             Choice("reference", _KL, "actor/kl_loss"),
             Choice(
                 "reference ranks",
-                (*_KL, "reference/strategy=fsdp2", "reference.strategy.ranks=1"),
+                ("reference/strategy=fsdp2", "reference.strategy.ranks=1", *_KL),
                 "actor/kl_loss",
             ),
         ),
@@ -183,7 +187,7 @@ AXES = (
             Choice("critic", _GAE, "critic/value_loss"),
             Choice(
                 "critic ranks",
-                (*_GAE, "critic/strategy=fsdp2", "critic.strategy.ranks=1"),
+                ("critic/strategy=fsdp2", "critic.strategy.ranks=1", *_GAE),
                 "critic/value_loss",
             ),
         ),
@@ -196,7 +200,7 @@ AXES = (
             Choice("reward model", _CLASSIFIER, "score/parts/model/mean"),
             Choice(
                 "reward model ranks",
-                (*_CLASSIFIER, "reward/model/strategy=fsdp2", "reward.model.strategy.ranks=1"),
+                ("reward/model/strategy=fsdp2", "reward.model.strategy.ranks=1", *_CLASSIFIER),
                 "score/parts/model/mean",
             ),
         ),
@@ -214,10 +218,14 @@ AXES = (
                 ),
                 "judge/requests",
             ),
-            Choice("judge, torch", (*_JUDGE_ENGINE, *_JUDGE), "judge/requests"),
+            Choice(
+                "judge, torch",
+                ("reward/judge=engine", "reward/judge/engine=torch", *_JUDGE_ENGINE),
+                "judge/requests",
+            ),
             Choice(
                 "judge, vllm",
-                (*_JUDGE_ENGINE, "reward/judge/engine=vllm", *_JUDGE),
+                ("reward/judge=engine", "reward/judge/engine=vllm", *_JUDGE_ENGINE),
                 "judge/requests",
                 "vllm",
             ),
@@ -261,11 +269,8 @@ class Matrix:
     def __init__(self) -> None:
         self._first = resolve_recipe(None, settings_of(FIRST)).model_dump()
         self._chosen = {
-            choice.name: resolve_recipe(
-                None, settings_of((*FIRST[:i], choice.name, *FIRST[i + 1 :]))
-            ).model_dump()
-            for i, axis in enumerate(AXES)
-            for choice in axis.choices
+            name: resolve_recipe(None, settings_of(completed([name]))).model_dump()
+            for name in CHOICES
         }
         self.refusals: dict[Pair, list[str]] = {
             (one.name, two.name): self.lines([one.name, two.name])
@@ -275,7 +280,7 @@ class Matrix:
 
     def lines(self, names: Sequence[str]) -> list[str]:
         """Return the lines that refuse the recipe with these choices, the others being first."""
-        values = self._first
+        values: Any = self._first
         for name in names:
             values = _merged(values, self._first, self._chosen[name])
         try:
@@ -288,7 +293,7 @@ class Matrix:
 
 
 def _merged(values: Any, first: Any, chosen: Any) -> Any:
-    """Return a tree with what a choice changes of the first recipe; a variant changes as a whole."""
+    """Return a tree with what a choice changes of the first recipe; variants change as a whole."""
     if chosen == first:
         return values
     trees = values, first, chosen
@@ -297,18 +302,24 @@ def _merged(values: Any, first: Any, chosen: Any) -> Any:
     return {key: _merged(values[key], first[key], chosen[key]) for key in chosen}
 
 
+def completed(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a choice of each axis: those of the names, and the first of the other axes."""
+    named = {AXIS_BY_CHOICE[name].name: name for name in names}
+    return tuple(named.get(axis.name, axis.choices[0].name) for axis in AXES)
+
+
 def settings_of(names: Sequence[str]) -> list[str]:
     """Return the overrides of a whole recipe."""
     return [*BASE, *(setting for name in names for setting in CHOICES[name].settings)]
 
 
 def covering_runs(matrix: Matrix, runner: Runner) -> list[tuple[str, ...]]:
-    """Return recipes, a choice of each axis, that hold each supported pair of a runner once or more.
+    """Return recipes, a choice of each axis, that hold all supported pairs of a runner.
 
     Greedy: a recipe begins with the first pair that is not in one yet, and takes on each further
     axis the choice that brings most such pairs.
     """
-    runners = {"cpu", runner}
+    runners: set[Runner] = {"cpu", runner}
     pairs = {
         pair: {CHOICES[name].runner for name in pair}
         for pair, lines in matrix.refusals.items()
@@ -326,7 +337,7 @@ def covering_runs(matrix: Matrix, runner: Runner) -> list[tuple[str, ...]]:
 
 
 def _complete(
-    matrix: Matrix, pair: Pair, left: Mapping[Pair, None], runners: set[str]
+    matrix: Matrix, pair: Pair, left: Mapping[Pair, None], runners: set[Runner]
 ) -> tuple[str, ...]:
     """Return a supported recipe that holds a pair, and many others that are left to cover."""
     run = {AXIS_BY_CHOICE[name].name: name for name in pair}
@@ -338,11 +349,132 @@ def _complete(
         if axis.name in run:
             continue
         names = [choice.name for choice in axis.choices if choice.runner in runners]
-        for name in sorted(names, key=gain, reverse=True):  # stable: the first of those with most
+        for name in sorted(names, key=gain, reverse=True):
             pairs = [(a, name) for a in run.values()] + [(name, a) for a in run.values()]
             if any(matrix.refusals.get(p) for p in pairs):
                 continue
             if not matrix.lines([*run.values(), name]):
                 run[axis.name] = name
                 break
-    return tuple(run[axis.name] for axis in AXES)
+    return completed(run.values())
+
+
+_HEAD = """# What goes with what
+
+Each pair of the choices below is either supported, or refused before anything is trained: on
+standard error, in one line that names field, value and remedy, with exit code 2. The page is made
+from the rules themselves, by `python -m benchmarks.support > docs/support.md`;
+`tests/e2e/test_support.py` compares the two, types every refused pair, and trains the others.
+
+| | |
+|---|---|
+| ✓ | supported: one of the [runs](#runs) below has both, and trains three steps of a tiny model. Tests see that all steps end, that the policy gets gradients, and that a critic, a reference, a judge, … leave their figures. On a CPU; megatron-core with [answers in CUDA's place](megatron.md#what-was-run-and-what-was-not) |
+| ○ | accepted by the rules, needs a GPU, and [has not been run](gpu.md) |
+| a number | [refused](#refusals) with that line |
+
+What depends on the model is refused when that is read, and is not on this page: families, heads,
+layers and experts for [Megatron](megatron.md#what-is-refused) or
+[a mixture](ranks.md#mixtures-of-experts). An engine of your own has to give the routes of tokens
+for `rollout.routing_replay=true`. Losses, estimators and KL are in [algorithms](algorithms.md), keys
+of verl, TRL and OpenRLHF in [coming from](coming_from.md).
+
+## Choices
+
+The first choice of an axis excludes nothing; a table below has it for each axis that it does not
+name.
+"""  # noqa: E501
+_OVERVIEW = """
+## Axis by axis
+
+✓: every choice of the one goes with every choice of the other. Numbers: [refusals](#refusals) of
+some pairs.
+"""
+_RUNS = """
+## Runs
+
+They hold each supported pair once or more. An axis that a run does not name has its first choice.
+`make test` trains the first {fast} of those on a CPU, `make test-real` the others.
+"""
+FAST_RUNS = 8
+"""Runs that `make test` has; the others are marked `real`."""
+HEADINGS: Mapping[Runner, str] = {"cpu": "### On a CPU", "vllm": "### With vLLM (`make test-vllm`)"}
+
+
+def page(matrix: Matrix) -> str:
+    """Return docs/support.md."""
+    lines = {pair: found[0] for pair, found in matrix.refusals.items() if found}
+    numbers = {line: number for number, line in enumerate(dict.fromkeys(lines.values()), 1)}
+    marks = {
+        pair: str(numbers[lines[pair]])
+        if pair in lines
+        else "○"
+        if any(CHOICES[name].runner == "gpu" for name in pair)
+        else "✓"
+        for pair in matrix.refusals
+    }
+    parts = [_HEAD, *_table(["axis", "key", "choices"], _choice_rows()), _OVERVIEW]
+    parts += [*_overview(marks), "", "## Pairs of axes with refusals"]
+    for a, b in combinations(AXES, 2):
+        rows = [[one.name, *(marks[one.name, two.name] for two in b.choices)] for one in a.choices]
+        if any(mark.isdigit() for row in rows for mark in row[1:]):
+            head = [f"{a.name} \\ {b.name}", *(two.name for two in b.choices)]
+            parts += ["", *_table(head, rows)]
+    parts += ["", "## Refusals", ""]
+    parts += [f"{number}. `{line}`" for line, number in numbers.items()]
+    parts.append(_RUNS.format(fast=FAST_RUNS))
+    for runner, heading in HEADINGS.items():
+        runs = enumerate(covering_runs(matrix, runner), 1)
+        parts += [heading, "", *(f"{i}. {_run_text(run)}" for i, run in runs), ""]
+    return "\n".join(parts)
+
+
+def runs_of(text: str, runner: Runner) -> list[tuple[str, ...]]:
+    """Return the runs that the page lists, as `covering_runs` does."""
+    runs = []
+    for line in text.partition(HEADINGS[runner] + "\n\n")[2].partition("\n\n")[0].splitlines():
+        names = line.partition(". ")[2].split(" · ")
+        runs.append(completed([name for name in names if name in CHOICES]))
+    return runs
+
+
+def _run_text(run: Sequence[str]) -> str:
+    return " · ".join(name for name in run if name not in FIRST) or "each axis its first choice"
+
+
+def _choice_rows() -> Iterator[list[str]]:
+    for axis in AXES:
+        choices = [
+            f"{choice.name} ({', '.join(f'`{setting}`' for setting in choice.settings[:2])})"
+            if choice.settings
+            else choice.name
+            for choice in axis.choices
+        ]
+        yield [axis.name, f"`{axis.key}`", "<br>".join(choices)]
+
+
+def _overview(marks: Mapping[Pair, str]) -> Iterator[str]:
+    rows = []
+    for row, axis in enumerate(AXES[1:], 1):
+        cells = []
+        for before in AXES[:row]:
+            pairs = product(before.choices, axis.choices)
+            found = {marks[a.name, b.name] for a, b in pairs} - {"✓", "○"}
+            cells.append(", ".join(sorted(found, key=int)) or "✓")
+        rows.append([f"**{axis.name}**", *cells, *[""] * (len(AXES) - 1 - row)])
+    return _table(["", *(axis.name for axis in AXES[:-1])], rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def main() -> None:
+    """Print the page."""
+    print(page(Matrix()), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,8 +63,6 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
     base, _, revision = _base_name(model).partition("@")
     if not isinstance(targets, str):
         _check_targets(model, targets)
-    elif any(p.ndim == 3 and ".experts." in name for name, p in model.named_parameters()):
-        targets = tuple(sorted(_linear_names(model) - _IN_EXPERTS))
     config = _peft().LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
@@ -320,21 +318,35 @@ def _peft() -> Any:
 
 
 def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
+    if any(p.ndim == 3 and ".experts." in name for name, p in model.named_parameters()):
+        config.target_modules = _outside_experts(model, config.target_modules)
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
-    if parameters := sorted(getattr(config, "target_parameters", None) or ()):
-        raise ModelError(
-            f"model.adapter.target_modules: peft puts the adapter into {', '.join(parameters)} of "
-            "this mixture, and only linear layers can have one here; leave out "
-            f"{', '.join(sorted(_IN_EXPERTS))}"
-        )
     for name, parameter in model.named_parameters():
         if is_adapters(name):
             # As PeftModel does, so that what is saved here answers alike there.
             parameter.data = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).data
     model.to(device).eval()
+
+
+def _outside_experts(model: PreTrainedModel, targets: str | Collection[str]) -> set[str]:
+    """Return the linear layers of a mixture that get an adapter.
+
+    Raises:
+        ModelError: peft would adapt its router or its stacked experts by these names, too.
+    """
+    if targets == "all-linear":
+        return _linear_names(model) - _IN_EXPERTS
+    names = {targets} if isinstance(targets, str) else {*targets}
+    if isinstance(targets, str) or {name.rpartition(".")[2] for name in names} & _IN_EXPERTS:
+        fitting = ", ".join(sorted(_linear_names(model) - _IN_EXPERTS))
+        raise ModelError(
+            f"model.adapter.target_modules: {', '.join(sorted(names))} of a mixture would put the "
+            f"adapter into its experts, and only linear layers get one; choose from {fitting}"
+        )
+    return names
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
