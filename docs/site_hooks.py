@@ -11,7 +11,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
-_WIDE = ("coming_from.md", "metrics.md", "bad_input.md", "answers.md", "algorithms.md")
+_WIDE = (
+    *("coming_from.md", "metrics.md", "bad_input.md", "answers.md", "algorithms.md"),
+    "support.md",
+)
 """Pages of tables whose width is worth more than a list of their headings."""
 _HEAD = """# Every setting
 

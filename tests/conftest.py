@@ -220,6 +220,7 @@ LONGEST_FIRST = (
     "tests/e2e/test_pages.py",
     "tests/e2e/test_bad_input.py",
     "tests/e2e/test_megatron.py",
+    "tests/e2e/test_support.py",
     "tests/contract/test_fsdp2.py",
     "tests/contract/test_worker_group.py",
     "tests/e2e/test_pools.py",

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,6 +45,8 @@ _UNSUPPORTED = (
     "alora_invocation_tokens",
 )
 """Options of peft that change more than linear layers, or these in another way."""
+_IN_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names by which peft adapts a mixture's router and stacked experts, which are no linear layers."""
 _NAME = "default"
 _PEFT_PREFIX = "base_model.model."
 
@@ -316,6 +318,8 @@ def _peft() -> Any:
 
 
 def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
+    if any(p.ndim == 3 and ".experts." in name for name, p in model.named_parameters()):
+        config.target_modules = _outside_experts(model, config.target_modules)
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -327,17 +331,42 @@ def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
     model.to(device).eval()
 
 
+def _outside_experts(model: PreTrainedModel, targets: str | Collection[str]) -> set[str]:
+    """Return the linear layers of a mixture that get an adapter.
+
+    Raises:
+        ModelError: peft would adapt its router or its stacked experts by these names, too.
+    """
+    if targets == "all-linear":
+        return _linear_names(model) - _IN_EXPERTS
+    names = {targets} if isinstance(targets, str) else {*targets}
+    if isinstance(targets, str) or {name.rpartition(".")[2] for name in names} & _IN_EXPERTS:
+        fitting = ", ".join(sorted(_linear_names(model) - _IN_EXPERTS))
+        raise ModelError(
+            f"model.adapter.target_modules: {', '.join(sorted(names))} of a mixture would put the "
+            f"adapter into its experts, and only linear layers get one; choose from {fitting}"
+        )
+    return names
+
+
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     head = model.get_output_embeddings()
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    last = sorted({name.rpartition(".")[2] for name, m in linear.items() if m is not head})
     for target in targets:
         chosen = [m for n, m in linear.items() if n == target or n.endswith(f".{target}")]
         if not chosen or any(module is head for module in chosen):
             fault = "is the head, which gets none" if chosen else "is no linear layer of the model"
             raise ModelError(
-                f"model.adapter.target_modules: {target} {fault}; choose from {', '.join(last)}"
+                f"model.adapter.target_modules: {target} {fault}; choose from "
+                f"{', '.join(sorted(_linear_names(model)))}"
             )
+
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    """Return the ends of the names of all linear layers but the head."""
+    head, linear = model.get_output_embeddings(), nn.Linear
+    chosen = [n for n, m in model.named_modules() if isinstance(m, linear) and m is not head]
+    return {name.rpartition(".")[2] for name in chosen}
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[Any, str]]:

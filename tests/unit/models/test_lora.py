@@ -269,3 +269,22 @@ def test_kl_of_a_run_from_an_adapter_is_measured_from_its_start(
     assert learner._reference is not None
     torch.testing.assert_close(logits(learner._reference.model), expected)
     assert not has_adapter(learner._reference.model)
+
+
+def test_a_mixture_has_its_adapter_outside_of_the_experts(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "mlp_only_layers": [1]}
+    base = digits_folder(tmp_path / "base", experts=True, **shape)
+    adapter = adapter_of(base, tmp_path / "adapter")
+    model = model_of(base)
+    load_lora(model, adapter)
+    names = {name.rpartition(".lora_")[0] for name, _ in adapter_weights(model)}
+    assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    merged = model_of(merged_folder(adapter, torch.float32, lambda name: model_of(Path(name))))
+    assert not torch.equal(
+        *(
+            m.get_submodule("model.layers.0.self_attn.q_proj").weight
+            for m in (merged, model_of(base))
+        )
+    )
+    with pytest.raises(ModelError, match=r"into its experts, .*; choose from k_proj, o"):
+        add_lora(model_of(base), LoraAdapter(target_modules=("gate_proj", "up_proj")), 0)
