@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from winnow.config.base import Change
 from winnow.config.files import is_encodable, read_layers, to_yaml
 from winnow.config.other_names import other_value
 from winnow.config.root import Config, FromEnvironment
@@ -206,6 +207,8 @@ def _help(key: Key, values: Mapping[str, Any]) -> KeyHelp:
     if variants(key.field):
         default = default["name"] if isinstance(default, dict) else default.name
     meaning = " ".join((key.field.description or "").split())
+    if key.change <= Change.ON_RESUME:
+        meaning += " May change on resuming."
     shown = default if isinstance(default, str) and default else show(default)
     return KeyHelp(key.spelling, allowed(key.field), shown, meaning, variant)
 

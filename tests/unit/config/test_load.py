@@ -393,6 +393,7 @@ def test_help_shows_the_values_of_the_recipe_and_the_keys_of_other_variants() ->
     assert table["sampling.filter.low", "sampling/filter=band"].default == "0.0"
     assert table["optim.betas", ""].type == "a list of 2 numbers in [0, 1)"
     assert table["model.path", ""].default == "null"
+    assert table["trainer.save_every", ""].meaning.endswith("the end. May change on resuming.")
 
 
 def test_help_narrows_to_a_prefix() -> None:
@@ -416,6 +417,11 @@ def test_help_covers_every_key_of_the_sections(toy: str) -> None:
     listed = {row.key.replace("/", ".") for row in describe_config(resolve_recipe(toy))}
     missing = {key for key in leaves(defaults(Config)) if key not in listed}
     assert {key for key in missing if not key.endswith(".name")} == set()
+
+
+def test_a_key_of_several_variants_has_one_mark_of_where_it_may_change() -> None:
+    marks = {(key.path, key.change) for key in all_keys()}
+    assert len(marks) == len({path for path, _ in marks})
 
 
 def test_differing_keys_are_named_with_both_values(toy: str) -> None:
