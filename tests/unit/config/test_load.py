@@ -31,7 +31,8 @@ from winnow.config.reward import CustomManager, RewardConfig
 from winnow.config.rollout import BandFilter
 from winnow.config.root import Config, RunConfig
 from winnow.config.schema import all_keys, defaults, variants
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, WinnowError
+from winnow.version import __version__
 
 Write = Callable[..., str]
 TOY = "data: {task: sort_digits}\nwarm_start: sft\n"
@@ -344,6 +345,15 @@ def test_a_dumped_configuration_loads_back_equal(write: Write) -> None:
     for recipe in ("quickstart", "ppo", "dapo_async", "dapo_megatron_qwen3_30b_a3b", "sft"):
         config = resolve_recipe(recipe, ["run.name=a", "optim.lr=1e-7"])
         assert resolve_recipe(write(dump_config(config))) == config
+
+
+def test_a_dumped_configuration_has_the_version_and_one_of_a_newer_is_refused(write: Write) -> None:
+    config = resolve_recipe("quickstart")
+    head, _, rest = dump_config(config).partition("\n")
+    assert head == f"# Written by winnow {__version__}"
+    assert resolve_recipe(write(f"# Written by winnow 0.0.99\n{rest}")) == config
+    with pytest.raises(WinnowError, match=r"mine.yaml was written by winnow 99.1, and this is "):
+        resolve_recipe(write(f"# Written by winnow 99.1\n{rest}"))
 
 
 TRICKY = st.text(max_size=12) | st.sampled_from(
