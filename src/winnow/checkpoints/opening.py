@@ -388,8 +388,8 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     except ConfigError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"{folder.config} is damaged ({reason}); put back the config.yaml of one of the run's "
-            "checkpoints"
+            f"{folder.config} does not load ({reason}); put back the config.yaml of one of the "
+            "run's checkpoints, or go on with the version of winnow that wrote it"
         ) from error
     remedy = (
         "set that back, or choose another run.name for a new run (run.fork begins one from this "

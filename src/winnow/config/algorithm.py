@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from winnow.config.base import Aggregation, Section, UserCode
+from winnow.config.base import Aggregation, Change, Section, UserCode
 
 BYPASS_WEIGHTED = ("reinforce", "gpg")
 """Losses without a ratio of their own to the sampler."""
@@ -457,7 +457,7 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantage, policy loss, aggregation, and what leaves the loss."""
 
-    advantage: Advantage = GrpoAdvantage()
+    advantage: Annotated[Advantage, {"name": Change.BETWEEN_GROUPS}] = GrpoAdvantage()
     """Estimator that turns the rewards of a group into advantages."""
     policy_loss: PolicyLoss = PpoClipLoss()
     """Per-token policy loss."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
@@ -78,6 +79,24 @@ CODE = Reach("runs Python code")
 PROGRAM = Reach("starts a program, or sets its environment")
 ADDRESS = Reach("sends data to an address")
 PLACE = Reach("writes files outside the run's folder")
+
+
+class Change(IntEnum):
+    """Mark of a field, and of all within it, that says where a run may go on with another value.
+
+    A dict of marks is of keys within the field; its `name` is the choice of a variant.
+    """
+
+    SILENTLY = auto()
+    """On resuming, without a line that tells it: a setting of a start, not of the run."""
+    ON_RESUME = auto()
+    """On resuming and in a fork: no figure of a step depends on it but times."""
+    IN_FORK = auto()
+    """In a fork alone; fields without a mark have this one."""
+    BETWEEN_GROUPS = auto()
+    """In a fork alone, of a checkpoint that holds no groups under way."""
+    NEVER = auto()
+    """Neither on resuming nor in a fork: the state of the run rests on it."""
 
 
 def reaching(section: Section, at: str = "", around: Reach | None = None) -> Iterator[Reaching]:

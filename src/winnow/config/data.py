@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import CODE, Options, Section, UserCode, UserObject
+from winnow.config.base import CODE, Change, Options, Section, UserCode, UserObject
 
 
 class NoTask(Section):
@@ -27,7 +27,7 @@ class SortDigitsTask(Section):
     """Fewest digits of a problem."""
     max_digits: int = Field(8, ge=2, le=12)
     """Most digits of a problem."""
-    eval_problems: int = Field(400, ge=1)
+    eval_problems: Annotated[int, Change.ON_RESUME] = Field(400, ge=1)
     """Held-out problems for evaluation, always the same ones first."""
 
     def conflicts(self) -> Iterator[str]:
@@ -46,7 +46,7 @@ class ReasoningGymTask(Section):
     """Name of the task in reasoning-gym, such as chain_sum or sudoku."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task, such as {max_digits: 3}."""
-    eval_problems: int = Field(200, ge=1)
+    eval_problems: Annotated[int, Change.ON_RESUME] = Field(200, ge=1)
     """Held-out problems for evaluation, always the same ones first."""
 
 
@@ -119,10 +119,10 @@ class DataConfig(Section):
 
     task: Task = NoTask()
     """A task that makes prompts, in place of files."""
-    train_files: tuple[str, ...] = ()
+    train_files: Annotated[tuple[str, ...], Change.ON_RESUME] = ()
     """Parquet or JSONL files: paths, fsspec URLs, or hf://datasets/OWNER/NAME/CONFIG/SPLIT on the
     hub; docs/data.md says which columns are known."""
-    eval_files: tuple[str, ...] = ()
+    eval_files: Annotated[tuple[str, ...], Change.ON_RESUME] = ()
     """Files for evaluation."""
     hub_files: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Files that each hf:// URL names, at their commit; a run fills it in at its start."""

@@ -19,7 +19,8 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from winnow.config.schema import show
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, WinnowError
+from winnow.version import __version__
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 MOST_BYTES = 1_000_000
@@ -28,6 +29,8 @@ MOST_NODES = 20_000
 """Most keys and items of lists of one file, each as often as anchors repeat it."""
 MOST_FILES = 100
 """Most files that a recipe may take in, each as often as it is included."""
+WRITTEN_BY = "# Written by winnow "
+"""Beginning of the first line of a recipe that a run keeps; its version follows."""
 _EVALUATION = "eval_"
 
 
@@ -76,6 +79,7 @@ def read_layers(recipe: str) -> list[Layer]:
     Raises:
         ConfigError: a file is missing, unreadable, no YAML, includes itself, or asks for more
             than any recipe needs.
+        WinnowError: a newer version has written one.
     """
     shipped = RECIPES / f"{recipe}.yaml"
     files = [shipped if recipe in available_recipes() else Path(recipe)]
@@ -161,6 +165,13 @@ def _read(path: Path) -> Layer:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
+    written = re.match(rf"{WRITTEN_BY}(\d{{1,9}}(?:\.\d{{1,9}})*)".encode(), content)
+    version = written[1].decode() if written else "0"
+    if [int(n) for n in version.split(".")] > [int(n) for n in __version__.split(".")]:
+        raise WinnowError(
+            f"{path} was written by winnow {version}, and this is {__version__}; upgrade "
+            "winnow-rl, or remove its first line to read it all the same"
+        )
     return parse_layer(content, str(path))
 
 

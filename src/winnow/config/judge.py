@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from winnow.config.base import ADDRESS, PLACE, Dtype, EnvironmentName, Section, web_address
+from winnow.config.base import ADDRESS, PLACE, Change, Dtype, EnvironmentName, Section, web_address
 from winnow.config.rollout import TorchEngineConfig, VllmEngineConfig
 from winnow.config.trainer import Sharded, WholeModels
 
@@ -48,6 +48,9 @@ class ShardedScorer(Sharded):
     at: ClassVar[str] = "reward.model.strategy"
 
 
+Scorer = Annotated[WholeModels | ShardedScorer, Field(discriminator="name")]
+
+
 class SequenceClassifier(Section):
     """A Hugging Face sequence classifier with one label; reads prompt and answer as text."""
 
@@ -76,7 +79,7 @@ class SequenceClassifier(Section):
     answer at a time, because the last bits depend on what is packed together."""
     in_evaluation: bool = False
     """Score held-out answers, too; their accuracy remains the rule's."""
-    strategy: Annotated[WholeModels | ShardedScorer, Field(discriminator="name")] = WholeModels()
+    strategy: Annotated[Scorer, Change.ON_RESUME, {"compile": Change.IN_FORK}] = WholeModels()
     """Placement of the model's weights."""
 
     @field_validator("chat_template")
@@ -172,7 +175,7 @@ class LanguageModelJudge(Section):
     """Sampling temperature of the judge."""
     max_tokens: int = Field(1024, ge=1)
     """Longest reply, in tokens."""
-    cache: Annotated[str, PLACE] = "auto"
+    cache: Annotated[str, PLACE, Change.ON_RESUME] = "auto"
     """File of replies that need not be asked for again: auto is judge.sqlite in WINNOW_CACHE or
     ~/.cache/winnow, none keeps no replies, anything else is a path."""
     part: PartName = "judge"
@@ -224,26 +227,26 @@ class OpenAiJudge(LanguageModelJudge):
     """A model behind an OpenAI-compatible endpoint; each answer is a chat completion there."""
 
     name: Literal["openai"] = "openai"
-    base_url: Annotated[str, ADDRESS]
+    base_url: Annotated[str, ADDRESS, Change.ON_RESUME]
     """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
     it."""
     model: str
     """Name that the endpoint knows the model by."""
-    api_key_env: EnvironmentName = None
+    api_key_env: Annotated[EnvironmentName, Change.ON_RESUME] = None
     """Name of the environment variable that holds the key; null sends none."""
     seed: int | None = 0
     """Sampling seed of the judge, where the endpoint takes one; null sends none."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request, over those above; null takes a field out."""
-    requests_per_minute: int | None = Field(None, ge=1)
+    requests_per_minute: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Most requests in any minute, tries after failures included; null is no limit."""
-    tokens_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Most tokens of prompts and replies in any minute; null is no limit."""
-    max_concurrent: int = Field(32, ge=1)
+    max_concurrent: Annotated[int, Change.ON_RESUME] = Field(32, ge=1)
     """Requests under way at once."""
-    retries: int = Field(5, ge=0)
+    retries: Annotated[int, Change.ON_RESUME] = Field(5, ge=0)
     """Further tries after 429, 5xx and broken connections."""
-    timeout_s: float = Field(120.0, gt=0)
+    timeout_s: Annotated[float, Change.ON_RESUME] = Field(120.0, gt=0)
     """Seconds that a reply may take."""
 
     @field_validator("base_url")
@@ -282,14 +285,14 @@ def told_of_judge(line: str) -> str:
 class JudgeTorchEngine(TorchEngineConfig):
     """The embedded engine, in processes of its own."""
 
-    processes: int = Field(1, ge=1)
+    processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
     """Engines, each with the whole model; on a GPU each where there are any."""
 
 
 class JudgeVllmEngine(VllmEngineConfig):
     """vLLM in processes of its own (winnow-rl[vllm])."""
 
-    processes: int = Field(1, ge=1)
+    processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
     """Engines, each with the whole model, on tensor_parallel GPUs where there are any."""
 
     def conflicts(self) -> Iterator[str]:

@@ -14,13 +14,14 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from winnow.config.files import is_encodable, read_layers, to_yaml
-from winnow.config.other_names import other_value
+from winnow.config.base import Change
+from winnow.config.files import WRITTEN_BY, is_encodable, read_layers, to_yaml
+from winnow.config.other_names import current_key, other_value
 from winnow.config.root import Config, FromEnvironment
 from winnow.config.rules import check_config
 from winnow.config.schema import (
@@ -46,6 +47,7 @@ from winnow.config.schema import (
     variants,
 )
 from winnow.errors import ConfigError
+from winnow.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +126,11 @@ def _truth_values(values: Mapping[str, Any], tree: Tree) -> Iterator[str]:
 
 
 def dump_config(config: Config) -> str:
-    """Return a configuration as a recipe in YAML that loads back to an equal one."""
-    return to_yaml(plain_values(config, _escaped))
+    """Return a configuration as a recipe in YAML that loads back to an equal one.
+
+    Its first line is a comment with the version of Winnow.
+    """
+    return f"{WRITTEN_BY}{__version__}\n{to_yaml(plain_values(config, _escaped))}"
 
 
 def plain_values(config: Config, form: Callable[[Any], Any] = copy.deepcopy) -> dict[str, Any]:
@@ -206,6 +211,8 @@ def _help(key: Key, values: Mapping[str, Any]) -> KeyHelp:
     if variants(key.field):
         default = default["name"] if isinstance(default, dict) else default.name
     meaning = " ".join((key.field.description or "").split())
+    if key.change <= Change.ON_RESUME:
+        meaning += " May change on resuming."
     shown = default if isinstance(default, str) and default else show(default)
     return KeyHelp(key.spelling, allowed(key.field), shown, meaning, variant)
 
@@ -242,6 +249,17 @@ def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
+@cache
+def _current(path: Path) -> Path:
+    """Return the name that a key has now; once a process a line says that it was renamed."""
+    now = current_key(path)
+    if now != path:
+        log.warning(
+            "%s is called %s now; the old name goes with the next version", spell(path), spell(now)
+        )
+    return now
+
+
 class Tree:
     """Values of every key, the place that set each, and the faults of what was typed."""
 
@@ -260,6 +278,7 @@ class Tree:
 
     def lay(self, settings: Sequence[Setting]) -> None:
         """Lay what one file, or the whole command line, sets over the values."""
+        settings = [each._replace(path=_current(each.path)) for each in settings]
         settings = [each for setting in settings for each in self._options_apart(setting)]
         # Choices before values, so that each key meets the variants chosen in the end; outer unions
         # first, as an inner one may belong to the variant chosen for the outer.
@@ -434,7 +453,7 @@ class _References:
         """Return the value that a text names, absolutely or (with dots in front) relatively."""
         dots = len(key) - len(key.lstrip("."))
         around = path[: len(path) - dots] if dots else ()
-        wanted = (*around, *re.findall(r"[^.\[\]]+", key))
+        wanted = _current((*around, *re.findall(r"[^.\[\]]+", key)))
         node: Any = self._values
         for stop, name in enumerate(wanted):
             if isinstance(node, str):  # a table that is a reference itself

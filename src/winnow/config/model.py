@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from winnow.config.base import CODE, PLACE, Decay, Dtype, Section
+from winnow.config.base import CODE, PLACE, Change, Decay, Dtype, Section
 from winnow.config.trainer import Sharded, WithPolicy
 
 
@@ -50,22 +50,22 @@ class ModelConfig(Section):
     where a warm start makes one."""
     revision: str | None = None
     """Branch, tag or commit of a hub name; null is its main branch. A run keeps the commit."""
-    cache_dir: Annotated[str | None, PLACE] = None
+    cache_dir: Annotated[str | None, PLACE, Change.ON_RESUME] = None
     """Folder in which each machine keeps copies of models from URLs, such as /dev/shm/models for
     its memory; null is WINNOW_MODEL_CACHE, WINNOW_CACHE/models or ~/.cache/winnow/models."""
     tokenizer: str | None = None
     """Folder of the tokenizer; null takes the model's own."""
     dtype: Dtype = "float32"
     """Type of weights and activations; the optimizer steps bfloat16 weights on float32 masters."""
-    fp32_head: bool = False
+    fp32_head: Annotated[bool, Change.IN_FORK] = False
     """Compute the logits of a bfloat16 model in float32, in training and rollouts alike."""
     adapter: Adapter = NoAdapter()
     """Adapter that is trained in place of the model's own weights."""
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by patterns of their names, such as *.embed_tokens.*"""
-    trust_remote_code: Annotated[bool, CODE] = False
+    trust_remote_code: Annotated[bool, CODE, Change.IN_FORK] = False
     """Run Python code that comes with the model folder."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, Change.IN_FORK] = False
     """Recompute activations in the backward pass to save memory."""
 
     @property
@@ -88,6 +88,9 @@ class ShardedReference(Sharded):
     at: ClassVar[str] = "reference.strategy"
 
 
+Reference = Annotated[WithPolicy | ShardedReference, Field(discriminator="name")]
+
+
 class ReferenceConfig(Section):
     """The frozen policy that KL terms measure from; unused unless something asks for its log-probs.
 
@@ -99,7 +102,7 @@ class ReferenceConfig(Section):
     """Folder of the model; null is the policy's start."""
     dtype: Dtype | None = None
     """Type of weights and activations; null is model.dtype."""
-    strategy: Annotated[WithPolicy | ShardedReference, Field(discriminator="name")] = WithPolicy()
+    strategy: Annotated[Reference, Change.ON_RESUME] = WithPolicy()
     """Placement of the model's weights."""
 
 
@@ -170,7 +173,7 @@ class SftWarmStart(Section):
     """Bound on the gradient's norm."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """Seed of model and demonstrations; null takes run.seed."""
-    cache_dir: Annotated[str | None, PLACE] = None
+    cache_dir: Annotated[str | None, PLACE, Change.ON_RESUME] = None
     """Folder in which finished starts are kept; null is WINNOW_CACHE or ~/.cache/winnow."""
 
 

@@ -1,4 +1,4 @@
-"""Names that verl, TRL, OpenRLHF, Hydra and Ray have for our keys: for messages and the docs.
+"""Names that verl, TRL, OpenRLHF, Hydra, Ray and earlier versions have for our keys.
 
 The table is other_names.yaml. `python -m winnow.config.other_names docs/coming_from.md` writes the
 page again.
@@ -123,6 +123,16 @@ def other_value(path: Sequence[str], value: Any) -> OtherName | None:
     """Return the row for a value that other systems have for a key of ours, if there is one."""
     rows = _rows(".".join(path), value)
     return next((row for row in rows if row.system == OURS and row.value), None)
+
+
+def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the name that a key of an earlier version has now; any other key as it is."""
+    for stop in range(len(path), 0, -1):
+        for row in other_names().get(".".join(path[:stop]), ()):
+            now = row.below(path[stop:]) if row.system.startswith(f"{OURS} ") else None
+            if now and now.ours not in _KINDS:
+                return tuple(now.ours.removesuffix(_BELOW).replace("/", ".").split("."))
+    return path
 
 
 def as_markdown() -> str:

@@ -11,6 +11,7 @@ from winnow.config.base import (
     ADDRESS,
     CODE,
     PROGRAM,
+    Change,
     EnvironmentName,
     Section,
     UserObject,
@@ -234,7 +235,7 @@ class RewardConfig(Section):
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
     a source to the reward model or the judge alone."""
-    processes: int = Field(0, ge=0)
+    processes: Annotated[int, Change.ON_RESUME] = Field(0, ge=0)
     """Processes apart that score a run's answers, each with all that this section names: the
     manager and its own workers, the reward model, the judge's client. Limits over the whole run are
     shared among them. 0: the run's own process does it all, as it always does for winnow eval and
@@ -248,13 +249,13 @@ class RewardConfig(Section):
     weights: PartWeights = PartWeights()
     """Weights of the parts of the reward; reward.model.weight and reward.judge.weight are
     the models'."""
-    workers: int | None = Field(None, ge=0)
+    workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=0)
     """Processes that score, of each of reward.processes. null: half of the cores, where anything
     scores apart. With reward/manager=auto 0 keeps everything in the process that asks, a number
     takes rules apart."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: Annotated[float, Change.ON_RESUME] = Field(10.0, gt=0)
     """Seconds that a worker has for one answer."""
-    memory_mb: int = Field(2048, ge=64)
+    memory_mb: Annotated[int, Change.ON_RESUME] = Field(2048, ge=64)
     """Resident memory that a worker may use, in MiB, what your file imports included."""
     sandbox: Annotated[SandboxConfig | FusionConfig, Field(discriminator="name")] = SandboxConfig()
     """Sandbox that runs the code in an answer."""

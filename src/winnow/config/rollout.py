@@ -11,6 +11,7 @@ from winnow.config.base import (
     ADDRESS,
     PLACE,
     TEMPERATURES,
+    Change,
     EnvironmentName,
     Reach,
     Section,
@@ -131,23 +132,23 @@ class HttpEngineConfig(Section):
     name: Literal["http"] = "http"
     processes: ClassVar[int] = 0
     """They are no processes of the run's."""
-    url: Annotated[tuple[str, ...], ADDRESS] = Field(min_length=1)
+    url: Annotated[tuple[str, ...], ADDRESS, Change.ON_RESUME] = Field(min_length=1)
     """Address of each server, such as [http://127.0.0.1:8000]; all hold the same model."""
-    token_env: EnvironmentName = None
+    token_env: Annotated[EnvironmentName, Change.ON_RESUME] = None
     """Environment variable that holds the servers' key (--api-key), which is sent as a bearer."""
     slots: int = Field(64, ge=1)
     """Answers under way at each server; more than it writes at once (--max-num-seqs) only wait."""
     exact_draws: bool = False
     """Winnow's draws, on servers that have its logits processor (docs/http_engine.md): an answer's
     tokens follow from its seed, however often it is interrupted. false: the server's draws."""
-    weights_folder: Annotated[str | None, PLACE] = None
+    weights_folder: Annotated[str | None, PLACE, Change.ON_RESUME] = None
     """Folder that the run and all servers see by the same path; new weights are written there. null
     makes one among this machine's temporary files."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: Annotated[float, Change.ON_RESUME] = Field(600.0, gt=0)
     """Longest wait for the next token of an answer."""
-    reload_timeout_s: float = Field(600.0, gt=0)
+    reload_timeout_s: Annotated[float, Change.ON_RESUME] = Field(600.0, gt=0)
     """Longest time in which a server loads new weights."""
-    restart_timeout_s: float = Field(300.0, gt=0)
+    restart_timeout_s: Annotated[float, Change.ON_RESUME] = Field(300.0, gt=0)
     """Longest time without any server that answers; then the run ends."""
 
     @field_validator("url", mode="before")
@@ -185,9 +186,9 @@ class RolloutConfig(Section):
 
     engine: Engine = TorchEngineConfig()
     """Engine that writes the tokens."""
-    n: int = Field(8, ge=1)
+    n: Annotated[int, Change.BETWEEN_GROUPS] = Field(8, ge=1)
     """Answers a prompt (the group's size)."""
-    max_response_tokens: int = Field(1024, ge=1)
+    max_response_tokens: Annotated[int, Change.BETWEEN_GROUPS] = Field(1024, ge=1)
     """Response limit; a longer answer is truncated."""
     temperature: float = Field(1.0, ge=TEMPERATURES[0], le=TEMPERATURES[1])
     """Sampling temperature; every policy is softmax(logits / temperature), in the loss too."""
@@ -197,13 +198,13 @@ class RolloutConfig(Section):
     """Number of most likely tokens kept; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Least probability of a token, relative to the likeliest one."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Change.BETWEEN_GROUPS] = ()
     """Strings that end an answer, special tokens too, beside the tokenizer's EOS."""
     support: Literal["error", "ignore"] = "error"
     """Refuse top_p, top_k and min_p that truncate the sampler's support (error), or train on
     although old and behaviour policies then differ (ignore)."""
 
-    routing_replay: bool = False
+    routing_replay: Annotated[bool, Change.BETWEEN_GROUPS] = False
     """Train a mixture with the experts that the engine sent each token to, while its routers' own
     logits weigh them (rollout routing replay, R3; see docs/ranks.md)."""
 
@@ -268,18 +269,20 @@ class SamplingConfig(Section):
     """Further steps for which groups are admitted while waiting; at most max_staleness."""
     max_staleness: int = Field(1, ge=0)
     """Steps a group may wait for its training. 0 drops what is later than the cut."""
-    max_groups_per_step: int | None = Field(None, ge=1)
+    max_groups_per_step: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Groups looked at for one step; null is 10*N."""
-    on_bound: Literal["short", "stop"] = "short"
+    on_bound: Annotated[Literal["short", "stop"], Change.ON_RESUME] = "short"
     """At that bound: train what qualified, or stop with the accepted groups saved."""
     max_empty_steps: int = Field(3, ge=1)
     """Bounds met in a row without one qualified group after which the run stops."""
-    commit: Literal["admission_order", "completion_order"] = "admission_order"
+    commit: Annotated[Literal["admission_order", "completion_order"], Change.NEVER] = (
+        "admission_order"
+    )
     """Order in which a step takes qualified groups. completion_order favours short answers:
     biased."""
     max_attempts: int = Field(3, ge=1)
     """Times an answer is retried after an engine failure before its group counts as failed."""
-    stall_timeout_s: float = Field(300.0, gt=0)
+    stall_timeout_s: Annotated[float, Change.ON_RESUME] = Field(300.0, gt=0)
     """Seconds without any progress of the engine after which its answers are re-dispatched."""
     score_lag_ticks: int | None = Field(None, ge=0)
     """Deterministic mode: decode ticks from an answer's end to the moment its score is seen (with

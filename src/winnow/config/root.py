@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PrivateAttr, field_validator
 
 from winnow.config.algorithm import AlgorithmConfig
-from winnow.config.base import ADDRESS, PLACE, Options, SecretError, Section, UserObject
+from winnow.config.base import ADDRESS, PLACE, Change, Options, SecretError, Section, UserObject
 from winnow.config.data import DataConfig, NoDemonstrations, Sft
 from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
@@ -26,27 +26,27 @@ from winnow.config.trainer import (
 class RunConfig(Section):
     """Name, folder, seed and machine of a run."""
 
-    name: str | None = None
+    name: Annotated[str | None, Change.SILENTLY] = None
     """Name of the run's folder; null makes RECIPE-DATE-TIME."""
-    description: tuple[str, ...] = ()
+    description: Annotated[tuple[str, ...], Change.SILENTLY] = ()
     """Lines that a new run prints about itself at its start."""
-    dir: str = "runs"
+    dir: Annotated[str, Change.SILENTLY] = "runs"
     """Folder that holds all runs."""
-    resume: str = "auto"
+    resume: Annotated[str, Change.SILENTLY] = "auto"
     """auto continues the run of that name if it is unfinished and its recipe the same; never
     starts a new one; a run's or checkpoint's folder is continued."""
     fork: str | None = None
     """Run that a new one goes on from: its weights, optimizer, place in the data and groups, at its
     last checkpoint or that of RUN@STEP; settings that the state can hold may differ."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: Annotated[int, Change.NEVER] = Field(0, ge=0, lt=2**63)
     """Seed of the data order, of sampling and of shuffles."""
     deterministic: bool = True
     """The same seed gives the same bits, however long anything takes. false: scores count as soon
     as they are there, and answers under way go on across new weights without a new prefill; a
     resumed run then has the same prompts, groups and counters, but not the same bits."""
-    threads: int | None = Field(None, ge=1)
+    threads: Annotated[int | None, Change.SILENTLY] = Field(None, ge=1)
     """CPU threads for tensor work; null takes all cores. Bits depend on it."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Change.SILENTLY] = "auto"
     """Device of the model; auto takes a GPU if there is one."""
 
     @field_validator("name")
@@ -218,13 +218,13 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     """Name, folder, seed and machine."""
-    model: ModelConfig = ModelConfig()
+    model: Annotated[ModelConfig, Change.NEVER] = ModelConfig()
     """The model."""
-    warm_start: WarmStart = NoWarmStart()
+    warm_start: Annotated[WarmStart, Change.NEVER] = NoWarmStart()
     """A start made on the spot."""
     sft: Sft = NoDemonstrations()
     """Demonstrations to imitate, in the place of rewards."""
-    data: DataConfig = DataConfig()
+    data: Annotated[DataConfig, Change.NEVER] = DataConfig()
     """Prompts."""
     reward: RewardConfig = RewardConfig()
     """Scores."""
@@ -242,11 +242,11 @@ class Config(Section):
     """The optimizer."""
     trainer: TrainerConfig = TrainerConfig()
     """The course of the run."""
-    cluster: Cluster = LocalCluster()
+    cluster: Annotated[Cluster, Change.ON_RESUME] = LocalCluster()
     """Machines of its processes."""
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: Annotated[EvaluationConfig, Change.ON_RESUME] = EvaluationConfig()
     """Held-out prompts."""
-    observe: ObserveConfig = ObserveConfig()
+    observe: Annotated[ObserveConfig, Change.ON_RESUME] = ObserveConfig()
     """Records of the run."""
 
     @property

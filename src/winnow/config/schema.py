@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from winnow.config.base import ConflictError, SecretError, Section
+from winnow.config.base import Change, ConflictError, SecretError, Section
 from winnow.config.other_names import known_elsewhere
 from winnow.config.root import Config
 
@@ -98,6 +98,8 @@ class Key(NamedTuple):
     field: FieldInfo
     variant: tuple[Path, str] | None
     """The union and the variant of it that own this key; None outside of variants."""
+    change: Change
+    """The mark that says when a run may go on with another value, or another variant of a union."""
 
     @property
     def spelling(self) -> str:
@@ -108,18 +110,23 @@ class Key(NamedTuple):
 @cache
 def all_keys() -> tuple[Key, ...]:
     """Return every key of a recipe and of all its variants; `name` stands for its union."""
-    return tuple(_keys(Config, (), None))
+    return tuple(_keys(Config, (), None, {"": Change.IN_FORK}))
 
 
-def _keys(cls: type[Section], path: Path, variant: tuple[Path, str] | None) -> Iterator[Key]:
+def _keys(
+    cls: type[Section], path: Path, variant: tuple[Path, str] | None, marks: Mapping[str, Change]
+) -> Iterator[Key]:
     for key, field in cls.model_fields.items():
-        here = (*path, key)
+        here, metadata = (*path, key), field.metadata
+        own = next((mark for mark in metadata if isinstance(mark, Change)), marks[""])
+        named = next((mark for mark in metadata if isinstance(mark, dict)), {})
+        within = {"": marks.get(key, own), **named}
         if inner := section(field.annotation):
-            yield from _keys(inner, here, variant)
+            yield from _keys(inner, here, variant, within)
         elif not (key == "name" and variant and variant[0] == path):
-            yield Key(here, field, variant)
+            yield Key(here, field, variant, within.get("name", within[""]))
             for name, option in variants(field).items():
-                yield from _keys(option, here, (here, name))
+                yield from _keys(option, here, (here, name), within)
 
 
 class Found(NamedTuple):

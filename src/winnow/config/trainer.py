@@ -15,6 +15,7 @@ from winnow.config.base import (
     PROGRAM,
     TEMPERATURES,
     Aggregation,
+    Change,
     Decay,
     Dtype,
     Section,
@@ -141,6 +142,9 @@ class Megatron(Section):
             )
 
 
+Strategy = Annotated[WholeModels | Fsdp2 | Megatron, Field(discriminator="name")]
+
+
 class SyncMode(Section):
     """Sample a step, learn it, publish its weights; then the next."""
 
@@ -202,18 +206,18 @@ def epoch_seconds(value: str | float) -> float:
 class TrainerConfig(Section):
     """Number of steps, the updates of each, memory bounds and checkpoints."""
 
-    steps: int = Field(100, ge=1)
+    steps: Annotated[int, Change.ON_RESUME] = Field(100, ge=1)
     """Steps to train; each ends with new weights in the engine."""
-    data_epochs: float | None = Field(None, gt=0)
+    data_epochs: Annotated[float | None, Change.ON_RESUME] = Field(None, gt=0)
     """Passes over the training data after which the run ends, in the place of trainer.steps, which
     then becomes the most steps that they can fill; null: trainer.steps."""
-    mode: Mode = SyncMode()
+    mode: Annotated[Mode, Change.BETWEEN_GROUPS] = SyncMode()
     """Order of sampling, learning and publishing: one after the other, or side by side."""
     mini_batch_groups: int | None = Field(None, ge=1)
     """Groups an update (one optimizer step), at most those of a step; null: one update a step."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's groups; trainer.data_epochs counts those over the data."""
-    strategy: Annotated[WholeModels | Fsdp2 | Megatron, Field(discriminator="name")] = WholeModels()
+    strategy: Annotated[Strategy, Change.ON_RESUME, {"name": Change.NEVER}] = WholeModels()
     """Placement of the models' weights."""
     microbatch_tokens: int = Field(16384, ge=1)
     """Packed tokens run at once, by one rank or by those that share sequences; bounds memory, never
@@ -221,30 +225,30 @@ class TrainerConfig(Section):
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens whose logits exist at once; null chooses by the vocabulary, 128 MiB of them, 512 on a
     GPU."""
-    profile: ProfileConfig = ProfileConfig()
+    profile: Annotated[ProfileConfig, Change.ON_RESUME] = ProfileConfig()
     """Profiles of chosen steps."""
-    save_every: int | None = Field(10, ge=1)
+    save_every: Annotated[int | None, Change.ON_RESUME] = Field(10, ge=1)
     """Steps between checkpoints, of which a crash costs what came after the last; null saves
     only at the end."""
-    keep_last: int | None = Field(2, ge=1)
+    keep_last: Annotated[int | None, Change.ON_RESUME] = Field(2, ge=1)
     """Number of newest checkpoints kept; null keeps all."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Keep the checkpoints of every so many steps as well."""
-    keep_best: str | None = None
+    keep_best: Annotated[str | None, Change.ON_RESUME] = None
     """Keep the checkpoint with the largest value of this figure as well, such as
     eval/SOURCE/pass@1, or with the smallest sft/held_out_loss."""
-    checkpoint_url: Annotated[str | None, ADDRESS] = None
+    checkpoint_url: Annotated[str | None, ADDRESS, Change.ON_RESUME] = None
     """Address to which the run's folder is copied after each checkpoint, and from which it is
     fetched when it is not here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
-    expires_at: str | float | None = None
+    expires_at: Annotated[str | float | None, Change.ON_RESUME] = None
     """End of the machine, an ISO 8601 time or seconds since 1970: the run saves and ends before it,
     as at SIGTERM. null: what Slurm, SageMaker or veMLP announce in variables; never: no end."""
-    expiry_margin_s: float | None = Field(None, gt=0)
+    expiry_margin_s: Annotated[float | None, Change.ON_RESUME] = Field(None, gt=0)
     """Seconds before that end at which the run stops; null: as long as a step and a checkpoint took
     so far, and a minute."""
-    max_restarts: int = Field(0, ge=0)
+    max_restarts: Annotated[int, Change.ON_RESUME] = Field(0, ge=0)
     """Times a run that was killed, crashed or hung is started again; 0 runs it unsupervised."""
-    stall_timeout_s: float = Field(1800.0, gt=0)
+    stall_timeout_s: Annotated[float, Change.ON_RESUME] = Field(1800.0, gt=0)
     """Seconds without a token, an update, a step or a byte of a fetched model, after which a
     supervised run has hung; loading models and starting processes must take less."""
 
@@ -299,13 +303,16 @@ class ShardedCritic(Sharded):
     at: ClassVar[str] = "critic.strategy"
 
 
+Critic = Annotated[WithPolicy | ShardedCritic, Field(discriminator="name")]
+
+
 class CriticConfig(Section):
     """A value head on a model of its own; unused unless algorithm/advantage needs values."""
 
     path: str | None = None
     """Folder of the model it starts from, a causal LM or a token classifier with one label; null
     is the policy's start."""
-    dtype: Dtype | None = None
+    dtype: Annotated[Dtype | None, Change.NEVER] = None
     """Type of weights and activations; null is model.dtype. The head is always float32."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """Optimizer of the critic."""
@@ -318,7 +325,7 @@ class CriticConfig(Section):
     """Packed tokens run at once; null is trainer.microbatch_tokens."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    strategy: Annotated[WithPolicy | ShardedCritic, Field(discriminator="name")] = WithPolicy()
+    strategy: Annotated[Critic, Change.ON_RESUME, {"name": Change.NEVER}] = WithPolicy()
     """Placement of the model's weights."""
 
 

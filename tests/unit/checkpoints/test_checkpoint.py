@@ -17,6 +17,7 @@ import torch
 
 from winnow.checkpoints import checkpoint as module
 from winnow.checkpoints.checkpoint import (
+    STATE_CLASSES,
     Checkpoint,
     Manifest,
     Snapshot,
@@ -25,9 +26,12 @@ from winnow.checkpoints.checkpoint import (
     load_state,
     newest_usable,
     prune,
+    read_manifest,
     save_checkpoint,
     verify,
 )
+from winnow.checkpoints.state_file import read_state
+from winnow.config.load import load_recipe
 from winnow.errors import CheckpointError, PassingError
 
 STATE = {
@@ -53,6 +57,18 @@ def steps(folder: Path) -> list[int]:
 
 class Crash(BaseException):
     """The process is gone; unlike SIGKILL it lets `finally` run."""
+
+
+OLD_RUN = Path(__file__).parents[2] / "fixtures" / "run_abf0cbd"
+"""Recipe, manifest and state (no model) of step 2 of a run that commit abf0cbd trained."""
+
+
+def test_the_recipe_manifest_and_state_of_an_older_version_are_read() -> None:
+    config = load_recipe(str(OLD_RUN / "config.yaml"))
+    assert (config.rollout.n, config.sampling.groups_per_step) == (3, 3)
+    assert read_manifest(Checkpoint(OLD_RUN, 2)).step == 2
+    state = read_state(OLD_RUN, STATE_CLASSES)
+    assert {"sampler", "pending", "loader", "learner", "optimizer"} <= state.keys()
 
 
 PARTS = (

@@ -31,7 +31,8 @@ from winnow.config.reward import CustomManager, RewardConfig
 from winnow.config.rollout import BandFilter
 from winnow.config.root import Config, RunConfig
 from winnow.config.schema import all_keys, defaults, variants
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, WinnowError
+from winnow.version import __version__
 
 Write = Callable[..., str]
 TOY = "data: {task: sort_digits}\nwarm_start: sft\n"
@@ -346,6 +347,15 @@ def test_a_dumped_configuration_loads_back_equal(write: Write) -> None:
         assert resolve_recipe(write(dump_config(config))) == config
 
 
+def test_a_dumped_configuration_has_the_version_and_one_of_a_newer_is_refused(write: Write) -> None:
+    config = resolve_recipe("quickstart")
+    head, _, rest = dump_config(config).partition("\n")
+    assert head == f"# Written by winnow {__version__}"
+    assert resolve_recipe(write(f"# Written by winnow 0.0.99\n{rest}")) == config
+    with pytest.raises(WinnowError, match=r"mine.yaml was written by winnow 99.1, and this is "):
+        resolve_recipe(write(f"# Written by winnow 99.1\n{rest}"))
+
+
 TRICKY = st.text(max_size=12) | st.sampled_from(
     ["${x}", "\\${x}", "\\\\${x}", "null", "1e3", "off"]
 )
@@ -393,6 +403,7 @@ def test_help_shows_the_values_of_the_recipe_and_the_keys_of_other_variants() ->
     assert table["sampling.filter.low", "sampling/filter=band"].default == "0.0"
     assert table["optim.betas", ""].type == "a list of 2 numbers in [0, 1)"
     assert table["model.path", ""].default == "null"
+    assert table["trainer.save_every", ""].meaning.endswith("the end. May change on resuming.")
 
 
 def test_help_narrows_to_a_prefix() -> None:
@@ -416,6 +427,11 @@ def test_help_covers_every_key_of_the_sections(toy: str) -> None:
     listed = {row.key.replace("/", ".") for row in describe_config(resolve_recipe(toy))}
     missing = {key for key in leaves(defaults(Config)) if key not in listed}
     assert {key for key in missing if not key.endswith(".name")} == set()
+
+
+def test_a_key_of_several_variants_has_one_mark_of_where_it_may_change() -> None:
+    marks = {(key.path, key.change) for key in all_keys()}
+    assert len(marks) == len({path for path, _ in marks})
 
 
 def test_differing_keys_are_named_with_both_values(toy: str) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.winnow_command import in_this_process
 
-from winnow.config.load import resolve_recipe
+from winnow.config.load import _current, resolve_recipe
 from winnow.config.other_names import OURS, as_markdown, other_names
 from winnow.config.schema import all_keys, variants
 from winnow.errors import ConfigError
@@ -65,6 +66,7 @@ def test_each_name_of_a_list_is_answered_as_the_source_of_its_system_asks_for(fi
 def test_every_answer_names_a_key_and_a_variant_that_exist_or_says_why_there_is_none() -> None:
     known = {key.spelling: key.field for key in all_keys()}
     for row in (row for rows in other_names().values() for row in rows):
+        assert not row.system.startswith(f"{OURS} ") or row.name not in known, row
         key, _, value = row.ours.removesuffix(".*").partition("=")
         if key in ("-", "!", "?"):
             assert row.meaning or key == "?", row
@@ -112,6 +114,42 @@ def test_a_variant_of_another_system_that_is_one_of_ours_runs_and_a_line_says_so
         config = resolve_recipe("quickstart", ["trainer/strategy=fsdp", "trainer.strategy.ranks=3"])
     assert (config.trainer.strategy.name, config.trainer.strategy.ranks) == ("fsdp2", 3)
     assert caplog.messages[0].startswith("trainer/strategy=fsdp runs as trainer/strategy=fsdp2 (")
+
+
+RENAMED = """{Winnow 0.1: {optim.rate: optim.lr, algorithm.objective: algorithm/policy_loss.*,
+optim.algorithm: '- | AdamW is what there is'}}"""
+MINE = """{defaults: [quickstart], optim: {rate: 0.5}, critic: {optim: {lr: '${optim.rate}'}},
+algorithm: {objective: {name: cispo, r_max: 3}}}"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A recipe of an earlier version, whose keys had other names."""
+    (tmp_path / "names.yaml").write_text(RENAMED)
+    (tmp_path / "mine.yaml").write_text(MINE)
+    monkeypatch.setattr("winnow.config.other_names._TABLE", tmp_path / "names.yaml")
+    other_names.cache_clear()
+    yield str(tmp_path / "mine.yaml")
+    other_names.cache_clear()
+    _current.cache_clear()
+
+
+def test_a_key_of_an_earlier_version_sets_the_one_of_now_and_one_line_says_so(
+    mine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        config = resolve_recipe(mine, ["algorithm/objective=dppo_tv"])
+    assert (config.optim.lr, config.critic.optim.lr) == (0.5, 0.5)
+    assert config.algorithm.policy_loss.name == "dppo_tv"
+    assert [line.partition(" now; the old name goes with")[0] for line in caplog.messages] == [
+        "optim.rate is called optim.lr",
+        "algorithm.objective.name is called algorithm.policy_loss.name",
+        "algorithm.objective.r_max is called algorithm.policy_loss.r_max",
+        "algorithm.objective is called algorithm.policy_loss",
+    ]
+    assert faults("optim.algorithm=adam")[0].endswith(
+        "that is Winnow 0.1's name, and nothing is to be set here: AdamW is what there is"
+    )
 
 
 def test_all_flags_of_another_system_are_answered_at_once(tmp_path: Path) -> None:
