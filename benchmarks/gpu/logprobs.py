@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from benchmarks.gpu.harness import Bench
 
-from winnow.algorithms.logprobs import token_logprobs
+from winnow.algorithms.logprobs import OutputHead, token_logprobs
 
 SHAPES = [
     (8192, 4096, 131_072, 131_072),
@@ -38,12 +38,12 @@ def log_probs(bench: Bench, T: int, H: int, V: int, ids: int) -> None:
     weight, labels = rows.requires_grad_(), torch.randint(0, ids, (T,), device=bench.device)
 
     def both() -> None:
-        result: Any = token_logprobs(hidden, weight, labels, vocab_size=ids)
+        result: Any = token_logprobs(hidden, OutputHead(weight, vocab_size=ids), labels)
         (result.logprob.sum() + result.entropy.sum()).backward()
         hidden.grad = weight.grad = None
 
-    detached = hidden.detach(), weight.detach(), labels
-    forward_ms = bench.timed(lambda: token_logprobs(*detached, vocab_size=ids)) * 1e3
+    head = OutputHead(weight.detach(), vocab_size=ids)
+    forward_ms = bench.timed(lambda: token_logprobs(hidden.detach(), head, labels)) * 1e3
     both_s = bench.timed(both)
     figures = {"forward_ms": forward_ms, "both_ms": both_s * 1e3}
     figures["tflops_of_4_products"] = 8 * T * ids * H / both_s / 1e12

@@ -279,7 +279,7 @@ def test_a_mixture_has_its_adapter_outside_of_the_experts(tmp_path: Path) -> Non
     load_lora(model, adapter)
     names = {name.rpartition(".lora_")[0] for name, _ in adapter_weights(model)}
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    merged = model_of(merged_folder(adapter, torch.float32, lambda name: model_of(Path(name))))
+    merged = model_of(Path(find_model(str(adapter), "model.path", torch.float32).path))
     assert not torch.equal(
         *(
             m.get_submodule("model.layers.0.self_attn.q_proj").weight
