@@ -109,9 +109,9 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
         words = [str(recipe), *overrides]
         run = load_recipe(str(recipe), overrides).run
         if run.resume not in ("auto", "never"):
-            from winnow.checkpoints.opening import asked_for
+            from winnow.checkpoints.opening import checkpoint_of
 
-            path = asked_for("run.resume", run.resume)[0]
+            path = checkpoint_of("run.resume", run.resume)[0]
         elif run.name is not None:
             path = Path(run.dir) / run.name
         else:  # chosen here, before the run would choose it

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from winnow.config.base import Section
-from winnow.config.judge import SequenceClassifier, engines_of, sharding_of, told_of_judge
+from winnow.config.judge import SequenceClassifier, engines_of, rename_for_judge, sharding_of
 from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
 from winnow.config.rollout import (
@@ -59,7 +59,7 @@ def name_judge() -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        raise type(error)(told_of_judge(str(error))) from error
+        raise type(error)(rename_for_judge(str(error))) from error
 
 
 def adapter_alone(config: Config) -> LoraAdapter | None:

@@ -170,10 +170,10 @@ def save_checkpoint(
     try:
         with atomic_folder(target) as draft:
             snapshot.save_model(draft / "model")
-            known = snapshot.save_ranks(draft)
+            entries = snapshot.save_ranks(draft)
             write_state(draft, snapshot.state)
             (draft / CONFIG).write_text(recipe, encoding="utf-8")
-            _write_manifest(draft, manifest, known)
+            _write_manifest(draft, manifest, entries)
     except (OSError, RuntimeError, SafetensorError) as error:
         cause = system_error(error)
         if cause is None:
@@ -192,10 +192,10 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """
     with explain_disk_errors(folder):
         names = os.listdir(folder) if folder.is_dir() else []
-    found = [
+    checkpoints = [
         Checkpoint(folder / name, int(match[1])) for name in names if (match := _NAME.match(name))
     ]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
@@ -204,12 +204,12 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    found = checkpoints_in(run / "checkpoints")
-    chosen = [c for c in found if step is None or c.step == step]
+    checkpoints = checkpoints_in(run / "checkpoints")
+    chosen = [c for c in checkpoints if step is None or c.step == step]
     if not chosen:
-        there = ", ".join(str(c.step) for c in found) or "none"
-        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise CheckpointError(f"{run} has no {wanted}; there are: {there}")
+        steps = ", ".join(str(c.step) for c in checkpoints) or "none"
+        target = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(f"{run} has no {target}; there are: {steps}")
     verify(chosen[-1])
     return chosen[-1]
 
@@ -235,9 +235,9 @@ def newest_usable(
             after = f"going on from step {checkpoint.step}"
             return checkpoint, [f"Warning: {fault}; {after}" for fault in faults]
     if faults:
-        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        rest = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise CheckpointError(
-            f"{run} has no checkpoint that is whole: {faults[0]}{more}; put that back, or choose "
+            f"{run} has no checkpoint that is whole: {faults[0]}{rest}; put that back, or choose "
             "another run.name for a new run"
         )
     return None, []
@@ -308,13 +308,13 @@ def verify(checkpoint: Checkpoint, checked_by: Collection[str] = ()) -> Manifest
         CheckpointError: names the file.
     """
     manifest, path = read_manifest(checkpoint), checkpoint.path
-    there = {str(p.relative_to(path)): p for p in path.rglob("*") if not p.is_dir()}
-    for name in sorted(manifest.files.keys() - there.keys()):
+    files = {str(p.relative_to(path)): p for p in path.rglob("*") if not p.is_dir()}
+    for name in sorted(manifest.files.keys() - files.keys()):
         raise _unreadable(path / name, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-    for name in sorted(there.keys() - manifest.files.keys() - {MANIFEST}):
-        if not there[name].name.startswith(".nfs"):  # a file server's, of one still open
+    for name in sorted(files.keys() - manifest.files.keys() - {MANIFEST}):
+        if not files[name].name.startswith(".nfs"):  # a file server's, of one still open
             raise CheckpointError(
-                f"{there[name]} was added to the checkpoint; remove it, or use another checkpoint"
+                f"{files[name]} was added to the checkpoint; remove it, or use another checkpoint"
             )
     _check_files(path, manifest.files, checked_by)
     return manifest
@@ -413,11 +413,11 @@ def prune(
     """
     if last is None:
         return
-    found = checkpoints_in(folder)
-    keep = set(found[-last:])
-    keep |= {c for c in found if every is not None and c.step % every == 0}
+    checkpoints = checkpoints_in(folder)
+    keep = set(checkpoints[-last:])
+    keep |= {c for c in checkpoints if every is not None and c.step % every == 0}
     values: dict[Checkpoint, float] = {}
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         try:
             value = read_manifest(checkpoint).figures.get(best or "", math.nan)
         except CheckpointError:
@@ -427,7 +427,7 @@ def prune(
             values[checkpoint] = -value if best == HELD_OUT_LOSS else value
     if values:
         keep.add(max(values, key=lambda c: (values[c], c.step)))
-    remove(c for c in found if c not in keep)
+    remove(c for c in checkpoints if c not in keep)
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -435,10 +435,10 @@ def file_entry(path: Path) -> FileEntry:
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def _write_manifest(draft: Path, manifest: Manifest, known: Mapping[str, FileEntry]) -> None:
+def _write_manifest(draft: Path, manifest: Manifest, entries: Mapping[str, FileEntry]) -> None:
     paths = (path for path in sorted(draft.rglob("*")) if path.is_file())
     named = ((str(path.relative_to(draft)), path) for path in paths)
-    files = {name: known[name] if name in known else file_entry(path) for name, path in named}
+    files = {name: entries[name] if name in entries else file_entry(path) for name, path in named}
     entries = asdict(replace(manifest, files=files))
     text = json.dumps({"format": _FORMAT, "sha256": _digest(entries), **entries}, indent=1)
     (draft / MANIFEST).write_text(text + "\n", encoding="utf-8")

@@ -195,7 +195,7 @@ class DamagedError(CheckpointError):
 
 
 @contextlib.contextmanager
-def damage_found(opened: OpenedRun) -> Iterator[Event]:
+def reporting_damage(opened: OpenedRun) -> Iterator[Event]:
     """Look through all files of a checkpoint that ranks were to check if a start from it fails.
 
     Yields:
@@ -226,9 +226,9 @@ def opened_run(config: Config, recipe: str) -> Iterator[OpenedRun]:
         CheckpointError: the checkpoint asked for is damaged.
         WinnowError: the folder may not be read or written to.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with explain_disk_errors(Path(config.run.dir)):
-            opened = _opened(config, recipe, held)
+            opened = _opened(config, recipe, stack)
             new = _files(opened.folder.path) if opened.is_new else None
         try:
             yield opened
@@ -241,19 +241,19 @@ def opened_run(config: Config, recipe: str) -> Iterator[OpenedRun]:
 
 def _files(folder: Path) -> set[Path]:
     """List the files of a run that are worth keeping: those of before its start are not."""
-    found = {path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()}
-    kept = {path for path in found if path.parts[0] not in DISCARDABLE_FILES}
+    files = {path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()}
+    saved = {path for path in files if path.parts[0] not in DISCARDABLE_FILES}
     metrics = Path(METRICS_FILE)
-    has_figures = metrics in found and (folder / metrics).stat().st_size > 0
-    return kept | {metrics} if has_figures else kept
+    has_figures = metrics in files and (folder / metrics).stat().st_size > 0
+    return saved | {metrics} if has_figures else saved
 
 
-def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> OpenedRun:
+def _opened(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedRun:
     run, url = config.run, config.trainer.checkpoint_url
     if run.resume not in ("auto", "never"):
-        path, wanted = asked_for("run.resume", run.resume)
-        held.enter_context(locked(path))
-        return _continued(config, RunFolder.open(path), wanted)
+        path, checkpoint = checkpoint_of("run.resume", run.resume)
+        stack.enter_context(locked(path))
+        return _continued(config, RunFolder.open(path), checkpoint)
     named = None if run.name is None else RunFolder(Path(run.dir) / run.name)
     names: set[str] = set()
     is_begun = False
@@ -269,13 +269,13 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> OpenedRu
         has_figures = METRICS_FILE in names and named.metrics.stat().st_size > 0
         is_begun = has_figures or not names <= DISCARDABLE_FILES
         if run.resume == "auto" and is_begun and CONFIG in names:
-            held.enter_context(locked(named.path))
+            stack.enter_context(locked(named.path))
             return _continued(config, named, None)
     origin = None if run.fork is None else _origin(config, run.fork)
     config = _pinned(config) if origin is None else origin.config
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
-    held.enter_context(locked(named.path))
+    stack.enter_context(locked(named.path))
     for name in names - {LOCK_FILE}:
         if name == named.trackers.name:
             shutil.rmtree(named.trackers)
@@ -283,15 +283,15 @@ def _opened(config: Config, recipe: str, held: contextlib.ExitStack) -> OpenedRu
             (named.path / name).unlink(missing_ok=True)
     mark_as_begun(named.path)
     fork = None if origin is None else f"{origin.run}@{origin.checkpoint.step}"
-    own = run.model_copy(update={"resume": "auto", "fork": fork})
-    kept = config.model_copy(update={"run": own})
+    run_section = run.model_copy(update={"resume": "auto", "fork": fork})
+    saved_config = config.model_copy(update={"run": run_section})
     if origin is not None:
         with writing(named.path):
             origin.copy(named)
-    named.save_config(dump_config(kept))
+    named.save_config(dump_config(saved_config))
     if origin is None:
-        return OpenedRun(named, kept, is_new=True)
-    opened = _continued(kept, named, None)
+        return OpenedRun(named, saved_config, is_new=True)
+    opened = _continued(saved_config, named, None)
     return replace(opened, notes=origin.notes, is_new=True)
 
 
@@ -333,15 +333,15 @@ def _origin(config: Config, fork: str) -> ForkSource:
         ConfigError: it names none, or the recipe is one of another model, data or optimizer.
         CheckpointError: the checkpoint is damaged.
     """
-    given, at, step = fork.rpartition("@")
+    source, at, step = fork.rpartition("@")
     if at and step.isdecimal():
-        run, wanted = asked_for("run.fork", given)
-        wanted = find_checkpoint(run, int(step))
+        run, checkpoint = checkpoint_of("run.fork", source)
+        checkpoint = find_checkpoint(run, int(step))
     else:
-        run, wanted = asked_for("run.fork", fork)
-        if wanted is not None:
-            verify(wanted)
-    checkpoint, faults = (wanted, []) if wanted is not None else newest_usable(run)
+        run, checkpoint = checkpoint_of("run.fork", fork)
+        if checkpoint is not None:
+            verify(checkpoint)
+    checkpoint, faults = (checkpoint, []) if checkpoint is not None else newest_usable(run)
     if checkpoint is None:
         raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
     manifest = read_manifest(checkpoint)
@@ -352,29 +352,29 @@ def _origin(config: Config, fork: str) -> ForkSource:
             f"{checkpoint.step} of {run}; set it to {checkpoint.step + 1} or more, or fork an "
             "earlier step with run.fork=RUN@STEP"
         )
-    made_with = load_recipe(str(checkpoint.path / CONFIG))
-    config, pinned = _as_pinned(config, made_with)
-    changes = check_fork(config, made_with, str(checkpoint.path))
+    recipe = load_recipe(str(checkpoint.path / CONFIG))
+    config, pinned = _as_pinned(config, recipe)
+    changes = check_fork(config, recipe, str(checkpoint.path))
     code = code_notes(config, manifest.code)
     began = f"Forked from {run} after step {checkpoint.step}"
     began += f" of now {config.trainer.steps}" if has_steps else ""
     return ForkSource(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
 
 
-def asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
+def checkpoint_of(key: str, value: str) -> tuple[Path, Checkpoint | None]:
     """Find the run's folder that a setting names, and the checkpoint if it is one's folder.
 
     Raises:
         ConfigError: it is neither.
     """
-    given = Path(value).expanduser()
-    path = given if len(given.parts) > 2 else given.absolute()
-    own = [c for c in checkpoints_in(path.parent) if c.path == path]
+    place = Path(value).expanduser()
+    path = place if len(place.parts) > 2 else place.absolute()
+    matches = [c for c in checkpoints_in(path.parent) if c.path == path]
     run = path.parent.parent
-    if own and (run / CONFIG).is_file():
-        return run, own[0]
+    if matches and (run / CONFIG).is_file():
+        return run, matches[0]
     if (path / CONFIG).is_file():
-        return given if given.name else path, None
+        return place if place.name else path, None
     remedy = "or auto or never" if key == "run.resume" else "or runs/NAME@STEP"
     raise ConfigError(
         f"{key}={value} is neither a run's folder nor a checkpoint in one; "
@@ -382,7 +382,7 @@ def asked_for(key: str, value: str) -> tuple[Path, Checkpoint | None]:
     )
 
 
-def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> OpenedRun:
+def _continued(config: Config, folder: RunFolder, checkpoint: Checkpoint | None) -> OpenedRun:
     try:
         saved = load_recipe(str(folder.config))
     except ConfigError as error:
@@ -397,12 +397,12 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
     )
     config, notes = _as_pinned(config, saved)
     changes = check_same(config, saved, str(folder.path), remedy)
-    kept = config.model_copy(update={"run": saved.run})
+    saved_config = config.model_copy(update={"run": saved.run})
     clean(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
     checked_by = [role.saved_in for role in Roles(config) if role.saved_in]
-    checkpoint = wanted
+    checkpoint = checkpoint
     if checkpoint is not None:
         verify(checkpoint, checked_by)
     else:
@@ -410,12 +410,12 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
         notes += faults
     if checkpoint is None:
         notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
-        return OpenedRun(folder, kept, (*notes, *changes))
+        return OpenedRun(folder, saved_config, (*notes, *changes))
     manifest = read_manifest(checkpoint)
-    made_with = load_recipe(str(checkpoint.path / CONFIG))
-    forked = made_with if made_with.run.fork != kept.run.fork else None
+    recipe = load_recipe(str(checkpoint.path / CONFIG))
+    forked = recipe if recipe.run.fork != saved_config.run.fork else None
     if forked is None:
-        check_same(config, made_with, str(checkpoint.path), "delete it, or put back this run's own")
+        check_same(config, recipe, str(checkpoint.path), "delete it, or put back this run's own")
     steps, epochs = config.trainer.steps, config.trainer.data_epochs
     if epochs is None and steps < checkpoint.step:
         raise ConfigError(
@@ -423,12 +423,12 @@ def _continued(config: Config, folder: RunFolder, wanted: Checkpoint | None) -> 
             "has trained; give more, or go on from an earlier checkpoint with run.resume=FOLDER"
         )
     notes += code_notes(config, manifest.code)
-    knows_steps = epochs is None or not _fills_others(config, made_with)
+    knows_steps = epochs is None or not _fills_other_steps(config, recipe)
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
-    may_be_damaged = bool(checked_by) and wanted is None
+    may_be_damaged = bool(checked_by) and checkpoint is None
     state = checkpoint, manifest, forked, False, knows_steps, may_be_damaged
-    return OpenedRun(folder, kept, tuple(notes), *state)
+    return OpenedRun(folder, saved_config, tuple(notes), *state)
 
 
 def _pinned(config: Config) -> Config:
@@ -440,10 +440,10 @@ def _pinned(config: Config) -> Config:
     """
     config = _with_hub_files(config, {})
     path, revision = config.model.path, config.model.revision
-    is_here = path is None or "://" in path or Path(path).expanduser().exists()
-    if is_here and revision is None:
+    is_local = path is None or "://" in path or Path(path).expanduser().exists()
+    if is_local and revision is None:
         return config
-    if path is None or is_here or not may_be_hub_name(path):
+    if path is None or is_local or not may_be_hub_name(path):
         if revision is None:  # no folder: its loader says so
             return config
         raise ConfigError(
@@ -469,19 +469,19 @@ def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
     return _with_revision(config, was), [note] if now is not None else []
 
 
-def _fills_others(config: Config, saved: Config) -> bool:
+def _fills_other_steps(config: Config, saved: Config) -> bool:
     """Return whether passes over the data fill other steps than those of another recipe."""
     is_same = config.trainer.data_epochs == saved.trainer.data_epochs
     return not is_same or config.sampling.groups_per_step != saved.sampling.groups_per_step
 
 
-def _with_hub_files(config: Config, known: Mapping[str, tuple[str, ...]]) -> Config:
+def _with_hub_files(config: Config, listed: Mapping[str, tuple[str, ...]]) -> Config:
     """Pin the data files on the hub that are not pinned yet."""
     shown = config.sft if isinstance(config.sft, Demonstrations) else Demonstrations()
     named = (c.train_files + c.eval_files for c in (config.data, shown))
     urls = [url for url in chain(*named) if is_on_hub(url)]
-    held = {**config.data.hub_files, **known}
-    files = {url: held[url] if url in held else pinned(url) for url in urls}
+    hub_files = {**config.data.hub_files, **listed}
+    files = {url: hub_files[url] if url in hub_files else pinned(url) for url in urls}
     data = config.data.model_copy(update={"hub_files": files})
     return config.model_copy(update={"data": data}) if files else config
 

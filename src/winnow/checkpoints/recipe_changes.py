@@ -44,7 +44,7 @@ def check_same(config: Config, saved: Config, what: str, remedy: str) -> list[st
     return lines
 
 
-def check_fork(config: Config, made_with: Config, what: str) -> list[str]:
+def check_fork(config: Config, source: Config, what: str) -> list[str]:
     """Refuse a fork whose recipe the state of a checkpoint cannot hold; return the changes.
 
     Args:
@@ -53,12 +53,12 @@ def check_fork(config: Config, made_with: Config, what: str) -> list[str]:
     Raises:
         ConfigError: names the keys.
     """
-    differing = [each for each in _differing(config, made_with) if each[0] != "run.fork"]
+    differing = [each for each in _differing(config, source) if each[0] != "run.fork"]
     remedy = (
         "a fork takes over model, optimizer, data and groups: set that back, or start a new run"
     )
     _refuse([line for _, change, line in differing if change is Change.NEVER], what, remedy)
-    if _has_critic(config) and not _has_critic(made_with):
+    if _has_critic(config) and not _has_critic(source):
         raise ConfigError(
             f"algorithm/advantage=gae learns a critic, and {what} holds none; choose another "
             "advantage, or start a new run"
@@ -67,7 +67,7 @@ def check_fork(config: Config, made_with: Config, what: str) -> list[str]:
 
 
 def forked_state(
-    config: Config, made_with: Config, state: Mapping[str, Any], what: str
+    config: Config, source: Config, state: Mapping[str, Any], what: str
 ) -> dict[str, Any]:
     """Return the state of a checkpoint as a fork goes on from it.
 
@@ -77,16 +77,16 @@ def forked_state(
     groups = state["sampler"]["ledger"]["groups"]
     pending = len(state.get("pending", {}).get("steps", ()))
     number = len(groups.open) + len(groups.qualified) + len(groups.failing)
-    differing = _differing(config, made_with)
+    differing = _differing(config, source)
     changed = [line for _, change, line in differing if change is Change.BETWEEN_GROUPS]
     if changed and (number or pending):
-        held = f"{number} groups under way" if number else f"{pending} steps not learnt yet"
+        open_work = f"{number} groups under way" if number else f"{pending} steps not learnt yet"
         raise CheckpointError(
-            f"{what} holds {held}, sampled by other settings: {', '.join(changed)}; set that "
+            f"{what} holds {open_work}, sampled by other settings: {', '.join(changed)}; set that "
             "back, or fork another step"
         )
     kl = config.algorithm.kl.reward
-    if kl == made_with.algorithm.kl.reward:
+    if kl == source.algorithm.kl.reward:
         return dict(state)
     # The KL's weight is part of the state, as it may adapt: another rule begins with its own.
     advantage = {} if isinstance(kl, NoKl) else {"penalty": {"coef": kl.coef}}
@@ -129,16 +129,16 @@ def _is_same_origin(was: str | None, now: str | None) -> bool:
     if was is None or now is None:
         return False
     run, _, step = was.rpartition("@")
-    origin, given = (
+    origin, place = (
         os.path.abspath(Path(place).expanduser()) for place in (run, now.removesuffix(f"@{step}"))
     )
-    return given in (origin, os.path.join(origin, "checkpoints", f"step-{step}"))
+    return place in (origin, os.path.join(origin, "checkpoints", f"step-{step}"))
 
 
 def _refuse(changed: list[str], what: str, remedy: str) -> None:
     if not changed:
         return
-    more = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    rest = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     raise ConfigError(
-        f"{what} was trained with another recipe: {', '.join(changed[:_SHOWN])}{more}; {remedy}"
+        f"{what} was trained with another recipe: {', '.join(changed[:_SHOWN])}{rest}; {remedy}"
     )

@@ -78,18 +78,20 @@ class LocalModelStates:
         save_model: writes model weights, given by name, to a folder.
     """
 
-    def __init__(self, policy: Strategy, others: Mapping[str, Strategy], save_model: Save) -> None:
-        self._policy, self._others, self._save_model = policy, dict(others), save_model
+    def __init__(
+        self, policy: Strategy, strategies: Mapping[str, Strategy], save_model: Save
+    ) -> None:
+        self._policy, self._others, self._save_model = policy, dict(strategies), save_model
 
     def copy(self) -> Snapshot:
         live = dict(self._policy.export_weights(adapter_only=self._policy.has_adapter))
         weights = _copied(live)
         in_folder = {tensor.data_ptr() for tensor in live.values()}
-        own = self._policy.state_dict()
+        policy = self._policy.state_dict()
         # Half-precision models only: elsewhere the model's folder has the same tensors.
-        masters = {n: t for n, t in own["weights"].items() if t.data_ptr() not in in_folder}
-        others = {role: strategy.state_dict() for role, strategy in self._others.items()}
-        state = {"masters": masters, "optimizer": own["optimizer"], "others": others}
+        masters = {n: t for n, t in policy["weights"].items() if t.data_ptr() not in in_folder}
+        states = {role: strategy.state_dict() for role, strategy in self._others.items()}
+        state = {"masters": masters, "optimizer": policy["optimizer"], "others": states}
         return Snapshot(_copied(state), lambda folder: self._save_model(weights, folder))
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:

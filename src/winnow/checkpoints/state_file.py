@@ -197,8 +197,8 @@ class _StateWriter:
         for tag, make in _SEQUENCES.items():
             if kind is make:
                 return {tag: [self.encode(each, f"{place}.{i}") for i, each in enumerate(value)]}
-        for tag, (given, write, _) in _TEXTS.items():
-            if kind is given:
+        for tag, (kind, write, _) in _TEXTS.items():
+            if kind is kind:
                 return {tag: write(value)}
         for base in _BASES:  # of a class of its own, which is not kept
             if isinstance(value, base):
@@ -268,8 +268,8 @@ class _Reader:
                 return self._file.get_tensor(content)
             case "!array":
                 # What was one array is one again; of an empty one the place says nothing.
-                found = self._array(*content)
-                return self._known.setdefault(str(content), found) if found.size else found
+                array = self._array(*content)
+                return self._known.setdefault(str(content), array) if array.size else array
             case "!scalar":
                 return self._array(*content)[()]
             case "!object":
@@ -282,10 +282,10 @@ class _Reader:
 
     def _array(self, kind: str, shape: list[int], content: Any) -> np.ndarray[Any, Any]:
         if kind == "O":
-            found = np.empty(len(content), object)
+            array = np.empty(len(content), object)
             for i, each in enumerate(content):
-                found[i] = self.decode(each)
-            return found.reshape(shape)
+                array[i] = self.decode(each)
+            return array.reshape(shape)
         dtype = np.dtype(kind)
         size = math.prod(shape) * dtype.itemsize
         if not 0 <= content <= content + size <= len(self._arrays):

@@ -50,7 +50,7 @@ def mark_as_begun(folder: Path) -> None:
         file.write(proof)
 
 
-def is_begun_here(folder: Path) -> bool:
+def is_local_run(folder: Path) -> bool:
     """Return whether this user began the run on this machine."""
     try:
         mark = folder / MARK
@@ -77,16 +77,16 @@ def require_trust(
     Raises:
         ConfigError: names the key, the value and the file.
     """
-    if trusts or is_begun_here(folder):
+    if trusts or is_local_run(folder):
         return
-    known = {word.lstrip("+~").partition("=")[0].replace("/", ".") for word in typed}
+    typed_keys = {word.lstrip("+~").partition("=")[0].replace("/", ".") for word in typed}
     named = [] if config is None else list(_reaches(config))
-    found = [what for key, what in named if key not in known and key.startswith(keys)]
-    found += [f"{path} is no plain file or folder" for path in _odd_entries(folder)]
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    risks = [what for key, what in named if key not in typed_keys and key.startswith(keys)]
+    risks += [f"{path} is no plain file or folder" for path in _odd_entries(folder)]
+    if risks:
+        rest = f" (and {len(risks) - 1} more)" if len(risks) > 1 else ""
         raise ConfigError(
-            f"{folder / _CONFIG}: {found[0]}{more}, and you did not begin this run on this "
+            f"{folder / _CONFIG}: {risks[0]}{rest}, and you did not begin this run on this "
             "machine; if you trust whoever did, add --trust"
         )
 

@@ -84,7 +84,7 @@ class CheckpointUpload:
         return True
 
     def _push(self) -> None:
-        kept = checkpoints_in(self._folder / "checkpoints")
+        local = checkpoints_in(self._folder / "checkpoints")
         for path in sorted(self._folder.rglob("*"), key=lambda path: path.name == MANIFEST):
             place = path.relative_to(self._folder)
             hidden = any(part[0] == "." and part != SHARD_INDEX for part in place.parts)
@@ -97,9 +97,9 @@ class CheckpointUpload:
                 self._files.makedirs(str(target.parent), exist_ok=True)
                 self._files.put_file(str(path), str(target))
                 self._sent[path] = version
-        names = {checkpoint.path.name for checkpoint in kept}
-        there = self._root / "checkpoints"
-        for name in self._files.ls(str(there), detail=False, refresh=True):
+        names = {checkpoint.path.name for checkpoint in local}
+        remote = self._root / "checkpoints"
+        for name in self._files.ls(str(remote), detail=False, refresh=True):
             if PurePosixPath(name).name not in names:
                 manifest = f"{name}/{MANIFEST}"
                 if self._files.exists(manifest):  # first, so that the rest counts no more

@@ -27,7 +27,7 @@ def dashboard_command(
             "reach the server.",
         ),
     ] = None,
-    beside: Annotated[int | None, typer.Option("--beside", hidden=True)] = None,
+    parent: Annotated[int | None, typer.Option("--beside", hidden=True)] = None,
 ) -> None:
     """Show runs in a browser, live: curves, answers, tokens, times. It reads and never writes."""
     from winnow.dashboard.beside import end_with_parent
@@ -36,13 +36,13 @@ def dashboard_command(
     from winnow.http.service import address_of, listen, serve
 
     token = token_of(token_env, "--token-env")
-    if beside is not None:
+    if parent is not None:
         end_with_parent()
     with closing(
-        listen(host, port, token) if beside is None else socket.socket(fileno=beside)
+        listen(host, port, token) if parent is None else socket.socket(fileno=parent)
     ) as listener:
         dashboard = Dashboard(runs or ["runs"], token)
         key = "" if token is None else f", with /?token=… as in {token_env}"
-        said = f"Dashboard: {address_of(listener)}/{key} (Ctrl-C ends it)"
-        code = serve(dashboard, listener, said)
+        line = f"Dashboard: {address_of(listener)}/{key} (Ctrl-C ends it)"
+        code = serve(dashboard, listener, line)
     raise typer.Exit(code)

@@ -170,14 +170,14 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
 
 def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
     """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
-    words, scorer = ["model.path=FOLDER"], "dapo_math"
+    overrides, scorer = ["model.path=FOLDER"], "dapo_math"
     bare = "Prompts are bare questions: the recipe"
     if done.name == "sort_digits":  # asked as it is, of a model that was warmed up on it
-        asking, recipe, words, scorer = "", "quickstart", ["data/task=none"], "SCORER"
+        asking, recipe, overrides, scorer = "", "quickstart", ["data/task=none"], "SCORER"
     elif done.ability != "math":
         asking = "Prompts say how to answer: take the template out of recipes that have one."
         recipe, scorer = "dapo-math", "SCORER"
-        words.append('data.prompt_template={*:"{prompt}"}')
+        overrides.append('data.prompt_template={*:"{prompt}"}')
     elif done.name == "gsm8k":
         asking, recipe = f"{bare} gsm8k says how to ask.", "gsm8k"
     elif instruction == "dapo":
@@ -187,11 +187,11 @@ def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str
         recipe = "dapo-math"
         asking = f"{bare} {recipe} says how to ask; for dapo_qwen2.5_32b add --instruction dapo."
     if done.split == "test":
-        words += ["data.train_files=[FILE]", f"data.eval_files=[{done.out}]"]
+        overrides += ["data.train_files=[FILE]", f"data.eval_files=[{done.out}]"]
     else:
-        words.append(f"data.train_files=[{done.out}]")
-    words += [f"reward.scorers.{source}={scorer}" for source in unknown]
-    return asking, shlex.join(["winnow", "train", recipe, *words])
+        overrides.append(f"data.train_files=[{done.out}]")
+    overrides += [f"reward.scorers.{source}={scorer}" for source in unknown]
+    return asking, shlex.join(["winnow", "train", recipe, *overrides])
 
 
 def _show_report(report: Mapping[str, Any], console: Console) -> None:

@@ -210,20 +210,22 @@ def _devices(torch: Any) -> Iterator[Finding]:
 
 
 def _cores() -> Finding:
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = _cgroup_cores()
-    if quota is not None and quota < own:
-        text = f"{own} of {os.cpu_count()}, and this container may use {quota:g} of them"
+    if quota is not None and quota < cores:
+        text = f"{cores} of {os.cpu_count()}, and this container may use {quota:g} of them"
         return Finding("cores", text, f"set run.threads={max(1, int(quota))}")
-    return Finding("cores", f"{own} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
+    return Finding("cores", f"{cores} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
 
 
 def _cgroup_cores(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
     """Read how many cores' worth of time a container has; None without a limit."""
-    words = _first_line(file).split()
-    if len(words) != 2 or words[0] == "max":
+    fields = _first_line(file).split()
+    if len(fields) != 2 or fields[0] == "max":
         return None
-    return int(words[0]) / int(words[1])
+    return int(fields[0]) / int(fields[1])
 
 
 def _memory() -> Finding:

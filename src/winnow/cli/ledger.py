@@ -44,30 +44,34 @@ def diff_command(
     """Say whether two runs consumed the same: prompts, fates, learning steps, tokens."""
     from winnow.views.ledger_diff import diff, open_ledger
 
-    found = diff(open_ledger(a, until), open_ledger(b, until), order)
+    difference = diff(open_ledger(a, until), open_ledger(b, until), order)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), ensure_ascii=False, indent=2))
-        raise typer.Exit(not found.same)
-    for name, report in (("A", found.a), ("B", found.b)):
+        typer.echo(json.dumps(difference.as_json(), ensure_ascii=False, indent=2))
+        raise typer.Exit(not difference.same)
+    for name, report in (("A", difference.a), ("B", difference.b)):
         _print_report(name, report)
-    _print_differences(found.differences)
-    if found.not_compared:
-        typer.echo(f"The token ids of {found.not_compared:,} groups are not known and not compared")
-    if found.given_back.count:
+    _print_differences(difference.differences)
+    if difference.not_compared:
         typer.echo(
-            f"Groups given back differ: {found.given_back.count:,}; their prompts come again"
+            f"The token ids of {difference.not_compared:,} groups are not known and not compared"
         )
-    if found.times.count:
-        typer.echo(f"Of {found.times.count:,} groups the time of admission or of the end differs:")
-        for example in found.times.examples:
+    if difference.given_back.count:
+        typer.echo(
+            f"Groups given back differ: {difference.given_back.count:,}; their prompts come again"
+        )
+    if difference.times.count:
+        typer.echo(
+            f"Of {difference.times.count:,} groups the time of admission or of the end differs:"
+        )
+        for example in difference.times.examples:
             typer.echo(f"      {printable(example)}")
-    if found.same:
+    if difference.same:
         alike = "prompts, fates, learning steps, tokens, scores and weight versions of all groups"
-        kept = "no group lost, none twice, and the prompts in the loader's order"
-        typer.echo(f"Same: {alike if found.exact else kept}")
+        summary = "no group lost, none twice, and the prompts in the loader's order"
+        typer.echo(f"Same: {alike if difference.exact else summary}")
     else:
         typer.echo("Different")
-    raise typer.Exit(not found.same)
+    raise typer.Exit(not difference.same)
 
 
 @app.command("check", no_args_is_help=True)

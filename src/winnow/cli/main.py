@@ -83,8 +83,8 @@ HelpConfig = Annotated[
 ]
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         from winnow.version import __version__
 
         typer.echo(f"winnow {__version__}")
@@ -266,8 +266,8 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
-    for option, is_given in (("--private", private), ("--revision", revision is not None)):
-        if is_given and push is None:
+    for option, is_set in (("--private", private), ("--revision", revision is not None)):
+        if is_set and push is None:
             raise ConfigError(f"{option} is for a push; leave it out, or give --push OWNER/NAME")
     with gc_tuning.growing():
         from winnow.commands.export import run_export, run_push
@@ -312,13 +312,13 @@ def check_engine(
 
     config = config_to_check(engine, overrides or [], model)
     _require_trust(config, engine, overrides, trust)
-    found = run_engine_check(config, update)
+    findings = run_engine_check(config, update)
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in found], indent=2))
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        for finding in found:
+        for finding in findings:
             typer.echo(f"{finding.name:<9} {finding.state:<12} {finding.text}")
-    raise typer.Exit(any(finding.state == "failed" for finding in found))
+    raise typer.Exit(any(finding.state == "failed" for finding in findings))
 
 
 @app.command()
@@ -353,13 +353,13 @@ def metrics(
         typer.echo(as_markdown(), nl=False)
         return
     spread = part.replace("/mean", "/SPREAD").replace("/max", "/SPREAD").replace("/min", "/SPREAD")
-    found = [row for row in every_metric() if row.name.startswith(part)] or [
+    rows = [row for row in every_metric() if row.name.startswith(part)] or [
         row for row in every_metric() if spread in row.verl
     ]
-    if not found:
+    if not rows:
         parts = ", ".join(dict.fromkeys(row.name.partition("/")[0] for row in every_metric()))
         raise ConfigError(f"no figure's name begins with {part!r}; the parts are {parts}")
-    for row in found:
+    for row in rows:
         unit, verl = f" [{row.unit}]" if row.unit else "", f"; verl: {row.verl}" if row.verl else ""
         typer.echo(f"{row.name}{unit}\n    {row.meaning}{verl}")
 
@@ -469,13 +469,13 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _print_settings(recipe: str, words: list[str]) -> None:
+def _print_settings(recipe: str, overrides: list[str]) -> None:
     """Print settings as recipe and overrides resolve them, under the prefixes among `words`."""
     from winnow.config.load import describe_config, resolve_recipe
     from winnow.observe.figures import message
 
-    prefixes = [word for word in words if "=" not in word]
-    config = resolve_recipe(recipe, [word for word in words if "=" in word])
+    prefixes = [word for word in overrides if "=" not in word]
+    config = resolve_recipe(recipe, [word for word in overrides if "=" in word])
     lines = [line for prefix in prefixes or [""] for line in describe_config(config, prefix)]
     for line in lines:
         only = f" [only with {line.variant}]" if line.variant else ""
@@ -526,8 +526,8 @@ _UsageError: Any = typer.BadParameter.__base__
 
 def _usage_lines(error: Any) -> Iterator[str]:
     """Say what is wrong with the words typed, with the value if any, and where to read on."""
-    said = " ".join(error.format_message().split()).rstrip(".")
-    if not said:  # the help of a command without arguments, which is shown already
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if not message:  # the help of a command without arguments, which is shown already
         return
     option, context = getattr(error, "param", None), error.ctx
     names = option.opts if isinstance(option, TyperOption) else ()
@@ -539,18 +539,18 @@ def _usage_lines(error: Any) -> Iterator[str]:
     name = getattr(error, "option_name", "")
     if name and context is not None:
         taken = [word for each in context.command.params for word in each.opts]
-        answers = dict(_known_elsewhere(taken))
+        answers = dict(_foreign_names(taken))
         yield from answers.values()
         if name in answers:
             return
-    end = "" if said.endswith("?") else ";"
-    yield f"{said[:1].lower()}{said[1:]}{got}{end} see `{command} --help`"
+    end = "" if message.endswith("?") else ";"
+    yield f"{message[:1].lower()}{message[1:]}{got}{end} see `{command} --help`"
 
 
-def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the words typed that other systems know, flags and KEY=VALUE, each with its answer."""
     from winnow.config.load import SHORTHANDS
-    from winnow.config.other_names import known_elsewhere
+    from winnow.config.other_names import foreign_name
     from winnow.config.schema import all_keys
 
     keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
@@ -560,10 +560,10 @@ def _known_elsewhere(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
             value = following
         key = name.lstrip("-").replace("-", "_") if is_flag else name.lstrip("+~")
         is_ours = key.replace("/", ".") in keys and not is_flag
-        if (is_flag or equals) and not is_ours and (said := known_elsewhere(key, value)):
+        if (is_flag or equals) and not is_ours and (answer := foreign_name(key, value)):
             fault = f"no such option: {name}" if is_flag else f"{key} is no known key"
-            form = ", given as KEY=VALUE" if is_flag and "'s name for " in said else ""
-            yield name, f"{fault}; {said}{form}"
+            form = ", given as KEY=VALUE" if is_flag and "'s name for " in answer else ""
+            yield name, f"{fault}; {answer}{form}"
 
 
 def _arguments() -> Iterator[tuple[str, str, str, str]]:

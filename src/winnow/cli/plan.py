@@ -48,8 +48,8 @@ def plan_command(
         raise ConfigError("--lengths has a mean of its own; leave out --mean-response")
     machine = Machine(*find_gpu(gpu), nodes, gpus)
     tell = partial(typer.echo, err=True)
-    words = tuple(overrides or ())
+    settings = tuple(overrides or ())
     plan = make_plan(
-        PlanRequest(recipe, words, machine, mean_response, lengths, price, tell, trust)
+        PlanRequest(recipe, settings, machine, mean_response, lengths, price, tell, trust)
     )
     typer.echo(json.dumps(plan, indent=2) if as_json else as_text(plan))

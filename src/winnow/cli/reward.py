@@ -101,10 +101,10 @@ def try_command(
         )
 
 
-def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The file, and the settings."""
-    settings = [word for word in words if "=" in word and not os.path.exists(word)]
-    files = [word for word in words if word not in settings]
+    settings = [word for word in arguments if "=" in word and not os.path.exists(word)]
+    files = [word for word in arguments if word not in settings]
     if len(files) > 1:
         raise DataError(f"there are {len(files)} files, {' and '.join(files)}; give one")
     return (files[0] if files else None), settings
@@ -131,11 +131,11 @@ def _config(
     config = resolve_recipe(recipe, settings) if recipe or settings else Config()
     changes: dict[str, Any] = {"on_failure": "wrong"}
     manager = config.reward.manager.name
-    given = scorer or function
-    if given is not None and manager in ("remote", "custom"):
+    source = scorer or function
+    if source is not None and manager in ("remote", "custom"):
         option = "--scorer" if scorer else "--function"
         raise RewardError(
-            f"{option} is {given} and reward/manager={manager}: only one of them can score; "
+            f"{option} is {source} and reward/manager={manager}: only one of them can score; "
             f"leave {option} out, or set reward/manager=auto"
         )
     if scorer is not None:
@@ -219,14 +219,14 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         config = config.model_copy(update={"reward": section})
     heard = logging.handlers.BufferingHandler(sys.maxsize)
     workers = logging.getLogger("winnow.rewards.pool")
-    here = io.StringIO()
+    output = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.callback(workers.setLevel, workers.level)
         stack.callback(workers.removeHandler, heard)
         workers.setLevel(logging.INFO)
         workers.addHandler(heard)
         if quiet:
-            stack.enter_context(contextlib.redirect_stdout(here))
+            stack.enter_context(contextlib.redirect_stdout(output))
         service = make_rewards(config, "cpu")
         stack.callback(service.close)
         service.check_sources([prompt.data_source])
@@ -240,7 +240,9 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         traceback = service.failure_report.first_traceback.rstrip()
     reason = "" if rule is None else rule.reason(score, prompt.ground_truth)
     # Workers have ended, so all of their output has come.
-    printed = here.getvalue() + "".join(getattr(said, "printed", "") for said in heard.buffer)
+    printed = output.getvalue() + "".join(
+        getattr(warning, "printed", "") for warning in heard.buffer
+    )
     return {
         "scorer": scorer,
         **({"sandbox": sandbox} if sandbox else {}),
@@ -331,6 +333,6 @@ def serve_command(
         manager = make_manager(RewardConfig(function=section, workers=workers, timeout_s=timeout_s))
         with contextlib.closing(manager):
             service = make_service(manager, token, timeout_s + QUEUE_S)
-            said = f"{section.name} of {section.path} scores at {address_of(listener)}/"
-            code = serve(service, listener, said)
+            line = f"{section.name} of {section.path} scores at {address_of(listener)}/"
+            code = serve(service, listener, line)
     raise typer.Exit(code)

@@ -40,7 +40,7 @@ _HELP = (
 _ENDS = {None: DASH, "stop": "stop", "length": "cut off", "aborted": "aborted"}
 _LEAST_SURE = 5
 """Tokens that are named of an answer."""
-_LINES_BESIDE = 8
+_CONTEXT_LINES = 8
 """Lines that a list leaves to its title and to the question."""
 
 
@@ -98,7 +98,7 @@ class Browser:
 
     def browse(self, ask: Callable[[str], str]) -> None:
         """Show, ask and obey until `q` or the end of the input; `ask` is like `input`."""
-        self.limit = max(self.console.height - _LINES_BESIDE, 5)
+        self.limit = max(self.console.height - _CONTEXT_LINES, 5)
         self._print(_HELP, "dim")
         while True:
             try:
@@ -177,8 +177,8 @@ class Browser:
         step, is_list = self._step(), self.group is None
         listed, now = (self._steps(), step) if is_list else (self._listed(), self.group)
         at = listed.index(now) + by if now in listed else 0
-        for there in listed[at : at + 1]:
-            self._go(*((there, None) if is_list else (step, there)))
+        for place in listed[at : at + 1]:
+            self._go(*((place, None) if is_list else (step, place)))
 
     def _steps(self) -> list[int]:
         steps: list[int] = self.run.steps()[self.kind]
@@ -198,11 +198,13 @@ class Browser:
         if self.only not in _KEEPS:
             raise WinnowError(f"--filter must be one of {', '.join(_KEEPS)}, got {self.only[:40]}")
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
-        left = [row for row in rows if _KEEPS[self.only](row)]
+        groups = [row for row in rows if _KEEPS[self.only](row)]
         if self.search:
             hits = self.run.found(self.kind, self._step(), self.search)["groups"]
-            left = [row for row in left if str(row["group"]) in hits]
-        return sorted(left, key=lambda row: -row["mismatch"]) if self.only == "mismatch" else left
+            groups = [row for row in groups if str(row["group"]) in hits]
+        return (
+            sorted(groups, key=lambda row: -row["mismatch"]) if self.only == "mismatch" else groups
+        )
 
     def _show_steps(self) -> None:
         """List the newest steps first, with what became of all their answers."""
@@ -233,15 +235,15 @@ class Browser:
         self._put(table)
 
     def _show_groups(self) -> None:
-        left = self._groups()
+        groups = self._groups()
         self.shown = self._step()
-        plural = "" if len(left) == 1 else "s"
-        words = f"step {self.shown} of {self._steps()[-1]}, {len(left)} prompt{plural}"
-        words += f", {self.only}" * (self.only != "all")
-        self._head(words + f", with {self.search}" * bool(self.search))
+        plural = "" if len(groups) == 1 else "s"
+        text = f"step {self.shown} of {self._steps()[-1]}, {len(groups)} prompt{plural}"
+        text += f", {self.only}" * (self.only != "all")
+        self._head(text + f", with {self.search}" * bool(self.search))
         table = _table("group", "prompt", "fate", "right", "reward", "tokens", "mismatch")
-        self.first = self.first if self.first < len(left) else 0
-        for row in left[self.first :][: self.limit]:
+        self.first = self.first if self.first < len(groups) else 0
+        for row in groups[self.first :][: self.limit]:
             table.add_row(
                 str(row["group"]), self._line(row["prompt"] or row["uid"] or DASH),
                 self._line(str(row["outcome"]).replace("_", " ")),
@@ -279,8 +281,8 @@ class Browser:
         line = " ".join(printable(text, self.console.encoding).split())
         return Text(line, no_wrap=True, overflow="ellipsis")
 
-    def _head(self, words: str) -> None:
-        self._put(Rule(self._line(f"{self.run.files.name}, {words}"), align="left"))
+    def _head(self, text: str) -> None:
+        self._put(Rule(self._line(f"{self.run.files.name}, {text}"), align="left"))
 
     def _put(self, shown: Rule | Table) -> None:
         self.console.print(shown, width=min(WIDTH, self.console.width))
@@ -293,16 +295,16 @@ def _run_at(place: str) -> RunPages:
     from winnow.dashboard.pages import RunPages
     from winnow.dashboard.runs import RunSet
 
-    found = RunSet([place]).found()
-    if len(found) != 1:
-        names = ", ".join(found) or "none"
+    runs = RunSet([place]).found()
+    if len(runs) != 1:
+        names = ", ".join(runs) or "none"
         raise WinnowError(f"{place} must be one run's folder, and holds {names}; name one")
-    return RunPages(next(iter(found.values())))
+    return RunPages(next(iter(runs.values())))
 
 
 def _entropy(answer: Row) -> str:
-    known = [each for each in answer["columns"].get("entropies", ()) if each is not None]
-    return number(sum(known) / len(known)) if known else DASH
+    values = [each for each in answer["columns"].get("entropies", ()) if each is not None]
+    return number(sum(values) / len(values)) if values else DASH
 
 
 def _least_sure(answer: Row) -> str:
@@ -310,8 +312,8 @@ def _least_sure(answer: Row) -> str:
     values = answer["columns"].get("entropies", ())
     texts = [f" {each!r}" for each in answer.get("tokens", {}).get("texts", ())]
     texts = texts or [""] * len(values)
-    known = [place for place, value in enumerate(values) if value is not None]
-    most = sorted(known, key=lambda place: -values[place])[:_LEAST_SURE]
+    places = [place for place, value in enumerate(values) if value is not None]
+    most = sorted(places, key=lambda place: -values[place])[:_LEAST_SURE]
     return ", ".join(f"{place + 1}{texts[place]} {values[place]:.2f}" for place in most)
 
 

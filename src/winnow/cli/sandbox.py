@@ -70,7 +70,7 @@ def serve_command(
     )
     token = token_of(token_env, "--token-env")
     with closing(listen(host, port, token)) as listener, closing(LocalSandbox(config)) as sandbox:
-        said = f"sandbox at {address_of(listener)} ({sandbox.description})"
+        line = f"sandbox at {address_of(listener)} ({sandbox.description})"
         with closing(SandboxServer(sandbox, token, max_body_mb << 20, max_queued)) as server:
-            code = serve(server.service, listener, said)
+            code = serve(server.service, listener, line)
     raise typer.Exit(code)

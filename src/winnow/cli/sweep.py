@@ -81,8 +81,8 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
         raise ConfigError("--multirun has nothing to vary; give a key several values: optim.lr=1,2")
     fixed = [w for w, each in zip(overrides, parsed, strict=True) if not each.is_sweep_override()]
     keys = [each.key_or_group for each in swept]
-    runs = {_name(words, keys): [*fixed, *words] for words in combined}
-    *_, config = (load_recipe(recipe, words) for words in runs.values())
+    runs = {_name(overrides, keys): [*fixed, *overrides] for overrides in combined}
+    *_, config = (load_recipe(recipe, overrides) for overrides in runs.values())
     run = config.run
     name = f"{recipe_stem(recipe)}-sweep"
     folder = Path(run.dir) / run.name if run.name else free_path(Path(run.dir), name)
@@ -93,7 +93,7 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
     """Train all runs of a sweep that are not done yet, some at a time; returns the exit code."""
     outlive_readers()
     sweep = plan_sweep(recipe, overrides)
-    asked = sweep.runs
+    runs = sweep.runs
     if (sweep.folder / SWEEP).is_file():
         was = read_sweep(sweep.folder)
         if was.recipe != recipe:
@@ -101,16 +101,16 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
                 f"run.name={sweep.folder.name} has a sweep of {was.recipe}, and this one is of "
                 f"{recipe}; give another run.name"
             )
-        sweep.runs = {**was.runs, **asked}
+        sweep.runs = {**was.runs, **runs}
         sweep.codes = {
             name: code
             for name, code in was.codes.items()
-            if name not in asked or (not code and was.runs.get(name) == asked[name])
+            if name not in runs or (not code and was.runs.get(name) == runs[name])
         }
-    waiting = [name for name in asked if name not in sweep.codes]
-    ready = len(asked) - len(waiting)
+    waiting = [name for name in runs if name not in sweep.codes]
+    ready = len(runs) - len(waiting)
     _say(
-        f"{len(asked)} runs in {sweep.folder}{f', {ready} of them done' if ready else ''}; "
+        f"{len(runs)} runs in {sweep.folder}{f', {ready} of them done' if ready else ''}; "
         "each one's output is in NAME.txt beside it",
         console,
     )
@@ -122,8 +122,8 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
         return stopped
     failed = {name: sweep.codes[name] for name in waiting if sweep.codes[name]}
     for name, code in failed.items():
-        said = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(said) if line.strip()), "")
+        output = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(output) if line.strip()), "")
         _say(f"{name} ended with exit code {code}: {last}", console)
     return next(iter(failed.values()), 0)
 
@@ -131,11 +131,13 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
 def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) -> int:
     """Start one process a run, at most `jobs` at once; returns the code of a request to stop."""
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-    asked, told = list[int](), 0
-    handlers = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in heeded()}
+    numbers, reported = list[int](), 0
+    handlers = {
+        number: signal.signal(number, lambda n, _: numbers.append(n)) for number in heeded()
+    }
     try:
-        while running or (waiting and not asked):
-            while waiting and len(running) < jobs and not asked:
+        while running or (waiting and not numbers):
+            while waiting and len(running) < jobs and not numbers:
                 name = waiting.pop(0)
                 path = sweep.folder / f"{name}.txt"
                 with writing(path), path.open("ab") as out:
@@ -144,8 +146,8 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
                     )
                 running[name] = child, time.monotonic()
             time.sleep(_EVERY_S)
-            for number in asked[told:]:
-                told += 1
+            for number in numbers[reported:]:
+                reported += 1
                 for child, _ in running.values():
                     child.send_signal(number)
             for name, (child, began) in list(running.items()):
@@ -155,12 +157,12 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
                 sweep.codes[name] = code if code >= 0 else 128 - code
                 sweep.save()
                 state = "done" if code == 0 else f"exit code {sweep.codes[name]}"
-                took, left = duration(time.monotonic() - began), len(waiting) + len(running)
-                _say(f"{name}: {state} in {took}, {left} to go", console)
+                took, remaining = duration(time.monotonic() - began), len(waiting) + len(running)
+                _say(f"{name}: {state} in {took}, {remaining} to go", console)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return Stopped(asked[0]).exit_code if asked else 0
+    return Stopped(numbers[0]).exit_code if numbers else 0
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -184,14 +186,18 @@ def sweep_figures(sweep: Sweep) -> list[dict[str, Any]]:
     `held_out` maps each data source to the first and the last accuracy.
     """
     rows: list[dict[str, Any]] = []
-    for name, words in sweep.runs.items():
+    for name, overrides in sweep.runs.items():
         file = sweep.folder / name / METRICS_FILE
         records = read_metrics(file) if file.is_file() else []
         last = {key: value for record in records for key, value in record.items()}
         held_out: dict[str, list[float]] = {}
-        for source, found in ((s, f) for r in records for s, f in evaluations(r).items()):
-            held_out[source] = [*held_out.get(source, [])[:1], found.accuracy]
-        row: dict[str, Any] = {"run": name, "settings": words, "exit_code": sweep.codes.get(name)}
+        for source, evaluation in ((s, f) for r in records for s, f in evaluations(r).items()):
+            held_out[source] = [*held_out.get(source, [])[:1], evaluation.accuracy]
+        row: dict[str, Any] = {
+            "run": name,
+            "settings": overrides,
+            "exit_code": sweep.codes.get(name),
+        }
         row |= {"step": last.get("step"), "reward": last.get(REWARD), "length": last.get(LENGTH)}
         rows.append(row | {"held_out": held_out})
     return rows
@@ -214,11 +220,11 @@ def _say(line: str, console: Console) -> None:
     console.print(printable(line), soft_wrap=True, markup=False)
 
 
-def _name(words: list[str], keys: list[str]) -> str:
+def _name(overrides: list[str], keys: list[str]) -> str:
     """Name a run after its settings: by the ends of their keys where those differ."""
     short = [re.split(r"[./]", key)[-1] for key in keys]
     named = short if len(set(short)) == len(short) else keys
-    text = ",".join(f"{k}={w.partition('=')[2]}" for k, w in zip(named, words, strict=True))
+    text = ",".join(f"{k}={w.partition('=')[2]}" for k, w in zip(named, overrides, strict=True))
     name = re.sub(r"[^\w.,=+-]+", "_", text).lstrip(".")
     if name == text and len(name) <= _LONGEST_NAME:
         return name

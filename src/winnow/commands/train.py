@@ -22,7 +22,7 @@ from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build, use_machine, with_steps
 from winnow.builders.topology import placed_models, placed_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
-from winnow.checkpoints.opening import DamagedError, OpenedRun, damage_found, opened_run
+from winnow.checkpoints.opening import DamagedError, OpenedRun, opened_run, reporting_damage
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.load import dump_config
@@ -108,7 +108,7 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
     seed_everything(config.run.seed)
     with (
         opened_run(config, recipe) as opened,
-        damage_found(opened) as has_begun,
+        reporting_damage(opened) as has_begun,
         _logged(opened) as stack,
     ):
         folder = opened.folder

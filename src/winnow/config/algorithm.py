@@ -475,18 +475,18 @@ class AlgorithmConfig(Section):
     """Take truncated answers out of the loss; they stay in their group's statistics."""
 
     def conflicts(self) -> Iterator[str]:
-        loss, given, mode = self.policy_loss, self.aggregation, self.correction.mode
-        if self.aggregation_norm_tokens is not None and given != "seq-mean-token-sum-norm":
+        loss, aggregation, mode = self.policy_loss, self.aggregation, self.correction.mode
+        if self.aggregation_norm_tokens is not None and aggregation != "seq-mean-token-sum-norm":
             yield (
                 f"algorithm.aggregation_norm_tokens={self.aggregation_norm_tokens} has no use in "
-                f"algorithm.aggregation={given}; set it to null, or aggregation to "
+                f"algorithm.aggregation={aggregation}; set it to null, or aggregation to "
                 "seq-mean-token-sum-norm"
             )
-        if loss.aggregations and given not in loss.aggregations:
+        if loss.aggregations and aggregation not in loss.aggregations:
             needed = " or ".join(loss.aggregations)
             yield (
                 f"algorithm/policy_loss={loss.name} is a mean over samples, which "
-                f"algorithm.aggregation={given} is not; set algorithm.aggregation={needed}"
+                f"algorithm.aggregation={aggregation} is not; set algorithm.aggregation={needed}"
             )
         if what := self._needs_pass_before_updates():
             yield (

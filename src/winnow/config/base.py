@@ -180,7 +180,7 @@ EnvironmentName = Annotated[str | None, AfterValidator(_environment_name)]
 
 
 def web_address(
-    value: str, instead: str, wanted: str = "must begin with http:// or https:// and name a host"
+    value: str, instead: str, rule: str = "must begin with http:// or https:// and name a host"
 ) -> SplitResult:
     """Split an HTTP address into its parts.
 
@@ -201,7 +201,7 @@ def web_address(
         is_whole = False
     if not is_whole:
         kind = SecretError if "@" in value else ValueError
-        raise kind(wanted)
+        raise kind(rule)
     if parts.username is not None or parts.password is not None:
         raise SecretError(f"must hold no user and password ({instead})")
     return parts

@@ -99,15 +99,15 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
 
 def _existing(recipe: str, files: list[Path], included: str) -> Path:
     """Return the first of the files that a recipe may stand for that exists."""
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
         near = difflib.get_close_matches(Path(recipe).stem, available_recipes(), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"there is no recipe {recipe!r}{included}; {hint}Give the path of a YAML file, or a "
             "name that `winnow recipes` lists"
         )
-    return found
+    return path
 
 
 def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[Layer]:
@@ -123,9 +123,9 @@ def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[
             f"recipe {read[0]} includes more than {MOST_FILES} recipes, the last of them {path}; "
             "include each only once in `defaults`"
         )
-    own = _read(path)
-    where = own.place(("defaults",))
-    entries = own.tree.pop("defaults", [])
+    layer = _read(path)
+    where = layer.place(("defaults",))
+    entries = layer.tree.pop("defaults", [])
     if not isinstance(entries, list) or entries.count("_self_") > 1:
         raise ConfigError(
             "`defaults` must be a list of recipes, with _self_ at most once, "
@@ -134,7 +134,7 @@ def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[
     # As in Hydra, a file's own keys come last unless `_self_` says otherwise.
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":
-            yield own
+            yield layer
         elif isinstance(entry, str):
             names = [f"{entry}.yaml", f"{entry}.yml"]
             names = [entry] if entry.endswith((".yaml", ".yml")) else names
@@ -143,7 +143,7 @@ def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[
             included = _existing(entry, files, f" to include ({where})")
             yield from _layers(included, (*around, resolved), read)
         else:
-            yield Layer(own.source, _variant_tree(entry, where), own.lines)
+            yield Layer(layer.source, _variant_tree(entry, where), layer.lines)
 
 
 def _variant_tree(entry: Any, where: str) -> dict[str, Any]:
@@ -238,11 +238,11 @@ def _check(
     if isinstance(node, ScalarNode) and not is_encodable(node.value):
         raise _fault(node, "half a character (surrogate)")
     for name, start, value in _children(node):
-        here = (*path, name)
-        if here in lines:
+        place = (*path, name)
+        if place in lines:
             raise _fault(start, f"the key {name!r} appears twice")
-        lines[here] = start.start_mark.line + 1
-        _check(value, here, (*around, node), lines)
+        lines[place] = start.start_mark.line + 1
+        _check(value, place, (*around, node), lines)
 
 
 def _children(node: Node) -> Iterator[tuple[str, Node, Node]]:

@@ -84,7 +84,7 @@ class SequenceClassifier(Section):
 
     @field_validator("chat_template")
     @classmethod
-    def _is_known(cls, value: str) -> str:
+    def _is_supported(cls, value: str) -> str:
         if value not in ("auto", "none") and "{" not in value:
             raise ValueError("must be auto, none, or the text of a Jinja template")
         return value
@@ -144,7 +144,7 @@ class LabelsParse(Section):
 
     @field_validator("labels")
     @classmethod
-    def _are_words(cls, value: dict[str, float]) -> dict[str, float]:
+    def _are_labels(cls, value: dict[str, float]) -> dict[str, float]:
         if not value or not all(label.strip() for label in value):
             raise ValueError("must name one word or more, none of them empty")
         return value
@@ -276,10 +276,10 @@ _OF_JUDGES = {
 }
 
 
-def told_of_judge(line: str) -> str:
+def rename_for_judge(line: str) -> str:
     """Return what an engine of the policy's says of its settings, with the keys of a judge's."""
     pattern = "|".join(map(re.escape, _OF_JUDGES))
-    return re.sub(pattern, lambda found: _OF_JUDGES[found[0]], line)
+    return re.sub(pattern, lambda match: _OF_JUDGES[match[0]], line)
 
 
 class JudgeTorchEngine(TorchEngineConfig):
@@ -296,7 +296,7 @@ class JudgeVllmEngine(VllmEngineConfig):
     """Engines, each with the whole model, on tensor_parallel GPUs where there are any."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from map(told_of_judge, super().conflicts())
+        yield from map(rename_for_judge, super().conflicts())
         if self.sleep:
             yield (
                 "reward.judge.engine.sleep=true leaves a judge no time to be asked, as answers are "

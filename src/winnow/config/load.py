@@ -195,10 +195,10 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
         ConfigError: no key starts with the prefix.
     """
     values = plain_values(config)
-    wanted = tuple(re.findall(r"[^./]+", prefix or ""))
-    rows = [_help(key, values) for key in all_keys() if key.path[: len(wanted)] == wanted]
+    prefix_path = tuple(re.findall(r"[^./]+", prefix or ""))
+    rows = [_help(key, values) for key in all_keys() if key.path[: len(prefix_path)] == prefix_path]
     if not rows:
-        raise ConfigError(f"no key starts with {show(prefix)}; {suggestion('.'.join(wanted))}")
+        raise ConfigError(f"no key starts with {show(prefix)}; {suggestion('.'.join(prefix_path))}")
     return rows
 
 
@@ -219,8 +219,8 @@ def _help(key: Key, values: Mapping[str, Any]) -> KeyHelp:
 
 def differing_keys(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
     """Return the keys whose values differ, with both values."""
-    left, right = (flat(config.model_dump()) for config in (a, b))
-    pairs = [(key, left.get(key, ABSENT), right.get(key, ABSENT)) for key in {**left, **right}]
+    first, second = (flat(config.model_dump()) for config in (a, b))
+    pairs = [(key, first.get(key, ABSENT), second.get(key, ABSENT)) for key in {**first, **second}]
     return [(key, x, y) for key, x, y in pairs if x != y or type(x) is not type(y)]
 
 
@@ -279,7 +279,7 @@ class Tree:
     def lay(self, settings: Sequence[Setting]) -> None:
         """Lay what one file, or the whole command line, sets over the values."""
         settings = [each._replace(path=_current(each.path)) for each in settings]
-        settings = [each for setting in settings for each in self._options_apart(setting)]
+        settings = [each for setting in settings for each in self._split_options(setting)]
         # Choices before values, so that each key meets the variants chosen in the end; outer unions
         # first, as an inner one may belong to the variant chosen for the outer.
         outer_first = sorted(settings, key=lambda s: len(s.path) - (s.path[-1] == "name"))
@@ -288,7 +288,7 @@ class Tree:
             if setting not in choices:
                 self._set(setting)
 
-    def _options_apart(self, setting: Setting) -> Iterator[Setting]:
+    def _split_options(self, setting: Setting) -> Iterator[Setting]:
         """Take the options out of a list of names: `[{name: wandb, mode: offline}]` names wandb,
         and sets `mode` in the section wandb beside the list."""
         path, entries, place, *_ = setting
@@ -323,16 +323,16 @@ class Tree:
         """Set or remove a value, checked against the final variants."""
         path, value, place, text, removes = setting
         key, field, variant, rest = find(self.values, path)
-        held = lookup(self.values, path)
+        section = lookup(self.values, path)
         theirs = other_value(key, value) if isinstance(value, str) else None
         if field is None or (rest and not is_table(field)):
             self.faults.append(unknown_key(path, None if field else variant, place, value))
-        elif removes and is_table(field) and held is not None:
+        elif removes and is_table(field) and section is not None:
             del lookup(self.values, path[:-1])[path[-1]]
         elif removes:
             fault = f"~{spell(path)} removes no entry of a table; leave it out, or set a value"
             self.faults.append(fault)
-        elif value == {} and isinstance(held, dict):
+        elif value == {} and isinstance(section, dict):
             pass  # adds nothing to a section or a table
         elif theirs is not None:
             fault = f"{spell(key)} does not take {show(value)} (set by {place}); {theirs.remedy}"
@@ -445,25 +445,25 @@ class _References:
         try:
             return visitor.visit(parse(text))
         except (KeyError, OmegaConfBaseException, RecursionError) as error:
-            said = [*error.args, type(error).__name__][0]
-            reason = str(said).partition("\n")[0]
+            message = [*error.args, type(error).__name__][0]
+            reason = str(message).partition("\n")[0]
             raise _broken(path, f"{reason[:1].lower()}{reason[1:]}") from None
 
     def _named(self, path: Path, key: str, text: str) -> Any:
         """Return the value that a text names, absolutely or (with dots in front) relatively."""
         dots = len(key) - len(key.lstrip("."))
         around = path[: len(path) - dots] if dots else ()
-        wanted = _current((*around, *re.findall(r"[^.\[\]]+", key)))
+        target = _current((*around, *re.findall(r"[^.\[\]]+", key)))
         node: Any = self._values
-        for stop, name in enumerate(wanted):
+        for stop, name in enumerate(target):
             if isinstance(node, str):  # a table that is a reference itself
-                node = self.resolved(wanted[:stop], node)
+                node = self.resolved(target[:stop], node)
             node = lookup(node, (name,), _PENDING)
         if node is _PENDING:
-            raise KeyError(f"interpolation key {'.'.join(wanted)!r} not found")
-        value = self.resolved(wanted, node)
-        for secret in [each for each in self.secrets if each[: len(wanted)] == wanted]:
-            rest = secret[len(wanted) :]
+            raise KeyError(f"interpolation key {'.'.join(target)!r} not found")
+        value = self.resolved(target, node)
+        for secret in [each for each in self.secrets if each[: len(target)] == target]:
+            rest = secret[len(target) :]
             self.secrets[path + rest] = f"${{{'.'.join(secret)}}}" if rest else text
         self._written += len(str(value))
         if self._written > MOST_CHARACTERS:

@@ -94,7 +94,7 @@ def _plain(value: Any) -> str:
         return text
 
 
-def known_elsewhere(typed: str, value: Any = "") -> str:
+def foreign_name(typed: str, value: Any = "") -> str:
     """Say what a key of another system is called here; empty for a name that none has.
 
     Args:

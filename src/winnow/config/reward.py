@@ -157,10 +157,10 @@ class FusionConfig(_Programs):
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
-        wanted = "must be an address such as http://127.0.0.1:8080"
-        parts = web_address(value, "reward.sandbox.token_env is for tokens", wanted)
+        rule = "must be an address such as http://127.0.0.1:8080"
+        parts = web_address(value, "reward.sandbox.token_env is for tokens", rule)
         if parts.query or parts.fragment:
-            raise ValueError(wanted)
+            raise ValueError(rule)
         return value.rstrip("/").removesuffix("/run_code")
 
 
@@ -326,14 +326,14 @@ class RewardConfig(Section):
 
     def _unfit_manager(self) -> Iterator[str]:
         manager, workers, path = self.manager, self.workers, self.function.path
-        given = f"reward/manager={manager.name} and reward.workers={workers}"
+        both = f"reward/manager={manager.name} and reward.workers={workers}"
         if isinstance(manager, NaiveManager) and workers:
             yield (
-                f"{given}: naive scores in the run's own process; set reward.workers=null, or "
+                f"{both}: naive scores in the run's own process; set reward.workers=null, or "
                 "reward/manager=parallel"
             )
         if isinstance(manager, ParallelManager | BatchManager) and workers == 0:
-            yield f"{given}: it scores in workers; set reward.workers to null or at least 1"
+            yield f"{both}: it scores in workers; set reward.workers to null or at least 1"
         if isinstance(manager, BatchManager) and path is None:
             yield (
                 "reward/manager=batch and reward.function.path=null: it calls your own function "
@@ -342,7 +342,7 @@ class RewardConfig(Section):
             )
         if isinstance(manager, RemoteManager | CustomManager):
             if workers and not self.parts:
-                yield f"{given}: there is nothing that workers would score; set reward.workers=null"
+                yield f"{both}: there is nothing that workers would score; set reward.workers=null"
             if path is not None:
                 yield (
                     f"reward/manager={manager.name} and reward.function.path={path}: only one of "
@@ -357,14 +357,14 @@ class RewardConfig(Section):
 
     def part_weights(self) -> dict[str, float]:
         """Return the weight of each part that this section adds to the task's, by its key."""
-        found = {f"reward.parts.{name}.weight": part.weight for name, part in self.parts.items()}
+        weights = {f"reward.parts.{name}.weight": part.weight for name, part in self.parts.items()}
         if isinstance(self.model, SequenceClassifier):
-            found["reward.model.weight"] = self.model.weight
+            weights["reward.model.weight"] = self.model.weight
         if isinstance(self.judge, LanguageModelJudge):
-            found["reward.judge.weight"] = self.judge.weight
+            weights["reward.judge.weight"] = self.judge.weight
         if self.cosine.enabled:
-            found["reward.cosine.weight"] = self.cosine.weight
-        return found
+            weights["reward.cosine.weight"] = self.cosine.weight
+        return weights
 
 
 _SHARED = (
@@ -379,8 +379,8 @@ _SHARED = (
 
 def shared_limits(config: RewardConfig) -> dict[tuple[str, str], int]:
     """Return the limits of a recipe that several reward processes have to share."""
-    found = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED}
-    return {place: limit for place, limit in found.items() if limit is not None}
+    limits = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED}
+    return {place: limit for place, limit in limits.items() if limit is not None}
 
 
 def share_of(config: RewardConfig) -> RewardConfig:

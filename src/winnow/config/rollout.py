@@ -39,7 +39,7 @@ class TorchEngineConfig(Section):
 VLLM_CPU_CACHE_GIB = 2.0
 """Cache of a vLLM engine on a CPU where the recipe names none: vLLM itself would take half of the
 machine's memory, for each engine."""
-_OWN_KEYS = {
+_ENGINE_KEYS = {
     "tensor_parallel_size": "rollout.engine.tensor_parallel",
     "max_num_seqs": "rollout.engine.slots",
     "max_num_batched_tokens": "rollout.engine.prefill_tokens",
@@ -116,8 +116,8 @@ class VllmEngineConfig(Section):
             )
         below = [f"{n}.{key}" for n, v in self.extra.items() if isinstance(v, dict) for key in v]
         for name in (*self.extra, *below):
-            if name in _OWN_KEYS:
-                yield f"rollout.engine.extra.{name} has a key of its own: set {_OWN_KEYS[name]}"
+            if name in _ENGINE_KEYS:
+                yield f"rollout.engine.extra.{name} has a key of its own: set {_ENGINE_KEYS[name]}"
             elif name in _FIXED:
                 yield (
                     f"rollout.engine.extra.{name} is not free, as Winnow's draws, weights or trust "

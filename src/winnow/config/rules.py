@@ -39,7 +39,7 @@ def check_config(config: Config) -> None:
     """
     rules = (
         *(_start, _truths, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
-        *(_mode, _made_model, _megatron, _placement, _routes),
+        *(_mode, _warm_started_model, _megatron, _placement, _routes),
     )
     if faults := [fault for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
@@ -48,30 +48,30 @@ def check_config(config: Config) -> None:
 def notices(config: Config) -> list[str]:
     """Return warnings of what a recipe hardly means: warm-ups longer than the run, idle engines,
     tokens of older weights without a correction."""
-    found = [*_uncorrected(config), *_undivided(config)]
+    lines = [*_uncorrected(config), *_undivided(config)]
     warmups = [("optim.warmup_steps", "trainer.steps")]
     if isinstance(config.algorithm.advantage, GaeAdvantage):
         warmups.append(("critic.optim.warmup_steps", "trainer.steps"))
         if config.critic.warmup_steps >= config.trainer.steps:
-            found.append(
-                f"Warning: {_given(config, 'critic.warmup_steps')} leaves none of "
-                f"{_given(config, 'trainer.steps')} for the policy: the critic learns alone for "
+            lines.append(
+                f"Warning: {_quote(config, 'critic.warmup_steps')} leaves none of "
+                f"{_quote(config, 'trainer.steps')} for the policy: the critic learns alone for "
                 f"{config.trainer.steps - 1}"
             )
     if not isinstance(config.trainer.mode, SyncMode) and config.sampling.max_staleness == 1:
-        found.append(
-            f"{_given(config, 'trainer/mode', _STALENESS)}: while a step waits to be learnt, no "
+        lines.append(
+            f"{_quote(config, 'trainer/mode', _STALENESS)}: while a step waits to be learnt, no "
             "more groups are open than a step trains on; 2 leaves engines more to write"
         )
     if isinstance(config.warm_start, SftWarmStart):
         warmups.append(("warm_start.warmup_steps", "warm_start.steps"))
-    found += [
-        f"Warning: {_given(config, warmup)} is more than {_given(config, steps)}: the learning "
+    lines += [
+        f"Warning: {_quote(config, warmup)} is more than {_quote(config, steps)}: the learning "
         f"rate warms up over {_value(config, steps)}"
         for warmup, steps in warmups
         if _value(config, warmup) > _value(config, steps)
     ]
-    return found
+    return lines
 
 
 def _undivided(config: Config) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _undivided(config: Config) -> Iterator[str]:
         )
     if longest > _value(config, key):
         yield (
-            f"Warning: {_given(config, key)} holds no answer of {longest} tokens with its prompt, "
+            f"Warning: {_quote(config, key)} holds no answer of {longest} tokens with its prompt, "
             f"which then runs alone and takes the memory of {longest}"
         )
 
@@ -102,7 +102,7 @@ def _uncorrected(config: Config) -> Iterator[str]:
     is_off = (weight, rejection) == ("none", "none") and correction.mode != "bypass"
     if is_off and not isinstance(config.trainer.mode, SyncMode):
         yield (
-            f"Warning: {_given(config, 'trainer/mode')} learns from tokens of older weights, and "
+            f"Warning: {_quote(config, 'trainer/mode')} learns from tokens of older weights, and "
             "algorithm/correction/weight=none and rejection=none correct nothing for that; recipes "
             "set algorithm/correction/weight=truncated (dapo_one_step_off)"
         )
@@ -125,15 +125,15 @@ def _value(config: Config, key: str) -> Any:
     return getattr(value, "name", value)
 
 
-def _given(config: Config, *keys: str) -> str:
+def _quote(config: Config, *keys: str) -> str:
     """Return keys with their values: `a=1, b=null and c/d=e`."""
-    words = []
+    settings = []
     for key in keys:
         value = _value(config, key)
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         shown = shown.lower() if isinstance(value, bool) else shown
-        words.append(f"{key}={'null' if value is None else shown}")
-    return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+        settings.append(f"{key}={'null' if value is None else shown}")
+    return " and ".join([", ".join(settings[:-1]), settings[-1]] if settings[1:] else settings)
 
 
 def _start(c: Config) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _start(c: Config) -> Iterator[str]:
     for key in ("data.max_train_prompts", "data.sampler"):
         if imitates and _value(c, key) is not None:
             yield (
-                f"{_given(c, key)} chooses among the prompts of training by rewards, and all of "
+                f"{_quote(c, key)} chooses among the prompts of training by rewards, and all of "
                 f"sft.train_files is imitated; set {key}=null"
             )
     if isinstance(task, NoTask) and not c.data.train_files and not imitates:
@@ -160,17 +160,17 @@ def _start(c: Config) -> Iterator[str]:
     for key in ("model.path", "model.tokenizer"):
         if makes_model and _value(c, key):
             yield (
-                f"{_given(c, key, 'warm_start')}, which makes its own, exclude each other; set "
+                f"{_quote(c, key, 'warm_start')}, which makes its own, exclude each other; set "
                 f"{key}=null or warm_start=none"
             )
     if makes_model and not isinstance(task, SortDigitsTask):
         yield (
-            f"warm_start=sft has demonstrations of sort_digits only, got {_given(c, 'data/task')}; "
+            f"warm_start=sft has demonstrations of sort_digits only, got {_quote(c, 'data/task')}; "
             "choose data/task=sort_digits, or warm_start=none with a model.path"
         )
 
 
-def _made_model(c: Config) -> Iterator[str]:
+def _warm_started_model(c: Config) -> Iterator[str]:
     """Yield the lines for what ranks cannot share of a model that the recipe makes itself."""
     strategy, start = c.trainer.strategy, c.warm_start
     if not isinstance(start, SftWarmStart):
@@ -178,20 +178,20 @@ def _made_model(c: Config) -> Iterator[str]:
     for field in ("sequence", "tensor"):
         if start.model.heads % getattr(strategy, field, 1):
             yield (
-                f"{_given(c, f'trainer.strategy.{field}')} does not divide "
-                f"{_given(c, 'warm_start.model.heads')}; use a divisor of it"
+                f"{_quote(c, f'trainer.strategy.{field}')} does not divide "
+                f"{_quote(c, 'warm_start.model.heads')}; use a divisor of it"
             )
     if not isinstance(strategy, Megatron):
         return
     if strategy.expert > 1:
         yield (
-            f"{_given(c, 'trainer.strategy.expert')} spreads experts, of which the model of "
+            f"{_quote(c, 'trainer.strategy.expert')} spreads experts, of which the model of "
             "warm_start=sft has none; set it to 1"
         )
     if strategy.pipeline > start.model.layers:
         yield (
-            f"{_given(c, 'trainer.strategy.pipeline')} is more than "
-            f"{_given(c, 'warm_start.model.layers')}; make it {start.model.layers} or less"
+            f"{_quote(c, 'trainer.strategy.pipeline')} is more than "
+            f"{_quote(c, 'warm_start.model.layers')}; make it {start.model.layers} or less"
         )
 
 
@@ -200,15 +200,15 @@ def _megatron(c: Config) -> Iterator[str]:
         return
     if isinstance(c.model.adapter, LoraAdapter):
         yield (
-            f"{_given(c, 'trainer/strategy', 'model/adapter')} exclude each other, as "
+            f"{_quote(c, 'trainer/strategy', 'model/adapter')} exclude each other, as "
             "megatron-core has no adapters; set trainer/strategy=fsdp2, or model/adapter=none"
         )
 
 
 def _truths(c: Config) -> Iterator[str]:
     reward = c.reward
-    is_own = reward.function.path or reward.manager.name in ("remote", "custom")
-    if c.data.columns.truth == "none" and not (is_own or "none" in reward.scorers.values()):
+    is_custom = reward.function.path or reward.manager.name in ("remote", "custom")
+    if c.data.columns.truth == "none" and not (is_custom or "none" in reward.scorers.values()):
         yield (
             "data.columns.truth=none leaves the built-in scorers nothing to compare with; set "
             "reward.function.path=FILE.py, 'reward.scorers={*: none}' where a model or a judge "
@@ -229,11 +229,11 @@ def _groups(c: Config) -> Iterator[str]:
         )
     if isinstance(advantage, GrpoPasskAdvantage | OptimalTokenBaselineAdvantage):
         yield (
-            f"{_given(c, 'algorithm/advantage')} compares the answers to a prompt, and "
+            f"{_quote(c, 'algorithm/advantage')} compares the answers to a prompt, and "
             "rollout.n=1 gives one; set rollout.n to 2 or more"
         )
     if isinstance(rule, BandFilter) and rule.metric == "accuracy" and 0 < rule.low <= rule.high < 1:
-        band = _given(c, "rollout.n", "sampling.filter.low", "sampling.filter.high")
+        band = _quote(c, "rollout.n", "sampling.filter.low", "sampling.filter.high")
         yield (
             f"{band} let no group pass, as one answer is right or wrong; set rollout.n to 2 or "
             "more, or choose sampling/filter=none"
@@ -245,26 +245,26 @@ def _admission(c: Config) -> Iterator[str]:
     staleness, most = sampling.max_staleness, sampling.max_groups_per_step
     if sampling.lookahead > staleness:
         yield (
-            f"{_given(c, 'sampling.lookahead')} admits groups for more steps ahead than "
-            f"{_given(c, 'sampling.max_staleness')} lets them wait; lower lookahead to {staleness} "
+            f"{_quote(c, 'sampling.lookahead')} admits groups for more steps ahead than "
+            f"{_quote(c, 'sampling.max_staleness')} lets them wait; lower lookahead to {staleness} "
             "or less, or raise max_staleness"
         )
     if most is not None and most < sampling.groups_per_step:
         yield (
-            f"{_given(c, 'sampling.max_groups_per_step', 'sampling.groups_per_step')} let no step "
+            f"{_quote(c, 'sampling.max_groups_per_step', 'sampling.groups_per_step')} let no step "
             f"fill; set the first to {sampling.groups_per_step} or more, or to null"
         )
 
 
 def _mode(c: Config) -> Iterator[str]:
     """Yield the rules of the modes in which sampling goes on while a step is learnt."""
-    mode, sampling = _given(c, "trainer/mode"), c.sampling
+    mode, sampling = _quote(c, "trainer/mode"), c.sampling
     if isinstance(c.trainer.mode, SyncMode):
         return
     if "rollout" not in Roles(c) and not isinstance(c.rollout.engine, HttpEngineConfig):
         yield (
             f"{mode} writes answers while a step is learnt, which takes engines in processes of "
-            f"their own, got {_given(c, 'rollout/engine', 'rollout.engine.processes')}; set "
+            f"their own, got {_quote(c, 'rollout/engine', 'rollout.engine.processes')}; set "
             "rollout.engine.processes=1 or more (rollout/engine=custom has none), or "
             "trainer/mode=sync"
         )
@@ -275,13 +275,13 @@ def _mode(c: Config) -> Iterator[str]:
         )
     if sampling.max_staleness < 1:
         yield (
-            f"{mode} learns from groups of older weights, and {_given(c, _STALENESS)} allows "
+            f"{mode} learns from groups of older weights, and {_quote(c, _STALENESS)} allows "
             f"none; set {_STALENESS} to 1 or more (2 keeps engines as busy as 1 does with "
             "trainer/mode=sync), or trainer/mode=sync"
         )
     if sampling.commit != "admission_order":
         yield (
-            f"{mode} never drops a group for being late, and {_given(c, 'sampling.commit')} does; "
+            f"{mode} never drops a group for being late, and {_quote(c, 'sampling.commit')} does; "
             "set sampling.commit=admission_order, or trainer/mode=sync"
         )
 
@@ -292,15 +292,15 @@ def _updates(c: Config) -> Iterator[str]:
         near = [size for size in range(1, groups + 1) if groups % size == 0]
         fitting = min(near, key=lambda size: (abs(size - mini), size))
         yield (
-            f"{_given(c, 'sampling.groups_per_step')} cannot be cut into mini-batches of "
-            f"{_given(c, 'trainer.mini_batch_groups')} groups; use a divisor, such as {fitting}"
+            f"{_quote(c, 'sampling.groups_per_step')} cannot be cut into mini-batches of "
+            f"{_quote(c, 'trainer.mini_batch_groups')} groups; use a divisor, such as {fitting}"
         )
     # Fused mode takes `old` from the update's own forward pass, which is the step's only one.
     is_one_update = c.trainer.epochs == 1 and mini == groups
     if c.algorithm.correction.mode == "fused" and not is_one_update:
         got = ("trainer.epochs", "trainer.mini_batch_groups", "sampling.groups_per_step")
         yield (
-            f"algorithm.correction.mode=fused needs one update a step, got {_given(c, *got)}; set "
+            f"algorithm.correction.mode=fused needs one update a step, got {_quote(c, *got)}; set "
             "trainer.epochs=1 and trainer.mini_batch_groups=null, or "
             "algorithm.correction.mode=recompute"
         )
@@ -308,8 +308,8 @@ def _updates(c: Config) -> Iterator[str]:
     kl, answers = c.algorithm.kl.reward, groups * c.rollout.n
     if isinstance(kl, AdaptiveRewardKl) and kl.horizon_samples <= 0.2 * answers:
         yield (
-            f"{_given(c, 'algorithm.kl.reward.horizon_samples')} is too short for the {answers} "
-            f"answers of {_given(c, 'sampling.groups_per_step', 'rollout.n')}, which could turn "
+            f"{_quote(c, 'algorithm.kl.reward.horizon_samples')} is too short for the {answers} "
+            f"answers of {_quote(c, 'sampling.groups_per_step', 'rollout.n')}, which could turn "
             f"the weight negative; set it to {answers // 5 + 1} or more, better to several times "
             f"{answers}"
         )
@@ -323,18 +323,18 @@ def _lengths(c: Config) -> Iterator[str]:
     ):
         if is_used and (_value(c, key) or 0) > limit:
             yield (
-                f"{_given(c, key)} is longer than {_given(c, 'rollout.max_response_tokens')}; make "
+                f"{_quote(c, key)} is longer than {_quote(c, 'rollout.max_response_tokens')}; make "
                 f"it at most {limit}, or raise the limit"
             )
 
 
 def _scores(c: Config) -> Iterator[str]:
     """Yield the line for a reward without a part that counts; gdpo has weights of its own."""
-    others = c.reward.part_weights()
+    weights = c.reward.part_weights()
     gdpo = isinstance(c.algorithm.advantage, GdpoAdvantage)
-    if c.reward.weights.task == 0 and not any(others.values()) and not gdpo:
-        zeros = " and ".join(f"{key}=0" for key in ("reward.weights.task", *others))
-        none = "" if others else " and reward/model=none"
+    if c.reward.weights.task == 0 and not any(weights.values()) and not gdpo:
+        zeros = " and ".join(f"{key}=0" for key in ("reward.weights.task", *weights))
+        none = "" if weights else " and reward/model=none"
         yield f"{zeros}{none} leave no reward to learn from; set a weight to another number"
 
 
@@ -342,16 +342,16 @@ def _evaluation(c: Config) -> Iterator[str]:
     save, evaluate = c.trainer.save_every, c.evaluation.every
     if c.trainer.keep_best is None:
         return
-    asked = c.data.eval_files or getattr(c.sft, "eval_files", ())
-    if not asked and isinstance(c.data.task, NoTask):
+    eval_files = c.data.eval_files or getattr(c.sft, "eval_files", ())
+    if not eval_files and isinstance(c.data.task, NoTask):
         yield (
-            f"{_given(c, 'trainer.keep_best')} is a figure of an evaluation, but data.eval_files "
+            f"{_quote(c, 'trainer.keep_best')} is a figure of an evaluation, but data.eval_files "
             "is empty; set data.eval_files=[FILE], or trainer.keep_best=null"
         )
     elif save is None or evaluate is None or evaluate % save:
         yield (
-            f"{_given(c, 'trainer.keep_best')} asks for checkpoints of evaluated steps, but "
-            f"{_given(c, 'trainer.save_every', 'evaluation.every')} do not meet; make "
+            f"{_quote(c, 'trainer.keep_best')} asks for checkpoints of evaluated steps, but "
+            f"{_quote(c, 'trainer.save_every', 'evaluation.every')} do not meet; make "
             "evaluation.every a multiple of trainer.save_every, or set trainer.keep_best=null"
         )
 
@@ -365,13 +365,13 @@ def _engine(c: Config) -> Iterator[str]:
     is_alone = isinstance(adapter, LoraAdapter) and adapter.publish == "adapter"
     if is_alone and isinstance(engine, HttpEngineConfig):
         yield (
-            f"model.adapter.publish=adapter and {_given(c, 'rollout/engine')} exclude each other: "
+            f"model.adapter.publish=adapter and {_quote(c, 'rollout/engine')} exclude each other: "
             "servers get whole weights; set model.adapter.publish=merged or rollout/engine=torch"
         )
     most = VLLM_ADAPTER_RANK
     if is_alone and isinstance(engine, VllmEngineConfig) and rank > most:
         yield (
-            f"{_given(c, 'model.adapter.rank')} is more than the {most} that vLLM takes; lower it, "
+            f"{_quote(c, 'model.adapter.rank')} is more than the {most} that vLLM takes; lower it, "
             "or set model.adapter.publish=merged"
         )
     longest = longest_tokens(c)
@@ -380,16 +380,16 @@ def _engine(c: Config) -> Iterator[str]:
         and not engine.chunked_prefill
         and engine.prefill_tokens < longest
     ):
-        given = _given(c, "rollout.engine.chunked_prefill", "rollout.engine.prefill_tokens")
+        setting = _quote(c, "rollout.engine.chunked_prefill", "rollout.engine.prefill_tokens")
         yield (
-            f"{given} prefill no answer that goes on behind {longest} tokens, the longest prompt "
+            f"{setting} prefill no answer that goes on behind {longest} tokens, the longest prompt "
             f"and response; set prefill_tokens to {longest} or more, or chunked_prefill=true"
         )
     sleeps = isinstance(engine, VllmEngineConfig) and engine.sleep
     for key in ("trainer/mode", "run.device"):
-        if sleeps and (given := _given(c, key)) in ("run.device=cpu", *_OVERLAPPED):
+        if sleeps and (setting := _quote(c, key)) in ("run.device=cpu", *_OVERLAPPED):
             yield (
-                f"rollout.engine.sleep=true and {given} exclude each other, as engines sleep on "
+                f"rollout.engine.sleep=true and {setting} exclude each other, as engines sleep on "
                 "GPUs while a step is learnt; set rollout.engine.sleep=false"
             )
     if isinstance(engine, HttpEngineConfig) and c.run.deterministic:
@@ -404,21 +404,22 @@ def _routes(c: Config) -> Iterator[str]:
     """Yield the rules of engines and models that tell or take no routes."""
     if not c.rollout.routing_replay:
         return
-    given = "rollout.routing_replay=true"
+    setting = "rollout.routing_replay=true"
     if isinstance(c.rollout.engine, HttpEngineConfig):
         yield (
-            f"{given} needs an engine that tells the experts of each token, and "
-            f"{_given(c, 'rollout/engine')} tells none; choose rollout/engine=vllm or torch, or "
+            f"{setting} needs an engine that tells the experts of each token, and "
+            f"{_quote(c, 'rollout/engine')} tells none; choose rollout/engine=vllm or torch, or "
             "set it to false"
         )
     if isinstance(c.rollout.engine, VllmEngineConfig) and not c.rollout.engine.prefix_caching:
         yield (
-            f"{given} needs rollout.engine.prefix_caching=true with {_given(c, 'rollout/engine')}, "
-            "which keeps routes by the blocks of that cache; set that to true, or set it to false"
+            f"{setting} needs rollout.engine.prefix_caching=true with "
+            f"{_quote(c, 'rollout/engine')}, which keeps routes by the blocks of that cache; set "
+            "that to true, or set it to false"
         )
     if getattr(c.trainer.strategy, "compile", False):
         yield (
-            f"{given} and {_given(c, 'trainer.strategy.compile')} exclude each other, as routers "
+            f"{setting} and {_quote(c, 'trainer.strategy.compile')} exclude each other, as routers "
             "are compiled with their blocks; set one of them to false"
         )
 
@@ -442,8 +443,8 @@ def _placement(c: Config) -> Iterator[str]:
         )
     elif roles["policy"].count % cluster.nodes:
         yield (
-            f"{_given(c, 'trainer.strategy.ranks')} cannot be spread over "
-            f"{_given(c, 'cluster.nodes')}, as many on each; use a divisor of ranks"
+            f"{_quote(c, 'trainer.strategy.ranks')} cannot be spread over "
+            f"{_quote(c, 'cluster.nodes')}, as many on each; use a divisor of ranks"
         )
     for role in roles.entries if pools or any(chosen.values()) else ():
         name = role.pool

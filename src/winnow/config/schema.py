@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from winnow.config.base import Change, ConflictError, SecretError, Section
-from winnow.config.other_names import known_elsewhere
+from winnow.config.other_names import foreign_name
 from winnow.config.root import Config
 
 Path = tuple[str, ...]
@@ -117,19 +117,19 @@ def _keys(
     cls: type[Section], path: Path, variant: tuple[Path, str] | None, marks: Mapping[str, Change]
 ) -> Iterator[Key]:
     for key, field in cls.model_fields.items():
-        here, metadata = (*path, key), field.metadata
-        own = next((mark for mark in metadata if isinstance(mark, Change)), marks[""])
+        path, metadata = (*path, key), field.metadata
+        change = next((mark for mark in metadata if isinstance(mark, Change)), marks[""])
         named = next((mark for mark in metadata if isinstance(mark, dict)), {})
-        within = {"": marks.get(key, own), **named}
+        within = {"": marks.get(key, change), **named}
         if inner := section(field.annotation):
-            yield from _keys(inner, here, variant, within)
+            yield from _keys(inner, path, variant, within)
         elif not (key == "name" and variant and variant[0] == path):
-            yield Key(here, field, variant, within.get("name", within[""]))
+            yield Key(path, field, variant, within.get("name", within[""]))
             for name, option in variants(field).items():
-                yield from _keys(option, here, (here, name), within)
+                yield from _keys(option, path, (path, name), within)
 
 
-class Found(NamedTuple):
+class Lookup(NamedTuple):
     """The key that a path leads to, under the variants that a tree of values has chosen."""
 
     path: Path
@@ -142,7 +142,7 @@ class Found(NamedTuple):
     """Rest of the path, below a value or, with the entry's name, below a table."""
 
 
-def find(values: Mapping[str, Any], path: Sequence[str | int], *, has_tags: bool = False) -> Found:
+def find(values: Mapping[str, Any], path: Sequence[str | int], *, has_tags: bool = False) -> Lookup:
     """Follow a path through the sections, and through the entries of tables that are sections.
 
     Args:
@@ -152,26 +152,26 @@ def find(values: Mapping[str, Any], path: Sequence[str | int], *, has_tags: bool
     cls: type[Section] | None = Config
     field: FieldInfo | None = None
     variant: tuple[Path, str] | None = None
-    here: Path = ()
+    place: Path = ()
     rest = [str(part) for part in path if part != "[key]"]
     while rest and cls:
-        here = (*here, rest.pop(0))
-        field = cls.model_fields.get(here[-1])
+        place = (*place, rest.pop(0))
+        field = cls.model_fields.get(place[-1])
         if field is None:
             break
         if options := variants(field):
             if rest == ["name"]:
-                return Found(here, field, variant, ())
-            variant = here, lookup(values, here)["name"]
+                return Lookup(place, field, variant, ())
+            variant = place, lookup(values, place)["name"]
             cls = options[variant[1]]
             del rest[:has_tags]
         elif rest[1:] and (entry := section(_entry(field))):
-            here, cls, variant = (*here, rest.pop(0)), entry, None
+            place, cls, variant = (*place, rest.pop(0)), entry, None
         else:
             cls = section(field.annotation)
     if is_table(field) and rest:
-        here = (*here, rest[0])
-    return Found(here, field, variant, tuple(rest))
+        place = (*place, rest[0])
+    return Lookup(place, field, variant, tuple(rest))
 
 
 def lookup(tree: Any, path: Sequence[str], default: Any = None) -> Any:
@@ -191,7 +191,7 @@ def allowed(field: FieldInfo, *, entry: bool = False) -> str:
     """Describe what a field, or an entry of a table, takes: `a number in (0, 1]`."""
     if options := variants(field):
         return f"one of {', '.join(options)}"
-    return _words(_entry(field)) if entry else _words(field.annotation, field.metadata)
+    return _type_text(_entry(field)) if entry else _type_text(field.annotation, field.metadata)
 
 
 _NOUNS: dict[Any, str] = {
@@ -205,23 +205,23 @@ _NOUNS: dict[Any, str] = {
 _BOUNDS = {"gt": "greater than", "ge": "of at least", "lt": "less than", "le": "of at most"}
 
 
-def _words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
+def _type_text(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
     if get_origin(annotation) is Annotated:
-        annotation, *more = get_args(annotation)
-        metadata = [c for item in more for c in getattr(item, "metadata", [item])]
+        annotation, *metadata_of = get_args(annotation)
+        metadata = [c for item in metadata_of for c in getattr(item, "metadata", [item])]
     options, arguments = _options(annotation), get_args(annotation)
     if len(options) > 1:
         ranges = [() if option is type(None) else metadata for option in options]
-        words = [_words(o, r, plural=plural) for o, r in zip(options, ranges, strict=True)]
-        return " or ".join(words)
+        texts = [_type_text(o, r, plural=plural) for o, r in zip(options, ranges, strict=True)]
+        return " or ".join(texts)
     if get_origin(annotation) is Literal:
         values = ", ".join(map(str, arguments))
         return f"one of {values}" if len(arguments) > 1 else values
     if get_origin(annotation) in (dict, tuple):
         is_pair = get_origin(annotation) is tuple and arguments[-1] is not Ellipsis
         entry = arguments[1] if get_origin(annotation) is dict else arguments[0]
-        entries = f" of {f'{len(arguments)} ' if is_pair else ''}{_words(entry, plural=True)}"
-        entries = f", its entries {_words(entry)}" if section(entry) else entries
+        entries = f" of {f'{len(arguments)} ' if is_pair else ''}{_type_text(entry, plural=True)}"
+        entries = f", its entries {_type_text(entry)}" if section(entry) else entries
         return f"{'a table' if get_origin(annotation) is dict else 'a list'}{entries}"
     if cls := section(annotation):
         return f"keys ({', '.join(cls.model_fields)})"
@@ -258,8 +258,8 @@ def spell(path: Path) -> str:
 
 def variant_named(path: Path, name: object) -> str:
     """Return a hint to the choices of that name in a section, such as `algorithm=grpo` means."""
-    found = [k for k in all_keys() if name in variants(k.field) and k.path[: len(path)] == path]
-    choices = " or ".join(f"{key.spelling}={name}" for key in found)
+    matches = [k for k in all_keys() if name in variants(k.field) and k.path[: len(path)] == path]
+    choices = " or ".join(f"{key.spelling}={name}" for key in matches)
     return f"; choose {choices}" if choices else ""
 
 
@@ -276,15 +276,15 @@ def _nearest_keys(key: str) -> list[str]:
     typed = key.replace("/", ".").lower()
     parent, _, last = typed.rpartition(".")
     scores: dict[str, float] = {}
-    for known in all_keys():
-        full = difflib.SequenceMatcher(None, typed, ".".join(known.path)).ratio()
-        tail = difflib.SequenceMatcher(None, last, known.path[-1]).ratio()
+    for candidate in all_keys():
+        full = difflib.SequenceMatcher(None, typed, ".".join(candidate.path)).ratio()
+        tail = difflib.SequenceMatcher(None, last, candidate.path[-1]).ratio()
         # The right key in the wrong section counts nearly as much as a misspelt one, and so
         # does an abbreviation: learning_rate for lr, wd for weight_decay.
-        is_short = _initials(last) == known.path[-1] or last == _initials(known.path[-1])
-        bonus = 0.1 if typed.startswith(known.path[0] + ".") else 0.0
+        is_short = _initials(last) == candidate.path[-1] or last == _initials(candidate.path[-1])
+        bonus = 0.1 if typed.startswith(candidate.path[0] + ".") else 0.0
         score = max(full, 0.9 * max(tail, is_short) + bonus)
-        scores[known.spelling] = max(score, scores.get(known.spelling, 0.0))
+        scores[candidate.spelling] = max(score, scores.get(candidate.spelling, 0.0))
     ranked = sorted(scores, key=lambda name: (-scores[name], name))
     bar = max(_RESEMBLES, scores[ranked[0]] - 0.15)
     near = [name for name in ranked if scores[name] >= bar]
@@ -303,14 +303,16 @@ def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str, value:
     if len(parts) > len(path) and any(key.path == tuple(parts) for key in all_keys()):
         nested = ": {".join(parts) + ": …" + "}" * (len(parts) - 1)
         remedy = f"a file nests keys instead of dotting them: {nested}"
-    elif elsewhere := known_elsewhere(".".join(path), value):
+    elif elsewhere := foreign_name(".".join(path), value):
         remedy = elsewhere
     elif variant is not None:
         union = variant[0]
-        own = [key for key in all_keys() if key.variant and key.variant[0] == union]
-        names = {key.variant[1] for key in own if key.variant and key.path[: len(path)] == path}
+        siblings = [key for key in all_keys() if key.variant and key.variant[0] == union]
+        names = {
+            key.variant[1] for key in siblings if key.variant and key.path[: len(path)] == path
+        }
         within = path[:-1] if len(path) > len(union) + 1 else union
-        mine = [key.path for key in own if key.variant == variant]
+        mine = [key.path for key in siblings if key.variant == variant]
         near = [key for key in mine if key[: len(within)] == within] or mine
         keys = {".".join(key[len(union) :]) for key in near}
         remedy = f"its keys are {', '.join(sorted(keys))}" if keys else "it has no keys"

@@ -430,10 +430,10 @@ class RuntimeEnvConfig(Section):
     """Ray's options for all this, such as {setup_timeout_seconds: 600}."""
 
     def conflicts(self) -> Iterator[str]:
-        given = [name for name in ("pip", "uv", "conda") if getattr(self, name)]
-        if len(given) > 1:
-            keys = " and ".join(f"cluster.runtime_env.{name}" for name in given)
-            yield f"{keys} exclude each other; leave {given[1]} out"
+        managers = [name for name in ("pip", "uv", "conda") if getattr(self, name)]
+        if len(managers) > 1:
+            keys = " and ".join(f"cluster.runtime_env.{name}" for name in managers)
+            yield f"{keys} exclude each other; leave {managers[1]} out"
 
 
 class RayInitConfig(Section):

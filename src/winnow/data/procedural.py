@@ -27,10 +27,10 @@ INSTRUCTION = (
     "\n\nThink step by step, then give the final answer alone between <answer> and </answer>."
 )
 # Their problems depend on the order of sets of texts, which differs from process to process.
-UNSTABLE = (
+UNSTABLE = {
     *("codeio", "isomorphic_strings", "knight_swap", "list_functions"),
     *("polynomial_multiplication", "ransom_note", "word_ladder"),
-)
+}
 _BLOCK = 500
 """Problems of one seed: some tasks prepare them all at once."""
 _ATTEMPTS = 50

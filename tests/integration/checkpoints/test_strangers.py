@@ -27,7 +27,7 @@ from winnow.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from winnow.checkpoints.opening import code_hashes, opened_run
-from winnow.checkpoints.strangers import MARK, is_begun_here, mark_as_begun
+from winnow.checkpoints.strangers import MARK, is_local_run, mark_as_begun
 from winnow.commands.evaluate import EvalRequest, subject_of
 from winnow.commands.export import run_export
 from winnow.config.load import dump_config, load_recipe, resolve_recipe
@@ -231,7 +231,7 @@ def test_a_run_is_this_users_where_it_was_begun_or_once_it_was_trusted(tmp_path:
     assert gone in in_this_process("resume", str(copy), "--trust", folder=tmp_path).err
     assert gone in in_this_process("resume", str(copy), folder=tmp_path).err
     run.rename(moved)
-    assert is_begun_here(moved)
+    assert is_local_run(moved)
     key = Path(os.environ["XDG_STATE_HOME"]) / "winnow" / "runs.key"
     assert key.stat().st_mode & 0o777 == 0o600
 
@@ -244,7 +244,7 @@ def test_a_copy_that_is_fetched_from_where_the_user_says_is_his(tmp_path: Path) 
     config = load_recipe("quickstart", [f"run.dir={tmp_path}/runs", "run.name=theirs", url])
     with opened_run(config, "quickstart") as opened:
         assert opened.checkpoint is not None
-    assert is_begun_here(run)
+    assert is_local_run(run)
     assert f"Each checkpoint is copied to file://{tmp_path}/away (trainer.checkpoint_url)" in (
         starting(config, Roles(config))
     )
@@ -288,7 +288,7 @@ def test_a_link_in_the_place_of_a_runs_file_is_not_written_through(tmp_path: Pat
         write_atomic(tmp_path / "config.yaml", b"theirs")
     with pytest.raises(WinnowError, match=rf"cannot write .*{MARK}"):
         mark_as_begun(tmp_path)
-    assert not is_begun_here(tmp_path)
+    assert not is_local_run(tmp_path)
     assert target.read_text() == "mine"
 
 
