@@ -41,10 +41,10 @@ def load_tokenizer(
     from winnow.models.folders import quiet_transformers
 
     check_place(path, field)
-    here = local_folder(path, field)
-    folder = Path(here).expanduser()
+    local = local_folder(path, field)
+    folder = Path(local).expanduser()
     is_folder = folder.is_dir()
-    if is_folder and not has_tokenizer(here):
+    if is_folder and not has_tokenizer(local):
         raise ModelError(
             f"{field} {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
             "tokenizer's files from where the model comes from into it"
