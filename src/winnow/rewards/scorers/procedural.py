@@ -72,8 +72,8 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     pred = last_tagged(text)
     share, unreadable = 0.0, 1.0
     # The package's own answer to an integral without a closed form is that integral.
-    is_own = pred is not None and pred == str(entry.get("answer")).strip()
-    if pred is None or is_own or (may_pass(task, pred) and not _is_hack(task, pred, entry)):
+    is_reference = pred is not None and pred == str(entry.get("answer")).strip()
+    if pred is None or is_reference or (may_pass(task, pred) and not _is_hack(task, pred, entry)):
         try:
             share, unreadable = float(judge.score_answer(pred, entry)), 0.0
         except Exception as error:  # the task's code on whatever a policy wrote
