@@ -113,10 +113,10 @@ class ArrayRef:
 
     def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> NDArray[Any]:
         piece = self.block.array(self._index)[self._start : self._stop]
-        wanted = self._dtype if dtype is None else np.dtype(dtype)
-        if copy is False and piece.dtype != wanted:
-            raise ValueError(f"stored as {piece.dtype}: {wanted} is a copy")
-        return piece.astype(wanted, copy=bool(copy))
+        requested = self._dtype if dtype is None else np.dtype(dtype)
+        if copy is False and piece.dtype != requested:
+            raise ValueError(f"stored as {piece.dtype}: {requested} is a copy")
+        return piece.astype(requested, copy=bool(copy))
 
 
 def _arrived(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike) -> Any:

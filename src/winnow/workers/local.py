@@ -112,8 +112,8 @@ class SharedHandle:
         try:
             # The process is of this user; no file is left behind that somebody must take away.
             with open(f"/proc/{self.pid}/fd/{self.descriptor}", "rb") as file:
-                own = file.fileno(), self.size, mmap.MAP_SHARED, mmap.PROT_READ
-                return unpack(mmap.mmap(*own, offset=self.start))
+                mapping = file.fileno(), self.size, mmap.MAP_SHARED, mmap.PROT_READ
+                return unpack(mmap.mmap(*mapping, offset=self.start))
         except (OSError, ValueError) as error:
             line = f"what {self.role}[{self.rank}] wrote is lost, as its process is gone ({error})"
             raise WorkerError(line, self.role, self.rank) from error
@@ -350,10 +350,10 @@ class LocalConnection:
 
     def _take(self, number: int, data: Bytes | mmap.mmap) -> None:
         try:
-            said = unpack(data)
+            reply = unpack(data)
         except Exception as error:  # a class that the driver cannot read
-            said = failure_of(error)
-        self._waiting.pop(number)(said)
+            reply = failure_of(error)
+        self._waiting.pop(number)(reply)
 
 
 def _describe(code: int) -> str:

@@ -218,21 +218,21 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
     """
     from ray.util import placement_group
 
-    left = offers()
-    nodes = list(left.values())
+    spare = offers()
+    nodes = list(spare.values())
     check_room(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
     for pool in sorted(pools, key=lambda pool: _by_size(pool.needs(pool.per_node)), reverse=True):
         slots, part = [pool.needs(1)] * pool.per_node, pool.needs(pool.per_node)
         for _ in range(pool.nodes):
-            room = [node for node, free in left.items() if _fits([part], [free])]
-            node = min(room, key=lambda node: _by_size(left[node]), default=None)
+            room = [node for node, free in spare.items() if _fits([part], [free])]
+            node = min(room, key=lambda node: _by_size(spare[node]), default=None)
             if node is not None:
-                left[node] = {kind: free - part.get(kind, 0) for kind, free in left[node].items()}
-            made = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
-            parts[pool.name].append(made)
+                spare[node] = {kind: free - part.get(kind, 0) for kind, free in spare[node].items()}
+            group = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
+            parts[pool.name].append(group)
     reserved = Reserved(pools, parts)
-    waiting = [part.ready().future() for own in parts.values() for part in own]
+    waiting = [part.ready().future() for groups in parts.values() for part in groups]
     try:
         await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, waiting)), timeout_s)
     except TimeoutError:
