@@ -1,6 +1,6 @@
 """The prompts of a run, and an endless walk over them from a cursor that can be restored.
 
-A finite source comes round in epochs, each shuffled by a seed of its own; an endless one is
+A finite source comes round in epochs, each shuffled by a separate seed; an endless one is
 walked by index. Prompts given back come first again, in the order given.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from winnow.data.user_source import UserOrder
 
 _SHUFFLE, _CHOICE = 0x5EED_0DA7A, 0x5EED_0C401
-"""Keep shuffles and choices apart from other streams of the same seed."""
+"""Separate shuffles and choices from other streams of the same seed."""
 
 
 class TaskRows(Protocol):

@@ -117,7 +117,7 @@ class ProceduralRows:
         return entry
 
     def _row(self, entry: Mapping[str, Any], number: str) -> Row:
-        """Make a problem a row of data; its uid tells problems of one number apart."""
+        """Make a problem a row of data; its uid distinguishes problems of one number."""
         number = f"{number}-{_crc(entry):08x}"
         info = {"task": self._task, "config": self._options, "entry": _as_json(dict(entry))}
         answer = entry["answer"]
@@ -126,7 +126,7 @@ class ProceduralRows:
             origin=f"{self._source} {number}",
             data_source=self._source,
             messages=({"role": "user", "content": f"{entry['question']}{INSTRUCTION}"},),
-            # Some tasks have no answer of their own to show, only a way to judge one.
+            # Some tasks have no reference answer, only a way to judge one.
             ground_truth="" if answer is None else str(answer),
             extra={"extra_info": info},
         )

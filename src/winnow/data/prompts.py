@@ -38,7 +38,7 @@ _FAULTS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RecursionError, MemoryError, TimeoutError),
 )
-"""Faults of a chat template beside its own errors."""
+"""Faults of a chat template besides jinja's errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +181,7 @@ class PromptRenderer:
             stop_ids: tokens that end an answer; the first is added where the last one has none.
 
         Raises:
-            DataError: it has several answers, which the template does not tell apart.
+            DataError: it has several answers, which the template does not separate.
             ModelError: the chat template fails.
         """
         prompt = self._with_template(self._with_system(replace(row, messages=row.messages[:-1])))

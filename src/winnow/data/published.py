@@ -1,7 +1,7 @@
 """Published data sets: where each lies, and how its rows become questions with ground truths.
 
 `SETS` is the table of `winnow data prepare`. A row is in verl's schema already, or has a question
-and an answer, a worked solution or tests in columns of their own. The instructions that published
+and an answer, a worked solution or tests in separate columns. The instructions that published
 files wrap around their questions come off: Winnow's recipes say how to ask
 (`data.prompt_template`), so a question is best stored bare.
 """

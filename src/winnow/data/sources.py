@@ -1,6 +1,6 @@
 """Reading of data files, local or remote, into checked rows.
 
-Formats are told apart by name: `.parquet`, `.csv` (whose values all stay texts), and one JSON
+Formats are recognised by name: `.parquet`, `.csv` (whose values all stay texts), and one JSON
 object a line in `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz`. A path with `://` is opened by fsspec.
 A row is checked when it is read, so that a fault is met before training and is named by its file,
 row and field. Rows count from 1. `winnow.data.columns` knows which columns count, and
@@ -67,7 +67,7 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
     short = [path.rstrip("/").rpartition("/")[2] for path in paths]
     rows: list[Row] = []
     for path, name in zip(paths, short, strict=True):
-        # Files of one name in different folders need the whole path to tell their rows apart.
+        # Files of one name in different folders need the whole path to distinguish their rows.
         file = name if short.count(name) == 1 else path
         source = repo_of(path) or _FORMAT.sub("", name)
         layout: Layout | None = None
@@ -199,7 +199,7 @@ def _read(path: str) -> bytes:
         raise DataError(f"{path}: {_MISSING}") from error
     except ImportError as error:
         raise DataError(f"{path}: its protocol needs a package: {error_line(error)}") from error
-    # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
+    # Each file system has its family of errors (botocore's, aiohttp's, httpx's).
     except Exception as error:
         reason = getattr(error, "strerror", None) or error_line(error)
         remedy = "check the path, the network and your permission to read it"

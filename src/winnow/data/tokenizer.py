@@ -80,7 +80,7 @@ def stop_token_ids(
 ) -> tuple[int, ...]:
     """List the ids that end an answer: the tokenizer's EOS, then the model's other ones.
 
-    Those stand in its generation config: chat models end a turn with a token of its own.
+    Those stand in its generation config: chat models end a turn with a special token.
 
     Args:
         model_path: a folder, whose `generation_config.json` is read.

@@ -101,7 +101,7 @@ class JsonService:
     taken: int = 0
     """Requests that have a place."""
     is_closing: bool = False
-    """True once clients are told to come back."""
+    """True once clients are asked to retry."""
     _drained: int = 0
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class JsonService:
         )
 
     def close(self) -> None:
-        """End what is under way; its clients are told to come back."""
+        """End what is under way; its clients are asked to retry."""
         self.is_closing = True
         self.stop()
 

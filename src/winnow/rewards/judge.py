@@ -117,15 +117,15 @@ class RateLimit:
 
 
 class JudgeClient(Protocol):
-    """The way to a judge's model, on an event loop of its own."""
+    """The way to a judge's model, on a separate event loop."""
 
     place: object
-    """Plain data: replies from here are kept apart from others."""
+    """Plain data: replies from here are cached separately from others."""
     counts: Counter[str]
     has_answered: bool = False
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the fields of a request beside its messages; None leaves one out."""
+        """Return the fields of a request besides its messages; None leaves one out."""
 
     def check(self, messages: list[dict[str, str]]) -> None:
         """Raise a ValueError of one line where these cannot be put to the model."""

@@ -64,7 +64,7 @@ def make_manager(config: RewardConfig) -> Manager:
 
 
 def rules_place(config: RewardConfig) -> Literal["by_scorer", "here", "apart"]:
-    """Return where built-in rules run, which may score parts beside a user's function, too."""
+    """Return where built-in rules run, which may score parts besides a user's function, too."""
     if isinstance(config.manager, NaiveManager) or config.workers == 0:
         return "here"
     is_parallel = isinstance(config.manager, ParallelManager)

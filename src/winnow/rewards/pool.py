@@ -1,10 +1,10 @@
-"""Scorers in processes of their own, with limits of time and memory.
+"""Scorers in separate processes, with limits of time and memory.
 
     score() ─► queue ─► a message to a process ─► its reply ─► the future that score() waits for
                  ▲                │ late, too large, dead
                  └── the others ──┘ its own sample: a failure that says why
 
-The processes are served by a thread with an event loop of its own, because limits must hold while
+The processes are served by a thread with a separate event loop, because limits must hold while
 the run's thread is busy with the model. A message holds several answers, which a plain function
 scores one by one; a process notes in a byte that the pool can read which of them is in work, so it
 is known whose fault an end is, and the others go to another process. Any of an asynchronous

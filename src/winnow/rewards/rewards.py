@@ -65,7 +65,7 @@ class Rewards:
         self.supported_metrics = self._names.of
 
     def twin(self) -> Self:
-        """Return a copy with the same scorers and workers, and a count of its own."""
+        """Return a copy with the same scorers and workers, and a separate count."""
         other = copy.copy(self)
         other._required, other.patience = None, math.inf
         other.failure_report, other._counts = FailureReport(), Counter()

@@ -48,7 +48,7 @@ ROUTES: Mapping[str, str] = {
 """Scorers by the data sources that have one without a recipe's word; a name ends in `*` where a
 set has variants."""
 
-# Leaves a source to the reward model: no part of its own, and no accuracy to speak of.
+# Leaves a source to the reward model: no part, and no accuracy to speak of.
 NO_SCORER = Scorer("none", "marks:score_nothing", 0.0)
 _CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
 

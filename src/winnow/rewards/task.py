@@ -1,4 +1,4 @@
-"""Calls of a scorer: each ends in a usable score, or in a failure told in one line.
+"""Calls of a scorer: each ends in a usable score, or in a failure of one line.
 
 The same in the run's own process and in a worker of the pool; the messages between the two stand
 here, too. What comes back from a worker is numbers, texts and plain containers (`portable`), so
@@ -184,7 +184,7 @@ async def score_by_call(user: UserScorer, batch: Sequence[Arguments]) -> list[Ou
 
 
 def raise_if_cancelled(error: BaseException) -> None:
-    """Raise a cancellation of this task again; a scorer may raise one of its own."""
+    """Raise a cancellation of this task again; a scorer may raise another."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():

@@ -1,7 +1,7 @@
 """A process of the scorer pool: `python -m winnow.rewards.worker DESCRIPTOR PARENT`.
 
 It makes one call at a time in the main thread (signals work nowhere else), or many side by side
-where the user's function is asynchronous. It enforces no limit of its own on a plain function: the
+where the user's function is asynchronous. It enforces no limit on a plain function itself: the
 pool watches from outside, because code that hangs inside C stops every thread of its process. It
 ends with its parent, however that one ends, and after a scorer has left it with much memory.
 """
@@ -61,7 +61,7 @@ class ScorerRuntime:
     recycle_bytes: float
 
     def call_without_loop(self, items: Sequence[ScoreItem]) -> ScorerReply:
-        """Score answers in one call, where a scorer may run an event loop of its own.
+        """Score answers in one call, where a scorer may run an event loop.
 
         Whatever happens short of the process's end is an outcome.
         """
@@ -78,7 +78,7 @@ class ScorerRuntime:
         return self._reply(outcomes, len(items))
 
     async def call(self, items: Sequence[ScoreItem]) -> ScorerReply:
-        """Score answers in one call that may wait beside others."""
+        """Score answers in one call that may wait concurrently with others."""
         assert self.user is not None
         outcomes: list[Outcome] | Failure
         try:

@@ -1,4 +1,4 @@
-"""Programs in namespaces of their own, made by `bwrap` (bubblewrap).
+"""Programs in separate namespaces, made by `bwrap` (bubblewrap).
 
 A program sees /usr read-only, a small folder in memory and a few devices; it has no network, no
 /proc, no other process to see or signal. Resource limits are set inside, where the process limit

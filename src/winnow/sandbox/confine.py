@@ -98,7 +98,7 @@ def _guard(child: int) -> int:
         try:
             kill(whom, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            continue  # it has ended, or had no group of its own yet
+            continue  # it has ended, or had no group yet
     code = 0
     while True:
         try:

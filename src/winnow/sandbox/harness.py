@@ -2,7 +2,7 @@
 
     standard input: length, solution, tests (JSON)  ─►  a verdict (JSON) on standard output
 
-The solution runs in a process of its own, and the tests in another, which calls it over a pipe:
+The solution runs in one process, and the tests in another, which calls it over a pipe:
 values go there and come back as plain data. So a solution can neither read the tests nor reach
 what writes the verdict: `sys.exit(0)`, an object that equals everything, a patched builtin or a
 forged output pass nothing.
@@ -323,7 +323,7 @@ def provide(text: str, space: dict[str, Any]) -> None:
 
 
 def tokens_of(text: str) -> set[str]:
-    """Its names, and whatever else of letters and digits."""
+    """Return its names, and all other tokens of letters and digits."""
     return set("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
 
 
@@ -507,7 +507,7 @@ def compare(value: Any, expected: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """With lists for tuples, and texts for keys: what JSON tells apart."""
+    """With lists for tuples, and texts for keys: what JSON distinguishes."""
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     if isinstance(value, dict):
@@ -525,7 +525,7 @@ def exactly(size: int) -> bytes:
 
 def main() -> None:
     """Start the solution's process, then read the tests and print the verdict."""
-    # Before the solution runs: it may write modules of its own to this folder.
+    # Before the solution runs: it may write modules to this folder.
     del sys.path[0]
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)

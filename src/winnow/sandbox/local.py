@@ -279,7 +279,7 @@ print(json.dumps(escaped))
 
 
 def trial_program(limits: SandboxConfig, uid: int) -> Program:
-    """Make the program that a sandbox must hold before it is given any other.
+    """Make the program that a sandbox must hold before it gets any other.
 
     It tries what is forbidden and prints what it managed, as a JSON list.
 

@@ -216,7 +216,7 @@ def find_interpreter(path: str) -> Interpreter:
 
 @cache
 def compiled(python: str, code: str) -> bytes:
-    """Compile code of our own once, as an interpreter loads it with `marshal`; it is not run.
+    """Compile Winnow's code once, as an interpreter loads it with `marshal`; it is not run.
 
     Raises:
         SandboxError: it cannot be compiled.
@@ -228,7 +228,7 @@ def compiled(python: str, code: str) -> bytes:
 
 
 def _output_of(python: str, code: str, stdin: bytes = b"") -> bytes:
-    """Return what an interpreter prints outside of any sandbox, for code of our own."""
+    """Return what an interpreter prints outside of any sandbox, for Winnow's code."""
     return subprocess.run(
         [python, "-I", "-c", code],
         input=stdin,

@@ -67,7 +67,7 @@ class ArrayBlock:
         return self._arrays is not None
 
     def take(self) -> Arrays | None:
-        """Return the arrays and forget them, so that they can travel apart from references."""
+        """Return the arrays and forget them, so that they can travel separately from references."""
         arrays, self._arrays = self._arrays, None
         return arrays
 
@@ -136,11 +136,11 @@ class SplitResult:
     inline: Any
     block: ArrayBlock
     extras: ArrayBlock | None = None
-    """Arrays that fewer receivers read, and that are fetched apart from the others."""
+    """Arrays that fewer receivers read, and that are fetched separately."""
 
 
 def keep_on_node(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
-    """Put arrays into a block of their own; returns references to them whole, and the block."""
+    """Put arrays into a new block; returns references to them whole, and the block."""
     block = ArrayBlock(arrays)
     refs = (ArrayRef(block, i, 0, len(each), each.dtype) for i, each in enumerate(arrays))
     return tuple(refs), block

@@ -92,7 +92,7 @@ class _Rank:
 
 
 class WorkerGroup:
-    """Workers of one role, in processes of their own.
+    """Workers of one role, in separate processes.
 
     It lives in the event loop that it was started in; all its methods may be called from anywhere,
     those that wait (`ask`, `end`) from other threads only. In a run that loop is the one of
@@ -100,7 +100,7 @@ class WorkerGroup:
 
     The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
     which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
-    What should fail by itself, such as one engine of several, is a group of its own.
+    What should fail by itself, such as one engine of several, is a separate group.
 
     Every call raises:
         WorkerError: names role and rank. The traceback of what a worker raised is in the log, once.
@@ -245,7 +245,7 @@ class WorkerGroup:
         method, future = rank.under_way[call]
         rank.still_s = 0.0
         if isinstance(outcome, CallFailure) and not self._is_closing:
-            # What waits for it is told once the cause is known.
+            # Its waiters get the error once the cause is known.
             spawn(self._raised(number, method, outcome), self._tasks)
             return
         del rank.under_way[call]
@@ -377,7 +377,7 @@ class WorkerGroup:
 def _refuse(future: asyncio.Future[Any], error: WinnowError) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # where nobody waits any more, nobody is to be told
+        future.exception()  # where nobody waits any more, nobody gets the error
 
 
 async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:

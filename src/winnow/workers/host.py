@@ -13,11 +13,11 @@ In its process a worker has one asyncio loop. All its methods begin in that loop
 order of the driver's calls: a plain one has the thread to itself until it returns, an asynchronous
 one lets others in where it waits. Arrays that come to it, or from it, are read-only. A method that
 returns a `winnow.workers.array_refs.SplitResult` tells the caller a part of its result and leaves
-the rest where it is: the caller gets a handle, gives it to whoever needs what it stands for, and
+the rest where it is: the caller gets a handle, passes it to the receivers of its value, and
 need not hold that itself.
 
 The host is the same in every kind of process. How calls come and outcomes go is left to `child` and
-`ray.group`; what travels beside them, logs and progress, to `logs`.
+`ray.group`; other traffic, logs and progress, to `logs`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class CallFailure:
     """`KeyError: 'x'`"""
     traceback: str
     error: WinnowError | None = None
-    """The exception itself, where it is one that the user is told."""
+    """The exception itself, where it is one that the user sees."""
 
 
 CLOSE = Call("close")

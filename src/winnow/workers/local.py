@@ -1,7 +1,7 @@
 """Processes of this machine: messages to and from one, and the driver's end of it.
 
 A message, such as a call or its outcome, is one packet of a SOCK_SEQPACKET socket: a number and a
-pickle, with the arrays' bytes beside it as they are. What is too large for a packet lies in
+pickle, followed by the arrays' bytes as they are. What is too large for a packet lies in
 anonymous shared memory whose descriptor goes with the packet, so that several receivers read the
 same pages and nobody has a file to take away: the memory is free once the last array over it is
 gone.
@@ -262,7 +262,7 @@ class Channel:
 class LocalConnection:
     """The driver's end of one process of this machine (`group.WorkerConnection`).
 
-    The process leads a session of its own: a terminal's Ctrl-C does not reach it, and what it
+    The process leads a new session: a terminal's Ctrl-C does not reach it, and what it
     started is killed with it.
     """
 

@@ -32,7 +32,7 @@ class Scorer:
     metrics: frozenset[str] = frozenset()
     """Numbers in `Score.extra` that a filter may ask for."""
     offloaded: bool = False
-    """True if it is slow, may hang, or needs a main thread of its own: a worker runs it."""
+    """True if it is slow, may hang, or needs a main thread: a worker runs it."""
     sandboxed: bool = False
     """True if it runs code in the sandbox and waits for it: a thread calls it."""
     package: str = ""

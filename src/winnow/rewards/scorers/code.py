@@ -202,7 +202,7 @@ def code_of(answer: str) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Return whether two outputs agree, apart from trailing blanks and trailing empty lines."""
+    """Return whether two outputs agree, except for trailing blanks and trailing empty lines."""
     return _trimmed(output) == _trimmed(expected)
 
 

@@ -40,7 +40,7 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*([^\s{\\\[])")
 _SLASHED = re.compile(r"(-?)(\d+)/(\d+)")
 _BARE_POINT = re.compile(r"(?<!\d)\.(?=\d)")
 _BASE = re.compile(r"(?<=[0-9A-F])_\{?(\d+)\}?$")
-# Computer algebra reads past these, to the number beside them.
+# Computer algebra reads past these, to the adjacent number.
 _NOT_READ = re.compile(r"\\neq?(?![A-Za-z])|\\not(?![A-Za-z])|≠|(?<=\d):(?=\d)")
 
 

@@ -2,7 +2,7 @@
 
 The row says which task it is (`data_source`: `reasoning_gym/NAME`) and brings the problem's entry
 and the task's settings in `extra_info`, as `winnow.data.procedural` writes them. The answer
-is the text in the last `<answer>…</answer>`. Tasks judge by rules of their own, many of them with
+is the text in the last `<answer>…</answer>`. Tasks judge by custom rules, many of them with
 shares of the whole for an answer that is nearly right.
 
 Two checks stand between an answer and its task. Some tasks call `eval` on an answer, or sympy's

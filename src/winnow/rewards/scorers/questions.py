@@ -26,7 +26,7 @@ from winnow.types import Score
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
-# A capital at the beginning, perhaps in brackets or bold, that is a word of its own: not the `A`
+# A capital at the beginning, perhaps in brackets or bold, that is a whole word: not the `A`
 # of `A cat`, nor the `I` of `I am`.
 _OPENING = r"(?:\\text(?:bf)?\{|\\mathrm\{|[\s*_$(\[{\"'`]){0,8}"
 _LETTER = re.compile(_OPENING + r"([A-Z])(?![\w'\u2019-])(?!\s+[a-z])")

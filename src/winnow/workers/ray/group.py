@@ -2,7 +2,7 @@
 
 A worker's process is an actor of `RayWorker`; `RayConnection` is the driver's end of it. Calls and
 results travel by Ray's own means, a call to several ranks by way of the object store. What a worker
-logs and prints goes to the driver by a connection of its own (`logs`), not by Ray's log files.
+logs and prints goes to the driver by a separate connection (`logs`), not by Ray's log files.
 Arrays that a worker keeps stay in the object store of its node; a `RayHandle` travels in their
 stead.
 """
@@ -54,7 +54,7 @@ async def start_ray(
 
     Args:
         path: `module:Class` of the worker (`host`); importable on the nodes.
-        kwargs: what each is made with, beside its rank.
+        kwargs: what each is made with, besides its rank.
         environment: variables for them, over this process's own.
         stall_timeout_s: how long a call may be under way without progress.
         nsight: options of `nsys profile`, under which they run then.
@@ -205,7 +205,7 @@ class RayWorker:
         """Run a call when all before it have begun.
 
         Returns:
-            The outcome, and apart from it the two blocks that the result may keep here.
+            The outcome, and separately the two blocks that the result may keep here.
         """
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()

@@ -67,7 +67,7 @@ def ray_session(
         cpus: that a private instance says it has; by default all.
         devices: likewise accelerators.
         store_bytes: a private instance's shared memory for what is passed around.
-        temp_dir: holds a private instance's folder of its own.
+        temp_dir: holds a private instance's folder.
         runtime_env: Ray's, for all actors of the connection; folders in it are copied to the nodes.
         has_timeline: have a private instance remember its tasks, for `write_timeline`.
 
@@ -210,8 +210,8 @@ def offers() -> dict[str, Resources]:
 async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
     """Reserve pools, each part on one node, the largest first.
 
-    Ray is told the node of the least room, which keeps parts together; it takes another where that
-    is in use or gone.
+    Ray gets the node of the least room as a hint, which keeps parts together; it takes another
+    where that is in use or gone.
 
     Raises:
         ConfigError: the cluster is too small, or has not enough free within the time.
@@ -290,7 +290,7 @@ def _amounts(resources: Resources) -> str:
 def _reach(address: str) -> None:
     """Check that somebody listens there: Ray would wait for minutes, then end the process."""
     host, _, port = address.rpartition(":")
-    # The system would take a larger port modulo 2**16, and reach whoever listens there.
+    # The system would take a larger port modulo 2**16, and reach another listener there.
     if not host or not port.isdecimal() or "/" in host or int(port) >= 1 << 16:
         raise ConfigError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
     try:
@@ -337,5 +337,5 @@ def _starting(folder: str | None) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(MARK, None)
-        if is_main:  # Ray has set one of its own
+        if is_main:  # Ray has set another
             signal.signal(signal.SIGTERM, before)
