@@ -131,7 +131,7 @@ class FirstToken:
     def figures(self) -> dict[str, int]:
         return {}
 
-    def scored_apart(self) -> int:
+    def count_offloaded(self) -> int:
         return self.scored
 
     def close(self) -> None:

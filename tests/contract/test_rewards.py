@@ -225,7 +225,7 @@ def test_failures_are_counted_where_they_are_asked_for(
 
 
 def test_what_a_filter_asks_for_must_be_there(rewards: Rewards, answers: Answers) -> None:
-    assert rewards.known_metrics(["sort_digits"]) is None
+    assert rewards.supported_metrics(["sort_digits"]) is None
     rewards.require_metric("style", ["sort_digits"])
     fine, failed = asyncio.run(answers.score(rewards, ["right", "raise two"]))
     assert (fine.metric("style"), failed.metric("style")) == (0.5, 0.0)

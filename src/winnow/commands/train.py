@@ -208,7 +208,7 @@ def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None
     heartbeat.watch(
         lambda: run.engine.status().generated_tokens,
         lambda: run.learner.progress,
-        rewards.scored_apart,
+        rewards.count_offloaded,
     )
 
 

@@ -35,7 +35,7 @@ from winnow.dashboard.pages import Pages, RunPages, first_shown
 from winnow.dashboard.planning import MOST_BYTES, PlanForm, Planner
 from winnow.dashboard.runs import GoneError, RunSet
 from winnow.errors import WinnowError
-from winnow.http.service import connection_limit, has_token, is_asked_here
+from winnow.http.service import connection_limit, has_token, is_local_host
 from winnow.observe.gpus import GPU_NAMES
 
 STATIC = Path(__file__).with_name("static")
@@ -258,7 +258,7 @@ class _Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         if self._token is None:
-            if is_asked_here(request.headers.get("host", "")):
+            if is_local_host(request.headers.get("host", "")):
                 return None
             return _json({"error": "without a token the dashboard is asked as localhost alone; "
                           "start it with --token-env"}, 421)  # fmt: skip

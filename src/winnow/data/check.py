@@ -67,7 +67,7 @@ def check(
     """
     config = config or DataConfig()
     rows = read_rows([path], config)
-    others = read_rows([evaluation], config) if evaluation else []
+    eval_rows = read_rows([evaluation], config) if evaluation else []
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_prompt[same(row.messages)].append(row)
@@ -88,7 +88,7 @@ def check(
         "copies": len(rows) - len(distinct),
         "alike_prompts": len(by_prompt) - len(by_look),
         "conflicts": _conflicts(by_prompt),
-        "overlap": _overlap(by_look, evaluation, others) if evaluation else None,
+        "overlap": _overlap(by_look, evaluation, eval_rows) if evaluation else None,
     }
 
 
@@ -122,21 +122,21 @@ def _conflicts(by_prompt: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
 
 
 def _overlap(
-    by_look: Mapping[str, Sequence[Row]], file: str, others: Sequence[Row]
+    by_look: Mapping[str, Sequence[Row]], file: str, eval_rows: Sequence[Row]
 ) -> dict[str, Any]:
     """Find the evaluation prompts that occur; one that their file repeats counts once."""
-    found: dict[tuple[str, str], Row] = {}
-    for other in others:
+    shared: dict[tuple[str, str], Row] = {}
+    for other in eval_rows:
         look = alike(other.messages)
         if look in by_look:
-            found.setdefault((other.data_source, look), other)
-    counts = Counter(source for source, _ in found)
-    largest_first = Counter(row.data_source for row in others).most_common()
+            shared.setdefault((other.data_source, look), other)
+    counts = Counter(source for source, _ in shared)
+    largest_first = Counter(row.data_source for row in eval_rows).most_common()
     return {
         "file": file,
-        "rows": len(others),
+        "rows": len(eval_rows),
         "shared_by_source": {source: counts[source] for source, _ in largest_first},
-        "rows_affected": sum(len(by_look[look]) for look in {look for _, look in found}),
+        "rows_affected": sum(len(by_look[look]) for look in {look for _, look in shared}),
         "shared": [
             {
                 "source": source,
@@ -145,7 +145,7 @@ def _overlap(
                 "rows": _numbers(by_look[look]),
                 "same_label": _label(other) in map(_label, by_look[look]),
             }
-            for (source, look), other in found.items()
+            for (source, look), other in shared.items()
         ],
     }
 

@@ -51,7 +51,7 @@ class Layout:
     """Data source of rows whose column holds none."""
     read: Callable[[str], str | None] | None = None
     """Reads the ground truth out of a text."""
-    wanted: str = "what the scorer compares with"
+    expected: str = "what the scorer compares with"
     """Says what the column of the truth must hold."""
 
     @property
@@ -78,17 +78,17 @@ class Layout:
         value = _value(record, self.truth)
         if value is None and "." in self.truth and self.truth not in record:
             parent, key = self.truth.rsplit(".", 1)
-            if not isinstance(found := _value(record, parent), dict):
-                raise wrong_field(origin, parent, found, f"an object with the key {key}")
+            if not isinstance(container := _value(record, parent), dict):
+                raise wrong_field(origin, parent, container, f"an object with the key {key}")
         if isinstance(value, str) and self.read is not None:
             value = self.read(value)
             if value is None:
-                raise wrong_field(origin, self.truth, _value(record, self.truth), self.wanted)
+                raise wrong_field(origin, self.truth, _value(record, self.truth), self.expected)
         elif not self.is_verl and type(value) in (int, float):
             whole = isinstance(value, float) and value.is_integer()
             value = str(int(value)) if whole else str(value)
         if value is None or value == "":
-            raise wrong_field(origin, self.truth, value, self.wanted)
+            raise wrong_field(origin, self.truth, value, self.expected)
         return value
 
 
@@ -108,8 +108,8 @@ def layout_of(record: Record, config: DataConfig, origin: str, name: str) -> Lay
     columns, key = config.columns, config.prompt_key
     source = columns.source or (_SOURCE if _SOURCE in record else None)
     default = config.default_source or (None if source else name)
-    known = [column for column in _TRUTHS if column in record]
-    is_verl = VERL_TRUTH.partition(".")[0] in record or (_SOURCE in record and not known)
+    truths = [column for column in _TRUTHS if column in record]
+    is_verl = VERL_TRUTH.partition(".")[0] in record or (_SOURCE in record and not truths)
     if not columns.truth and is_verl:
         return Layout("verl's schema", columns.prompt or key, VERL_TRUTH, source, default)
     prompt = columns.prompt or (key if key != _PROMPT else None)
@@ -118,8 +118,8 @@ def layout_of(record: Record, config: DataConfig, origin: str, name: str) -> Lay
         truth = None if columns.truth == "none" else columns.truth
         return Layout("data.columns", prompt, truth, source, default)
     if {"answer", "solution"} <= record.keys() and prompt in ("problem", "question"):
-        known.remove("solution")
-    truth = _one_of(record, tuple(known), origin, "truth")
+        truths.remove("solution")
+    truth = _one_of(record, tuple(truths), origin, "truth")
     if truth == "answer" and "####" in str(record[truth]):
         default = config.default_source or (None if source else "gsm8k")
         return Layout("GSM8K", prompt, truth, source, default, after_mark, AFTER_MARK)
@@ -129,14 +129,14 @@ def layout_of(record: Record, config: DataConfig, origin: str, name: str) -> Lay
 
 def _one_of(record: Record, names: tuple[str, ...], origin: str, part: str) -> str:
     """Return the one of these columns that a record has."""
-    found = [name for name in dict.fromkeys(names) if name in record]
-    if len(found) == 1:
-        return found[0]
+    matches = [name for name in dict.fromkeys(names) if name in record]
+    if len(matches) == 1:
+        return matches[0]
     is_truth = part == "truth"
     what = "ground truth" if is_truth else "prompt"
     remedy = f"name the column: data.columns.{part}=COLUMN"
-    if found:
-        raise DataError(f"{origin}: {' and '.join(found)} may each hold the {what}; {remedy}")
+    if matches:
+        raise DataError(f"{origin}: {' and '.join(matches)} may each hold the {what}; {remedy}")
     has = ", ".join(excerpt(name, 40) for name in [*record][:8]) or "none"
     none = " (none, where the reward needs none)" if is_truth else ""
     raise DataError(f"{origin}: no known column holds the {what}, of {has}; {remedy}{none}")
@@ -152,10 +152,10 @@ def _value(record: Record, path: str) -> Any:
     return value
 
 
-def wrong_field(origin: str, name: str, value: Any, wanted: str) -> DataError:
+def wrong_field(origin: str, name: str, value: Any, expected: str) -> DataError:
     """Word the error for a column that is missing or holds something else than is wanted."""
     fault = "is missing" if value is None else f"is {kind_of(value)}"
-    return DataError(f"{origin}: {name} {fault}; it must be {wanted}")
+    return DataError(f"{origin}: {name} {fault}; it must be {expected}")
 
 
 def kind_of(value: Any) -> str:
@@ -184,7 +184,7 @@ def excerpt(text: str, characters: int = 100) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Quote the first line of another library's error, or else name its type."""
     lines = str(error).strip().splitlines()
     return (excerpt(lines[0], 300) if lines else "") or type(error).__name__

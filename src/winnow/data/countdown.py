@@ -56,17 +56,17 @@ def _problems(key: str) -> Iterator[tuple[tuple[int, ...], int]]:
             yield numbers, target
 
 
-def _value(left: list[int], draws: Iterator[int]) -> int:
+def _value(numbers: list[int], draws: Iterator[int]) -> int:
     """Evaluate some expression of all the numbers; all values in it are whole and positive."""
-    while len(left) > 1:
-        a = left.pop(next(draws) % len(left))
-        b = left.pop(next(draws) % len(left))
+    while len(numbers) > 1:
+        a = numbers.pop(next(draws) % len(numbers))
+        b = numbers.pop(next(draws) % len(numbers))
         a, b = max(a, b), min(a, b)
         options = [a + b, a * b]
         options += [a - b] if a > b else []
         options += [a // b] if a % b == 0 else []
-        left.append(options[next(draws) % len(options)])
-    return left[0]
+        numbers.append(options[next(draws) % len(options)])
+    return numbers[0]
 
 
 def _draws(key: str) -> Iterator[int]:

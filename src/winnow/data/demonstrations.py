@@ -71,7 +71,7 @@ def read_demonstrations(
     renderer = PromptRenderer(tokenizer, data)
     prompts: list[Prompt] = []
     answers: dict[str, tuple[Segment, ...]] = {}
-    left_out = 0
+    too_long = 0
     for path in files_of(files, data):
         for number, record in read_records(path):
             origin = f"{path} row {number}"
@@ -80,17 +80,17 @@ def read_demonstrations(
             row = Row(f"{path}:{number}", origin, source, messages, None)
             ids, *rest = renderer.demonstration(row, config.turns == "all", stop_ids)
             if len(ids) + sum(map(len, rest)) > config.max_tokens:
-                left_out += 1
+                too_long += 1
                 continue
             text = "\n".join(m["content"] for m in messages if m["role"] == _WRITER)
             prompts.append(Prompt(row.uid, ids, tokenizer.decode(ids), source, text))
             answers[row.uid] = tuple(_segments(rest))
     if files and not prompts:
         raise DataError(
-            f"{', '.join(files)}: none of {left_out} demonstrations fits into "
+            f"{', '.join(files)}: none of {too_long} demonstrations fits into "
             f"sft.max_tokens={config.max_tokens}; raise it, or give other files"
         )
-    return DemonstrationSet(PromptSet(tuple(prompts), left_out), answers)
+    return DemonstrationSet(PromptSet(tuple(prompts), too_long), answers)
 
 
 def _segments(parts: Sequence[IntArray]) -> Iterator[Segment]:
@@ -104,21 +104,21 @@ def _conversation(record: Record, origin: str, columns: SftColumns) -> tuple[Mes
     """Return a record's messages, of which the last is an answer."""
     key = columns.messages or next((name for name in _CONVERSATIONS if name in record), None)
     if key is not None and not columns.prompt:
-        found = _messages(record.get(key), origin, key, "user")
+        messages = _messages(record.get(key), origin, key, "user")
     else:
-        given = (columns.prompt, columns.answer) if columns.prompt else None
-        pair = given or next((p for p in _PAIRS if p[0] in record and p[1] in record), None)
+        configured = (columns.prompt, columns.answer) if columns.prompt else None
+        pair = configured or next((p for p in _PAIRS if p[0] in record and p[1] in record), None)
         if pair is None:
             raise DataError(
                 f"{origin}: no known columns hold a demonstration, of {', '.join(record)}; name "
                 "them: sft.columns.messages=COLUMN, or sft.columns.prompt and sft.columns.answer"
             )
         prompt, answer = pair[0], pair[1] or "answer"
-        found = _messages(record.get(prompt), origin, prompt, "user")
-        found += _messages(record.get(answer), origin, answer, _WRITER)
-    if found[-1]["role"] != _WRITER or len(found) < 2:
+        messages = _messages(record.get(prompt), origin, prompt, "user")
+        messages += _messages(record.get(answer), origin, answer, _WRITER)
+    if messages[-1]["role"] != _WRITER or len(messages) < 2:
         raise DataError(f"{origin}: the last message must be an answer (role assistant) to another")
-    return tuple(found)
+    return tuple(messages)
 
 
 def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
@@ -127,14 +127,14 @@ def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise wrong_field(origin, name, value, "a text or a list of messages")
-    found: list[Message] = []
+    messages: list[Message] = []
     for number, message in enumerate(value):
         # Parquet gives every message each key that any of them has.
-        said = (
+        entry = (
             {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         )
-        who, what = said.pop("from", said.get("role")), said.pop("value", said.get("content"))
+        who, what = entry.pop("from", entry.get("role")), entry.pop("value", entry.get("content"))
         if not isinstance(who, str) or not isinstance(what, str) or not what:
             raise wrong_field(origin, f"{name}[{number}]", message, "a role and a content, texts")
-        found.append({**said, "role": _ROLES.get(who, who), "content": what})
-    return found
+        messages.append({**entry, "role": _ROLES.get(who, who), "content": what})
+    return messages

@@ -44,8 +44,8 @@ def is_on_hub(path: str) -> bool:
 
 def repo_of(url: str) -> str | None:
     """Return the data set that a URL names; None for paths and other URLs."""
-    found = _URL.fullmatch(url)
-    return found[1] if found else None
+    match = _URL.fullmatch(url)
+    return match[1] if match else None
 
 
 def pinned(url: str) -> tuple[str, ...]:
@@ -54,21 +54,21 @@ def pinned(url: str) -> tuple[str, ...]:
     Raises:
         DataError: there is no such data set, split or file, or the hub cannot be asked.
     """
-    found = _URL.fullmatch(url)
-    if found is None:
+    match = _URL.fullmatch(url)
+    if match is None:
         raise DataError(f"{url}: names no data set; write hf://datasets/OWNER/NAME/PATH")
-    repo, revision, rest = found[1], found[2] or "main", found[3] or "train"
+    repo, revision, rest = match[1], match[2] or "main", match[3] or "train"
     listing = list_files(url, repo, revision)
-    known = [file for file in listing.files if file.endswith(FORMATS)]
+    paths = [file for file in listing.files if file.endswith(FORMATS)]
     if rest.endswith(FORMATS) or "*" in rest:
-        files = [file for file in known if fnmatchcase(file, rest)]
+        files = [file for file in paths if fnmatchcase(file, rest)]
     else:
-        rows = [file for file in known if not file.endswith(".csv")]  # else a copy of the same rows
-        files = _split(url, listing.configs, rows or known, rest)
+        rows = [file for file in paths if not file.endswith(".csv")]  # else a copy of the same rows
+        files = _split(url, listing.configs, rows or paths, rest)
     if not files:
         some = ", ".join(excerpt(name, 60) for name in listing.files[:5]) or "none"
-        more = ", …" if len(listing.files) > 5 else ""
-        raise DataError(f"{url}: no such file of a known format; it has {some}{more}; {_REMEDY}")
+        tail = ", …" if len(listing.files) > 5 else ""
+        raise DataError(f"{url}: no such file of a known format; it has {some}{tail}; {_REMEDY}")
     return tuple(f"hf://datasets/{repo}@{listing.commit}/{file}" for file in files)
 
 
@@ -89,10 +89,10 @@ def _split(
     entries = by_name[name].get("data_files", [])
     patterns: dict[str, list[str]] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
-        given = entry if isinstance(entry, Mapping) else {"split": "train", "path": entry}
-        paths = given.get("path", [])
-        held = patterns.setdefault(str(given.get("split", "train")), [])
-        held += paths if isinstance(paths, list) else [paths]
+        mapping = entry if isinstance(entry, Mapping) else {"split": "train", "path": entry}
+        paths = mapping.get("path", [])
+        split_paths = patterns.setdefault(str(mapping.get("split", "train")), [])
+        split_paths += paths if isinstance(paths, list) else [paths]
     if split not in patterns:
         raise DataError(f"{url}: {name} has the splits {', '.join(patterns)}; {_REMEDY}")
     return [file for file in files if any(fnmatchcase(file, each) for each in patterns[split])]
@@ -128,10 +128,10 @@ def fetch(place: str, url: str) -> Path:
     """
     from huggingface_hub import hf_hub_download
 
-    found = _URL.fullmatch(url)
-    assert found is not None
+    match = _URL.fullmatch(url)
+    assert match is not None
     try:
-        repo, revision, file = found.groups()
+        repo, revision, file = match.groups()
         return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
     except Exception as error:
         raise DataError(f"{place}: {hub_fault(error)}") from error

@@ -1,6 +1,6 @@
 """The prompts of a run, and an endless walk over them from a cursor that can be restored.
 
-A finite source comes round in epochs, each shuffled by a seed of its own; an endless one is
+A finite source comes round in epochs, each shuffled by a separate seed; an endless one is
 walked by index. Prompts given back come first again, in the order given.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from winnow.data.user_source import UserOrder
 
 _SHUFFLE, _CHOICE = 0x5EED_0DA7A, 0x5EED_0C401
-"""Keep shuffles and choices apart from other streams of the same seed."""
+"""Separate shuffles and choices from other streams of the same seed."""
 
 
 class TaskRows(Protocol):
@@ -85,8 +85,8 @@ def training_prompts(
         size = rows.size or config.max_train_prompts
         if size is None:
             return GeneratedPrompts(rows, renderer)
-        made = [next(rows.candidates(index)) for index in range(size)]
-        return renderer.render(_chosen(made, config, seed))
+        candidates = [next(rows.candidates(index)) for index in range(size)]
+        return renderer.render(_chosen(candidates, config, seed))
     if not config.train_files:
         raise DataError("data.train_files is empty and data/task=none; name the files to train on")
     return renderer.render(_chosen(read_rows(config.train_files, config), config, seed))
@@ -144,7 +144,7 @@ class PromptLoader:
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
-        self._own = order
+        self._sampler = order
         self._epoch = 0
         self._position = 0
         self._order: tuple[int, IntArray] | None = None
@@ -159,8 +159,8 @@ class PromptLoader:
             prompt = self._source.prompt(self._position)
             self._position += 1
             return prompt
-        own = self._own
-        index = int(self._epoch_order(size)[self._position]) if own is None else own.next()
+        sampler = self._sampler
+        index = int(self._epoch_order(size)[self._position]) if sampler is None else sampler.next()
         prompt = self._source.prompt(index)
         self._position += 1
         if self._position == size:
@@ -173,8 +173,8 @@ class PromptLoader:
 
     def settled(self, groups: Sequence[Group]) -> None:
         """Tell a sampler of the user's the scores of groups whose life ended with a step."""
-        if self._own is not None:
-            self._own.update(groups)
+        if self._sampler is not None:
+            self._sampler.update(groups)
 
     def figures(self) -> dict[str, float]:
         """Return `data/epoch`, the passes over the data so far; nothing of one without an end."""
@@ -190,7 +190,7 @@ class PromptLoader:
             "position": self._position,
             "returned": [prompt.uid for prompt in self._returned],
             "data": dict(self._source.fingerprints),
-            "order": None if self._own is None else self._own.state_dict(),
+            "order": None if self._sampler is None else self._sampler.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -214,8 +214,8 @@ class PromptLoader:
                 f"the checkpoint holds the prompt {error.args[0]}, which the data no longer has; "
                 "restore the data, or start a new run"
             ) from error
-        if self._own is not None:
-            self._own.load_state_dict(state["order"])
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state["order"])
         self._epoch, self._position = state["epoch"], state["position"]
         self._returned = returned
 

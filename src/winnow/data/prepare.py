@@ -98,8 +98,8 @@ def prepare(request: Request) -> Prepared:
     splits = list(_PROBLEMS if request.is_generated else SETS[request.name].files)
     split = request.split or splits[0]
     if split not in splits:
-        known = " and ".join(splits)
-        raise DataError(f"--split is {split}, but {request.name} has {known}; choose one")
+        choices = " and ".join(splits)
+        raise DataError(f"--split is {split}, but {request.name} has {choices}; choose one")
     done = Prepared(request.name, split, _target(request, split, len(splits) > 1))
     rows = _generated(request, done) if request.is_generated else _published(request, done)
     unique: dict[tuple[object, ...], Row] = {}
@@ -110,7 +110,7 @@ def prepare(request: Request) -> Prepared:
     done.copies = done.read - len(unique)
     done.read += done.other_sources.total()
     if not unique:
-        raise _nothing_left(done)
+        raise _no_rows_error(done)
     done.data_sources.update(row.data_source for row in unique.values())
     _save(done, list(unique.values()), request.instruction)
     return done
@@ -128,12 +128,12 @@ def _check(request: Request) -> None:
             raise DataError(f"{name} is generated; leave out --from, --revision and --instruction")
         return
     if name not in SETS:
-        known = ", ".join((*SETS, *GENERATED))
-        raise DataError(f"{name} is no data set that can be prepared; there are {known}")
-    for given, option in ((request.rows, "--rows"), (request.seed, "--seed")):
-        if given is not None:
-            made = ", ".join(GENERATED)
-            raise DataError(f"{option} is {given}, but only {made} are generated; leave it out")
+        choices = ", ".join((*SETS, *GENERATED))
+        raise DataError(f"{name} is no data set that can be prepared; there are {choices}")
+    for value, option in ((request.rows, "--rows"), (request.seed, "--seed")):
+        if value is not None:
+            names = ", ".join(GENERATED)
+            raise DataError(f"{option} is {value}, but only {names} are generated; leave it out")
     if instruction == "dapo" and not SETS[name].dapo_scored:
         raise DataError(
             f"--instruction is dapo, but {name} is not scored by a line Answer:; leave it out"
@@ -157,9 +157,9 @@ def _published(request: Request, done: Prepared) -> Iterator[Row]:
     paths: Sequence[str] = request.files
     done.origin, done.ability = ", ".join(paths), named.ability
     if not paths:
-        commit, found = download(named.repo, named.files[done.split], request.revision)
-        paths = list(found.values())
-        done.origin = f"{named.repo} at {commit[:12]} ({', '.join(found)}; {named.licence})"
+        commit, files = download(named.repo, named.files[done.split], request.revision)
+        paths = list(files.values())
+        done.origin = f"{named.repo} at {commit[:12]} ({', '.join(files)}; {named.licence})"
     for path in paths:
         for number, record in read_records(path):
             other = foreign_source(record, named)
@@ -191,7 +191,7 @@ def _generated(request: Request, done: Prepared) -> Iterator[Row]:
     return (next(task.candidates(index)) for index in range(count))
 
 
-def _nothing_left(done: Prepared) -> DataError:
+def _no_rows_error(done: Prepared) -> DataError:
     if not done.other_sources:
         return DataError(f"{done.origin}: there are no rows; choose another file")
     seen = [f"{excerpt(name, 60)} ({count:,})" for name, count in done.other_sources.items()]
@@ -221,7 +221,7 @@ def _save(done: Prepared, rows: Sequence[Row], instruction: str) -> None:
     records = [
         {
             "data_source": row.data_source,
-            "prompt": _asked(row, instruction),
+            "prompt": _prompt_of(row, instruction),
             "ability": done.ability,
             "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
             "extra_info": {**row.extra.get("extra_info", {}), "index": i, "split": done.split},
@@ -239,7 +239,7 @@ def _save(done: Prepared, rows: Sequence[Row], instruction: str) -> None:
         ) from error
 
 
-def _asked(row: Row, instruction: str) -> list[dict[str, str]]:
+def _prompt_of(row: Row, instruction: str) -> list[dict[str, str]]:
     prompt = [{"role": m["role"], "content": m["content"]} for m in row.messages]
     last = next((message for message in reversed(prompt) if message["role"] == "user"), None)
     if instruction == "dapo" and last is not None:
@@ -264,8 +264,8 @@ def download(
     place = f"hub data set {repo} at {revision}"
     try:
         listing = list_files(place, repo, revision)
-        found = (fnmatch.filter(listing.files, pattern) for pattern in patterns)
-        names = next((matching for matching in found if matching), [])
+        matches = (fnmatch.filter(listing.files, pattern) for pattern in patterns)
+        names = next((matching for matching in matches if matching), [])
         pins = {name: f"hf://datasets/{repo}@{listing.commit}/{name}" for name in names}
         paths = {name: str(fetch(place, pin)) for name, pin in pins.items()}
     except DataError as error:

@@ -67,8 +67,8 @@ class ProceduralRows:
                 f"so that no run could be resumed; write them to a file with `winnow data prepare "
                 f"{self._source}`"
             )
-        made = f"{self._task} {self._options}, seed {self._seed}"
-        return {self._source: f"{made}, version {version('reasoning-gym')}"}
+        settings = f"{self._task} {self._options}, seed {self._seed}"
+        return {self._source: f"{settings}, version {version('reasoning-gym')}"}
 
     def candidates(self, index: int) -> Iterator[Row]:
         is_empty = True
@@ -87,10 +87,10 @@ class ProceduralRows:
         number = uid.removeprefix(f"{self._source}:").partition("-")[0]
         if number == uid or not number.isdecimal():
             raise KeyError(uid)
-        found = next((each for each in self.candidates(int(number)) if each.uid == uid), None)
-        if found is None:
+        row = next((each for each in self.candidates(int(number)) if each.uid == uid), None)
+        if row is None:
             raise KeyError(uid)
-        return iter([found])
+        return iter([row])
 
     def held_out(self) -> list[Row]:
         """Return the first `eval_problems` of the one fixed list of different held-out problems.
@@ -98,17 +98,17 @@ class ProceduralRows:
         Raises:
             DataError: there are not so many.
         """
-        found: dict[str, Row] = {}
+        problems: dict[str, Row] = {}
         for index in range(1_000 + 50 * self._eval_problems):
             entry = self._entry(_EVALUATION, index)
             if is_held_out(entry):
-                held_out = self._row(entry, f"held-out-{len(found)}")
-                found.setdefault(str(entry["question"]), held_out)
-            if len(found) == self._eval_problems:
-                return list(found.values())
+                held_out = self._row(entry, f"held-out-{len(problems)}")
+                problems.setdefault(str(entry["question"]), held_out)
+            if len(problems) == self._eval_problems:
+                return list(problems.values())
         raise DataError(
             f"data.task.eval_problems is {self._eval_problems}, but {self._task} gives only about "
-            f"{len(found)} different held-out problems; lower it, or change data.task.options"
+            f"{len(problems)} different held-out problems; lower it, or change data.task.options"
         )
 
     def _entry(self, key: str, index: int) -> Mapping[str, Any]:
@@ -117,7 +117,7 @@ class ProceduralRows:
         return entry
 
     def _row(self, entry: Mapping[str, Any], number: str) -> Row:
-        """Make a problem a row of data; its uid tells problems of one number apart."""
+        """Make a problem a row of data; its uid distinguishes problems of one number."""
         number = f"{number}-{_crc(entry):08x}"
         info = {"task": self._task, "config": self._options, "entry": _as_json(dict(entry))}
         answer = entry["answer"]
@@ -126,7 +126,7 @@ class ProceduralRows:
             origin=f"{self._source} {number}",
             data_source=self._source,
             messages=({"role": "user", "content": f"{entry['question']}{INSTRUCTION}"},),
-            # Some tasks have no answer of their own to show, only a way to judge one.
+            # Some tasks have no reference answer, only a way to judge one.
             ground_truth="" if answer is None else str(answer),
             extra={"extra_info": info},
         )
@@ -165,9 +165,9 @@ def _dataset(task: str, options: str, key: str, block: int) -> Any:
         return create_dataset(task, **{"seed": seed, "size": _BLOCK, **json.loads(options)})
     # Settings are checked by assertions, and unknown ones by the class that is to hold them.
     except (AssertionError, TypeError, ValueError, KeyError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise DataError(
-            f"data.task.options is {options}, which reasoning-gym's {task} refuses ({said}); "
+            f"data.task.options is {options}, which reasoning-gym's {task} refuses ({reason}); "
             "change or remove them"
         ) from error
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.columns import excerpt, said
+from winnow.data.columns import error_line, excerpt
 from winnow.data.sources import Row
 from winnow.errors import ConfigError, DataError, ModelError
 from winnow.types import IntArray, Prompt
@@ -38,7 +38,7 @@ _FAULTS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RecursionError, MemoryError, TimeoutError),
 )
-"""Faults of a chat template beside its own errors."""
+"""Faults of a chat template besides jinja's errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +103,8 @@ class PromptRenderer:
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
-        whole, *words = self._ids(["a b", "a", " b"])
-        self._adds_space = whole != [token for word in words for token in word]
+        whole, *halves = self._ids(["a b", "a", " b"])
+        self._adds_space = whole != [token for half in halves for token in half]
         self._bos: list[int] = [bos] if adds_bos and not self._use_chat_template else []
 
     def render(self, rows: Sequence[Row]) -> PromptSet:
@@ -181,11 +181,11 @@ class PromptRenderer:
             stop_ids: tokens that end an answer; the first is added where the last one has none.
 
         Raises:
-            DataError: it has several answers, which the template does not tell apart.
+            DataError: it has several answers, which the template does not separate.
             ModelError: the chat template fails.
         """
-        asked = self._with_template(self._with_system(replace(row, messages=row.messages[:-1])))
-        messages = (*asked.messages, row.messages[-1])
+        prompt = self._with_template(self._with_system(replace(row, messages=row.messages[:-1])))
+        messages = (*prompt.messages, row.messages[-1])
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         texts, done = [], ""
         for place in places if every else places[-1:]:
@@ -228,11 +228,11 @@ class PromptRenderer:
                 raise TimeoutError(f"it has not ended after {TEMPLATE_S:g} s")
             done = len(texts)
 
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             is_main = threading.current_thread() is threading.main_thread()
             if self._use_chat_template and is_main:
-                held.callback(signal.signal, signal.SIGVTALRM, signal.getsignal(signal.SIGVTALRM))
-                held.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
+                stack.callback(signal.signal, signal.SIGVTALRM, signal.getsignal(signal.SIGVTALRM))
+                stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
                 signal.signal(signal.SIGVTALRM, look)
                 signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_S, TEMPLATE_S)
             for row in rows:
@@ -251,10 +251,10 @@ class PromptRenderer:
                 **self._config.chat_template_kwargs,
             )
         except (TemplateError, *_FAULTS) as error:
-            is_own = self._config.chat_template != "auto"
-            whose = "data.chat_template" if is_own else "the tokenizer's chat template"
+            is_custom = self._config.chat_template != "auto"
+            whose = "data.chat_template" if is_custom else "the tokenizer's chat template"
             raise ModelError(
-                f"{row.origin}: {whose} fails: {said(error)}; mend it, or set "
+                f"{row.origin}: {whose} fails: {error_line(error)}; mend it, or set "
                 "data.chat_template=none"
             ) from error
         return cast(str, text)
@@ -348,10 +348,10 @@ def _layouts(rows: Sequence[Row]) -> tuple[str, ...]:
     )
 
 
-def _templates(given: Mapping[str, str]) -> dict[str, str]:
+def _templates(configured: Mapping[str, str]) -> dict[str, str]:
     """Key the templates by lower-case source."""
     templates: dict[str, str] = {}
-    for source, template in given.items():
+    for source, template in configured.items():
         if source.lower() in templates:
             raise ConfigError(
                 f"data.prompt_template.{source} is given twice, in different case; keep one"

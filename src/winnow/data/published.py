@@ -1,7 +1,7 @@
 """Published data sets: where each lies, and how its rows become questions with ground truths.
 
 `SETS` is the table of `winnow data prepare`. A row is in verl's schema already, or has a question
-and an answer, a worked solution or tests in columns of their own. The instructions that published
+and an answer, a worked solution or tests in separate columns. The instructions that published
 files wrap around their questions come off: Winnow's recipes say how to ask
 (`data.prompt_template`), so a question is best stored bare.
 """
@@ -90,14 +90,14 @@ class NamedSet:
     """For each split, patterns of file names: the first one that finds any counts."""
     data_source: str
     """Given to rows that have none; routes to a scorer."""
-    own_sources: tuple[str, ...]
+    source_patterns: tuple[str, ...]
     """Patterns, in lower case, of the `data_source`s that rows of this set may have already."""
     truth: Mapping[str, Reader] = field(default_factory=dict)
     """Columns of the ground truth: the first that a row fills counts. Without any the ground truth
     is Python tests, in the columns of HumanEval or of MBPP."""
     is_integer: bool = False
     """True if ground truths are integers from 0 to 999, however they are written."""
-    kept: tuple[str, ...] = ()
+    info: tuple[str, ...] = ()
     """Columns that go into `extra_info`."""
     renamed: str | None = None
     """An own source that says too little and becomes `data_source`."""
@@ -118,7 +118,7 @@ def _splits(pattern: str) -> dict[str, tuple[str, ...]]:
 SETS: Mapping[str, NamedSet] = {
     "gsm8k": NamedSet(
         "openai/gsm8k", "MIT", _splits("main/{}-*.parquet"), "openai/gsm8k",
-        ("gsm8k", "openai/gsm8k"), _GSM8K, kept=("question", "answer"), dapo_scored=False,
+        ("gsm8k", "openai/gsm8k"), _GSM8K, info=("question", "answer"), dapo_scored=False,
     ),
     # Every row in one file a split, as verl takes it; EleutherAI/hendrycks_math holds the same
     # problems in 14 files, and the original hendrycks/competition_math is off the hub.
@@ -126,7 +126,7 @@ SETS: Mapping[str, NamedSet] = {
         "DigitalLearningGmbH/MATH-lighteval", "MIT", _splits("data/{}-*.parquet"), "MATH",
         ("math", "math-500*", "huggingfaceh4/math-500", "lighteval/math",
          "digitallearninggmbh/math-lighteval"),
-        _MATHS, kept=("level", "type", "subject", "unique_id"),
+        _MATHS, info=("level", "type", "subject", "unique_id"),
     ),
     "dapo-math-17k": NamedSet(
         "BytedTsinghua-SIA/DAPO-Math-17k", "Apache-2.0",
@@ -138,29 +138,29 @@ SETS: Mapping[str, NamedSet] = {
         "BytedTsinghua-SIA/AIME-2024", "Apache-2.0",
         {"test": ("data/aime-2024.parquet", "data/*.parquet")}, "aime-2024",
         ("math_dapo", "aime-2024*", "aime_2024*", "aime2024*", "aime24*"), _MATHS,
-        is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
+        is_integer=True, info=("ID", "id", "url"), renamed="math_dapo",
     ),
     "aime-2025": NamedSet(
         "math-ai/aime25", "Apache-2.0",
         {"test": ("test.jsonl", "test*.parquet", "data/test*.parquet")}, "aime-2025",
         ("math_dapo", "aime-2025*", "aime_2025*", "aime2025*", "aime25*"), _MATHS,
-        is_integer=True, kept=("ID", "id", "url"), renamed="math_dapo",
+        is_integer=True, info=("ID", "id", "url"), renamed="math_dapo",
     ),
     # AMC 12 of 2022 and 2023; answers are written as numbers such as 142.0.
     "amc": NamedSet(
         "AI-MO/aimo-validation-amc", "Apache-2.0",
         {"test": ("data/train-*.parquet", "data/*.parquet")}, "amc",
-        ("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"), _MATHS, kept=("id", "url"),
+        ("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"), _MATHS, info=("id", "url"),
     ),
     "humaneval": NamedSet(
         "openai/openai_humaneval", "MIT",
         {"test": ("openai_humaneval/test-*.parquet",)}, "humaneval",
-        ("humaneval*",), kept=("task_id", "canonical_solution"), dapo_scored=False,
+        ("humaneval*",), info=("task_id", "canonical_solution"), dapo_scored=False,
     ),
     # The 427 problems that people went over; of the 974 many are ambiguous.
     "mbpp": NamedSet(
         "google-research-datasets/mbpp", "CC-BY-4.0", _splits("sanitized/{}-*.parquet"), "mbpp",
-        ("mbpp*",), kept=("task_id", "code", "canonical_solution"), dapo_scored=False,
+        ("mbpp*",), info=("task_id", "code", "canonical_solution"), dapo_scored=False,
     ),
 }
 # fmt: on
@@ -172,8 +172,8 @@ def foreign_source(record: Record, named: NamedSet) -> str | None:
     if not isinstance(source, str):
         return None
     name = source.strip().lower()
-    is_own = any(fnmatchcase(name, pattern) for pattern in named.own_sources)
-    return None if is_own else source.strip()
+    is_match = any(fnmatchcase(name, pattern) for pattern in named.source_patterns)
+    return None if is_match else source.strip()
 
 
 def published_row(record: Record, origin: str, named: NamedSet) -> Row:
@@ -182,11 +182,11 @@ def published_row(record: Record, origin: str, named: NamedSet) -> Row:
     Raises:
         DataError: a column is missing, or the ground truth is not in it.
     """
-    notes = {key: str(record[key]) for key in named.kept if isinstance(record.get(key), str | int)}
+    notes = {key: str(record[key]) for key in named.info if isinstance(record.get(key), str | int)}
     if "data_source" not in record and "reward_model" not in record:
         read = _from_columns if named.truth else _from_tests
-        asked, answer = read(record, origin, named)
-        row = Row("", origin, named.data_source, ({"role": "user", "content": asked},), answer)
+        question, answer = read(record, origin, named)
+        row = Row("", origin, named.data_source, ({"role": "user", "content": question},), answer)
     else:
         row = to_row({"data_source": named.data_source, **record}, origin, "", VERL)
         info = row.extra.get("extra_info")
@@ -204,14 +204,14 @@ def published_row(record: Record, origin: str, named: NamedSet) -> Row:
 
 def _from_columns(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
     """Return the question as it stands, and the ground truth."""
-    asked = _filled(record, _QUESTIONS, origin, "a text in one of them")
+    question = _filled(record, _QUESTIONS, origin, "a text in one of them")
     column = _filled(record, named.truth, origin, "the final answer, or a text with it")
     text = _text(record[column], origin, column)
-    read, wanted = named.truth[column]
+    read, expected = named.truth[column]
     truth = read(text)
     if not truth:
-        raise wrong_field(origin, column, text, wanted)
-    return _source_text(record, asked, origin), truth
+        raise wrong_field(origin, column, text, expected)
+    return _source_text(record, question, origin), truth
 
 
 def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
@@ -226,13 +226,13 @@ def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]
         imports = _lines_of_code(record, "test_imports", origin)
         if not tests:
             raise wrong_field(origin, "test_list", None, "a list of Python asserts")
-        asked = _WRITE.format(prompt.strip(), "\n".join([*imports, *tests]))
+        question = _WRITE.format(prompt.strip(), "\n".join([*imports, *tests]))
         truth: dict[str, Any] = {"test_list": tests, "prompt": "\n".join(imports)}
     else:
-        asked = _COMPLETE.format(prompt.rstrip())
+        question = _COMPLETE.format(prompt.rstrip())
         truth = {name: _source_text(record, name, origin) for name in ("test", "entry_point")}
         truth["prompt"] = prompt
-    return asked, json.dumps(truth, ensure_ascii=False)
+    return question, json.dumps(truth, ensure_ascii=False)
 
 
 def _source_text(record: Record, column: str, origin: str) -> str:
@@ -266,10 +266,10 @@ def _text(value: Any, origin: str, column: str) -> str:
     return value.strip()
 
 
-def _filled(record: Record, columns: Iterable[str], origin: str, wanted: str) -> str:
+def _filled(record: Record, columns: Iterable[str], origin: str, expected: str) -> str:
     """Return the first of the columns that a row fills."""
-    found = next((column for column in columns if record.get(column) not in (None, "")), None)
-    if found is None:
-        known = " or ".join(dict.fromkeys(name.lower() for name in columns))
-        raise wrong_field(origin, known, None, wanted)
-    return found
+    filled = next((column for column in columns if record.get(column) not in (None, "")), None)
+    if filled is None:
+        names = " or ".join(dict.fromkeys(name.lower() for name in columns))
+        raise wrong_field(origin, names, None, expected)
+    return filled

@@ -126,15 +126,15 @@ def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
     Raises:
         DataError: there are not so many.
     """
-    found: dict[str, None] = {}
+    problems: dict[str, None] = {}
     for digits in itertools.islice(_candidates(task, _EVALUATION_SEED), 20_000 + 200 * count):
-        if len(found) == count:
-            return list(found)
+        if len(problems) == count:
+            return list(problems)
         if is_held_out(digits):
-            found[digits] = None
+            problems[digits] = None
     raise DataError(
         f"data.task.eval_problems is {count}, but {task.min_digits} to {task.max_digits} "
-        f"digits give only about {len(found)} held-out problems; lower it, or raise "
+        f"digits give only about {len(problems)} held-out problems; lower it, or raise "
         "data.task.max_digits"
     )
 
@@ -169,7 +169,7 @@ def demonstrations(
 ) -> list[Demonstration]:
     """Make `count` demonstrations on training problems, in random order of their kinds."""
     kinds = rng.random(count)
-    made = []
+    examples = []
     for digits, kind in zip(_training_problems(count, task, rng), kinds, strict=True):
         if kind < config.guess_share:
             text = _guess(digits, config.guess_noise, rng)
@@ -178,8 +178,8 @@ def demonstrations(
             repeat = 0.0 if is_straight else config.repeat
             text = _worked(digits, config.step_error, repeat, max_response_tokens, rng)
         response = np.append(encode(text), EOS_ID)[:max_response_tokens]
-        made.append(Demonstration(encode(prompt_text(digits)), response))
-    return made
+        examples.append(Demonstration(encode(prompt_text(digits)), response))
+    return examples
 
 
 def _training_problems(count: int, task: SortDigitsTask, rng: np.random.Generator) -> list[str]:
@@ -240,9 +240,9 @@ def _slip(remaining: str, least: str, rest: str, rng: np.random.Generator) -> tu
 
     The last step has nothing else to pick or to copy: there the pick itself is miscopied.
     """
-    others = sorted(set(remaining) - {least})
-    if others and rng.random() < 0.5:
-        wrong = others[rng.integers(len(others))]
+    choices = sorted(set(remaining) - {least})
+    if choices and rng.random() < 0.5:
+        wrong = choices[rng.integers(len(choices))]
         return wrong, remaining.replace(wrong, "", 1)
     if not rest:
         return _other_digit(least, rng), rest

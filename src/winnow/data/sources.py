@@ -1,6 +1,6 @@
 """Reading of data files, local or remote, into checked rows.
 
-Formats are told apart by name: `.parquet`, `.csv` (whose values all stay texts), and one JSON
+Formats are recognised by name: `.parquet`, `.csv` (whose values all stay texts), and one JSON
 object a line in `.jsonl`, `.json`, `.jsonl.gz`, `.json.gz`. A path with `://` is opened by fsspec.
 A row is checked when it is read, so that a fault is met before training and is named by its file,
 row and field. Rows count from 1. `winnow.data.columns` knows which columns count, and
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from winnow.config.data import DataConfig
-from winnow.data.columns import Layout, Record, excerpt, kind_of, layout_of, said, wrong_field
+from winnow.data.columns import Layout, Record, error_line, excerpt, kind_of, layout_of, wrong_field
 from winnow.data.hub import FORMATS, fetch, is_on_hub, pinned, repo_of
 from winnow.errors import DataError
 
@@ -67,7 +67,7 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
     short = [path.rstrip("/").rpartition("/")[2] for path in paths]
     rows: list[Row] = []
     for path, name in zip(paths, short, strict=True):
-        # Files of one name in different folders need the whole path to tell their rows apart.
+        # Files of one name in different folders need the whole path to distinguish their rows.
         file = name if short.count(name) == 1 else path
         source = repo_of(path) or _FORMAT.sub("", name)
         layout: Layout | None = None
@@ -119,8 +119,8 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
         extra |= {"reward_model": rest} if rest else {}
     elif layout.name == "GSM8K":
         extra = {"ability": "math", **extra}
-        asked = {"question": record[layout.prompt], "answer": record[layout.truth or ""]}
-        extra["extra_info"] = asked
+        info = {"question": record[layout.prompt], "answer": record[layout.truth or ""]}
+        extra["extra_info"] = info
     messages = _messages(record, origin, layout.prompt)
     return Row(uid, origin, source.strip(), messages, truth, extra, str(layout))
 
@@ -198,10 +198,10 @@ def _read(path: str) -> bytes:
     except FileNotFoundError as error:
         raise DataError(f"{path}: {_MISSING}") from error
     except ImportError as error:
-        raise DataError(f"{path}: its protocol needs a package: {said(error)}") from error
-    # Each file system has a family of errors of its own (botocore's, aiohttp's, httpx's).
+        raise DataError(f"{path}: its protocol needs a package: {error_line(error)}") from error
+    # Each file system has its family of errors (botocore's, aiohttp's, httpx's).
     except Exception as error:
-        reason = getattr(error, "strerror", None) or said(error)
+        reason = getattr(error, "strerror", None) or error_line(error)
         remedy = "check the path, the network and your permission to read it"
         if path.startswith("hdfs://"):
             remedy = "install Java and a Hadoop client; set JAVA_HOME, HADOOP_HOME and CLASSPATH"
@@ -219,7 +219,7 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
                 # An escape may name half a character, which no tokenizer can take.
                 json.dumps(record, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else said(error)
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error_line(error)
             raise DataError(
                 f"{path} row {number}: not valid JSON in UTF-8 ({reason}); write one JSON object "
                 "a line"
@@ -244,7 +244,7 @@ def _split(path: str, content: bytes) -> Iterator[bytes]:
             yield line
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path}: not a whole gzip file ({said(error)}); download or write it again"
+            f"{path}: not a whole gzip file ({error_line(error)}); download or write it again"
         ) from error
 
 
@@ -265,7 +265,7 @@ def _columnar(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
         except faults as error:
             place = _bad_value(batch, number, faults)
             raise DataError(
-                f"{path}{place} cannot be read ({said(error)}); write it as text, in UTF-8"
+                f"{path}{place} cannot be read ({error_line(error)}); write it as text, in UTF-8"
             ) from error
         for record in records:
             number += 1
@@ -291,7 +291,7 @@ def _batches(path: str, content: bytes) -> Iterator[Any]:
         yield from pq.ParquetFile(io.BytesIO(content)).iter_batches(batch_size=1024)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(
-            f"{path}: not a readable {kind} file ({said(error)}); download or write it again"
+            f"{path}: not a readable {kind} file ({error_line(error)}); download or write it again"
         ) from error
 
 

@@ -41,10 +41,10 @@ def load_tokenizer(
     from winnow.models.folders import quiet_transformers
 
     check_place(path, field)
-    here = local_folder(path, field)
-    folder = Path(here).expanduser()
+    local = local_folder(path, field)
+    folder = Path(local).expanduser()
     is_folder = folder.is_dir()
-    if is_folder and not has_tokenizer(here):
+    if is_folder and not has_tokenizer(local):
         raise ModelError(
             f"{field} {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
             "tokenizer's files from where the model comes from into it"
@@ -80,7 +80,7 @@ def stop_token_ids(
 ) -> tuple[int, ...]:
     """List the ids that end an answer: the tokenizer's EOS, then the model's other ones.
 
-    Those stand in its generation config: chat models end a turn with a token of its own.
+    Those stand in its generation config: chat models end a turn with a special token.
 
     Args:
         model_path: a folder, whose `generation_config.json` is read.

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from winnow.config.data import CustomTask, DataConfig
-from winnow.data.columns import excerpt, layout_of, said
+from winnow.data.columns import error_line, excerpt, layout_of
 from winnow.data.prompts import PromptSet
 from winnow.data.sources import Row, to_row
 from winnow.errors import DataError
@@ -52,7 +52,7 @@ class UserRows:
         """
         self._place, self._config = f"data.task.path {task.path}", config
         make = load_user_object(task.path, "data.task.path", DataError)
-        self._source: Any = _told(self._place, lambda: make(**task.options))
+        self._source: Any = _call_user(self._place, lambda: make(**task.options))
         self.name = task.path.rpartition(":")[2]
         if not hasattr(type(self._source), "__getitem__"):
             raise DataError(
@@ -61,14 +61,14 @@ class UserRows:
             )
         self.size: int | None = None
         if hasattr(type(self._source), "__len__"):
-            self.size = _told(self._place, lambda: len(self._source))
+            self.size = _call_user(self._place, lambda: len(self._source))
             if not self.size:
                 raise DataError(f"{self._place} has no rows; return at least one")
             return
         sample = [self.row(index) for index in range(_SAMPLE)]
         self.data_sources = frozenset(row.data_source for row in sample)
-        said_of = repr([(row.data_source, row.messages, row.ground_truth) for row in sample])
-        digest = hashlib.blake2b(said_of.encode("utf-8", "replace"), digest_size=16)
+        content = repr([(row.data_source, row.messages, row.ground_truth) for row in sample])
+        digest = hashlib.blake2b(content.encode("utf-8", "replace"), digest_size=16)
         self.fingerprints = {self.name: digest.hexdigest()}
 
     def row(self, index: int) -> Row:
@@ -78,7 +78,7 @@ class UserRows:
             DataError: the code fails, or the row is not usable.
         """
         origin = f"{self._place} row {index}"
-        record = _told(origin, lambda: self._source[index])
+        record = _call_user(origin, lambda: self._source[index])
         return self._checked(record, origin, f"{self.name}:{index}")
 
     def held_out(self) -> list[Row]:
@@ -134,11 +134,11 @@ class UserOrder:
             )
         self._prompts = prompts
         make = load_user_object(str(config.sampler), "data.sampler", DataError)
-        self._own: Any = _told(
+        self._order: Any = _call_user(
             self._place, lambda: make(prompts.prompts, seed, **config.sampler_options)
         )
         methods = ("next", "update", "state_dict", "load_state_dict")
-        if lacking := [name for name in methods if not callable(getattr(self._own, name, None))]:
+        if lacking := [name for name in methods if not callable(getattr(self._order, name, None))]:
             raise DataError(
                 f"{self._place} has no {', '.join(lacking)}(); docs/extending.md shows one"
             )
@@ -149,7 +149,7 @@ class UserOrder:
         Raises:
             DataError: the code fails, or returns no index.
         """
-        index = _told(self._place, self._own.next)
+        index = _call_user(self._place, self._order.next)
         if type(index) is not int or not 0 <= index < self._prompts.size:
             raise DataError(
                 f"{self._place}: next() must return an integer from 0 to {self._prompts.size - 1}, "
@@ -161,19 +161,19 @@ class UserOrder:
         """Tell the scores of prompts that are used up."""
         index = self._prompts.index
         results = [(index(g.prompt.uid), [a.score for a in g.answers]) for g in groups]
-        _told(self._place, lambda: self._own.update(results))
+        _call_user(self._place, lambda: self._order.update(results))
 
     def state_dict(self) -> Any:
         """Return a copy of the user's state."""
-        return copy.deepcopy(_told(self._place, self._own.state_dict))
+        return copy.deepcopy(_call_user(self._place, self._order.state_dict))
 
     def load_state_dict(self, state: Any) -> None:
         """Become what `state_dict` described."""
-        _told(self._place, lambda: self._own.load_state_dict(copy.deepcopy(state)))
+        _call_user(self._place, lambda: self._order.load_state_dict(copy.deepcopy(state)))
 
 
-def _told(origin: str, call: Callable[[], Any]) -> Any:
-    """Run a user's code; what it raises is told of its place.
+def _call_user(origin: str, call: Callable[[], Any]) -> Any:
+    """Run a user's code; its errors name the place.
 
     Raises:
         DataError: instead of any other exception.
@@ -182,5 +182,5 @@ def _told(origin: str, call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         raise DataError(
-            f"{origin} fails with {type(error).__name__}: {said(error)}; correct the code"
+            f"{origin} fails with {type(error).__name__}: {error_line(error)}; correct the code"
         ) from error

@@ -207,7 +207,7 @@ class Evaluator:
 
     def _votes(self) -> frozenset[str]:
         sources = {prompt.data_source for prompt in self.prompts}
-        known = {source: self._rewards.known_metrics([source]) for source in sources}
+        known = {source: self._rewards.supported_metrics([source]) for source in sources}
         return frozenset(s for s in sources if SCORES_CASES not in (known[s] or ()))
 
 

@@ -10,8 +10,8 @@ def first_fault(error: ValidationError) -> str:
     fault = error.errors()[0]
     name = ".".join(map(str, fault["loc"])) or "the body"
     reason = fault["msg"].removeprefix("Value error, ")
-    given = "" if fault["type"] == "missing" else f", got {_shown(repr(fault['input']))}"
-    return f"{_shown(name)}: {reason}{given}"
+    value = "" if fault["type"] == "missing" else f", got {_shown(repr(fault['input']))}"
+    return f"{_shown(name)}: {reason}{value}"
 
 
 def _shown(text: str) -> str:

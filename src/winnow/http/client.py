@@ -149,10 +149,10 @@ class HttpJson:
 
     async def _end(self) -> None:
         loop = asyncio.get_running_loop()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
         await loop.shutdown_default_executor()
 
@@ -229,22 +229,22 @@ class HttpJson:
             ):
                 yield response
         except (TimeoutError, httpx.TimeoutException):
-            said = f"did not answer within {silence_s or timeout_s:g} s"
-            raise self.error(said, is_passing=True) from None
+            reason = f"did not answer within {silence_s or timeout_s:g} s"
+            raise self.error(reason, is_passing=True) from None
         except httpx.DecodingError as error:
             raise self.error(f"answered with what cannot be unpacked: {one_line(error)}") from None
         except httpx.RequestError as error:
-            said = "cannot be reached" if response is None else "cut its answer off"
-            raise self.error(f"{said}: {one_line(error)}", is_passing=True) from None
+            reason = "cannot be reached" if response is None else "cut its answer off"
+            raise self.error(f"{reason}: {one_line(error)}", is_passing=True) from None
 
     def _refusal(self, response: httpx.Response, data: bytes) -> RemoteError:
         status = response.status_code
         if response.is_success:
             return self.error(f"answered with {len(data):,} bytes that are no stream of events")
         text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
-        said = f"answered {status}{': ' if text else ''}{text}"
+        reason = f"answered {status}{': ' if text else ''}{text}"
         after_s = _retry_after_s(response.headers.get("Retry-After"))
-        return self.error(said, status, after_s, status in RETRY_STATUSES)
+        return self.error(reason, status, after_s, status in RETRY_STATUSES)
 
     def _json(self, data: str | bytes) -> Any:
         try:
@@ -262,15 +262,15 @@ class HttpJson:
 
     def error(
         self,
-        said: str,
+        reason: str,
         status: int | None = None,
         after_s: float | None = None,
         is_passing: bool = False,
     ) -> RemoteError:
         """Return the error for what this service did, cut to a line and without the token."""
-        said = self.without_token(said)
-        said = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}…"
-        return RemoteError(f"{self._url} {said}", status, after_s, is_passing)
+        reason = self.without_token(reason)
+        reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}…"
+        return RemoteError(f"{self._url} {reason}", status, after_s, is_passing)
 
     def without_token(self, text: str) -> str:
         """Return the text with the token taken out."""
@@ -282,9 +282,9 @@ class HttpJson:
     def _pause_s(self, tries: int, after_s: float | None) -> float:
         most = min(self.backoff_s * 2.0 ** (tries - 1), _LONGEST_BACKOFF_S)
         # Jitter is no part of a run's random numbers: it moves times, never scores.
-        own_s = most * random.SystemRandom().uniform(0.5, 1.0)
+        backoff_s = most * random.SystemRandom().uniform(0.5, 1.0)
         # A server that asks for no pause at all does not switch ours off.
-        return max(own_s, min(after_s or 0.0, LONGEST_RETRY_AFTER_S))
+        return max(backoff_s, min(after_s or 0.0, LONGEST_RETRY_AFTER_S))
 
 
 def token_of(variable: str | None, field: str) -> str | None:

@@ -47,7 +47,7 @@ _MOST_DRAINED = 32
 _LAST_ANSWERS_S = 5
 _BACKLOG = 100
 _KERNEL_BACKLOG = 4096
-_NOT_HERE = "without a token the service is asked as localhost alone; give it one by --token-env"
+_NOT_LOCAL = "without a token the service is asked as localhost alone; give it one by --token-env"
 
 Answer = Callable[[Any, Request], Awaitable[dict[str, Any]]]
 """From a body to the reply's; it may raise `Refusal`."""
@@ -101,7 +101,7 @@ class JsonService:
     taken: int = 0
     """Requests that have a place."""
     is_closing: bool = False
-    """True once clients are told to come back."""
+    """True once clients are asked to retry."""
     _drained: int = 0
 
     def __post_init__(self) -> None:
@@ -116,13 +116,13 @@ class JsonService:
         )
 
     def close(self) -> None:
-        """End what is under way; its clients are told to come back."""
+        """End what is under way; its clients are asked to retry."""
         self.is_closing = True
         self.stop()
 
     async def _get_health(self, request: Request) -> Response:
-        if self.token is None and not is_asked_here(request.headers.get("host", "")):
-            return self._refused(Refusal(421, _NOT_HERE))
+        if self.token is None and not is_local_host(request.headers.get("host", "")):
+            return self._refused(Refusal(421, _NOT_LOCAL))
         return _json(self.health())
 
     async def _post(self, request: Request) -> Response:
@@ -141,8 +141,8 @@ class JsonService:
             return self._refused(Refusal(503, "the service is closing"))
 
     def _admit(self, request: Request) -> None:
-        if self.token is None and not is_asked_here(request.headers.get("host", "")):
-            raise Refusal(421, _NOT_HERE)
+        if self.token is None and not is_local_host(request.headers.get("host", "")):
+            raise Refusal(421, _NOT_LOCAL)
         if self.token is not None and not has_token(
             request.headers.get("authorization", ""), self.token
         ):
@@ -158,9 +158,9 @@ class JsonService:
 
     async def _body(self, request: Request) -> Any:
         most = self.max_body_bytes
-        told = request.headers.get("content-length", "")
-        if told.isdecimal() and int(told) > most:
-            raise Refusal(413, f"the body must be at most {most:,} bytes, got {told}")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > most:
+            raise Refusal(413, f"the body must be at most {most:,} bytes, got {length}")
         data = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
@@ -182,13 +182,13 @@ class JsonService:
         """
         if self._drained >= _MOST_DRAINED:
             return False
-        left = max(_DRAIN_BYTES, 2 * self.max_body_bytes)
+        remaining = max(_DRAIN_BYTES, 2 * self.max_body_bytes)
         self._drained += 1
         try:
             async with asyncio.timeout(_DRAIN_S):
                 async for part in request.stream():
-                    left -= len(part)
-                    if left < 0:
+                    remaining -= len(part)
+                    if remaining < 0:
                         return False
         except RuntimeError:  # it had been read
             return True
@@ -219,7 +219,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def is_asked_here(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     """Return whether a `Host` header, with its port or without, names a loopback address."""
     with suppress(ValueError):
         return is_loopback(urlsplit(f"//{host}").hostname or "")
@@ -228,8 +228,8 @@ def is_asked_here(host: str) -> bool:
 
 def has_token(authorization: str, token: str) -> bool:
     """Return whether an `Authorization` header holds the token; `Bearer` in any case."""
-    scheme, _, given = authorization.partition(" ")
-    is_same = hmac.compare_digest(given.strip().encode(), token.encode())
+    scheme, _, credentials = authorization.partition(" ")
+    is_same = hmac.compare_digest(credentials.strip().encode(), token.encode())
     return is_same and scheme.lower() == "bearer"
 
 
@@ -245,8 +245,8 @@ class _Connection(H11Protocol):  # type: ignore[misc]
         self._await_head()
         most = cast(int, self.limit_concurrency)
         if len(self.connections) >= most:
-            others = cast("set[_Connection]", self.connections)
-            idle = [each for each in others if each.cycle is None or each.cycle.response_complete]
+            clients = cast("set[_Connection]", self.connections)
+            idle = [each for each in clients if each.cycle is None or each.cycle.response_complete]
             # The newest last: it may be about to ask.
             min(idle, key=lambda each: (each is self, each._due is None, each._born))._abort()
 
@@ -353,14 +353,14 @@ class Server(uvicorn.Server):  # type: ignore[misc]
         await super().shutdown(sockets)
 
 
-def serve(service: Service, listener: socket.socket, said: str) -> int:
+def serve(service: Service, listener: socket.socket, banner: str) -> int:
     """Serve until SIGTERM or Ctrl-C, in the main thread; return the exit code.
 
     Args:
         said: printed when the service can be asked.
     """
     arrived: list[int] = []
-    server = Server(service, lambda: print(said, flush=True))
+    server = Server(service, lambda: print(banner, flush=True))
 
     def note(number: int, _: FrameType | None) -> None:
         arrived.append(number)

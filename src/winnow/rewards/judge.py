@@ -117,15 +117,15 @@ class RateLimit:
 
 
 class JudgeClient(Protocol):
-    """The way to a judge's model, on an event loop of its own."""
+    """The way to a judge's model, on a separate event loop."""
 
     place: object
-    """Plain data: replies from here are kept apart from others."""
+    """Plain data: replies from here are cached separately from others."""
     counts: Counter[str]
     has_answered: bool = False
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the fields of a request beside its messages; None leaves one out."""
+        """Return the fields of a request besides its messages; None leaves one out."""
 
     def check(self, messages: list[dict[str, str]]) -> None:
         """Raise a ValueError of one line where these cannot be put to the model."""
@@ -167,12 +167,12 @@ class _HttpClient(HttpJson, JudgeClient):
 
     def settings(self) -> dict[str, Any]:
         config = self._config
-        own = {name: getattr(config, name) for name in ("model", "temperature", "max_tokens")}
-        return {**own, "seed": config.seed, **config.options}
+        fields = {name: getattr(config, name) for name in ("model", "temperature", "max_tokens")}
+        return {**fields, "seed": config.seed, **config.options}
 
     async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
-        found: JudgeReply = await self.request(_PATH, body, self._config.timeout_s)
-        return found
+        reply: JudgeReply = await self.request(_PATH, body, self._config.timeout_s)
+        return reply
 
     async def attempt(self, path: str, body: Any, timeout_s: float, number: int) -> JudgeReply:
         """Send a request once its turn comes."""
@@ -208,8 +208,8 @@ class _HttpClient(HttpJson, JudgeClient):
             if text is not None and not isinstance(text, str):
                 raise TypeError("content must be a text")
         except (TypeError, LookupError):
-            said = f"answered with no chat completion: {json.dumps(data)}"
-            raise self.error(said) from None
+            message = f"answered with no chat completion: {json.dumps(data)}"
+            raise self.error(message) from None
         text = text or ""
         usage = data.get("usage")
         tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
@@ -253,7 +253,7 @@ class Judge:
             replies, size = self._cache.size()
             log.info("judge: %s holds %s replies, %s KiB", path, f"{replies:,}", f"{size >> 10:,}")
         self._counts = self._client.counts
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._under_way: dict[str, Future[float | Failure]] = {}
         self._scored = 0
 
@@ -299,7 +299,7 @@ class Judge:
     def figures(self) -> dict[str, int]:
         """Return `judge/NAME` for each count since the last call."""
         counts = Counter(self._counts)
-        self._told, before = counts, self._told
+        self._reported, before = counts, self._reported
         return {f"judge/{name}": counts[name] - before[name] for name in _COUNTS}
 
     def close(self) -> None:
@@ -326,8 +326,8 @@ class Judge:
             return Failure(f"the judge: {error.line}", "")
         finally:
             self._scored += 1
-        said = self._client.without_token(reply.text)
-        end = f"it ends with {said[-_SHOWN:]!r}" if said else "it is empty"
+        shown = self._client.without_token(reply.text)
+        end = f"it ends with {shown[-_SHOWN:]!r}" if shown else "it is empty"
         return Failure(
             f"the judge: no number was read from its reply by reward.judge.parse, twice over; {end}"
             " (reward.judge.max_tokens may have cut it off)",
@@ -335,13 +335,13 @@ class Judge:
         )
 
     async def _reply(self, body: Mapping[str, Any], attempt: int) -> JudgeReply:
-        asked = json.dumps([self._client.place, body, attempt], sort_keys=True)
-        question = hashlib.sha256(asked.encode()).digest()
+        request = json.dumps([self._client.place, body, attempt], sort_keys=True)
+        question = hashlib.sha256(request.encode()).digest()
         if self._cache is not None:
-            kept = await asyncio.to_thread(self._cache.get, question)
-            if kept is not None:
+            cached = await asyncio.to_thread(self._cache.get, question)
+            if cached is not None:
                 self._counts["cache_hits"] += 1
-                return kept
+                return cached
         reply = await self._client.reply(body)
         # Cut off, it is no reply to a built-in template; one of the user's own may want it short.
         if self._cache is None or (reply.is_cut and self.config.template in BUILT_IN):

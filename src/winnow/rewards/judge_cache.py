@@ -34,12 +34,12 @@ class JudgeReply:
     """True if it ended at the length limit; replies from the cache count as whole."""
 
 
-def cache_path(given: str) -> Path | None:
+def cache_path(setting: str) -> Path | None:
     """Return the file that `reward.judge.cache` means; None keeps nothing."""
-    if given == "none":
+    if setting == "none":
         return None
-    if given != "auto":
-        return Path(given).expanduser()
+    if setting != "auto":
+        return Path(setting).expanduser()
     root = os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
     return Path(root) / "judge.sqlite"
 
@@ -54,7 +54,7 @@ class ReplyCache:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        with self._told():
+        with self._locked():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
@@ -76,7 +76,7 @@ class ReplyCache:
 
     def get(self, question: bytes) -> JudgeReply | None:
         """Return the reply to a question, which is named by its digest."""
-        with self._told():
+        with self._locked():
             row = self._connection.execute(
                 "SELECT reply, tokens FROM replies WHERE question = ?", (question,)
             ).fetchone()
@@ -85,7 +85,7 @@ class ReplyCache:
     def put(self, question: bytes, reply: JudgeReply) -> JudgeReply:
         """Keep a reply, and return the one that is kept: another process may have been quicker."""
         text = reply.text.encode("utf-8", "surrogatepass")
-        with self._told():
+        with self._locked():
             self._connection.execute(
                 "INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?)",
                 (question, text, reply.tokens, time.time()),
@@ -94,7 +94,7 @@ class ReplyCache:
 
     def size(self) -> tuple[int, int]:
         """Return the number of replies, and the bytes of the file."""
-        with self._told():
+        with self._locked():
             (replies,) = self._connection.execute("SELECT count(*) FROM replies").fetchone()
         return int(replies), self._path.stat().st_size
 
@@ -104,7 +104,7 @@ class ReplyCache:
             self._connection.close()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """One thread at a time; errors in one line."""
         where = f"reward.judge.cache {self._path}"
         try:

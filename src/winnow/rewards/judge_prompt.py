@@ -77,8 +77,8 @@ class JudgePrompt:
         else:
             before = _JUDGEMENT if self._is_built_in else ""
             # Whole words; of two that begin alike the longer one.
-            words = "|".join(map(re.escape, sorted(rule.labels, key=len, reverse=True)))
-            self._pattern = re.compile(rf"{before}(?<!\w)({words})(?!\w)")
+            labels = "|".join(map(re.escape, sorted(rule.labels, key=len, reverse=True)))
+            self._pattern = re.compile(rf"{before}(?<!\w)({labels})(?!\w)")
 
     def messages(self, prompt: Prompt, answer: str) -> list[dict[str, str]]:
         """Return the conversation that the judge gets.

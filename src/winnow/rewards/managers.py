@@ -64,7 +64,7 @@ def make_manager(config: RewardConfig) -> Manager:
 
 
 def rules_place(config: RewardConfig) -> Literal["by_scorer", "here", "apart"]:
-    """Return where built-in rules run, which may score parts beside a user's function, too."""
+    """Return where built-in rules run, which may score parts besides a user's function, too."""
     if isinstance(config.manager, NaiveManager) or config.workers == 0:
         return "here"
     is_parallel = isinstance(config.manager, ParallelManager)
@@ -74,19 +74,19 @@ def rules_place(config: RewardConfig) -> Literal["by_scorer", "here", "apart"]:
 class Rules(Manager):
     """Runs built-in scorers; routes answers to them by data source.
 
-    Rules are quick and end by themselves. Those that ask for a process apart (`Scorer.apart`) get
-    one unless all are wanted here or all apart. Scorers of code wait in threads for the sandbox,
-    whose slots bound how many programs run at once over the whole run.
+    Rules are quick and end by themselves. Those that are `Scorer.offloaded` run in worker
+    processes, unless all rules run in this process or all in workers. Scorers of code wait in
+    threads for the sandbox, whose slots bound how many programs run at once over the whole run.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self.router = Router(config.scorers)
         place = rules_place(config)
-        self._apart = {
+        self._offloaded = {
             scorer.name
             for scorer in SCORERS.values()
-            if place == "apart" or (place == "by_scorer" and scorer.apart)
+            if place == "apart" or (place == "by_scorer" and scorer.offloaded)
         }
         self._threads: ThreadPoolExecutor | None = None
 
@@ -104,7 +104,7 @@ class Rules(Manager):
         for scorer in scorers:
             if scorer.sandboxed:
                 self._programs()
-            elif scorer.name in self._apart:
+            elif scorer.name in self._offloaded:
                 self._workers()
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
@@ -112,7 +112,7 @@ class Rules(Manager):
 
     def is_late(self, scorer: Scorer) -> bool:
         """Return whether a scorer's scores come from workers or the sandbox."""
-        return scorer.sandboxed or scorer.name in self._apart
+        return scorer.sandboxed or scorer.name in self._offloaded
 
     async def score(
         self, prompt: Prompt, text: str, scorer: Scorer | None = None
@@ -128,7 +128,7 @@ class Rules(Manager):
                 return await call
             finally:
                 self._done += 1
-        if scorer.name in self._apart:
+        if scorer.name in self._offloaded:
             plain = (*arguments[:3], dict(prompt.extra))
             return await self._workers().score(scorer.name, 0, plain)
         return score_by_rule(scorer, arguments)
@@ -193,8 +193,8 @@ class FunctionCalls(Manager):
             return await self._pool.score("", seed, arguments)
         assert self._user is not None
         try:
-            found = await score_by_call(self._user, [arguments])
-            return found if isinstance(found, Failure) else found[0]
+            outcome = await score_by_call(self._user, [arguments])
+            return outcome if isinstance(outcome, Failure) else outcome[0]
         finally:
             self._done += 1
 
@@ -220,14 +220,14 @@ class CustomCalls(Manager):
         field = "reward.manager.path"
         self._where = f"{field} {section.path}"
         self._timeout_s = config.timeout_s
-        made = load_user_object(section.path, field, RewardError)
-        self._own = self._guarded("making it", made, config, **section.kwargs)
-        if not callable(getattr(self._own, "score", None)):
+        factory = load_user_object(section.path, field, RewardError)
+        self._custom = self._guarded("making it", factory, config, **section.kwargs)
+        if not callable(getattr(self._custom, "score", None)):
             raise RewardError(
                 f"{self._where} has no method score; give it `async def score(self, prompt, text)`"
             )
         for method in ("prepare", "takes_time", "close"):  # where nothing can wait for them
-            if inspect.iscoroutinefunction(getattr(self._own, method, None)):
+            if inspect.iscoroutinefunction(getattr(self._custom, method, None)):
                 raise RewardError(
                     f"{self._where}: its {method} is asynchronous, and only score may be; "
                     f"write `def {method}`"
@@ -237,20 +237,20 @@ class CustomCalls(Manager):
         self._ask("prepare", list(data_sources))
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        said = self._ask("takes_time", list(data_sources))
-        return inspect.iscoroutinefunction(self._own.score) if said is None else bool(said)
+        reply = self._ask("takes_time", list(data_sources))
+        return inspect.iscoroutinefunction(self._custom.score) if reply is None else bool(reply)
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
         limit = asyncio.timeout(self._timeout_s)
         try:
-            said = self._own.score(prompt, text)
-            if inspect.isawaitable(said):
+            result = self._custom.score(prompt, text)
+            if inspect.isawaitable(result):
                 # In this very task: a SystemExit in another one would end the event loop.
                 async with limit:
-                    said = await said
-            if isinstance(said, Failure):
-                return said
-            score = said if isinstance(said, Score) else read_result(said)
+                    result = await result
+            if isinstance(result, Failure):
+                return result
+            score = result if isinstance(result, Score) else read_result(result)
             # The reward that learning sees is made of parts.
             return checked(score if score.parts else replace(score, parts={"task": score.reward}))
         except RewardError:  # its way to say that nothing can be scored any more
@@ -259,7 +259,7 @@ class CustomCalls(Manager):
             raise_if_cancelled(error)
             if limit.expired() and isinstance(error, TimeoutError):
                 return late_failure(self._timeout_s)
-            return failure_of(error, inspect.getsourcefile(type(self._own)))
+            return failure_of(error, inspect.getsourcefile(type(self._custom)))
         finally:
             self._done += 1
 
@@ -268,10 +268,10 @@ class CustomCalls(Manager):
             self._ask("close")
         except WinnowError as error:  # what was scored stands, and others close, too
             log.warning("%s", error)
-        self._own = None
+        self._custom = None
 
     def _ask(self, method: str, *args: Any) -> Any:
-        call = getattr(self._own, method, None)
+        call = getattr(self._custom, method, None)
         return None if call is None else self._guarded(f"its {method}", call, *args)
 
     def _guarded(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +280,7 @@ class CustomCalls(Manager):
         except WinnowError:
             raise
         except (Exception, SystemExit) as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RewardError(
-                f"{self._where}: {what} fails with {said}; mend the class, or reward.manager.kwargs"
+                f"{self._where}: {what} fails with {text}; mend the class, or reward.manager.kwargs"
             ) from error

@@ -59,7 +59,7 @@ class ModelScorer:
     positions: int | None
     """Tokens that it takes, if that is known."""
     one_by_one: bool
-    """True if each answer has a call of its own."""
+    """True if each answer has a separate call."""
     takes_time: bool
     """True if scores come later, from other processes."""
     scored: int = 0

@@ -88,12 +88,12 @@ class RewardPipeline:
         self._weights = {TASK: config.weights.task, COSINE: config.cosine.weight}
         self._weights |= {each.config.part: each.config.weight for each in self._models}
         self._weights |= {name: part.weight for name, part in config.parts.items()}
-        own = [
+        scorers = [
             (name, scorer_named(part.scorer, f"reward.parts.{name}.scorer"))
             for name, part in config.parts.items()
         ]
-        held_out = [each for each in own if config.parts[each[0]].in_evaluation]
-        self._further = {True: own, False: held_out}
+        held_out = [each for each in scorers if config.parts[each[0]].in_evaluation]
+        self._further = {True: scorers, False: held_out}
         """Scorers of `reward.parts` by name, in training and in evaluation."""
         self._manager = manager = make_manager(config)
         self._rules = manager if isinstance(manager, Rules) else Rules(config)
@@ -131,10 +131,10 @@ class RewardPipeline:
         """Return the judge's counts since the last call, as `judge/NAME`."""
         return {} if self._judge is None else self._judge.figures()
 
-    def scored_apart(self) -> int:
+    def count_offloaded(self) -> int:
         """Return how many answers workers or models have dealt with; from any thread."""
-        own: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
-        return sum(each.scored for each in own)
+        backends: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
+        return sum(each.scored for each in backends)
 
     def close(self) -> None:
         """End what it started; a second time does nothing."""
@@ -160,21 +160,21 @@ class RewardPipeline:
             text = self._decode(trajectory.token_ids)
         # The models are asked before anything is waited for, so that answers whose scoring begins
         # together are run together.
-        asked: list[tuple[Section, Verdict]] = []
+        verdicts: list[tuple[Section, Verdict]] = []
         for model in self._models:
             if training or model.config.in_evaluation:
-                asked.append((model.config, model.begin(prompt, text)))
+                verdicts.append((model.config, model.begin(prompt, text)))
         result: Score | Failure = await self._manager.score(prompt, text)
         parts: dict[str, float] = {}
         for name, scorer in self._further[training]:
             if isinstance(result, Failure):
                 break
-            said = await self._rules.score(prompt, text, scorer)
-            if isinstance(said, Failure):
-                result = replace(said, line=f"the part {name}: {said.line}")
+            outcome = await self._rules.score(prompt, text, scorer)
+            if isinstance(outcome, Failure):
+                result = replace(outcome, line=f"the part {name}: {outcome.line}")
             else:
-                parts[name] = said.reward
-        for section, verdict in asked:
+                parts[name] = outcome.reward
+        for section, verdict in verdicts:
             value = await verdict
             if not isinstance(value, Failure):
                 parts[section.part] = value
@@ -183,19 +183,19 @@ class RewardPipeline:
         failure = result if isinstance(result, Failure) else None
         if isinstance(result, Failure):
             parts = {name: scorer.wrong_reward for name, scorer in self._further[training]}
-            parts |= {section.part: section.wrong_score for section, _ in asked}
+            parts |= {section.part: section.wrong_score for section, _ in verdicts}
             result = self._names.wrong_score(prompt.data_source, result)
         return ScoredAnswer(self._complete(result, parts, trajectory, training), failure)
 
     def _complete(
-        self, score: Score, more: dict[str, float], trajectory: Trajectory, training: bool
+        self, score: Score, model_parts: dict[str, float], trajectory: Trajectory, training: bool
     ) -> Score:
         """The task's score with the other parts, and the reward that all of them make.
 
         Parts keep the numbers that scorers gave, so that metrics and filters see them as they are;
         weights work on the sum alone.
         """
-        parts, accuracy, extra = {**score.parts, **more}, score.accuracy, score.extra
+        parts, accuracy, extra = {**score.parts, **model_parts}, score.accuracy, score.extra
         judge = None if self._judge is None else self._judge.config
         is_judged = judge is not None and not score.error and self._names.judge_decides(training)
         if judge is not None and is_judged:
@@ -214,8 +214,8 @@ class RewardPipeline:
         reward = 0.0
         for name, value in parts.items():
             reward += self._weights.get(name, 1.0) * value
-        known = score.has_accuracy or is_judged
-        return Score(float(reward), accuracy, parts, extra, score.error, score.outside, known)
+        has_acc = score.has_accuracy or is_judged
+        return Score(float(reward), accuracy, parts, extra, score.error, score.outside, has_acc)
 
 
 class ScoreNames:
@@ -238,8 +238,8 @@ class ScoreNames:
         """Return the numbers that every score of these sources has; None: only a run will tell."""
         if self._router is None:
             return None
-        own = [self._router.scorer(source).metrics | self.common(source) for source in data_sources]
-        return frozenset.intersection(*own) if own else self.common()
+        metrics = [self._router.scorer(name).metrics | self.common(name) for name in data_sources]
+        return frozenset.intersection(*metrics) if metrics else self.common()
 
     def common(self, data_source: str | None = None) -> frozenset[str]:
         """Return the numbers of every training score, or of those of a source."""

@@ -1,10 +1,10 @@
-"""Scorers in processes of their own, with limits of time and memory.
+"""Scorers in separate processes, with limits of time and memory.
 
     score() ─► queue ─► a message to a process ─► its reply ─► the future that score() waits for
                  ▲                │ late, too large, dead
                  └── the others ──┘ its own sample: a failure that says why
 
-The processes are served by a thread with an event loop of its own, because limits must hold while
+The processes are served by a thread with a separate event loop, because limits must hold while
 the run's thread is busy with the model. A message holds several answers, which a plain function
 scores one by one; a process notes in a byte that the pool can read which of them is in work, so it
 is known whose fault an end is, and the others go to another process. Any of an asynchronous
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 ASYNC_AT_ONCE = 64
 """Answers that a process awaits side by side; halved each time that one blocks the others."""
-KEPT_OUTPUT_BYTES = 4096
+MAX_OUTPUT_BYTES = 4096
 _LARGEST_MESSAGE = 32
 _GRACE_S = 1.0
 """Over the limit, for a process that keeps the time of its answers itself."""
@@ -103,7 +103,7 @@ class _Scorer:
         """True if it has, or had, an ask that is to have the process to itself."""
         self.refusal = ""
         """The reason why the user's file cannot be used."""
-        self.held: list[_Message] = []
+        self.messages: list[_Message] = []
         """In the order sent."""
         self.quick = 1
         """Answers that it is likely to score before it replies."""
@@ -116,19 +116,19 @@ class _Scorer:
     async def follow(self, reader: asyncio.StreamReader) -> None:
         """Read what the process prints, to the end."""
         while data := await reader.read(1 << 18):
-            self.printed += data[: KEPT_OUTPUT_BYTES - len(self.printed)]
+            self.printed += data[: MAX_OUTPUT_BYTES - len(self.printed)]
             self.printed_bytes += len(data)
         self.output_has_ended.set()
 
     @property
     def is_idle(self) -> bool:
         """True if it could take more at once."""
-        return self.is_ready and not self.held
+        return self.is_ready and not self.messages
 
     @property
     def asks(self) -> list[_Ask]:
         """All that it has."""
-        return [asked for message in self.held for asked in message.asks]
+        return [ask for message in self.messages for ask in message.asks]
 
     def at(self) -> int:
         """The place of the answer in work, in the message of a plain function."""
@@ -136,9 +136,9 @@ class _Scorer:
 
     def is_late(self, timeout_s: float) -> bool:
         """Return whether the time of the answer in work is up; of an async function's oldest."""
-        if not self.held:
+        if not self.messages:
             return False
-        oldest, now = self.held[0], time.monotonic()
+        oldest, now = self.messages[0], time.monotonic()
         if oldest.at != (at := self.at()):
             oldest.at, oldest.since = at, now
         return now > oldest.since + timeout_s + (_GRACE_S if self.is_async else 0.0)
@@ -213,12 +213,12 @@ class ScorerPool:
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
-        asked = _Ask(ScoreItem(scorer, seed, arguments), loop.create_future())
+        ask = _Ask(ScoreItem(scorer, seed, arguments), loop.create_future())
         if not self._new or self._new[-1].future.get_loop() is not loop:
             # Once for all of this turn.
             loop.call_soon(self._hand_over)
-        self._new.append(asked)
-        return await asked.future
+        self._new.append(ask)
+        return await ask.future
 
     def close(self) -> None:
         """End all processes: idle ones by themselves, busy ones at once."""
@@ -234,7 +234,7 @@ class ScorerPool:
         with contextlib.suppress(RuntimeError):  # the pool was closed in the meantime
             self._loop.call_soon_threadsafe(self._take_in, asks)
         if self._broken is not None:  # the thread may have taken in its last
-            _settle_all([(asked, self._broken) for asked in asks])
+            _settle_all([(ask, self._broken) for ask in asks])
 
     # The rest runs in the thread.
 
@@ -280,45 +280,45 @@ class ScorerPool:
         """Hand outcomes to the event loop that waits for them, all in one call."""
         done, self._done = self._done, []
         self.finished += len(done)
-        for loop in {asked.future.get_loop() for asked, _ in done}:
-            own = [each for each in done if each[0].future.get_loop() is loop]
+        for loop in {ask.future.get_loop() for ask, _ in done}:
+            settled = [each for each in done if each[0].future.get_loop() is loop]
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle_all, own)
+                loop.call_soon_threadsafe(_settle_all, settled)
 
     def _fail(self, error: Exception) -> None:
         """End all that waits, now and later: no process can be had any more."""
         self._broken = error = self._broken or error
         self._loaded.set()
-        held = [asked for scorer in self._scorers for asked in scorer.asks]
-        self._done += [(asked, error) for asked in (*self._queue, *self._alone, *held)]
+        asks = [ask for scorer in self._scorers for ask in scorer.asks]
+        self._done += [(ask, error) for ask in (*self._queue, *self._alone, *asks)]
         self._queue.clear()
         self._alone.clear()
         self._settle()
 
-    def _take_ready(self, scorer: _Scorer, said: Ready) -> None:
+    def _take_ready(self, scorer: _Scorer, ready: Ready) -> None:
         self._news.set()
-        scorer.is_ready, scorer.is_async = not said.refusal, said.is_async
-        scorer.refusal = said.refusal
+        scorer.is_ready, scorer.is_async = not ready.refusal, ready.is_async
+        scorer.refusal = ready.refusal
         if scorer.is_ready:
             self._lost_loading = 0
             self._loaded.set()
 
-    def _take(self, scorer: _Scorer, message: _Message, said: ScorerReply | CallFailure) -> None:
+    def _take(self, scorer: _Scorer, message: _Message, reply: ScorerReply | CallFailure) -> None:
         self._news.set()
-        scorer.held.remove(message)
-        if isinstance(said, CallFailure):  # it cannot be read here
-            failure = Failure(said.line, said.traceback)
+        scorer.messages.remove(message)
+        if isinstance(reply, CallFailure):  # it cannot be read here
+            failure = Failure(reply.line, reply.traceback)
             self._blame(message.asks, failure, len(message.asks) == 1)
             return
-        scorer.is_leaving |= said.is_last
-        done, rest = len(said.outcomes), message.asks[len(said.outcomes) :]
+        scorer.is_leaving |= reply.is_last
+        done, rest = len(reply.outcomes), message.asks[len(reply.outcomes) :]
         scorer.quick = done if rest else max(scorer.quick, 2 * done)
         self._queue.extendleft(reversed(rest))
-        for asked, outcome in zip(message.asks, said.outcomes, strict=False):
+        for ask, outcome in zip(message.asks, reply.outcomes, strict=False):
             if outcome is None:
-                self._blame([asked], self._late, scorer.is_alone)
+                self._blame([ask], self._late, scorer.is_alone)
             else:
-                self._done.append((asked, outcome))
+                self._done.append((ask, outcome))
 
     async def _look_at(self, scorer: _Scorer) -> None:
         """Hold a process at work against its limits."""
@@ -347,7 +347,7 @@ class ScorerPool:
         if reason is not None:
             scorer.process.kill()
         scorer.process.channel.hang_up()
-        held, at = scorer.asks, scorer.at()
+        asks, at = scorer.asks, scorer.at()
         how = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
         how = reason or how or "cut its connection"
         if not scorer.is_ready:
@@ -357,11 +357,11 @@ class ScorerPool:
         if not scorer.is_leaving:
             line = reason or f"the scorer's process {how}"
             log.warning("a scorer's process is replaced: %s", line)
-            guilty = held if scorer.is_async or self._most_in_call else held[at : at + 1]
-            said = scorer.printed.decode(errors="replace").rstrip()
-            trace = f"{line}\nIts process had written:\n{said}" if said else line
+            guilty = asks if scorer.is_async or self._most_in_call else asks[at : at + 1]
+            output = scorer.printed.decode(errors="replace").rstrip()
+            trace = f"{line}\nIts process had written:\n{output}" if output else line
             self._blame(guilty, Failure(line, trace), len(guilty) == 1)
-        self._queue.extendleft(asked for asked in reversed(held) if asked not in guilty)
+        self._queue.extendleft(ask for ask in reversed(asks) if ask not in guilty)
 
     def _lose_loading(self, scorer: _Scorer, how: str) -> None:
         self._lost_loading += 1
@@ -378,7 +378,7 @@ class ScorerPool:
     def _blame(self, asks: Sequence[_Ask], failure: Failure, is_certain: bool) -> None:
         """Fail the ask that was in work; where there were several, try each again, alone."""
         if is_certain:
-            self._done += [(asked, failure) for asked in asks]
+            self._done += [(ask, failure) for ask in asks]
             return
         is_late = asks and failure.line == self._late.line
         if is_late and self._at_once > 1 and not self._most_in_call:
@@ -438,16 +438,16 @@ class ScorerPool:
             asks = self._choose(scorer)
             # An async function's answers have a message each, because each has its own time.
             is_each = scorer.is_async and not self._most_in_call
-            for own in [[asked] for asked in asks] if is_each else [asks] if asks else []:
+            for batch in [[ask] for ask in asks] if is_each else [asks] if asks else []:
                 os.pwrite(scorer.cell, b"\0", 0)
-                message = _Message(own, time.monotonic())
-                scorer.held.append(message)
-                packed = pack([asked.item for asked in own])
+                message = _Message(batch, time.monotonic())
+                scorer.messages.append(message)
+                packed = pack([ask.item for ask in batch])
                 tell = partial(self._take, scorer, message)
                 scorer.process.send(next(scorer.numbers), packed, tell)
 
     def _choose(self, scorer: _Scorer) -> list[_Ask]:
-        is_free = not scorer.held
+        is_free = not scorer.messages
         if scorer.is_alone and not is_free:
             return []
         if self._alone:
@@ -459,10 +459,10 @@ class ScorerPool:
         waiting = len(self._queue)
         share = math.ceil(waiting / self._workers)
         if self._most_in_call:
-            free = sum(not each.held for each in self._scorers)
+            free = sum(not each.messages for each in self._scorers)
             most = min(self._most_in_call, math.ceil(waiting / max(free, 1))) if is_free else 0
         elif scorer.is_async:
-            most = min(self._at_once - len(scorer.held), share)
+            most = min(self._at_once - len(scorer.messages), share)
         else:
             # A part of the share: who is done first takes more of what is left.
             most = min(_LARGEST_MESSAGE, scorer.quick, math.ceil(share / 2)) if is_free else 0
@@ -470,12 +470,12 @@ class ScorerPool:
 
     def _next(self, asks: deque[_Ask], most: int) -> list[_Ask]:
         """Take asks from a queue; those that nobody waits for any more are dropped, not counted."""
-        found: list[_Ask] = []
-        while asks and len(found) < most:
-            asked = asks.popleft()
-            if not asked.future.done():
-                found.append(asked)
-        return found
+        taken: list[_Ask] = []
+        while asks and len(taken) < most:
+            ask = asks.popleft()
+            if not ask.future.done():
+                taken.append(ask)
+        return taken
 
 
 def default_workers() -> int:
@@ -484,5 +484,5 @@ def default_workers() -> int:
 
 
 def _settle_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
-    for asked, outcome in outcomes:
-        settle(asked.future, outcome)
+    for ask, outcome in outcomes:
+        settle(ask.future, outcome)

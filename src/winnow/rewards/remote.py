@@ -66,11 +66,11 @@ class RemoteCalls(Manager):
                 "ground_truth": plain(prompt.ground_truth),
                 "extra_info": plain(prompt.extra.get("extra_info") or {}),
             }
-            said = await self._http.post(self._path, body, self._patience_s)
-            if isinstance(said, Mapping) and "score" not in said and "error" in said:
-                line = " ".join(str(said["error"]).split())
+            reply = await self._http.post(self._path, body, self._patience_s)
+            if isinstance(reply, Mapping) and "score" not in reply and "error" in reply:
+                line = " ".join(str(reply["error"]).split())
                 return Failure(line, line)
-            return checked(read_result(said))
+            return checked(read_result(reply))
         except RemoteError as error:
             return Failure(error.line, error.line)
         except (TypeError, ValueError, ArithmeticError) as error:  # the last: a number too large

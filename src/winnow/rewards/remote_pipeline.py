@@ -32,7 +32,7 @@ PATIENCE_S = 1.0
 LINGER_S = 0.002
 """For more to be done beside the first, where more is under way."""
 
-Asked = tuple[int, Prompt, Trajectory, str | None, bool]
+ScoreRequest = tuple[int, Prompt, Trajectory, str | None, bool]
 """A number that the driver knows it by, and the arguments of `RewardPipeline.score`."""
 _Future = asyncio.Future[ScoredAnswer]
 Done = tuple[int, ScoredAnswer | WinnowError]
@@ -47,7 +47,7 @@ class _Load:
 
     rank: int
     under_way: dict[int, _Future] = field(default_factory=dict)
-    unsent: list[Asked] = field(default_factory=list)
+    unsent: list[ScoreRequest] = field(default_factory=list)
     calls: int = 0
 
 
@@ -77,10 +77,10 @@ class RemotePipeline:
         return True
 
     def figures(self) -> dict[str, int]:
-        told, self._figures = self._figures, Counter(dict.fromkeys(self._figures, 0))
-        return dict(told)
+        figures, self._figures = self._figures, Counter(dict.fromkeys(self._figures, 0))
+        return dict(figures)
 
-    def scored_apart(self) -> int:
+    def count_offloaded(self) -> int:
         return sum(each or 0 for each in self._workers.progress)
 
     def close(self) -> None:
@@ -108,15 +108,15 @@ class RemotePipeline:
     def _send(self, load: _Load) -> None:
         """Call a worker where it has answers; one call is always there to bring what is done."""
         if load.calls < MOST_CALLS and (load.unsent or (load.under_way and not load.calls)):
-            wanted = [asked for asked in load.unsent if asked[0] in load.under_way]
+            requests = [request for request in load.unsent if request[0] in load.under_way]
             load.unsent.clear()
             load.calls += 1
-            spawn(self._exchange(load, wanted), self._tasks)
+            spawn(self._exchange(load, requests), self._tasks)
 
-    async def _exchange(self, load: _Load, asked: Sequence[Asked]) -> None:
+    async def _exchange(self, load: _Load, requests: Sequence[ScoreRequest]) -> None:
         try:
             reply: ScoreReply
-            reply = await self._workers.call_rank(load.rank, "exchange", asked, PATIENCE_S)
+            reply = await self._workers.call_rank(load.rank, "exchange", requests, PATIENCE_S)
         except Exception as error:  # belongs to those who wait, who would wait for ever
             for future in load.under_way.values():
                 settle(future, error)
@@ -148,29 +148,29 @@ class PipelineWorker:
     @property
     def progress(self) -> int:
         """Moves whenever scoring gets on."""
-        return self._count + self._pipeline.scored_apart()
+        return self._count + self._pipeline.count_offloaded()
 
-    async def exchange(self, asked: Sequence[Asked], patience_s: float) -> ScoreReply:
+    async def exchange(self, requests: Sequence[ScoreRequest], patience_s: float) -> ScoreReply:
         """Begin to score these, and say what has been done, as soon as anything has.
 
         Nothing may be, where nothing was for so long, or where there is a newer exchange.
         """
         self._newest += 1
-        own = self._newest
+        number = self._newest
         self._news.set()
-        begin_fetching(trajectory for _, _, trajectory, _, _ in asked)
-        for each in asked:
+        begin_fetching(trajectory for _, _, trajectory, _, _ in requests)
+        for each in requests:
             spawn(self._score(*each), self._tasks)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                while own == self._newest and self._tasks and not self._done:
+                while number == self._newest and self._tasks and not self._done:
                     self._news.clear()
                     await self._news.wait()
-                if own == self._newest and self._tasks:
+                if number == self._newest and self._tasks:
                     await asyncio.sleep(LINGER_S)
         if self._broken is not None:
             raise self._broken
-        if own != self._newest:
+        if number != self._newest:
             return [], {}
         done, self._done = self._done, []
         return done, self._pipeline.figures()
@@ -178,17 +178,17 @@ class PipelineWorker:
     async def _score(
         self, number: int, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
     ) -> None:
-        said: ScoredAnswer | WinnowError
+        outcome: ScoredAnswer | WinnowError
         try:
-            found = await self._pipeline.score(prompt, trajectory, text, training)
+            scored = await self._pipeline.score(prompt, trajectory, text, training)
             # Whatever classes the scorer's process knows, the driver does not.
-            said = replace(found, score=portable(found.score))
+            outcome = replace(scored, score=portable(scored.score))
         except WinnowError as error:
-            said = error
+            outcome = error
         except Exception as error:  # a mistake of ours: the worker's, not this answer's
             self._broken = error
             self._news.set()
             return
         self._count += 1
-        self._done.append((number, said))
+        self._done.append((number, outcome))
         self._news.set()

@@ -61,11 +61,11 @@ class Rewards:
         self.close = pipeline.close
         self.check_prompt = pipeline.check_prompt
         self.takes_time = pipeline.takes_time
-        self.scored_apart = pipeline.scored_apart
-        self.known_metrics = self._names.of
+        self.count_offloaded = pipeline.count_offloaded
+        self.supported_metrics = self._names.of
 
     def twin(self) -> Self:
-        """Return a copy with the same scorers and workers, and a count of its own."""
+        """Return a copy with the same scorers and workers, and a separate count."""
         other = copy.copy(self)
         other._required, other.patience = None, math.inf
         other.failure_report, other._counts = FailureReport(), Counter()
@@ -74,8 +74,8 @@ class Rewards:
     def figures(self) -> dict[str, int]:
         """Return `scoring/answers`, those `scoring/failed`, and the judge's counts, since the last
         call."""
-        told, self._counts = self._counts, Counter()
-        return {name: told[name] for name in (ANSWERS, FAILED)} | self._pipeline.figures()
+        counts, self._counts = self._counts, Counter()
+        return {name: counts[name] for name in (ANSWERS, FAILED)} | self._pipeline.figures()
 
     def check_sources(self, data_sources: Iterable[str], held_out: bool = False) -> None:
         """Check before training that every source can be scored.
@@ -106,11 +106,11 @@ class Rewards:
         Raises:
             RewardError: no scorer of these sources gives it.
         """
-        known = self.known_metrics(data_sources)
-        if known is not None and metric not in known:
+        supported = self.supported_metrics(data_sources)
+        if supported is not None and metric not in supported:
             raise RewardError(
                 f"sampling.filter.metric is {metric}, which no scorer of these data sources gives; "
-                f"there are {', '.join(sorted(known))}"
+                f"there are {', '.join(sorted(supported))}"
             )
         self._required = None if metric in self._names.common() else metric
 
@@ -192,10 +192,10 @@ class Rewards:
     def _check_metric(self, score: Score, metric: str) -> None:
         value = score.extra.get(metric)
         if not isinstance(value, SupportsFloat) or not math.isfinite(value):
-            given = [k for k, number in score.extra.items() if isinstance(number, SupportsFloat)]
+            numeric = [k for k, number in score.extra.items() if isinstance(number, SupportsFloat)]
             common = self._names.common()
             raise RewardError(
                 f"sampling.filter.metric is {metric}, but the score has "
                 f"{'no such number' if metric not in score.extra else repr(value)}; it has "
-                f"{', '.join(sorted(common) + [key for key in given if key not in common])}"
+                f"{', '.join(sorted(common) + [key for key in numeric if key not in common])}"
             )

@@ -48,7 +48,7 @@ ROUTES: Mapping[str, str] = {
 """Scorers by the data sources that have one without a recipe's word; a name ends in `*` where a
 set has variants."""
 
-# Leaves a source to the reward model: no part of its own, and no accuracy to speak of.
+# Leaves a source to the reward model: no part, and no accuracy to speak of.
 NO_SCORER = Scorer("none", "marks:score_nothing", 0.0)
 _CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
 
@@ -73,8 +73,8 @@ class Router:
             for pattern, scorer in patterns:
                 if name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern:
                     return _CHOICES[scorer]
-        known = {pattern.lower().rstrip("*"): pattern for pattern in ROUTES}
-        near = [known[each] for each in get_close_matches(name, known, cutoff=0.65)]
+        by_prefix = {pattern.lower().rstrip("*"): pattern for pattern in ROUTES}
+        near = [by_prefix[each] for each in get_close_matches(name, by_prefix, cutoff=0.65)]
         near_text = f" (near it: {', '.join(near)})" if near else ""
         raise RewardError(
             f"data_source {data_source} has no scorer{near_text}; name one of "
@@ -98,8 +98,8 @@ def scorer_named(name: str, setting: str, choices: Mapping[str, Scorer] = SCORER
         RewardError: it is none of `choices`.
     """
     if name not in choices:
-        known = ", ".join(choices)
-        raise RewardError(f"{setting} is {name}, which is no scorer; there are {known}")
+        supported = ", ".join(choices)
+        raise RewardError(f"{setting} is {name}, which is no scorer; there are {supported}")
     return choices[name]
 
 

@@ -1,4 +1,4 @@
-"""Calls of a scorer: each ends in a usable score, or in a failure told in one line.
+"""Calls of a scorer: each ends in a usable score, or in a failure of one line.
 
 The same in the run's own process and in a worker of the pool; the messages between the two stand
 here, too. What comes back from a worker is numbers, texts and plain containers (`portable`), so
@@ -30,7 +30,7 @@ Arguments = tuple[str, str, Any, Mapping[str, Any]]
 _FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _LONGEST_LINE = 1000
-_HERE = str(Path(__file__).parent)
+_FOLDER = str(Path(__file__).parent)
 """Modules of this folder pass errors on; the fault is never theirs. Scorers lie below it."""
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
@@ -133,26 +133,26 @@ class UserScorer:
         self.is_async = any(map(inspect.iscoroutinefunction, (function, called)))
         """True if many calls may wait side by side."""
 
-    def call(self, asked: Sequence[Arguments]) -> Any:
+    def call(self, batch: Sequence[Arguments]) -> Any:
         """Call the function with one answer, or with all where it takes many.
 
         Its result may be something to await, and it may raise anything.
         """
-        rows = [(*each[:3], dict(each[3].get("extra_info") or {})) for each in asked]
-        given = [list(column) for column in zip(*rows, strict=True)] if self.batched else rows[0]
-        return self._function(**dict(zip(self._names, given, strict=True)), **self._kwargs)
+        rows = [(*each[:3], dict(each[3].get("extra_info") or {})) for each in batch]
+        values = [list(column) for column in zip(*rows, strict=True)] if self.batched else rows[0]
+        return self._function(**dict(zip(self._names, values, strict=True)), **self._kwargs)
 
-    def read(self, said: Any, count: int) -> list[Outcome]:
+    def read(self, raw: Any, count: int) -> list[Outcome]:
         """Return the scores in what a call returned; what is no score in a list fails alone.
 
         Raises:
             TypeError, ValueError: there are none, or not so many.
         """
         if not self.batched:
-            return [checked(read_result(said))]
-        if isinstance(said, str | bytes | Mapping) or not hasattr(said, "__iter__"):
-            raise TypeError(f"the function must return a list of scores, got {type(said).__name__}")
-        parts = list(said)
+            return [checked(read_result(raw))]
+        if isinstance(raw, str | bytes | Mapping) or not hasattr(raw, "__iter__"):
+            raise TypeError(f"the function must return a list of scores, got {type(raw).__name__}")
+        parts = list(raw)
         if len(parts) != count:
             raise ValueError(f"the function returned {len(parts)} scores for {count} answers")
         return [self._read(part) for part in parts]
@@ -173,18 +173,18 @@ def score_by_rule(scorer: Scorer, arguments: Arguments) -> Outcome:
         return failure_of(error, None)
 
 
-async def score_by_call(user: UserScorer, asked: Sequence[Arguments]) -> list[Outcome] | Failure:
+async def score_by_call(user: UserScorer, batch: Sequence[Arguments]) -> list[Outcome] | Failure:
     """Score answers in one call of the user's function; a failure is that of the call."""
     try:
-        said = user.call(asked)
-        return user.read(await said if inspect.isawaitable(said) else said, len(asked))
+        result = user.call(batch)
+        return user.read(await result if inspect.isawaitable(result) else result, len(batch))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise_if_cancelled(error)
         return failure_of(error, user.file)
 
 
 def raise_if_cancelled(error: BaseException) -> None:
-    """Raise a cancellation of this task again; a scorer may raise one of its own."""
+    """Raise a cancellation of this task again; a scorer may raise another."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -220,11 +220,11 @@ def read_result(result: Any) -> Score:
             )
         result = rest.pop("score")
     reward = _number(result, "score")
-    is_given = "acc" in rest
-    accuracy = _number(rest.pop("acc"), "acc") if is_given else float(reward > 0)
+    has_accuracy = "acc" in rest
+    accuracy = _number(rest.pop("acc"), "acc") if has_accuracy else float(reward > 0)
     if not 0 <= accuracy <= 1:
         raise ValueError(f"acc must lie in [0, 1], got {accuracy:g}")
-    return Score(reward, accuracy, {"task": reward}, rest, has_accuracy=is_given)
+    return Score(reward, accuracy, {"task": reward}, rest, has_accuracy=has_accuracy)
 
 
 def _number(value: Any, name: str) -> float:
@@ -256,8 +256,8 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
         below = below.tb_next
     frames = traceback.extract_tb(below)
     foreign = [frame for frame in frames if not _passes_on(frame.filename)]
-    own = [frame for frame in foreign if frame.filename == user_file] or foreign
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    user_frames = [frame for frame in foreign if frame.filename == user_file] or foreign
+    place = f" at {user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
     line = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
     # A fault in what was returned, such as None, has no place in the user's file.
     trace = "".join(traceback.format_exception(type(error), error, below)) if foreign else line
@@ -267,7 +267,7 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
 
 
 def _passes_on(filename: str) -> bool:
-    return os.path.dirname(filename) == _HERE
+    return os.path.dirname(filename) == _FOLDER
 
 
 def portable(score: Score) -> Score:

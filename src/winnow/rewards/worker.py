@@ -1,7 +1,7 @@
 """A process of the scorer pool: `python -m winnow.rewards.worker DESCRIPTOR PARENT`.
 
 It makes one call at a time in the main thread (signals work nowhere else), or many side by side
-where the user's function is asynchronous. It enforces no limit of its own on a plain function: the
+where the user's function is asynchronous. It enforces no limit on a plain function itself: the
 pool watches from outside, because code that hangs inside C stops every thread of its process. It
 ends with its parent, however that one ends, and after a scorer has left it with much memory.
 """
@@ -60,36 +60,36 @@ class ScorerRuntime:
     user: UserScorer | None
     recycle_bytes: float
 
-    def call_without_loop(self, asked: Sequence[ScoreItem]) -> ScorerReply:
-        """Score answers in one call, where a scorer may run an event loop of its own.
+    def call_without_loop(self, items: Sequence[ScoreItem]) -> ScorerReply:
+        """Score answers in one call, where a scorer may run an event loop.
 
         Whatever happens short of the process's end is an outcome.
         """
         if self.user is None:
-            (item,) = asked
+            (item,) = items
             return self._reply([score_by_rule(SCORERS[item.scorer], item.arguments)], 1)
-        found: list[Outcome] | Failure
+        outcomes: list[Outcome] | Failure
         try:
-            _seed(asked)
-            said = self.user.call([item.arguments for item in asked])
-            found = self.user.read(_awaited(said), len(asked))
+            _seed(items)
+            result = self.user.call([item.arguments for item in items])
+            outcomes = self.user.read(_awaited(result), len(items))
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
-            found = failure_of(error, self.user.file)
-        return self._reply(found, len(asked))
+            outcomes = failure_of(error, self.user.file)
+        return self._reply(outcomes, len(items))
 
-    async def call(self, asked: Sequence[ScoreItem]) -> ScorerReply:
-        """Score answers in one call that may wait beside others."""
+    async def call(self, items: Sequence[ScoreItem]) -> ScorerReply:
+        """Score answers in one call that may wait concurrently with others."""
         assert self.user is not None
-        found: list[Outcome] | Failure
+        outcomes: list[Outcome] | Failure
         try:
-            _seed(asked)
-            found = await score_by_call(self.user, [item.arguments for item in asked])
+            _seed(items)
+            outcomes = await score_by_call(self.user, [item.arguments for item in items])
         except BaseException as error:
-            found = failure_of(error, self.user.file)
-        return self._reply(found, len(asked))
+            outcomes = failure_of(error, self.user.file)
+        return self._reply(outcomes, len(items))
 
-    def _reply(self, found: list[Outcome] | Failure, count: int) -> ScorerReply:
-        each = [found] if isinstance(found, Failure) else found
+    def _reply(self, outcomes: list[Outcome] | Failure, count: int) -> ScorerReply:
+        each = [outcomes] if isinstance(outcomes, Failure) else outcomes
         is_out = any(isinstance(r, Failure) and r.line.startswith("MemoryError") for r in each)
         is_last = is_out or resident_bytes() > self.recycle_bytes
         if len(each) < count:  # which answer is at fault, a call for each alone will tell
@@ -97,9 +97,9 @@ class ScorerRuntime:
         return ScorerReply([portable(r) if isinstance(r, Score) else r for r in each], is_last)
 
 
-def _seed(asked: Sequence[ScoreItem]) -> None:
+def _seed(items: Sequence[ScoreItem]) -> None:
     """Make what a scorer draws depend on its answers alone, whichever process they come to."""
-    seed = sum(item.seed for item in asked) & 0xFFFFFFFF
+    seed = sum(item.seed for item in items) & 0xFFFFFFFF
     random.seed(seed)
     np.random.seed(seed)
     if "torch" in sys.modules:  # the user's file imported it
@@ -146,13 +146,13 @@ def _serve_one_by_one(
 ) -> None:
     """Make the calls of each message, and reply with the outcomes that there are in its time."""
     while (message := receive(channel)) is not None:
-        asked: list[ScoreItem] = unpack(message[1])
+        items: list[ScoreItem] = unpack(message[1])
         outcomes: list[Outcome | None] = []
         give_back = time.monotonic() + MESSAGE_S
-        for number, call in enumerate([asked] if batched else [[item] for item in asked]):
+        for number, call in enumerate([items] if batched else [[item] for item in items]):
             os.pwrite(cell, bytes([number]), 0)
-            found, is_last = runtime.call_without_loop(call)
-            outcomes += found
+            scored, is_last = runtime.call_without_loop(call)
+            outcomes += scored
             if is_last or time.monotonic() > give_back:
                 break
         _tell(channel, message[0], ScorerReply(outcomes, is_last))
@@ -180,20 +180,20 @@ async def _serve_side_by_side(
             await asyncio.sleep(_TICK_S)
             blocked_s += max(0.0, loop.time() - due - _TICK_S)
 
-    async def answer(number: int, asked: list[ScoreItem]) -> None:
+    async def answer(number: int, items: list[ScoreItem]) -> None:
         before_s = blocked_s
-        work = asyncio.ensure_future(runtime.call(asked))
+        work = asyncio.ensure_future(runtime.call(items))
         await asyncio.wait({work}, timeout=timeout_s)
         if work.done():
-            found, is_last = work.result()
-            _tell(channel, number, ScorerReply(found, is_last and not ended.is_set()))
+            outcomes, is_last = work.result()
+            _tell(channel, number, ScorerReply(outcomes, is_last and not ended.is_set()))
             if is_last:
                 ended.set()
             return
         work.cancel()
         is_innocent = blocked_s - before_s > _BLOCKED_SHARE * timeout_s
-        late = None if is_innocent or len(asked) > 1 else late_failure(timeout_s)
-        _tell(channel, number, ScorerReply([late] * len(asked)))
+        late = None if is_innocent or len(items) > 1 else late_failure(timeout_s)
+        _tell(channel, number, ScorerReply([late] * len(items)))
 
     def on_readable() -> None:
         message = receive(channel)

@@ -1,4 +1,4 @@
-"""Programs in namespaces of their own, made by `bwrap` (bubblewrap).
+"""Programs in separate namespaces, made by `bwrap` (bubblewrap).
 
 A program sees /usr read-only, a small folder in memory and a few devices; it has no network, no
 /proc, no other process to see or signal. Resource limits are set inside, where the process limit
@@ -126,15 +126,15 @@ class _Report:
 
     def __init__(self, descriptor: int, scratch_bytes: int) -> None:
         os.set_blocking(descriptor, False)
-        self._descriptor, self._said, self._scratch_bytes = descriptor, b"", scratch_bytes
+        self._descriptor, self._output, self._scratch_bytes = descriptor, b"", scratch_bytes
 
     def child(self) -> int | None:
         """The process id of the program; None while it has not begun."""
         with suppress(BlockingIOError):
             while part := os.read(self._descriptor, 4096):
-                self._said += part
-        found = _CHILD.search(self._said)
-        return int(found.group(1)) if found else None
+                self._output += part
+        match = _CHILD.search(self._output)
+        return int(match.group(1)) if match else None
 
     def count_files(self) -> int:
         """Count the files and folders in the program's scratch folder.
@@ -149,5 +149,5 @@ class _Report:
         except OSError:  # it has ended
             return 0
         # Until its root is in place, the program's process still has that of this machine.
-        is_own = scratch.f_blocks * scratch.f_frsize < self._scratch_bytes + scratch.f_frsize
-        return scratch.f_files - scratch.f_ffree if is_own else 0
+        is_mounted = scratch.f_blocks * scratch.f_frsize < self._scratch_bytes + scratch.f_frsize
+        return scratch.f_files - scratch.f_ffree if is_mounted else 0

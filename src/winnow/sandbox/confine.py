@@ -98,7 +98,7 @@ def _guard(child: int) -> int:
         try:
             kill(whom, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            continue  # it has ended, or had no group of its own yet
+            continue  # it has ended, or had no group yet
     code = 0
     while True:
         try:
@@ -149,8 +149,8 @@ def _confine(plan: dict[str, Any]) -> None:
     os.closerange(plan["status"] + 1, 1024)
     os.set_inheritable(plan["status"], False)
     code = plan["seccomp"]
-    given = _Filter(len(code) // 8, code)
-    _checked(_prctl(_SET_SECCOMP, _SECCOMP_FILTER, _ctypes.byref(given), 0, 0))
+    program = _Filter(len(code) // 8, code)
+    _checked(_prctl(_SET_SECCOMP, _SECCOMP_FILTER, _ctypes.byref(program), 0, 0))
 
 
 _MSGQUEUE = 12
@@ -160,9 +160,9 @@ _MSGQUEUE = 12
 def _restrict_files(plan: dict[str, Any]) -> None:
     """Landlock: read here, use the devices, nothing else."""
     abi = plan["abi"]
-    known = (1 << _RIGHTS_BY_ABI.get(abi, 16)) - 1
+    supported = (1 << _RIGHTS_BY_ABI.get(abi, 16)) - 1
     # Files; from version 4 TCP; from version 6 signals and abstract sockets.
-    handled = struct.pack("=QQQ", known, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    handled = struct.pack("=QQQ", supported, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     rules = _checked(_syscall(_CREATE_RULESET, handled, size, 0))
     for paths, rights in (

@@ -116,11 +116,11 @@ class FusionSandbox:
                 f"{self.config.output_kb}; start it with a larger --output-kb, or lower ours"
             )
         if not result.is_clean or not begun:
-            told = result.stderr or result.stdout.partition(b"\nx")[0]
-            said = " ".join(told.decode(errors="replace").split())
+            output = result.stderr or result.stdout.partition(b"\nx")[0]
+            message = " ".join(output.decode(errors="replace").split())
             raise RewardError(
                 f"{where}, but a trial program ended there with exit code {result.exit_code} "
-                f"({result.ending}): {said[-_SHOWN:]!r}; it must run Python 3.8 or newer"
+                f"({result.ending}): {message[-_SHOWN:]!r}; it must run Python 3.8 or newer"
             )
 
 
@@ -140,8 +140,8 @@ class RunResult(BaseModel):
             SandboxError: the service could not run the program.
         """
         if self.status == "Error":
-            said = " ".join((message or self.stderr or "no reason given").split())
-            raise SandboxError(f"the service could not run the program: {said[:_SHOWN]}")
+            reason = " ".join((message or self.stderr or "no reason given").split())
+            raise SandboxError(f"the service could not run the program: {reason[:_SHOWN]}")
         ending: Ending = "output_limit" if message == OUTPUT_LIMIT else "finished"
         code = self.return_code
         if self.status == "TimeLimitExceeded":
@@ -175,17 +175,17 @@ def result_of(answer: Any) -> Result:
         SandboxError: the sandbox failed, or the answer is none of this API.
     """
     try:
-        told = RunAnswer.model_validate(answer)
+        reply = RunAnswer.model_validate(answer)
     except ValidationError as error:
-        said = first_fault(error)
-        raise SandboxError(f"the service does not answer as SandboxFusion does: {said}") from None
-    message = str(told.message or "")
-    if told.status == "SandboxError":
+        fault = first_fault(error)
+        raise SandboxError(f"the service does not answer as SandboxFusion does: {fault}") from None
+    message = str(reply.message or "")
+    if reply.status == "SandboxError":
         raise SandboxError(f"the service says: {message[:_SHOWN] or 'SandboxError'}")
-    if told.compile_result is not None:
-        compiled = told.compile_result.result(message)
+    if reply.compile_result is not None:
+        compiled = reply.compile_result.result(message)
         if not compiled.is_clean:
             return replace(compiled, ending="compile_error")
-    if told.run_result is None:
+    if reply.run_result is None:
         raise SandboxError("the service answered without a run_result")
-    return told.run_result.result(message)
+    return reply.run_result.result(message)

@@ -2,7 +2,7 @@
 
     standard input: length, solution, tests (JSON)  ─►  a verdict (JSON) on standard output
 
-The solution runs in a process of its own, and the tests in another, which calls it over a pipe:
+The solution runs in one process, and the tests in another, which calls it over a pipe:
 values go there and come back as plain data. So a solution can neither read the tests nor reach
 what writes the verdict: `sys.exit(0)`, an object that equals everything, a patched builtin or a
 forged output pass nothing.
@@ -312,18 +312,18 @@ def _has_body(function: Any) -> bool:
 
 def provide(text: str, space: dict[str, Any]) -> None:
     """Import what a text uses of the usual modules."""
-    words = words_of(text)
+    tokens = tokens_of(text)
     for module in MODULES:
-        if module in words:
+        if module in tokens:
             exec(f"import {module}", space)
     for module, names in _NAMES_OF.items():
-        used = [name for name in names.split() if name in words]
+        used = [name for name in names.split() if name in tokens]
         if used:
             exec(f"from {module} import {', '.join(used)}", space)
 
 
-def words_of(text: str) -> set[str]:
-    """Its names, and whatever else of letters and digits."""
+def tokens_of(text: str) -> set[str]:
+    """Return its names, and all other tokens of letters and digits."""
     return set("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
 
 
@@ -365,8 +365,8 @@ class Solution:
 
     def wait(self) -> None:
         """Wait for bytes of the solution's, as long as its call may take."""
-        left = self.until - time.monotonic()
-        if left <= 0 or not select.select([self.replies], [], [], left)[0]:
+        remaining = self.until - time.monotonic()
+        if remaining <= 0 or not select.select([self.replies], [], [], remaining)[0]:
             raise Failed("time_limit", f"no result within {self.call_s:g} s")
 
     def receive(self) -> dict[str, Any]:
@@ -421,18 +421,18 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
         try:
             case(*args)
         except Failed as failed:
-            outcome, said = failed.outcome, failed.text
+            outcome, detail = failed.outcome, failed.text
         except Exception as error:
             if isinstance(error, ImportError) and not hasattr(error, "of_solution"):
                 return {"broken": describe(error)}
             outcome = "runtime_error" if hasattr(error, "of_solution") else "wrong"
-            said = getattr(error, "of_solution", None) or describe(error)
-            said += line_of(error, number, tests["cases"][number])
+            detail = getattr(error, "of_solution", None) or describe(error)
+            detail += line_of(error, number, tests["cases"][number])
         if outcome == "pass":
             passed += 1
             continue
         if first is None:
-            first, text = outcome, said
+            first, text = outcome, detail
         # After a time limit the solution still works on an old call.
         if tests["stop_early"] or outcome == "time_limit":
             break
@@ -462,7 +462,7 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[tuple[Any, .
             yield call_once, solution, tests["entry_point"], args, expected
         return
     text = "\n".join(tests["cases"])
-    words = words_of(text)
+    tokens = tokens_of(text)
     space: dict[str, Any] = {"__name__": "tests"}
     provide(text, space)
     exec(imports_of(tests["prompt"]), space)
@@ -471,11 +471,11 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[tuple[Any, .
             exec(helper, space)
         except NameError:
             continue  # it wants a class of the prompt's, say: only the solution has that
-    given = frozenset(space)
+    defined = frozenset(space)
     for name in solution.names:
         # A solution must not lend the tests its own idea of `set`, `Counter` or a prompt's helper.
-        usual = hasattr(builtins, name) or name in MODULES or name in given
-        if name == tests["entry_point"] or (name in words and not usual):
+        usual = hasattr(builtins, name) or name in MODULES or name in defined
+        if name == tests["entry_point"] or (name in tokens and not usual):
             space[name] = solution.function(name)
     for number, case in enumerate(tests["cases"]):
         code = compile(case, file_of(number), "exec")
@@ -507,7 +507,7 @@ def compare(value: Any, expected: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """With lists for tuples, and texts for keys: what JSON tells apart."""
+    """With lists for tuples, and texts for keys: what JSON distinguishes."""
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     if isinstance(value, dict):
@@ -525,7 +525,7 @@ def exactly(size: int) -> bytes:
 
 def main() -> None:
     """Start the solution's process, then read the tests and print the verdict."""
-    # Before the solution runs: it may write modules of its own to this folder.
+    # Before the solution runs: it may write modules to this folder.
     del sys.path[0]
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)

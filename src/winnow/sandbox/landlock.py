@@ -85,9 +85,9 @@ class Landlock:
             confined = Confined(command, [*handed, writer.fileno()], signal.SIGTERM)
             result = confined.run(program.stdin, limits, self._closing)
             writer.close()
-            said = status.read(4096)
-        if said != b"confined":
-            reason = " ".join(said.decode(errors="replace").split()) or result.ending
+            reply = status.read(4096)
+        if reply != b"confined":
+            reason = " ".join(reply.decode(errors="replace").split()) or result.ending
             raise SandboxError(f"Landlock could not set the sandbox up: {reason[:300]}")
         return result
 

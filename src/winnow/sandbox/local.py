@@ -175,9 +175,9 @@ class LocalSandbox:
         raise SandboxError(f"all users from {_FIRST_UID} to {_LAST_UID} are taken")
 
     def _chosen(self, interpreter: Interpreter) -> Kind:
-        wanted = self.config.backend
+        backend = self.config.backend
         reasons: dict[str, str] = {}
-        for name in KINDS if wanted == "auto" else [wanted]:
+        for name in KINDS if backend == "auto" else [backend]:
             try:
                 kind = KINDS[name](interpreter, self._closing)
                 for uid in {self.uids[0], self.uids[-1]}:
@@ -201,10 +201,10 @@ class LocalSandbox:
             escapes: Sequence[str] = json.loads(result.stdout)
         except ValueError:
             who = "this user" if uid is None else f"uid {uid}"
-            said = " ".join(result.stderr.decode(errors="replace").split())[-300:]
+            reason = " ".join(result.stderr.decode(errors="replace").split())[-300:]
             raise SandboxError(
                 f"{self.config.python} does not run in it as {who} "
-                f"({said or f'exit code {result.exit_code}, {result.ending}'}); "
+                f"({reason or f'exit code {result.exit_code}, {result.ending}'}); "
                 "reward.sandbox.python must be a Python that every user may read"
             ) from None
         if escapes:
@@ -279,7 +279,7 @@ print(json.dumps(escaped))
 
 
 def trial_program(limits: SandboxConfig, uid: int) -> Program:
-    """Make the program that a sandbox must hold before it is given any other.
+    """Make the program that a sandbox must hold before it gets any other.
 
     It tries what is forbidden and prints what it managed, as a JSON list.
 

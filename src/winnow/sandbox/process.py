@@ -110,12 +110,12 @@ class Confined:
         closing: threading.Event,
     ) -> Ending:
         """Read both outputs to their ends."""
-        left, next_look = limits.output_kb << 10, 0.0
+        remaining, next_look = limits.output_kb << 10, 0.0
         # Each file takes memory that no limit counts.
         most_files = max(1000, limits.scratch_mb << 8)
         with selectors.DefaultSelector() as selector:
-            for stream, kept in outputs.items():
-                selector.register(stream, selectors.EVENT_READ, kept)
+            for stream, buffer in outputs.items():
+                selector.register(stream, selectors.EVENT_READ, buffer)
             while selector.get_map():
                 now = time.monotonic()
                 if now >= until:
@@ -130,9 +130,9 @@ class Confined:
                     data = os.read(key.fd, _READ_BYTES)
                     if not data:
                         selector.unregister(key.fileobj)
-                    key.data.extend(data[:left])
-                    left -= len(data)
-                    if left < 0:
+                    key.data.extend(data[:remaining])
+                    remaining -= len(data)
+                    if remaining < 0:
                         return OUTPUT_LIMIT
         return "finished"
 
@@ -198,12 +198,12 @@ def find_interpreter(path: str) -> Interpreter:
     if not os.path.isabs(file) or not os.access(file, os.X_OK) or os.path.isdir(file):
         raise SandboxError(f"{where}: no such program; give the absolute path of a Python")
     try:
-        executable, prefix, base, base_exec, *version = json.loads(_told(file, _PARTS))
+        executable, prefix, base, base_exec, *version = json.loads(_output_of(file, _PARTS))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise SandboxError(f"{where}: no Python ({type(error).__name__})") from error
     if tuple(version) < _OLDEST:
-        said = ".".join(map(str, version))
-        raise SandboxError(f"{where}: Python {said}, but 3.8 is the oldest that will do")
+        release = ".".join(map(str, version))
+        raise SandboxError(f"{where}: Python {release}, but 3.8 is the oldest that will do")
     real = os.path.realpath(executable)
     needed = {prefix, base, base_exec, os.path.dirname(executable), os.path.dirname(real)}
     outside = {os.path.abspath(folder) for folder in needed if not _is_below(folder, "/usr")}
@@ -216,19 +216,19 @@ def find_interpreter(path: str) -> Interpreter:
 
 @cache
 def compiled(python: str, code: str) -> bytes:
-    """Compile code of our own once, as an interpreter loads it with `marshal`; it is not run.
+    """Compile Winnow's code once, as an interpreter loads it with `marshal`; it is not run.
 
     Raises:
         SandboxError: it cannot be compiled.
     """
     try:
-        return _told(python, _COMPILE, code.encode())
+        return _output_of(python, _COMPILE, code.encode())
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxError(f"{python} compiles nothing ({type(error).__name__})") from error
 
 
-def _told(python: str, code: str, stdin: bytes = b"") -> bytes:
-    """Return what an interpreter prints outside of any sandbox, for code of our own."""
+def _output_of(python: str, code: str, stdin: bytes = b"") -> bytes:
+    """Return what an interpreter prints outside of any sandbox, for Winnow's code."""
     return subprocess.run(
         [python, "-I", "-c", code],
         input=stdin,

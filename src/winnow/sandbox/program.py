@@ -9,7 +9,7 @@ from typing import Literal
 
 Ending = Literal["finished", "time_limit", "output_limit", "compile_error"]
 OUTPUT_LIMIT: Ending = "output_limit"
-"""The message of our own server beside a program that wrote too much."""
+"""The message of Winnow's server with a program that wrote too much."""
 MAIN = "main.py"
 _LONGEST_NAME = 200
 
@@ -20,7 +20,7 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """Python code and what it is given."""
+    """Python code and its input."""
 
     code: str
     stdin: bytes = b""

@@ -70,9 +70,9 @@ Instruction = tuple[int, int, int, int]
 
 def numbers(machine: str) -> dict[str, int]:
     """Allowed system calls of a processor by name."""
-    words = _TABLE.split()
+    fields = _TABLE.split()
     column = 1 if machine == "x86_64" else 2
-    rows = (words[i : i + 3] for i in range(0, len(words), 3))
+    rows = (fields[i : i + 3] for i in range(0, len(fields), 3))
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 

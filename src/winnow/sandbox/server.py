@@ -133,48 +133,48 @@ def job_of(body: Any, most: SandboxConfig) -> Job:
         Refusal: a field is missing or wrong; the line names it, and its value.
     """
     try:
-        asked = RunRequest.model_validate(body)
-        program, mark = _program(asked)
+        request = RunRequest.model_validate(body)
+        program, mark = _program(request)
     except ValidationError as error:
         raise Refusal(422, first_fault(error)) from None
     except ValueError as error:
         raise Refusal(422, f"files: {error}") from None
-    time_s = min(_DEFAULT_S, most.time_s) if asked.run_timeout is None else asked.run_timeout
+    time_s = min(_DEFAULT_S, most.time_s) if request.run_timeout is None else request.run_timeout
     if not 0 < time_s <= most.time_s:
         bounds = f"(0, {most.time_s:g}] seconds here (--max-time-s of the server)"
         raise Refusal(422, f"run_timeout: must lie in {bounds}, got {body['run_timeout']}")
-    memory_mb = asked.memory_limit_MB
+    memory_mb = request.memory_limit_MB
     if memory_mb != -1 and not _LEAST_MB <= memory_mb <= most.memory_mb:
         bounds = f"[{_LEAST_MB}, {most.memory_mb}] here (--memory-mb of the server)"
         raise Refusal(422, f"memory_limit_MB: must lie in {bounds}, got {body['memory_limit_MB']}")
     memory_mb = most.memory_mb if memory_mb == -1 else int(memory_mb)
     limits = most.model_copy(update={"time_s": time_s, "memory_mb": memory_mb})
-    return Job(program, limits, asked.fetch_files, mark)
+    return Job(program, limits, request.fetch_files, mark)
 
 
-def _program(asked: RunRequest) -> tuple[Program, bytes | None]:
-    code, mark = asked.code, None
-    files = {name: data for name, data in asked.files.items() if data is not None}
-    if asked.language == "bash" or asked.fetch_files:
-        name = "script.sh" if asked.language == "bash" else "program.py"
-        shell = "'/bin/bash'" if asked.language == "bash" else "sys.executable, '-s'"
+def _program(request: RunRequest) -> tuple[Program, bytes | None]:
+    code, mark = request.code, None
+    files = {name: data for name, data in request.files.items() if data is not None}
+    if request.language == "bash" or request.fetch_files:
+        name = "script.sh" if request.language == "bash" else "program.py"
+        shell = "'/bin/bash'" if request.language == "bash" else "sys.executable, '-s'"
         if name in files:
             raise ValueError(f"they must not hold {name}, the program's own text")
         files[name] = code.encode("utf-8", "surrogatepass")
         text = f"\n--- files {secrets.token_hex(16)}\n"
         mark = text.encode()
         command = f"[{shell}, {name!r}]"
-        given = f"COMMAND, FETCH, MARK = {command}, {asked.fetch_files!r}, {text!r}"
-        code = f"import sys\n{given}\n{_WRAPPER}"
-    return Program(code, asked.stdin.encode("utf-8", "surrogatepass"), files), mark
+        header = f"COMMAND, FETCH, MARK = {command}, {request.fetch_files!r}, {text!r}"
+        code = f"import sys\n{header}\n{_WRAPPER}"
+    return Program(code, request.stdin.encode("utf-8", "surrogatepass"), files), mark
 
 
 def response_of(result: Result, job: Job) -> dict[str, Any]:
     """Return the reply to a request whose program has run, in SandboxFusion's words."""
     out, files = result.stdout, {}
     if job.mark is not None and job.mark in out and result.ending == "finished":
-        out, _, said = out.rpartition(job.mark)
-        files = _told_files(said, job.fetch)
+        out, _, listing = out.rpartition(job.mark)
+        files = _parse_files(listing, job.fetch)
     is_late = result.ending == "time_limit"
     run = RunResult(
         status="TimeLimitExceeded" if is_late else "Finished",
@@ -188,14 +188,14 @@ def response_of(result: Result, job: Job) -> dict[str, Any]:
     return RunAnswer(status=status, message=message, run_result=run, files=files).model_dump()
 
 
-def _told_files(said: bytes, asked: Sequence[str]) -> dict[str, str]:
-    """Files as the program's own user tells them: texts by the names asked for."""
+def _parse_files(listing: bytes, names: Sequence[str]) -> dict[str, str]:
+    """Parse the listing that the program's own user wrote: texts by the requested names."""
     try:
-        found = json.loads(said)
+        parsed = json.loads(listing)
     except (ValueError, RecursionError):
         return {}
-    texts = found if isinstance(found, dict) else {}
-    texts = {name: text for name, text in texts.items() if name in asked and isinstance(text, str)}
+    texts = parsed if isinstance(parsed, dict) else {}
+    texts = {name: text for name, text in texts.items() if name in names and isinstance(text, str)}
     return {name: text for name, text in texts.items() if text.isascii()}
 
 
@@ -265,8 +265,8 @@ class SandboxServer:
         except (SandboxError, OSError) as error:
             if self.service.is_closing:
                 raise Refusal(503, "the service is closing") from None
-            said = " ".join(str(error).split())
-            return RunAnswer(status="SandboxError", message=said, files={}).model_dump()
+            message = " ".join(str(error).split())
+            return RunAnswer(status="SandboxError", message=message, files={}).model_dump()
         finally:
             self._running -= 1
             self._free.release()

@@ -67,7 +67,7 @@ class ArrayBlock:
         return self._arrays is not None
 
     def take(self) -> Arrays | None:
-        """Return the arrays and forget them, so that they can travel apart from references."""
+        """Return the arrays and forget them, so that they can travel separately from references."""
         arrays, self._arrays = self._arrays, None
         return arrays
 
@@ -113,10 +113,10 @@ class ArrayRef:
 
     def __array__(self, dtype: DTypeLike = None, copy: bool | None = None) -> NDArray[Any]:
         piece = self.block.array(self._index)[self._start : self._stop]
-        wanted = self._dtype if dtype is None else np.dtype(dtype)
-        if copy is False and piece.dtype != wanted:
-            raise ValueError(f"stored as {piece.dtype}: {wanted} is a copy")
-        return piece.astype(wanted, copy=bool(copy))
+        requested = self._dtype if dtype is None else np.dtype(dtype)
+        if copy is False and piece.dtype != requested:
+            raise ValueError(f"stored as {piece.dtype}: {requested} is a copy")
+        return piece.astype(requested, copy=bool(copy))
 
 
 def _arrived(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike) -> Any:
@@ -136,11 +136,11 @@ class SplitResult:
     inline: Any
     block: ArrayBlock
     extras: ArrayBlock | None = None
-    """Arrays that fewer receivers read, and that are fetched apart from the others."""
+    """Arrays that fewer receivers read, and that are fetched separately."""
 
 
 def keep_on_node(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
-    """Put arrays into a block of their own; returns references to them whole, and the block."""
+    """Put arrays into a new block; returns references to them whole, and the block."""
     block = ArrayBlock(arrays)
     refs = (ArrayRef(block, i, 0, len(each), each.dtype) for i, each in enumerate(arrays))
     return tuple(refs), block

@@ -21,14 +21,14 @@ from winnow.workers.logs import LogSender
 from winnow.workers.threads import spawn
 
 _PR_SET_PDEATHSIG = 1
-_LEFT_TO_THE_DRIVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Serve until the driver is gone, or kills this process."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    for number in _LEFT_TO_THE_DRIVER:
+    for number in _DRIVER_SIGNALS:
         signal.signal(number, lambda *_: None)  # a handler; what is ignored, children ignore too
     sender = LogSender(1)
     sender.take_output()
@@ -42,9 +42,9 @@ async def _serve(end: socket.socket, host: Host) -> None:
 
     async def answer(number: int, data: Bytes | mmap.mmap) -> None:
         try:
-            asked = unpack(data)
+            request = unpack(data)
             del data  # arrays alone keep it from here on
-            packed = pack(await host.outcome(asked))
+            packed = pack(await host.outcome(request))
         except BaseException as error:  # of a class when it is read, or a result that cannot travel
             packed = pack(failure_of(error))
         channel.send(number, packed)

@@ -43,7 +43,7 @@ CLOSE_TIMEOUT_S = 30.0
 """For a worker's `close()`; less where a worker may hang for less."""
 GONE_TIMEOUT_S = 30.0
 """For a killed process to leave, which gives its memory back first."""
-_LAST_WORDS_S = 1.0
+_OUTPUT_DRAIN_S = 1.0
 """For what a dead process wrote to be read."""
 _GRACE_S = 3.0
 """After an exception, for a death to be seen that it may come from."""
@@ -92,7 +92,7 @@ class _Rank:
 
 
 class WorkerGroup:
-    """Workers of one role, in processes of their own.
+    """Workers of one role, in separate processes.
 
     It lives in the event loop that it was started in; all its methods may be called from anywhere,
     those that wait (`ask`, `end`) from other threads only. In a run that loop is the one of
@@ -100,7 +100,7 @@ class WorkerGroup:
 
     The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
     which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
-    What should fail by itself, such as one engine of several, is a group of its own.
+    What should fail by itself, such as one engine of several, is a separate group.
 
     Every call raises:
         WorkerError: names role and rank. The traceback of what a worker raised is in the log, once.
@@ -186,8 +186,8 @@ class WorkerGroup:
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on one rank."""
-        asked = Call(method, args, kwargs)
-        return (await asyncio.wrap_future(self.submit(self._answers([rank], asked))))[0]
+        call = Call(method, args, kwargs)
+        return (await asyncio.wrap_future(self.submit(self._answers([rank], call))))[0]
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Have the group's loop do some work; from any thread."""
@@ -215,17 +215,17 @@ class WorkerGroup:
         # A driver that is cancelled while it closes leaves no process behind either.
         await asyncio.shield(self._closed)
 
-    async def _answers(self, ranks: Sequence[int], asked: Call) -> list[Any]:
+    async def _answers(self, ranks: Sequence[int], call: Call) -> list[Any]:
         if self._failure is not None:
             raise self._failure
         if self._is_closing:
             raise self._closed_error()
-        return await asyncio.gather(*self._send(ranks, asked.method, asked))
+        return await asyncio.gather(*self._send(ranks, call.method, call))
 
     def _send(
-        self, numbers: Sequence[int], method: str, asked: WorkerJob | Call
+        self, numbers: Sequence[int], method: str, request: WorkerJob | Call
     ) -> list[asyncio.Future[Any]]:
-        payload = self._pack(asked)
+        payload = self._pack(request)
         waiting = []
         for number in numbers:
             rank, future = self._ranks[number], self._loop.create_future()
@@ -245,7 +245,7 @@ class WorkerGroup:
         method, future = rank.under_way[call]
         rank.still_s = 0.0
         if isinstance(outcome, CallFailure) and not self._is_closing:
-            # What waits for it is told once the cause is known.
+            # Its waiters get the error once the cause is known.
             spawn(self._raised(number, method, outcome), self._tasks)
             return
         del rank.under_way[call]
@@ -257,11 +257,11 @@ class WorkerGroup:
 
     async def _raised(self, number: int, method: str, failure: CallFailure) -> None:
         """Find out whether a method raised on its own account or because another rank died."""
-        others = [rank for rank in range(self.size) if rank != number]
-        give_up = time.monotonic() + (_GRACE_S if others else 0.0)
+        peers = [rank for rank in range(self.size) if rank != number]
+        give_up = time.monotonic() + (_GRACE_S if peers else 0.0)
         while time.monotonic() < give_up and self._failure is None:
-            if any(self._is_dead(rank) for rank in others):
-                give_up += _LAST_WORDS_S  # the watch is about to say so
+            if any(self._is_dead(rank) for rank in peers):
+                give_up += _OUTPUT_DRAIN_S  # the watch is about to say so
             await asyncio.sleep(0.01)
         if self._failure is not None:
             return
@@ -302,8 +302,8 @@ class WorkerGroup:
 
     async def _died(self, number: int) -> None:
         rank = self._ranks[number]
-        await _within(rank.listener.has_ended.wait(), _LAST_WORDS_S)
-        await rank.link.gone(_LAST_WORDS_S)
+        await _within(rank.listener.has_ended.wait(), _OUTPUT_DRAIN_S)
+        await rank.link.gone(_OUTPUT_DRAIN_S)
         if self._failure is None and not self._is_closing:
             how = rank.link.ending() or "cut its connection"
             how += " (by hand, or for want of memory)" if how.endswith("SIGKILL") else ""
@@ -315,12 +315,12 @@ class WorkerGroup:
         line = (
             f"{self.role}[{number}] hung{self._doing(number)}: no progress for {self._limit_s:g} s"
         )
-        others = [
+        silent = [
             f"{self.role}[{other}]"
             for other, rank in enumerate(self._ranks)
             if other != number and rank.under_way and rank.still_s > 0.9 * self._limit_s
         ]
-        waiting = f" ({', '.join(others)} had none either)" if others else ""
+        waiting = f" ({', '.join(silent)} had none either)" if silent else ""
         log.error("%s%s; the log has its stack", line, waiting)
         remedy = "raise trainer.stall_timeout_s if it is only slow"
         self._fail(WorkerError(f"{line}{waiting}; {remedy}", self.role, number))
@@ -354,7 +354,7 @@ class WorkerGroup:
             if self._failure is None:
                 self._fail(self._closed_error())
             for rank in self._ranks:
-                await _within(rank.listener.has_ended.wait(), _LAST_WORDS_S)
+                await _within(rank.listener.has_ended.wait(), _OUTPUT_DRAIN_S)
                 await rank.link.release()
             self._finish()
             for task in self._tasks - {asyncio.current_task()}:
@@ -364,11 +364,11 @@ class WorkerGroup:
         """Have each worker's `close()` run; what it raises is logged."""
         self._is_closing = True
         waiting = self._send(range(self.size), "close", CLOSE)
-        left = {future for future in waiting if not future.done()}
+        pending = {future for future in waiting if not future.done()}
         give_up = time.monotonic() + min(CLOSE_TIMEOUT_S, self._stall_timeout_s)
-        while left and time.monotonic() < give_up:
-            _, left = await asyncio.wait(left, timeout=_TICK_S)
-            left = {f for f in left if not self._is_dead(waiting.index(f))}
+        while pending and time.monotonic() < give_up:
+            _, pending = await asyncio.wait(pending, timeout=_TICK_S)
+            pending = {f for f in pending if not self._is_dead(waiting.index(f))}
 
     def _closed_error(self) -> WorkerError:
         return WorkerError(f"the workers {self.role} were ended by this run", self.role, -1)
@@ -377,7 +377,7 @@ class WorkerGroup:
 def _refuse(future: asyncio.Future[Any], error: WinnowError) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # where nobody waits any more, nobody is to be told
+        future.exception()  # where nobody waits any more, nobody gets the error
 
 
 async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
@@ -451,9 +451,9 @@ class WorkerGroups:
         """
 
         async def all_of_them() -> list[WorkerGroup | BaseException]:
-            found = await asyncio.gather(*starting, return_exceptions=True)
-            self._groups += [each for each in found if isinstance(each, WorkerGroup)]
-            return found
+            groups = await asyncio.gather(*starting, return_exceptions=True)
+            self._groups += [each for each in groups if isinstance(each, WorkerGroup)]
+            return groups
 
         started = []
         for each in self.wait(all_of_them()):

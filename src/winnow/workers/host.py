@@ -13,11 +13,11 @@ In its process a worker has one asyncio loop. All its methods begin in that loop
 order of the driver's calls: a plain one has the thread to itself until it returns, an asynchronous
 one lets others in where it waits. Arrays that come to it, or from it, are read-only. A method that
 returns a `winnow.workers.array_refs.SplitResult` tells the caller a part of its result and leaves
-the rest where it is: the caller gets a handle, gives it to whoever needs what it stands for, and
+the rest where it is: the caller gets a handle, passes it to the receivers of its value, and
 need not hold that itself.
 
 The host is the same in every kind of process. How calls come and outcomes go is left to `child` and
-`ray.group`; what travels beside them, logs and progress, to `logs`.
+`ray.group`; other traffic, logs and progress, to `logs`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class CallFailure:
     """`KeyError: 'x'`"""
     traceback: str
     error: WinnowError | None = None
-    """The exception itself, where it is one that the user is told."""
+    """The exception itself, where it is one that the user sees."""
 
 
 CLOSE = Call("close")
@@ -130,17 +130,17 @@ class Host:
         self._calls_under_way = self._calls_ended = 0
         self._dump_after_s = threading.TIMEOUT_MAX
 
-    async def outcome(self, asked: WorkerJob | Call) -> Any:
+    async def outcome(self, request: WorkerJob | Call) -> Any:
         """Make the worker, or run one of its methods; returns the result or a `CallFailure`."""
         self._calls_under_way += 1
         # From here: a call that hangs in C may let no other thread run again.
         self._dump_when_still()
         try:
-            if isinstance(asked, WorkerJob):
-                return self._make(asked)
-            if asked == CLOSE and not hasattr(self._worker, "close"):
+            if isinstance(request, WorkerJob):
+                return self._make(request)
+            if request == CLOSE and not hasattr(self._worker, "close"):
                 return None
-            result = getattr(self._worker, asked.method)(*asked.args, **asked.kwargs)
+            result = getattr(self._worker, request.method)(*request.args, **request.kwargs)
             return await result if inspect.isawaitable(result) else result
         except BaseException as error:  # SystemExit too: a worker ends when the driver says so
             return failure_of(error)
@@ -208,16 +208,16 @@ def failure_of(error: BaseException) -> CallFailure:
 def _portable(error: WinnowError) -> WinnowError | None:
     """Return an error as it arrives elsewhere; None where it cannot, as one of a local class."""
     try:
-        found: WinnowError = pickle.loads(pickle.dumps(error))
+        copied: WinnowError = pickle.loads(pickle.dumps(error))
     except Exception:
         return None
-    return found
+    return copied
 
 
 def merged_environment(user: Mapping[str, str]) -> dict[str, str]:
     """Choose variables for workers: the user's, then this process's, then the defaults."""
-    own = {name: os.environ[name] for name in DEFAULT_VARIABLES if name in os.environ}
-    return {**DEFAULT_VARIABLES, **own, **user}
+    inherited = {name: os.environ[name] for name in DEFAULT_VARIABLES if name in os.environ}
+    return {**DEFAULT_VARIABLES, **inherited, **user}
 
 
 def free_port(address: str = "") -> int:

@@ -1,7 +1,7 @@
 """Processes of this machine: messages to and from one, and the driver's end of it.
 
 A message, such as a call or its outcome, is one packet of a SOCK_SEQPACKET socket: a number and a
-pickle, with the arrays' bytes beside it as they are. What is too large for a packet lies in
+pickle, followed by the arrays' bytes as they are. What is too large for a packet lies in
 anonymous shared memory whose descriptor goes with the packet, so that several receivers read the
 same pages and nobody has a file to take away: the memory is free once the last array over it is
 gone.
@@ -112,8 +112,8 @@ class SharedHandle:
         try:
             # The process is of this user; no file is left behind that somebody must take away.
             with open(f"/proc/{self.pid}/fd/{self.descriptor}", "rb") as file:
-                own = file.fileno(), self.size, mmap.MAP_SHARED, mmap.PROT_READ
-                return unpack(mmap.mmap(*own, offset=self.start))
+                mapping = file.fileno(), self.size, mmap.MAP_SHARED, mmap.PROT_READ
+                return unpack(mmap.mmap(*mapping, offset=self.start))
         except (OSError, ValueError) as error:
             line = f"what {self.role}[{self.rank}] wrote is lost, as its process is gone ({error})"
             raise WorkerError(line, self.role, self.rank) from error
@@ -262,7 +262,7 @@ class Channel:
 class LocalConnection:
     """The driver's end of one process of this machine (`group.WorkerConnection`).
 
-    The process leads a session of its own: a terminal's Ctrl-C does not reach it, and what it
+    The process leads a new session: a terminal's Ctrl-C does not reach it, and what it
     started is killed with it.
     """
 
@@ -350,10 +350,10 @@ class LocalConnection:
 
     def _take(self, number: int, data: Bytes | mmap.mmap) -> None:
         try:
-            said = unpack(data)
+            reply = unpack(data)
         except Exception as error:  # a class that the driver cannot read
-            said = failure_of(error)
-        self._waiting.pop(number)(said)
+            reply = failure_of(error)
+        self._waiting.pop(number)(reply)
 
 
 def _describe(code: int) -> str:

@@ -65,9 +65,9 @@ class LogSender(logging.Handler):
         try:
             text = self.format(record).rstrip()
             ends = range(0, max(1, len(text)), _RECORD_CHARACTERS)
-            *others, last = [text[end : end + _RECORD_CHARACTERS] for end in ends]
-            for part in others:
-                self._write({"more": part})
+            *chunks, last = [text[end : end + _RECORD_CHARACTERS] for end in ends]
+            for chunk in chunks:
+                self._write({"more": chunk})
             self._write({"level": record.levelno, "logger": record.name, "text": last})
         except Exception:
             self.handleError(record)
@@ -161,7 +161,7 @@ async def _next_line(reader: asyncio.StreamReader) -> bytes:
 
 def _record(data: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(data)
+        record = json.loads(data)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and found.keys() in _RECORDS else None
+    return record if isinstance(record, dict) and record.keys() in _RECORDS else None

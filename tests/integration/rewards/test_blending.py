@@ -102,7 +102,7 @@ def test_answers_that_wait_together_are_run_together(folder: Path) -> None:
         model.forward = Mock(side_effect=model.forward)
         ask(one, ANSWERS)
         assert [len(call.args[0]) for call in model.forward.call_args_list] == calls
-        assert one.scored_apart() == 5
+        assert one.count_offloaded() == 5
 
 
 def test_a_source_may_be_left_to_the_model_alone(folder: Path) -> None:

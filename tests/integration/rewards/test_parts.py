@@ -59,7 +59,7 @@ def test_a_part_can_be_filtered_on_and_one_without_weight_only_measures() -> Non
     assert {score.reward for score in scores} == {-1.0}
     assert judge(scores, VarianceFilter()) == "all_wrong"
     assert judge(scores, VarianceFilter(metric="format")) == "qualified"
-    assert "format" not in (service().known_metrics(["sort_digits"]) or ())
+    assert "format" not in (service().supported_metrics(["sort_digits"]) or ())
 
 
 def test_held_out_answers_have_the_parts_that_ask_for_it() -> None:
@@ -79,7 +79,7 @@ def test_a_part_that_wants_a_process_apart_gets_one_beside_quick_rules() -> None
     try:
         assert one.takes_time(["sort_digits"])
         ask(one, [r"\boxed{1359}"])
-        assert one.scored_apart() == 1
+        assert one.count_offloaded() == 1
     finally:
         one.close()
 

@@ -227,10 +227,10 @@ def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
     here = rewards_of(RewardConfig(), 8)
     here.check_sources(["sort_digits", "gsm8k"])
     assert ask(here, ["#1359"])[0].reward == 1.0
-    assert (children(), here.scored_apart()) == (before, 0)
+    assert (children(), here.count_offloaded()) == (before, 0)
     service = user_service("return 1")
     ask(service, ["x"] * 4)
-    assert (len(children() - before), service.scored_apart()) == (2, 4)
+    assert (len(children() - before), service.count_offloaded()) == (2, 4)
 
 
 def test_twins_share_workers_and_count_failures_apart(user_service: UserRewards) -> None:

@@ -52,7 +52,7 @@ def test_a_worker_compares_values_with_a_time_limit_of_its_own() -> None:
         scores = asyncio.run(ask(service))
     assert [each.accuracy for each in scores] == [1.0, 0.0, 0.0]
     assert [each.error for each in scores] == ["", "", ""]
-    assert service.scored_apart() == 3
+    assert service.count_offloaded() == 3
 
 
 @pytest.fixture(scope="module")

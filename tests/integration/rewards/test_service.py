@@ -109,10 +109,10 @@ def test_too_many_failures_stop_the_run_with_the_first(
 
 def test_the_metrics_of_built_in_scorers_are_known_before_training() -> None:
     common = {"accuracy", "reward", "task_reward", "task"}
-    assert rewards_of(RewardConfig(), LIMIT).known_metrics(["gsm8k"]) == common
+    assert rewards_of(RewardConfig(), LIMIT).supported_metrics(["gsm8k"]) == common
     shaped = RewardConfig(overlong=OverlongConfig(enabled=True, buffer_tokens=48))
     service = rewards_of(shaped, LIMIT)
-    known = service.known_metrics(["sort_digits"])
+    known = service.supported_metrics(["sort_digits"])
     assert known == common | {"overlong"}
     assert all(np.isfinite(ask(service).metric(name)) for name in known)
 

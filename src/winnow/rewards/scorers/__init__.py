@@ -31,8 +31,8 @@ class Scorer:
     """The part of an answer that counts; empty where the score explains itself."""
     metrics: frozenset[str] = frozenset()
     """Numbers in `Score.extra` that a filter may ask for."""
-    apart: bool = False
-    """True if it is slow, may hang, or needs a main thread of its own: a worker runs it."""
+    offloaded: bool = False
+    """True if it is slow, may hang, or needs a main thread: a worker runs it."""
     sandboxed: bool = False
     """True if it runs code in the sandbox and waits for it: a thread calls it."""
     package: str = ""
@@ -42,8 +42,8 @@ class Scorer:
     def score(self) -> ScoreFunction:
         """The function itself."""
         module, _, function = self.place.partition(":")
-        found: ScoreFunction = getattr(import_module(f"{__name__}.{module}"), function)
-        return found
+        score: ScoreFunction = getattr(import_module(f"{__name__}.{module}"), function)
+        return score
 
     def reason(self, score: Score, ground_truth: Any) -> str:
         """Explain to people why an answer is not right; empty where it is."""
@@ -73,10 +73,10 @@ SCORERS: dict[str, Scorer] = {
         Scorer("gsm8k_flexible", "marks:score_gsm8k_flexible", 0.0, "the last number"),
         Scorer("dapo_math", "dapo_math:score", -1.0, _LINE + _TAIL),
         Scorer("dapo_math_boxed", "dapo_math:score_boxed", -1.0, _BOX + _SHORT_TAIL),
-        Scorer("dapo_math_lenient", "maths:score_dapo_by_value", -1.0, _EITHER, apart=True),
+        Scorer("dapo_math_lenient", "maths:score_dapo_by_value", -1.0, _EITHER, offloaded=True),
         Scorer("math", "maths:score_as_text", 0.0, _EITHER),
-        Scorer("math_verify", "maths:score_by_value", 0.0, _EITHER, apart=True),
-        Scorer("geometry3k", "maths:score_geometry3k", 0.0, _BOX, _FORMAT, apart=True),
+        Scorer("math_verify", "maths:score_by_value", 0.0, _EITHER, offloaded=True),
+        Scorer("geometry3k", "maths:score_geometry3k", 0.0, _BOX, _FORMAT, offloaded=True),
         Scorer("search_qa_em", "questions:score_exact", 0.0, _TAGS),
         Scorer("search_qa_f1", "questions:score_f1", 0.0, _TAGS, frozenset({"f1"})),
         Scorer("multiple_choice", "questions:score_choice", 0.0, "the letter that is chosen"),
@@ -84,6 +84,6 @@ SCORERS: dict[str, Scorer] = {
         Scorer("think_boxed", "marks:score_think_boxed", 0.0, _THOUGHTS + _BOX),
         Scorer("countdown", "countdown:score", 0.0, _TAGS, _FORMAT),
         Scorer("code", "code:score", 0.0, metrics=_CODE_METRICS, sandboxed=True),
-        Scorer(_GYM, "procedural:score", 0.0, _TAGS, _UNREADABLE, apart=True, package=_GYM),
+        Scorer(_GYM, "procedural:score", 0.0, _TAGS, _UNREADABLE, offloaded=True, package=_GYM),
     )
 }

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 _LEAST_S = 0.05
-_TOLD = 100
+_SHOWN = 100
 """Characters of a text that people see."""
 _HARNESS = Path(harness.__file__).read_text(encoding="utf-8")
 _FENCE = re.compile(
@@ -85,33 +85,33 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
 
 def _run_programs(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
     passed, first, text = 0, "", ""
-    left = sandbox.config.sample_s  # of what programs took, not of waiting for a busy sandbox
+    remaining_s = sandbox.config.sample_s  # of programs' time, not of waiting for a busy sandbox
     for number, (stdin, expected) in enumerate(tests.cases, start=1):
-        if left < _LEAST_S:
+        if remaining_s < _LEAST_S:
             first = first or "time_limit"
             break
         program = Program(code, stdin.encode("utf-8", "surrogatepass"))
-        result = sandbox.run_for(program, min(sandbox.config.time_s, left))
-        left -= result.seconds
+        result = sandbox.run_for(program, min(sandbox.config.time_s, remaining_s))
+        remaining_s -= result.seconds
         outcome = _outcome(result, expected)
         passed += outcome == "pass"
         if outcome == "pass":
             continue
         if not first:
-            first, text = outcome, f"case {number}: {_told(result, outcome, expected)}"
+            first, text = outcome, f"case {number}: {_explain(result, outcome, expected)}"
         if sandbox.config.credit == "all" or outcome == "compile_error":
             break
     return passed, first or "pass", text
 
 
-def _told(result: Result, outcome: str, expected: str) -> str:
+def _explain(result: Result, outcome: str, expected: str) -> str:
     """Explain for people why a case did not pass."""
     if outcome == "wrong":
-        got = result.stdout[:_TOLD].decode(errors="replace").rstrip()
-        return f"printed {got!r}, expected {expected[:_TOLD].rstrip()!r}"
+        got = result.stdout[:_SHOWN].decode(errors="replace").rstrip()
+        return f"printed {got!r}, expected {expected[:_SHOWN].rstrip()!r}"
     if result.ending != "finished":
         return f"ended after {result.seconds:.2g} s with {len(result.stdout)} bytes printed"
-    return _last_line(result)[:_TOLD] or f"exit code {result.exit_code}"
+    return _last_line(result)[:_SHOWN] or f"exit code {result.exit_code}"
 
 
 def _last_line(result: Result) -> str:
@@ -130,8 +130,8 @@ def _call_functions(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
     config = sandbox.config
     solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
     first = json.dumps(solution).encode()
-    asked = {**vars(tests), "call_s": config.time_s, "stop_early": config.credit == "all"}
-    stdin = b"%010d" % len(first) + first + json.dumps(asked).encode()
+    request = {**vars(tests), "call_s": config.time_s, "stop_early": config.credit == "all"}
+    stdin = b"%010d" % len(first) + first + json.dumps(request).encode()
     result = sandbox.run_for(Program(_HARNESS, stdin, is_ours=True), config.sample_s)
     if result.ending != "finished":
         return 0, result.ending, ""
@@ -152,15 +152,15 @@ def read_tests(ground_truth: Any) -> CodeTests:
     Raises:
         ValueError: there are none, or they are malformed.
     """
-    given = _parsed(ground_truth)
-    prompt, entry = given.get("prompt") or "", given.get("entry_point") or given.get("fn_name")
+    truth = _parsed(ground_truth)
+    prompt, entry = truth.get("prompt") or "", truth.get("entry_point") or truth.get("fn_name")
     if not isinstance(prompt, str) or not isinstance(entry, str | None):
         raise ValueError("prompt and entry_point of the ground truth must be texts")
     entry = entry.strip() if entry else None
-    inputs = given.get("inputs", given.get("input"))
-    outputs = given.get("outputs", given.get("output"))
-    asserts = given.get("assert_case") or given.get("test_list")
-    if test := given.get("test"):
+    inputs = truth.get("inputs", truth.get("input"))
+    outputs = truth.get("outputs", truth.get("output"))
+    asserts = truth.get("assert_case") or truth.get("test_list")
+    if test := truth.get("test"):
         if not isinstance(test, str):
             raise ValueError("test of the ground truth must be Python code")
         if _CHECK.search(test):
@@ -175,7 +175,7 @@ def read_tests(ground_truth: Any) -> CodeTests:
     if not (_is_list(inputs) and _is_list(outputs) and inputs and len(inputs) == len(outputs)):
         raise ValueError(
             "the ground truth has no tests: it needs inputs and outputs of one length, "
-            f"assert_case, or test; it has {', '.join(given) or 'nothing'}"
+            f"assert_case, or test; it has {', '.join(truth) or 'nothing'}"
         )
     if entry is not None:
         # JSON on both sides, or on neither: a text beside a list of arguments is a text.
@@ -201,9 +201,9 @@ def code_of(answer: str) -> str:
     return (python or untagged or [answer])[-1]
 
 
-def same_output(said: str, expected: str) -> bool:
-    """Return whether two outputs agree, apart from trailing blanks and trailing empty lines."""
-    return _trimmed(said) == _trimmed(expected)
+def same_output(output: str, expected: str) -> bool:
+    """Return whether two outputs agree, except for trailing blanks and trailing empty lines."""
+    return _trimmed(output) == _trimmed(expected)
 
 
 def _trimmed(text: str) -> list[str]:
@@ -214,15 +214,15 @@ def _trimmed(text: str) -> list[str]:
 
 
 def _parsed(ground_truth: Any) -> Mapping[str, Any]:
-    given = ground_truth
-    if isinstance(given, str):
+    truth = ground_truth
+    if isinstance(truth, str):
         try:
-            given = json.loads(given)
+            truth = json.loads(truth)
         except ValueError:
             raise ValueError("the ground truth must be a JSON object with test cases") from None
-    if not isinstance(given, Mapping):
-        raise ValueError(f"the ground truth must be an object, got {type(given).__name__}")
-    return given
+    if not isinstance(truth, Mapping):
+        raise ValueError(f"the ground truth must be an object, got {type(truth).__name__}")
+    return truth
 
 
 def _asserted(asserts: Sequence[str]) -> str | None:
@@ -242,18 +242,18 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _arguments(given: Any) -> list[Any]:
+def _arguments(value: Any) -> list[Any]:
     """A list of arguments, or a text with one in JSON on each line."""
-    if isinstance(given, str):
-        return [_loaded(line) for line in given.splitlines() if line.strip()]
-    return list(given) if _is_list(given) else [given]
+    if isinstance(value, str):
+        return [_loaded(line) for line in value.splitlines() if line.strip()]
+    return list(value) if _is_list(value) else [value]
 
 
-def _loaded(given: Any) -> Any:
+def _loaded(value: Any) -> Any:
     with suppress(ValueError):
-        return json.loads(given) if isinstance(given, str) else given
-    return given
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
-def _text(given: Any) -> str:
-    return "\n".join(map(str, given)) if _is_list(given) else str(given)
+def _text(value: Any) -> str:
+    return "\n".join(map(str, value)) if _is_list(value) else str(value)

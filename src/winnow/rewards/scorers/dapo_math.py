@@ -44,8 +44,8 @@ _GROUP = re.compile(r"\{([^{},]+)\}")  # braces without a comma are no set, and 
 
 def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give +1 or -1 by the `Answer:` line; `pred` is the normalised answer, empty without one."""
-    found: list[str] = _ANSWER.findall(text[-TAIL_CHARACTERS:])
-    pred = normalize(found[-1]) if found else ""
+    matches: list[str] = _ANSWER.findall(text[-TAIL_CHARACTERS:])
+    pred = normalize(matches[-1]) if matches else ""
     return verdict(pred != "" and pred == normalize(str(ground_truth)), pred, wrong_reward=-1.0)
 
 
@@ -80,16 +80,16 @@ def normalize(answer: str) -> str:
 def _unwrapped(answer: str) -> str:
     r"""Replace `\text{…}` and its kin by their contents, braces in them balanced."""
     parts, start = [], 0
-    for found in _WRAPPER.finditer(answer):
-        if found.start() < start:  # within one that is unwrapped below
+    for match in _WRAPPER.finditer(answer):
+        if match.start() < start:  # within one that is unwrapped below
             continue
-        end = closing_brace(answer, found.end())
+        end = closing_brace(answer, match.end())
         if end is None:
             break
-        inside = _unwrapped(answer[found.end() + 1 : end])
+        inside = _unwrapped(answer[match.end() + 1 : end])
         if inside.startswith("{") and closing_brace(inside, 0) == len(inside) - 1:
             inside = inside[1:-1]
-        parts += [answer[start : found.start()], inside]
+        parts += [answer[start : match.start()], inside]
         start = end + 1
     return "".join([*parts, answer[start:]])
 

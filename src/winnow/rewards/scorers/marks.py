@@ -39,15 +39,15 @@ def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Extra) ->
     """Give 1 if the number after the last `####` is right and the only one offered, else 0."""
     _, mark, after = text.rpartition(GSM8K_MARK)
     after = after.lstrip()
-    found = _NUMBER.match(after) if mark else None
-    number = found.group().rstrip(",") if found else ""
+    match = _NUMBER.match(after) if mark else None
+    number = match.group().rstrip(",") if match else ""
     return _as_number("" if _ANOTHER.match(after, len(number)) else number, ground_truth)
 
 
 def score_gsm8k_flexible(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the last number of the answer is right, else 0."""
-    found = _NUMBER.findall(text)
-    return _as_number(found[-1] if found else "", ground_truth)
+    numbers = _NUMBER.findall(text)
+    return _as_number(numbers[-1] if numbers else "", ground_truth)
 
 
 def _as_number(answer: str, ground_truth: Any) -> Score:
@@ -108,9 +108,9 @@ def last_tagged(text: str, tag: str = "answer") -> str | None:
     return text[start + len(opening) : end].strip() if start >= 0 else None
 
 
-def full_fraction(found: re.Match[str]) -> str:
+def full_fraction(match: re.Match[str]) -> str:
     r"""Write a match of `frac`, `1` and `2` (or `{2}`) as `frac{1}{2}`."""
-    name, above, below = found.groups()
+    name, above, below = match.groups()
     return f"{name}{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
 
 

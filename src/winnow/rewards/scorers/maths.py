@@ -40,7 +40,7 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*([^\s{\\\[])")
 _SLASHED = re.compile(r"(-?)(\d+)/(\d+)")
 _BARE_POINT = re.compile(r"(?<!\d)\.(?=\d)")
 _BASE = re.compile(r"(?<=[0-9A-F])_\{?(\d+)\}?$")
-# Computer algebra reads past these, to the number beside them.
+# Computer algebra reads past these, to the adjacent number.
 _NOT_READ = re.compile(r"\\neq?(?![A-Za-z])|\\not(?![A-Za-z])|≠|(?<=\d):(?=\d)")
 
 
@@ -78,10 +78,10 @@ def score_geometry3k(data_source: str, text: str, ground_truth: Any, extra: Extr
 
 def equal(pred: str, gold: str) -> bool:
     """Return whether an answer is the gold one, by its text or by its value."""
-    plain, wanted = normalize(pred), normalize(gold)
-    if plain == "" or wanted == "" or plain == wanted:
-        return plain != "" and plain == wanted
-    if max(len(pred), len(gold)) > LONGEST_EXPRESSION or _is_misread(plain, wanted):
+    plain, reference = normalize(pred), normalize(gold)
+    if plain == "" or reference == "" or plain == reference:
+        return plain != "" and plain == reference
+    if max(len(pred), len(gold)) > LONGEST_EXPRESSION or _is_misread(plain, reference):
         return False
     # Slow to import, and not needed where the texts agree.
     from math_verify import parse, verify
@@ -100,10 +100,10 @@ def equal(pred: str, gold: str) -> bool:
     return same(gold, pred) and all(same(last, side) for side in calculated)
 
 
-def _is_misread(plain: str, wanted: str) -> bool:
+def _is_misread(plain: str, reference: str) -> bool:
     """Return whether two answers differ in a sign that computer algebra passes over."""
-    bases = [_BASE.findall(answer) for answer in (plain, wanted)]
-    signs = [bool(_NOT_READ.search(answer)) for answer in (plain, wanted)]
+    bases = [_BASE.findall(answer) for answer in (plain, reference)]
+    signs = [bool(_NOT_READ.search(answer)) for answer in (plain, reference)]
     return bases[0] != bases[1] or signs[0] != signs[1]
 
 

@@ -2,7 +2,7 @@
 
 The row says which task it is (`data_source`: `reasoning_gym/NAME`) and brings the problem's entry
 and the task's settings in `extra_info`, as `winnow.data.procedural` writes them. The answer
-is the text in the last `<answer>…</answer>`. Tasks judge by rules of their own, many of them with
+is the text in the last `<answer>…</answer>`. Tasks judge by custom rules, many of them with
 shares of the whole for an answer that is nearly right.
 
 Two checks stand between an answer and its task. Some tasks call `eval` on an answer, or sympy's
@@ -72,8 +72,8 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     pred = last_tagged(text)
     share, unreadable = 0.0, 1.0
     # The package's own answer to an integral without a closed form is that integral.
-    is_own = pred is not None and pred == str(entry.get("answer")).strip()
-    if pred is None or is_own or (may_pass(task, pred) and not _is_hack(task, pred, entry)):
+    is_reference = pred is not None and pred == str(entry.get("answer")).strip()
+    if pred is None or is_reference or (may_pass(task, pred) and not _is_hack(task, pred, entry)):
         try:
             share, unreadable = float(judge.score_answer(pred, entry)), 0.0
         except Exception as error:  # the task's code on whatever a policy wrote

@@ -26,11 +26,11 @@ from winnow.types import Score
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
-# A capital at the beginning, perhaps in brackets or bold, that is a word of its own: not the `A`
+# A capital at the beginning, perhaps in brackets or bold, that is a whole word: not the `A`
 # of `A cat`, nor the `I` of `I am`.
 _OPENING = r"(?:\\text(?:bf)?\{|\\mathrm\{|[\s*_$(\[{\"'`]){0,8}"
 _LETTER = re.compile(_OPENING + r"([A-Z])(?![\w'\u2019-])(?!\s+[a-z])")
-_SAID = re.compile(
+_STATED = re.compile(
     r"(?i:\banswer|\bchoice|\boption)\**(?:\s{1,3}(?i:is))?\s{0,3}:?" + _LETTER.pattern
 )
 _LINE_ALONE = re.compile(_OPENING + r"([A-Z])[\s*_$)\]}.\"'`]{0,8}$")
@@ -71,9 +71,9 @@ def plain(answer: str) -> str:
 
 def f1(pred: str, gold: str) -> float:
     """Compute the harmonic mean of the shares of words that the two have in common."""
-    said, wanted = plain(pred).split(), plain(gold).split()
-    common = (Counter(said) & Counter(wanted)).total()
-    return 2 * common / (len(said) + len(wanted)) if common else 0.0
+    pred_tokens, gold_tokens = plain(pred).split(), plain(gold).split()
+    common = (Counter(pred_tokens) & Counter(gold_tokens)).total()
+    return 2 * common / (len(pred_tokens) + len(gold_tokens)) if common else 0.0
 
 
 def _is_exact(pred: str, right: list[str]) -> bool:
@@ -89,12 +89,12 @@ def score_choice(data_source: str, text: str, ground_truth: Any, extra: Extra) -
 def choice(text: str) -> str:
     """Return the letter that an answer chooses; empty where it chooses none."""
     for place in (last_boxed(text), last_tagged(text)):
-        found = _LETTER.match(place) if place else None
-        if found:
-            return found.group(1)
-    said: list[str] = _SAID.findall(text)
-    if said:
-        return said[-1]
+        match = _LETTER.match(place) if place else None
+        if match:
+            return match.group(1)
+    stated: list[str] = _STATED.findall(text)
+    if stated:
+        return stated[-1]
     line = text.rstrip().rpartition("\n")[2]
     alone = _LINE_ALONE.match(line)
     return alone.group(1) if alone else ""
@@ -104,5 +104,5 @@ def _gold_letter(ground_truth: Any) -> str:
     text = str(ground_truth).strip()
     if re.fullmatch(r"[0-9]|1[0-9]|2[0-5]", text):
         return chr(ord("A") + int(text))
-    found = _LETTER.match(text) or re.match(r"\(?([A-Za-z])(?:[).:]|$)", text)
-    return found.group(1).upper() if found else ""
+    match = _LETTER.match(text) or re.match(r"\(?([A-Za-z])(?:[).:]|$)", text)
+    return match.group(1).upper() if match else ""

@@ -2,7 +2,7 @@
 
 A worker's process is an actor of `RayWorker`; `RayConnection` is the driver's end of it. Calls and
 results travel by Ray's own means, a call to several ranks by way of the object store. What a worker
-logs and prints goes to the driver by a connection of its own (`logs`), not by Ray's log files.
+logs and prints goes to the driver by a separate connection (`logs`), not by Ray's log files.
 Arrays that a worker keeps stay in the object store of its node; a `RayHandle` travels in their
 stead.
 """
@@ -35,8 +35,8 @@ from winnow.workers.threads import spawn
 _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[\d*m")
-_ASKED_S = 1.0
-"""Seconds for a process to end as Ray ends one, which asks it."""
+_EXIT_GRACE_S = 1.0
+"""Seconds for a process to end after Ray has requested it."""
 _DETAIL_S = 2.0
 """Seconds for Ray to say how an actor died."""
 
@@ -54,7 +54,7 @@ async def start_ray(
 
     Args:
         path: `module:Class` of the worker (`host`); importable on the nodes.
-        kwargs: what each is made with, beside its rank.
+        kwargs: what each is made with, besides its rank.
         environment: variables for them, over this process's own.
         stall_timeout_s: how long a call may be under way without progress.
         nsight: options of `nsys profile`, under which they run then.
@@ -67,7 +67,7 @@ async def start_ray(
     actors: list[Any] = []
     links: list[tuple[RayConnection, LogReceiver]] = []
     # The store pays where several read: it takes a millisecond, more than all the rest of a call.
-    pack = ray_module().put if len(listeners) > 1 else lambda asked: asked
+    pack = ray_module().put if len(listeners) > 1 else lambda request: request
     try:
         for rank, token in enumerate(logs.tokens):
             options = _options(placement, rank, merged_environment(environment or {}), nsight)
@@ -112,15 +112,15 @@ def _options(
 async def _place(worker: LogReceiver, actor: Any) -> Place:
     name = f"{worker.role}[{worker.rank}]"
     try:
-        found = await asyncio.wait_for(actor.connect.remote(), START_TIMEOUT_S)
+        place = await asyncio.wait_for(actor.connect.remote(), START_TIMEOUT_S)
     except TimeoutError:
         line = f"{name} did not start within {START_TIMEOUT_S:g} s; is its node reachable?"
         raise WorkerError(line, worker.role, worker.rank) from None
     except ray_module().exceptions.RayError as error:
         line = f"{name} did not start: {_describe(error)}"
         raise WorkerError(line, worker.role, worker.rank) from error
-    assert isinstance(found, Place)
-    return found
+    assert isinstance(place, Place)
+    return place
 
 
 class _LogServer:
@@ -136,11 +136,11 @@ class _LogServer:
     @classmethod
     async def open(cls, listeners: Sequence[LogReceiver]) -> _LogServer:
         """Listen at this node's address, for these workers alone."""
-        made = cls(listeners)
+        server = cls(listeners)
         host = ray_module().util.get_node_ip_address()
-        made._server = await asyncio.start_server(made._connected, host, 0)
-        made.address = made._server.sockets[0].getsockname()[:2]
-        return made
+        server._server = await asyncio.start_server(server._connected, host, 0)
+        server.address = server._server.sockets[0].getsockname()[:2]
+        return server
 
     def close(self) -> None:
         """Close all connections."""
@@ -201,11 +201,11 @@ class RayWorker:
         address = self._stream.getsockname()[0]
         return Place(os.getpid(), process_namespace(), address, free_port(address))
 
-    async def call(self, number: int, asked: WorkerJob | Call) -> tuple[Any, Any, Any]:
+    async def call(self, number: int, request: WorkerJob | Call) -> tuple[Any, Any, Any]:
         """Run a call when all before it have begun.
 
         Returns:
-            The outcome, and apart from it the two blocks that the result may keep here.
+            The outcome, and separately the two blocks that the result may keep here.
         """
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()
@@ -213,9 +213,9 @@ class RayWorker:
         self._next += 1
         if self._next in self._early:
             self._early.pop(self._next).set_result(None)
-        outcome = await self._host.outcome(asked)
-        kept = (outcome.block, outcome.extras) if isinstance(outcome, SplitResult) else (None, None)
-        return outcome, *(None if block is None else block.take() for block in kept)
+        outcome = await self._host.outcome(request)
+        pair = (outcome.block, outcome.extras) if isinstance(outcome, SplitResult) else (None, None)
+        return outcome, *(None if block is None else block.take() for block in pair)
 
     def _is_orphan(self) -> bool:
         """Return whether the driver has closed the connection, or is gone."""
@@ -246,13 +246,13 @@ class RayConnection:
         self._killed = 0.0
         # A process on this machine is watched as such, and killed as such where it does not end
         # when Ray asks it to: Ray calls it dead before it has ended.
-        is_here = place.namespace == process_namespace()
-        self._process = os.pidfd_open(place.pid) if is_here else -1
+        is_local = place.namespace == process_namespace()
+        self._process = os.pidfd_open(place.pid) if is_local else -1
 
     def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
         """Have a call run."""
-        told, *kept = self._call.remote(number, payload)
-        spawn(self._answer(told, kept, tell), self._tasks)
+        ref, *blocks = self._call.remote(number, payload)
+        spawn(self._answer(ref, blocks, tell), self._tasks)
 
     def ending(self) -> str | None:
         """Say how the process ended, as far as Ray knows."""
@@ -271,7 +271,7 @@ class RayConnection:
         while not self._has_gone():
             if time.monotonic() > give_up:
                 return False
-            is_overdue = self._killed and time.monotonic() > self._killed + _ASKED_S
+            is_overdue = self._killed and time.monotonic() > self._killed + _EXIT_GRACE_S
             if is_overdue and self._process >= 0:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -296,16 +296,16 @@ class RayConnection:
             return bool(ends.poll(0))
         return self._listener.has_ended.is_set() or self._how is not None
 
-    async def _answer(self, told: Any, kept: Sequence[Any], tell: Callable[[Any], None]) -> None:
+    async def _answer(self, ref: Any, blocks: Sequence[Any], tell: Callable[[Any], None]) -> None:
         exceptions = ray_module().exceptions
         try:
-            outcome = await told
+            outcome = await ref
             if isinstance(outcome, SplitResult):
-                for block, each in zip((outcome.block, outcome.extras), kept, strict=True):
+                for block, each in zip((outcome.block, outcome.extras), blocks, strict=True):
                     if block is not None:
                         block.handle = RayHandle(each, self._listener.role, self._listener.rank)
         except exceptions.RayError as error:
-            for each in kept:  # the same again, which Ray would print
+            for each in blocks:  # the same again, which Ray would print
                 each.future().add_done_callback(lambda future: future.exception())
             if not isinstance(error, exceptions.RayTaskError):
                 self._how = f"died ({_describe(error)})"

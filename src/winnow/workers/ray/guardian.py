@@ -33,8 +33,8 @@ def main() -> None:
     give_up = time.monotonic() + _ATTEMPTS_S
     # A driver that lives on still has Ray's log of itself open.
     find = marked if has_shut_down else belonging_to
-    while (left := find(folder)) and time.monotonic() < give_up:
-        for pid in left:
+    while (pids := find(folder)) and time.monotonic() < give_up:
+        for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -57,12 +57,12 @@ def belonging_to(folder: str) -> list[int]:
 
 
 def _processes(belongs: Callable[[Path], bool]) -> list[int]:
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or another user's
             if belongs(process):
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 def _open(process: Path) -> Iterator[str]:

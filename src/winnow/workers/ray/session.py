@@ -67,7 +67,7 @@ def ray_session(
         cpus: that a private instance says it has; by default all.
         devices: likewise accelerators.
         store_bytes: a private instance's shared memory for what is passed around.
-        temp_dir: holds a private instance's folder of its own.
+        temp_dir: holds a private instance's folder.
         runtime_env: Ray's, for all actors of the connection; folders in it are copied to the nodes.
         has_timeline: have a private instance remember its tasks, for `write_timeline`.
 
@@ -210,29 +210,29 @@ def offers() -> dict[str, Resources]:
 async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
     """Reserve pools, each part on one node, the largest first.
 
-    Ray is told the node of the least room, which keeps parts together; it takes another where that
-    is in use or gone.
+    Ray gets the node of the least room as a hint, which keeps parts together; it takes another
+    where that is in use or gone.
 
     Raises:
         ConfigError: the cluster is too small, or has not enough free within the time.
     """
     from ray.util import placement_group
 
-    left = offers()
-    nodes = list(left.values())
+    spare = offers()
+    nodes = list(spare.values())
     check_room(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
     for pool in sorted(pools, key=lambda pool: _by_size(pool.needs(pool.per_node)), reverse=True):
         slots, part = [pool.needs(1)] * pool.per_node, pool.needs(pool.per_node)
         for _ in range(pool.nodes):
-            room = [node for node, free in left.items() if _fits([part], [free])]
-            node = min(room, key=lambda node: _by_size(left[node]), default=None)
+            room = [node for node, free in spare.items() if _fits([part], [free])]
+            node = min(room, key=lambda node: _by_size(spare[node]), default=None)
             if node is not None:
-                left[node] = {kind: free - part.get(kind, 0) for kind, free in left[node].items()}
-            made = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
-            parts[pool.name].append(made)
+                spare[node] = {kind: free - part.get(kind, 0) for kind, free in spare[node].items()}
+            group = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
+            parts[pool.name].append(group)
     reserved = Reserved(pools, parts)
-    waiting = [part.ready().future() for own in parts.values() for part in own]
+    waiting = [part.ready().future() for groups in parts.values() for part in groups]
     try:
         await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, waiting)), timeout_s)
     except TimeoutError:
@@ -290,7 +290,7 @@ def _amounts(resources: Resources) -> str:
 def _reach(address: str) -> None:
     """Check that somebody listens there: Ray would wait for minutes, then end the process."""
     host, _, port = address.rpartition(":")
-    # The system would take a larger port modulo 2**16, and reach whoever listens there.
+    # The system would take a larger port modulo 2**16, and reach another listener there.
     if not host or not port.isdecimal() or "/" in host or int(port) >= 1 << 16:
         raise ConfigError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
     try:
@@ -337,5 +337,5 @@ def _starting(folder: str | None) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(MARK, None)
-        if is_main:  # Ray has set one of its own
+        if is_main:  # Ray has set another
             signal.signal(signal.SIGTERM, before)
