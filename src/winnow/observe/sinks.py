@@ -122,7 +122,7 @@ class BackgroundSink:
 
     A sink that raises, or takes longer than `tracking.timeout_s` for a call, is dropped with a
     warning. One that is `MOST_WAITING` records behind misses what comes until it has caught up,
-    and the number is reported at the end. `close` waits for at most `tracking.close_s`. Warnings are
+    and the end reports the number. `close` waits for at most `tracking.close_s`. Warnings are
     handed over in `log` and `close`, and so in the caller's thread.
     """
 
