@@ -170,9 +170,9 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
     print_report(
         report, console, {each: _rule(subject.config.reward, each) for each in report.sources}
     )
-    if evaluator.left_out:
+    if evaluator.filtered:
         console.print(
-            f"{evaluator.left_out:,} held-out rows are left out: longer than "
+            f"{evaluator.filtered:,} held-out rows are left out: longer than "
             f"data.max_prompt_tokens={subject.config.data.max_prompt_tokens}",
             markup=False,
         )
@@ -304,7 +304,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
                 for source in sorted({prompt.data_source for prompt in evaluator.prompts})
             },
         },
-        "rows_left_out": evaluator.left_out,
+        "rows_left_out": evaluator.filtered,
         "generated_tokens": evaluator.progress.tokens,
         "seconds": round(seconds, 3),
     }
