@@ -200,7 +200,7 @@ class Browser:
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
         left = [row for row in rows if _KEEPS[self.only](row)]
         if self.search:
-            hits = self.run.found(self.kind, self._step(), self.search)["groups"]
+            hits = self.run.search(self.kind, self._step(), self.search)["groups"]
             left = [row for row in left if str(row["group"]) in hits]
         return sorted(left, key=lambda row: -row["mismatch"]) if self.only == "mismatch" else left
 
@@ -296,7 +296,7 @@ def _run_at(place: str) -> RunPages:
     from winnow.dashboard.pages import RunPages
     from winnow.dashboard.runs import RunSet
 
-    found = RunSet([place]).found()
+    found = RunSet([place]).discover()
     if len(found) != 1:
         names = ", ".join(found) or "none"
         raise WinnowError(f"{place} must be one run's folder, and holds {names}; name one")
