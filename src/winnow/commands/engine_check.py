@@ -121,16 +121,16 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
     Raises:
         ConfigError: it is wrong, or names no model.
     """
-    words = ["trainer/strategy=single", "reward.processes=0", "warm_start=none"]
-    words += [] if model is None else [f"model.path={json.dumps(model)}"]
+    defaults = ["trainer/strategy=single", "reward.processes=0", "warm_start=none"]
+    defaults += [] if model is None else [f"model.path={json.dumps(model)}"]
     is_server = target.startswith(("http://", "https://"))
     if is_server:
-        words += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
-        words += [
+        defaults += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
+        defaults += [
             f"data.max_prompt_tokens={_PROMPT_TOKENS}",
             f"rollout.max_response_tokens={TOKENS}",
         ]
-    config = resolve_recipe(None if is_server else target, [*words, *overrides])
+    config = resolve_recipe(None if is_server else target, [*defaults, *overrides])
     nothing = {"model": NoRewardModel(), "judge": NoJudge()}
     reward = config.reward.model_copy(update=nothing)  # nobody scores
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
@@ -299,7 +299,7 @@ def _binomial_sides(hits: int, count: int, chance: float) -> tuple[float, float]
 
 
 async def _update(engine: Engine, reference: Witness, updated: Witness | None) -> EngineFinding:
-    """Give the engine other weights, and its own again."""
+    """Give the engine other weights, then the original ones again."""
     name = "update"
     if updated is None:
         return EngineFinding(name, "not offered", "give other weights in --update FOLDER")
