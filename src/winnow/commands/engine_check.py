@@ -4,7 +4,7 @@
     engine, or a server of somebody's ─► its log-probs, and tokens it draws ─┴─► findings
 
 The test of what it draws: where a token is drawn from p, the probability of all likelier tokens
-plus a random part of its own is uniform on [0, 1) (the randomised probability integral transform),
+plus a random part of p(token) is uniform on [0, 1) (the randomised probability integral transform),
 for each token independently. So the number of values in each tail is binomial, whatever the
 contexts were. `rank_bias` compares 16 tails with that, each exactly, and multiplies the least
 p-value by 16: an engine that is right is refused with probability `ALPHA` at most.

@@ -399,7 +399,7 @@ class Diagnosis:
 
     Args:
         settings: the resolved recipe as a tree of plain values.
-        records: what is known of the run already.
+        records: the run's records so far.
     """
 
     def __init__(self, settings: Mapping[str, Any], records: Iterable[Record] = ()) -> None:
