@@ -309,7 +309,7 @@ def _keep_rollouts(
     config: Config, folder: RunFolder, decode: Decode, step: int, groups: Sequence[RolloutGroup]
 ) -> None:
     """Write the groups whose life ended in a step, some of them with their text."""
-    folder.require_there()
+    folder.check_exists()
     write_rollouts(
         folder.rollout(step),
         step,

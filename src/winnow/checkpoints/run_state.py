@@ -278,7 +278,7 @@ class RunState:
     def _write(self, manifest: Manifest, snapshot: Snapshot) -> None:
         folder, trainer, began_s = self._folder, self._trainer, time.perf_counter()
         try:
-            folder.require_there()
+            folder.check_exists()
             # A checkpoint refers to these.
             for path in (folder.path, folder.ledger, folder.rollouts, folder.evaluations):
                 with writing(path):

@@ -200,7 +200,7 @@ class Browser:
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
         groups = [row for row in rows if _KEEPS[self.only](row)]
         if self.search:
-            hits = self.run.found(self.kind, self._step(), self.search)["groups"]
+            hits = self.run.search(self.kind, self._step(), self.search)["groups"]
             groups = [row for row in groups if str(row["group"]) in hits]
         return (
             sorted(groups, key=lambda row: -row["mismatch"]) if self.only == "mismatch" else groups
@@ -295,7 +295,7 @@ def _run_at(place: str) -> RunPages:
     from winnow.dashboard.pages import RunPages
     from winnow.dashboard.runs import RunSet
 
-    runs = RunSet([place]).found()
+    runs = RunSet([place]).discover()
     if len(runs) != 1:
         names = ", ".join(runs) or "none"
         raise WinnowError(f"{place} must be one run's folder, and holds {names}; name one")

@@ -4,7 +4,7 @@
     engine, or a server of somebody's ─► its log-probs, and tokens it draws ─┴─► findings
 
 The test of what it draws: where a token is drawn from p, the probability of all likelier tokens
-plus a random part of its own is uniform on [0, 1) (the randomised probability integral transform),
+plus a random part of p(token) is uniform on [0, 1) (the randomised probability integral transform),
 for each token independently. So the number of values in each tail is binomial, whatever the
 contexts were. `rank_bias` compares 16 tails with that, each exactly, and multiplies the least
 p-value by 16: an engine that is right is refused with probability `ALPHA` at most.
@@ -115,16 +115,16 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
     Raises:
         ConfigError: it is wrong, or names no model.
     """
-    words = ["trainer/strategy=single", "reward.processes=0", "warm_start=none"]
-    words += [] if model is None else [f"model.path={json.dumps(model)}"]
+    defaults = ["trainer/strategy=single", "reward.processes=0", "warm_start=none"]
+    defaults += [] if model is None else [f"model.path={json.dumps(model)}"]
     is_server = target.startswith(("http://", "https://"))
     if is_server:
-        words += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
-        words += [
+        defaults += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
+        defaults += [
             f"data.max_prompt_tokens={_PROMPT_TOKENS}",
             f"rollout.max_response_tokens={TOKENS}",
         ]
-    config = resolve_recipe(None if is_server else target, [*words, *overrides])
+    config = resolve_recipe(None if is_server else target, [*defaults, *overrides])
     nothing = {"model": NoRewardModel(), "judge": NoJudge()}
     reward = config.reward.model_copy(update=nothing)  # nobody scores
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
@@ -293,7 +293,7 @@ def _binomial_sides(hits: int, count: int, chance: float) -> tuple[float, float]
 
 
 async def _update(engine: Engine, reference: Witness, updated: Witness | None) -> EngineFinding:
-    """Give the engine other weights, and its own again."""
+    """Give the engine other weights, then the original ones again."""
     name = "update"
     if updated is None:
         return EngineFinding(name, "not offered", "give other weights in --update FOLDER")

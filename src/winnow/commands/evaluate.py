@@ -6,7 +6,7 @@ SIGTERM ends it with nothing written: answers that are finished first are the sh
 figures of a part would flatter.
 
 A run's kind of engine writes the answers, on this machine: the embedded one, or vLLM, which is
-started with the model's folder. Servers belong to whoever started them. Their weights are compared
+started with the model's folder. Servers are run by others. Their weights are compared
 with the model's, and never changed, as a run may be training with them.
 """
 
@@ -112,7 +112,7 @@ class EvalRequest:
     step: int | None = None
     """Step of a run's checkpoint; None is the last."""
     trusts: bool = False
-    """The user trusts whoever made the run."""
+    """The user trusts the run's author."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
     print_report(
         report, console, {each: _rule(subject.config.reward, each) for each in report.sources}
     )
-    if evaluator.left_out:
+    if evaluator.filtered:
         console.print(
-            f"{evaluator.left_out:,} held-out rows are left out: longer than "
+            f"{evaluator.filtered:,} held-out rows are left out: longer than "
             f"data.max_prompt_tokens={subject.config.data.max_prompt_tokens}",
             markup=False,
         )
@@ -205,7 +205,7 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             raise ModelError(str(error).replace("rollout.max_response_tokens", limit)) from error
         if not evaluator.prompts:
             raise DataError(_NO_PROMPTS)
-        _check_not_asked_twice(config.data, evaluator)
+        _check_template_once(config.data, evaluator)
         console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
         for line in (subject.note, *(f"Data: {line}" for line in held_out.layouts)):
             if line:
@@ -261,7 +261,7 @@ async def _names_of_weights(engine: Engine) -> dict[str, str]:
     """Ask servers for the names of their weights, by address; no other engine has any."""
     names = dict[str, str]()
     for url, server in engine.servers.items() if isinstance(engine, HttpEngine) else ():
-        with contextlib.suppress(RemoteError):  # one that tells none takes no new ones either
+        with contextlib.suppress(RemoteError):  # one that reports none takes no new ones either
             names[url] = await server.version()
     return names
 
@@ -304,7 +304,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
                 for source in sorted({prompt.data_source for prompt in evaluator.prompts})
             },
         },
-        "rows_left_out": evaluator.left_out,
+        "rows_left_out": evaluator.filtered,
         "generated_tokens": evaluator.progress.tokens,
         "seconds": round(seconds, 3),
     }
@@ -324,21 +324,21 @@ def _rule(reward: RewardConfig, source: str) -> str:
     with contextlib.suppress(RewardError):
         scorer = None if reward.function.path else Router(reward.scorers).scorer(source)
         if scorer is not None:
-            said, *_ = (scorer.score.__doc__ or "").splitlines()
-            return f"{scorer.name}: {said}"
+            summary, *_ = (scorer.score.__doc__ or "").splitlines()
+            return f"{scorer.name}: {summary}"
     return ""
 
 
 def _title(subject: Subject, evaluator: Evaluator) -> str:
-    asked = subject.config.evaluation
-    how = [f"{len(evaluator.prompts):,} held-out prompts", f"temperature {asked.temperature:g}"]
-    how += [f"top_p {asked.top_p:g}"] if asked.top_p < 1 else []
-    how += [f"top_k {asked.top_k}"] if asked.top_k else []
+    sampling = subject.config.evaluation
+    how = [f"{len(evaluator.prompts):,} held-out prompts", f"temperature {sampling.temperature:g}"]
+    how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
     limit = subject.config.rollout.max_response_tokens
     return f"{subject.title}: {', '.join(how)}, at most {limit:,} tokens"
 
 
-def _check_not_asked_twice(data: DataConfig, evaluator: Evaluator) -> None:
+def _check_template_once(data: DataConfig, evaluator: Evaluator) -> None:
     """Refuse a template around rows that hold its instruction already, as published files do."""
     starts = {text.partition("{prompt}")[0].strip() for text in data.prompt_template.values()}
     for prompt in evaluator.prompts:
@@ -390,15 +390,15 @@ def _as_recipes_ask(config: Config) -> tuple[Config, str]:
     None is put around rows that hold an instruction, and a template of the user's replaces all.
     """
     data, default = config.data, _recipe(DEFAULT_RECIPE, ()).data.prompt_template.items()
-    own = dict(data.prompt_template.items() - default)
-    rows = [] if own else read_rows(data.eval_files, data)
-    told = {row.data_source.lower() for row in rows if without_instruction(row)[1]}
-    templates = own or {name: text for name, text in default if name.lower() not in told}
+    custom = dict(data.prompt_template.items() - default)
+    rows = [] if custom else read_rows(data.eval_files, data)
+    instructed = {row.data_source.lower() for row in rows if without_instruction(row)[1]}
+    templates = custom or {name: text for name, text in default if name.lower() not in instructed}
     data = data.model_copy(update={"prompt_template": templates})
-    known = {name.lower() for name in templates}
-    asked = dict.fromkeys(row.data_source for row in rows if row.data_source.lower() in known)
+    names = {name.lower() for name in templates}
+    sources = dict.fromkeys(row.data_source for row in rows if row.data_source.lower() in names)
     note = "bare questions, asked as Winnow's recipes ask them (data.prompt_template)"
-    note = f"{', '.join(asked)}: {note}" if asked else ""
+    note = f"{', '.join(sources)}: {note}" if sources else ""
     return config.model_copy(update={"data": data}), note
 
 
@@ -419,22 +419,22 @@ def _is_run(path: Path, name: str) -> bool:
     return True
 
 
-def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, given: Path) -> Subject:
-    """Settle the asking of a run's model; the recipe lies in the folder that was given."""
-    recipe, overrides = str(given / CONFIG), request.overrides
-    asks_alone = ["rollout.routing_replay=false"]  # of engines, too, that cannot tell routes
+def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder: Path) -> Subject:
+    """Settle the sampling of a run's model by the recipe in `folder`."""
+    recipe, overrides = str(folder / CONFIG), request.overrides
+    asks_alone = ["rollout.routing_replay=false"]  # of engines, too, that cannot return routes
     if request.recipe is None:
-        config = own = load_recipe(recipe, [*overrides, *asks_alone])
+        config = base = load_recipe(recipe, [*overrides, *asks_alone])
     else:
         # The run says which model and engine, the recipe how to ask it.
-        own = load_recipe(recipe, [*(o for o in overrides if _is_of(o, _OF_RUNS)), *asks_alone])
+        base = load_recipe(recipe, [*(o for o in overrides if _is_of(o, _OF_RUNS)), *asks_alone])
         config = _recipe(request.recipe, [o for o in overrides if not _is_of(o, _OF_RUNS)])
-        rollout = config.rollout.model_copy(update={"engine": own.rollout.engine})
+        rollout = config.rollout.model_copy(update={"engine": base.rollout.engine})
         config = config.model_copy(update={"rollout": rollout})
-    is_told = any(_is_of(override, _OF_RUNS[1:]) for override in overrides)
-    config, note = _writing(_asking(request, config, own.model), is_told)
-    asked = ("rollout.", "data.task.", "reward.") if request.recipe is None else _ENGINE
-    require_trust(run.path, config, overrides, request.trusts, ("model.", *asked))
+    has_servers = any(_is_of(override, _OF_RUNS[1:]) for override in overrides)
+    config, note = _writing(_asking(request, config, base.model), has_servers)
+    prefixes = ("rollout.", "data.task.", "reward.") if request.recipe is None else _ENGINE
+    require_trust(run.path, config, overrides, request.trusts, ("model.", *prefixes))
     name = f"checkpoint-{checkpoint.step}"
     answers, report = _places(request.out, run if run.config.is_file() else None, name)
     title = f"{run.name}, step {checkpoint.step}"
@@ -451,11 +451,11 @@ def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
     files = request.data or config.data.eval_files
     if not files and isinstance(config.data.task, NoTask):
         raise DataError(_NO_PROMPTS)
-    known = config.evaluation.data_set
+    data_set = config.evaluation.data_set
     missing = [f for f in files if "://" not in f and not Path(f).expanduser().exists()]
-    if known is not None and missing and not request.data:
+    if data_set is not None and missing and not request.data:
         raise DataError(
-            f"{missing[0]}: no such file; get it by `winnow data prepare {known}`, or give "
+            f"{missing[0]}: no such file; get it by `winnow data prepare {data_set}`, or give "
             "--data FILE"
         )
     limit = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
@@ -469,18 +469,18 @@ def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
     )
 
 
-def _writing(config: Config, is_told: bool) -> tuple[Config, str]:
+def _writing(config: Config, has_servers: bool) -> tuple[Config, str]:
     """Settle the engine, and leave out all other processes of a run; returns what to say of it.
 
     Args:
-        is_told: the user has named servers for this evaluation.
+        has_servers: the user has named servers for this evaluation.
     """
     engine, note = config.rollout.engine, ""
     if isinstance(engine, TorchEngineConfig):
         engine = engine.model_copy(update={"processes": 0})
     elif isinstance(engine, VllmEngineConfig):
         engine = engine.model_copy(update={"sleep": False})
-    elif isinstance(engine, HttpEngineConfig) and not is_told:
+    elif isinstance(engine, HttpEngineConfig) and not has_servers:
         engine = TorchEngineConfig()
         note = (
             "The run's servers are not asked, as they may hold other weights: the torch engine "

@@ -1,4 +1,4 @@
-"""A run's model as a folder of its own."""
+"""A run's model as a separate folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_export(
 
     Args:
         adapter: write the adapter alone, as a PEFT folder.
-        trusts: the user trusts whoever made the run.
+        trusts: the user trusts the run's author.
         before: called when all is checked and nothing is written.
 
     Raises:

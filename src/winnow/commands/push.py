@@ -111,9 +111,9 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
         for r in records
         if r["step"] <= step
     ]
-    found = [(int(r["step"]), figures) for r, figures in evaluated if figures]
-    if found:
-        (first, before), (last, after) = found[0], found[-1]
+    points = [(int(r["step"]), figures) for r, figures in evaluated if figures]
+    if points:
+        (first, before), (last, after) = points[0], points[-1]
         lines.append(f"\n| Held-out figure | step {first} | step {last} |\n|---|---|---|")
         lines += [f"| {n} | {before.get(n, float('nan')):.4g} | {after[n]:.4g} |" for n in after]
     return "\n".join(lines) + "\n"
@@ -130,7 +130,7 @@ def _reason(error: Exception) -> str:
         return "the hub wants a valid token; set HF_TOKEN, or log in with `hf auth login`"
     if status == 403:
         return "the token may not write there; take one with the right to, or another OWNER/NAME"
-    said = brief(error)
+    message = brief(error)
     if isinstance(error, ValueError) and status is None:
-        return f"{said}; give OWNER/NAME"
-    return f"the hub refuses: {said}" if status else f"the hub cannot be reached: {said}"
+        return f"{message}; give OWNER/NAME"
+    return f"the hub refuses: {message}" if status else f"the hub cannot be reached: {message}"

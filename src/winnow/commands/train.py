@@ -79,7 +79,7 @@ class TrainOptions:
 
 
 def run_training(config: Config, options: TrainOptions) -> int:
-    """Train a recipe, or go on where a run of it was left, and show what came of it.
+    """Train a recipe, or go on where a run of it was left, and show the results.
 
     Returns:
         The exit code: 0, or that of the request which stopped the run.
@@ -262,7 +262,7 @@ def _say(sink: ConsoleSink, line: str) -> None:
 
 @contextlib.contextmanager
 def _logged(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
-    """Keep a log, the error that ends the run in it; yields a stack for what goes on beside."""
+    """Keep a log, the error that ends the run in it; yields a stack for further contexts."""
     with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as stack:
         yield stack
 

@@ -14,7 +14,7 @@ copy, and on a remote URL.
 | pages | the data of each page |
 | planning | a run's recipe on other GPUs: `winnow plan` as a process |
 | service | routes, guard and events |
-| beside | the server as a process beside a run |
+| beside | the server as a process next to a run |
 
 `static/` holds the front end as `make dashboard` builds it from `frontend/`.
 """

@@ -20,7 +20,7 @@ class Alarms:
 
     def __init__(self, files: RunFiles) -> None:
         self._files, self._lock = files, Lock()
-        self._made_of: Any = None
+        self._key: Any = None
         self._rows = 0
         self._diagnosis = Diagnosis({})
 
@@ -38,18 +38,18 @@ class Alarms:
             UnreadableError: the newest answers cannot be read.
         """
         with self._lock:
-            made_of = stamp, columns.beginnings
-            if made_of != self._made_of:
-                self._made_of, self._rows, self._diagnosis = made_of, 0, Diagnosis(settings)
+            key = stamp, columns.beginnings
+            if key != self._key:
+                self._key, self._rows, self._diagnosis = key, 0, Diagnosis(settings)
             for step, record in columns.records(self._rows):
                 self._diagnosis.add(step, record)
                 self._rows += 1
             newest = max(self._files.steps(_ROLLOUTS), default=0)
             steps = max(columns.steps, default=0)
-            found = findings_with_answers(
+            findings = findings_with_answers(
                 self._diagnosis, steps, newest, lambda: self._rows_of(newest)
             )
-            return [asdict(each) for each in found]
+            return [asdict(each) for each in findings]
 
     def _rows_of(self, step: int) -> list[dict[str, Any]]:
         with self._files.parquet(f"{_ROLLOUTS}/step-{step}.parquet") as file:

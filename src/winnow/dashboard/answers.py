@@ -49,8 +49,8 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
         UnreadableError: the file is missing or damaged.
     """
     with files.parquet(name) as file:
-        there = set(file.schema_arrow.names)
-        table = file.read(columns=[each for each in NUMBERS if each in there])
+        available = set(file.schema_arrow.names)
+        table = file.read(columns=[each for each in NUMBERS if each in available])
         require(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
         sampled = _holds(table, "kind", "sampled")
         by = ByGroup(table, sampled if sampled.any() else ~sampled)
@@ -112,8 +112,8 @@ class ByGroup:
 
     def largest(self, values: np.ndarray) -> np.ndarray:
         """Return the largest values, those that are NaN left out; -inf where there is none."""
-        is_there = self._is_counted & ~np.isnan(values[self._order])
-        return self._reduced(np.maximum, values, is_there, -np.inf)
+        is_valid = self._is_counted & ~np.isnan(values[self._order])
+        return self._reduced(np.maximum, values, is_valid, -np.inf)
 
     def firsts(self, column: str) -> list[Any]:
         """Return what the first row of each group has in a column; None where there is none."""
@@ -138,19 +138,19 @@ def search(files: RunFiles, name: str, text: str) -> dict[str, Any]:
     Raises:
         UnreadableError: the file is missing or damaged.
     """
-    found: dict[str, list[str]] = {}
-    kept = 0
+    groups: dict[str, list[str]] = {}
+    with_text = 0
     with files.parquet(name) as file:
         for part in range(file.num_row_groups):
             table = file.read_row_group(part, ["group", "answer", "kind", *_TEXTS])
-            kept += len(table) - table["response"].null_count
+            with_text += len(table) - table["response"].null_count
             hits = [
                 pc.fill_null(pc.match_substring(table[each], text, ignore_case=True), False)
                 for each in _TEXTS
             ]
             for row in table.drop_columns(_TEXTS).filter(pc.or_(*hits)).to_pylist():
-                found.setdefault(str(row["group"]), []).append(f"{row['kind'][0]}{row['answer']}")
-    return {"groups": found, "kept": kept}
+                groups.setdefault(str(row["group"]), []).append(f"{row['kind'][0]}{row['answer']}")
+    return {"groups": groups, "kept": with_text}
 
 
 def group_answers(
@@ -179,11 +179,11 @@ def every_answer(files: RunFiles, name: str, groups: Collection[int]) -> Iterato
     Raises:
         UnreadableError: the file is missing or damaged, or has none of them.
     """
-    wanted, count = pa.array(sorted(groups), pa.int64()), 0
+    ids, count = pa.array(sorted(groups), pa.int64()), 0
     with files.parquet(name) as file:
         for part in range(file.num_row_groups):
             table = file.read_row_group(part)
-            rows = table.filter(pc.is_in(table["group"], wanted)).to_pylist()
+            rows = table.filter(pc.is_in(table["group"], ids)).to_pylist()
             count += len(rows)
             yield from rows
     if groups and not count:
@@ -229,7 +229,7 @@ class Pieces:
         text = content.decode("utf-8")
         try:
             self._tokenizer: Any = Tokenizer.from_str(text)
-        except Exception as error:  # the library has no class of its own
+        except Exception as error:  # the library has no error class
             raise ValueError(str(error)) from error
         added = json.loads(text).get("added_tokens") or ()
         self._special = {each["id"] for each in added if each.get("special")}
@@ -241,11 +241,11 @@ class Pieces:
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def _is_known(self, token: int) -> bool:
+    def _has_token(self, token: int) -> bool:
         return 0 <= token < 1 << 32 and self._tokenizer.id_to_token(token) is not None
 
     def _text_of(self, token: int) -> str:
-        if not self._is_known(token):
+        if not self._has_token(token):
             return f"[{token}]"
         text = self._decode([*self._anchor, token])
         return text.removeprefix(self._before) if text.startswith(self._before) else text
@@ -267,7 +267,7 @@ class Pieces:
                     start = None
             else:
                 start = None
-        is_special = [each in self._special or not self._is_known(each) for each in ids]
+        is_special = [each in self._special or not self._has_token(each) for each in ids]
         return {"texts": texts, "special": np.flatnonzero(is_special).tolist()}
 
 
@@ -293,5 +293,5 @@ def _holds(table: pa.Table, column: str, text: str | None) -> np.ndarray:
     """Tell for each row if a column holds a text; None: nothing."""
     if column not in table.column_names:
         return np.full(len(table), text is None)
-    found = table[column].is_null() if text is None else pc.equal(table[column], text)
-    return np.asarray(pc.fill_null(found, False))
+    mask = table[column].is_null() if text is None else pc.equal(table[column], text)
+    return np.asarray(pc.fill_null(mask, False))

@@ -1,4 +1,4 @@
-"""The dashboard as a process of its own beside a run: it slows none, and ends with it."""
+"""The dashboard as a child process of a run: it slows none, and ends with it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _NICENESS = 10
 
 @contextmanager
 def serve_dashboard(folder: Path) -> Iterator[str]:
-    """Serve the runs beside a run's folder while the block runs; yields a line with the address.
+    """Serve the runs next to a run's folder while the block runs; yields a line with the address.
 
-    A dashboard that cannot be started is told in that line and stops nothing.
+    A dashboard that cannot be started is reported in that line and stops nothing.
     """
     try:
         listener = _listener()
         with closing(listener):
-            words = ["dashboard", str(folder.parent), "--beside", str(listener.fileno())]
+            arguments = ["dashboard", str(folder.parent), "--beside", str(listener.fileno())]
             process = subprocess.Popen(
-                [sys.executable, "-m", "winnow.cli.main", *words],
+                [sys.executable, "-m", "winnow.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

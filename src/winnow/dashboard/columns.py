@@ -72,15 +72,15 @@ class MetricsColumns:
             if size == self._offset == 0:
                 return
             content = self._files.read(METRICS_FILE, before, size) if size > before else b""
-            known = self._offset - before
-            if size < self._offset or content[:known] != self._proof:
+            seen = self._offset - before
+            if size < self._offset or content[:seen] != self._proof:
                 self._forget()
-                content, known = self._files.read(METRICS_FILE, 0, size), 0
-            lines, newline, _ = content[known:].rpartition(b"\n")
+                content, seen = self._files.read(METRICS_FILE, 0, size), 0
+            lines, newline, _ = content[seen:].rpartition(b"\n")
             if newline:
                 self._add(lines.split(b"\n"))
                 self._offset += len(lines) + 1
-                self._proof = content[: known + len(lines) + 1][-_PROOF_BYTES:]
+                self._proof = content[: seen + len(lines) + 1][-_PROOF_BYTES:]
 
     def _add(self, lines: Iterable[bytes]) -> None:
         for line in lines:
@@ -178,11 +178,11 @@ class MetricsColumns:
         if how in ("max", "min"):
             extreme = np.fmax if how == "max" else np.fmin
             return map(float, extreme.reduceat(values, starts))
-        is_there = ~np.isnan(values)
+        is_valid = ~np.isnan(values)
         weights = np.array(self.column(how), float)
-        weights = np.where(is_there, np.where(weights > 0, weights, 1.0), 0.0)
+        weights = np.where(is_valid, np.where(weights > 0, weights, 1.0), 0.0)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            totals = np.add.reduceat(np.where(is_there, values * weights, 0.0), starts)
+            totals = np.add.reduceat(np.where(is_valid, values * weights, 0.0), starts)
             # A point without any value divides by 0, and is none.
             divisor = (np.logical_or if how == "sum" else np.add).reduceat(weights, starts)
             return map(float, totals / divisor)

@@ -58,7 +58,7 @@ class AnswerIndex:
     def __init__(self, files: RunFiles, folder: str, longest: int) -> None:
         self._files, self._folder, self.longest = files, folder, longest
         self._lock = Lock()
-        self._known: dict[int, tuple[str, StepDigest | None]] = {}
+        self._digests: dict[int, tuple[str, StepDigest | None]] = {}
         self._thread: Thread | None = None
         self.problems: dict[int, str] = {}
         """Steps whose file could not be read, and why."""
@@ -71,13 +71,13 @@ class AnswerIndex:
         Raises:
             UnreadableError: the folder cannot be listed.
         """
-        there = {step: each.stamp for step, each in self._files.steps(self._folder).items()}
+        stamps = {step: each.stamp for step, each in self._files.steps(self._folder).items()}
         with self._lock:
-            for step in [s for s in self._known if s not in there]:  # a resumed run did it again
-                del self._known[step]
+            for step in [s for s in self._digests if s not in stamps]:  # a resumed run did it again
+                del self._digests[step]
                 self.problems.pop(step, None)
-            todo = {s: stamp for s, stamp in there.items()
-                    if self._known.get(s, ("", None))[0] != stamp}  # fmt: skip
+            todo = {s: stamp for s, stamp in stamps.items()
+                    if self._digests.get(s, ("", None))[0] != stamp}  # fmt: skip
             is_new = bool(todo) and (self._thread is None or not self._thread.is_alive())
             if is_new:
                 self._thread = Thread(target=self._read, args=(todo,), daemon=True)
@@ -86,8 +86,8 @@ class AnswerIndex:
         if is_new and thread is not None:
             thread.join(_FIRST_LOOK_S)
         with self._lock:
-            found = {step: digest for step, (_, digest) in sorted(self._known.items()) if digest}
-            return found, len(there), there.keys() <= self._known.keys()
+            digests = {s: digest for s, (_, digest) in sorted(self._digests.items()) if digest}
+            return digests, len(stamps), stamps.keys() <= self._digests.keys()
 
     def _read(self, todo: Mapping[int, str]) -> None:
         # The newest first: they are what is looked at.
@@ -99,12 +99,12 @@ class AnswerIndex:
             except UnreadableError as error:
                 self.problems[step] = str(error)
             with self._lock:
-                self._known[step] = stamp, digest
+                self._digests[step] = stamp, digest
 
     def _digest(self, name: str) -> StepDigest:
         with self._files.parquet(name) as file:
-            there = set(file.schema_arrow.names)
-            table = file.read(columns=[each for each in _COLUMNS if each in there])
+            available = set(file.schema_arrow.names)
+            table = file.read(columns=[each for each in _COLUMNS if each in available])
             require(table, name, *_COLUMNS)
             is_sampled = pc.equal(table["kind"], "sampled")
             if pc.any(is_sampled).as_py():
@@ -135,8 +135,8 @@ def _digest_of(table: pa.Table, longest: int) -> StepDigest:
 
 
 def follow(digests: Mapping[int, StepDigest], prompt_uid: str) -> list[dict[str, Any]]:
-    """List what became of one prompt: a row for each group that was made of it."""
-    wanted = hash(prompt_uid)
+    """List the outcomes of one prompt: a row for each group that was made of it."""
+    uid_hash = hash(prompt_uid)
     return [
         {
             "step": step,
@@ -147,5 +147,5 @@ def follow(digests: Mapping[int, StepDigest], prompt_uid: str) -> list[dict[str,
             "length": short(float(digest.length[at])),
         }
         for step, digest in digests.items()
-        for at in np.flatnonzero(digest.prompts == wanted)
+        for at in np.flatnonzero(digest.prompts == uid_hash)
     ]

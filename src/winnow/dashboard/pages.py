@@ -54,14 +54,14 @@ class Newest:
 
     def __init__(self) -> None:
         self._lock = RLock()  # one may be made of another
-        self._held: dict[str, tuple[str, Any]] = {}
+        self._values: dict[str, tuple[str, Any]] = {}
 
     def get(self, name: str, stamp: str, make: Callable[[], T]) -> T:
         """Return the value under a name; `stamp` changes with what it is made of."""
         with self._lock:
-            if name not in self._held or self._held[name][0] != stamp:
-                self._held[name] = stamp, make()
-            value: T = self._held[name][1]
+            if name not in self._values or self._values[name][0] != stamp:
+                self._values[name] = stamp, make()
+            value: T = self._values[name][1]
         return value
 
 
@@ -102,10 +102,10 @@ class RunPages:
         return self._newest.get("flat", stamp, make)
 
     def _tree(self, stamp: str) -> dict[str, Any]:
-        found = self._newest.get(CONFIG, stamp, self._read_config)
-        if isinstance(found, str):
-            raise UnreadableError(found)
-        return found
+        tree = self._newest.get(CONFIG, stamp, self._read_config)
+        if isinstance(tree, str):
+            raise UnreadableError(tree)
+        return tree
 
     def summary(self) -> dict[str, Any]:
         """Return a row of the list of runs, from the last line of metrics.jsonl alone.
@@ -166,7 +166,7 @@ class RunPages:
         """
         return answers.group_table(self.files, self.answers_file(kind, step))
 
-    def found(self, kind: str, step: int, text: str) -> dict[str, Any]:
+    def search(self, kind: str, step: int, text: str) -> dict[str, Any]:
         """Search the texts of a step.
 
         Raises:
@@ -187,8 +187,8 @@ class RunPages:
             pieces, why = None, str(error)
         name = self.answers_file(kind, step)
         with self.files.reading(name):
-            found = answers.group_answers(self.files, name, group, pieces)
-        return {"answers": found, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
+            rows = answers.group_answers(self.files, name, group, pieces)
+        return {"answers": rows, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
 
     def prompt(self, kind: str, prompt_uid: str) -> dict[str, Any]:
         """Follow a prompt over the steps that are read so far.
@@ -282,12 +282,12 @@ class RunPages:
                 self._timeline.refresh(root[TRACE].size)
                 starts = self._timeline.starts
         names = [*(name for name in self.files.entries("checkpoints") if name.startswith("step-"))]
-        kept = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
-        machine = self._manifest(kept[-1]).get("machine") if kept else None
+        saved = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+        machine = self._manifest(saved[-1]).get("machine") if saved else None
         return {
             "processes": list(_processes(tree, self.config())),
             "starts": starts,
-            "checkpoints": kept,
+            "checkpoints": saved,
             "machine": machine if isinstance(machine, dict) else {},
             "log": log_lines(self.files, root.get(LOG)),
             "problems": self.columns().problems,
@@ -300,8 +300,8 @@ class RunPages:
             with self.files.reading(name):
                 return json.loads(self.files.read(name), parse_constant=str)
 
-        found = self._newest.get("manifest", name, make)
-        return found if isinstance(found, dict) else {}
+        manifest = self._newest.get("manifest", name, make)
+        return manifest if isinstance(manifest, dict) else {}
 
     def _read_config(self) -> dict[str, Any] | str:
         """Read the recipe; returns what is wrong with one that is none, which is kept as well."""
@@ -333,12 +333,12 @@ class RunPages:
         if TOKENIZER in root:
             name, stamp = TOKENIZER, root[TOKENIZER].stamp
         else:  # a run of an older winnow
-            kept = [n for n in self.files.entries("checkpoints") if n.startswith("step-")]
-            if not kept:
+            saved = [n for n in self.files.entries("checkpoints") if n.startswith("step-")]
+            if not saved:
                 raise UnreadableError(
                     f"{self.files.name} has no {TOKENIZER}, so texts are shown without their tokens"
                 )
-            name = stamp = f"checkpoints/{max(kept, key=len)}/model/{TOKENIZER}"
+            name = stamp = f"checkpoints/{max(saved, key=len)}/model/{TOKENIZER}"
 
         def make() -> answers.Pieces:
             try:
@@ -368,14 +368,14 @@ class Pages:
         Raises:
             UnreadableError: a place cannot be listed.
         """
-        found = self.runs.found()
+        runs = self.runs.discover()
         with self._lock:
             before = self._readers
             self._readers = {
                 name: before[name]
                 if name in before and before[name].files is files
                 else RunPages(files)
-                for name, files in found.items()
+                for name, files in runs.items()
             }
             return self._readers
 
@@ -386,11 +386,11 @@ class Pages:
             GoneError: there is no such run.
         """
         everything = self.all()
-        wanted = list(names)
-        for name in wanted:
+        requested = list(names)
+        for name in requested:
             if name not in everything:
                 raise GoneError(f"there is no run {name} (any more); choose another one")
-        return [everything[name] for name in wanted]
+        return [everything[name] for name in requested]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each run; one that cannot be read has a line that says why."""
@@ -407,7 +407,7 @@ class Pages:
         """Return a text for each run that changes when its folder does."""
         return {
             name: " ".join(f"{key}:{each.stamp}" for key, each in sorted(files.entries().items()))
-            for name, files in self.runs.found().items()
+            for name, files in self.runs.discover().items()
         }
 
     def curves(self, names: Sequence[str], figures: Sequence[str]) -> dict[str, Any]:
@@ -433,11 +433,11 @@ class Pages:
             GoneError: there is no such run.
             UnreadableError: a config.yaml is damaged.
         """
-        left, right = (reader.config() for reader in self.of((a, b)))
+        config_a, config_b = (reader.config() for reader in self.of((a, b)))
         return [
-            {"key": key, "a": left.get(key), "b": right.get(key)}
-            for key in dict.fromkeys([*left, *right])
-            if left.get(key) != right.get(key)
+            {"key": key, "a": config_a.get(key), "b": config_b.get(key)}
+            for key in dict.fromkeys([*config_a, *config_b])
+            if config_a.get(key) != config_b.get(key)
         ]
 
     def comparison(self, a: str, b: str, step: int | None) -> dict[str, Any]:
@@ -452,14 +452,14 @@ class Pages:
             WinnowError: a file is damaged, or they answered different problems.
         """
         readers = self.of((a, b))
-        there = [reader.files.steps(KINDS["held_out"]) for reader in readers]
-        common = sorted(set(there[0]) & set(there[1]))
+        entries = [reader.files.steps(KINDS["held_out"]) for reader in readers]
+        common = sorted(set(entries[0]) & set(entries[1]))
         if not common:
             return {"step": None, "steps": [], "sources": {}, "notes": [], "verdict": None}
         step = step if step in common else common[-1]
-        stamp = " ".join(each[step].stamp for each in there)
-        found = self._newest.get(f"{a}\n{b}\n{step}", stamp, lambda: _compared(readers, step))
-        return {"step": step, "steps": common, **found}
+        stamp = " ".join(each[step].stamp for each in entries)
+        figures = self._newest.get(f"{a}\n{b}\n{step}", stamp, lambda: _compared(readers, step))
+        return {"step": step, "steps": common, **figures}
 
 
 def first_shown(rows: Iterable[Mapping[str, Any]]) -> str | None:

@@ -39,7 +39,7 @@ class Entry:
     """Its time of change, or another text that changes with its content."""
     is_folder: bool
     changed_s: float | None
-    """Seconds since 1970 of the last change, where the file system tells."""
+    """Seconds since 1970 of the last change, where the file system has it."""
 
 
 ABSENT = Entry(0, "", False, None)
@@ -75,13 +75,13 @@ class RunFiles:
         """
         # A local folder has another time when a file in it is new, gone or replaced.
         stamp = self.entries().get(folder, ABSENT).stamp if self.is_local else ""
-        known = self._steps.get(folder)
-        if known is None or not stamp or known[0] != stamp:
+        cached = self._steps.get(folder)
+        if cached is None or not stamp or cached[0] != stamp:
             entries = self.entries(folder).items()
-            found = ((STEP_FILE.fullmatch(name), each) for name, each in entries)
-            listed = dict(sorted((int(match[1]), each) for match, each in found if match))
-            known = self._steps[folder] = stamp, listed
-        return known[1]
+            matches = ((STEP_FILE.fullmatch(name), each) for name, each in entries)
+            listed = dict(sorted((int(match[1]), each) for match, each in matches if match))
+            cached = self._steps[folder] = stamp, listed
+        return cached[1]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read the bytes [start, end) of a file.
@@ -120,7 +120,7 @@ class RunFiles:
             raise UnreadableError(f"{self.name} has no {name} yet, or no longer") from error
         except WinnowError:
             raise
-        # Each file system has errors of its own, and a file may hold anything.
+        # Each file system has its own errors, and a file may hold anything.
         except (Exception, pa.ArrowException) as error:
             raise UnreadableError(f"cannot read {name} of {self.name}: {_reason(error)}") from error
 
@@ -137,7 +137,7 @@ class RunSet:
 
     def __init__(self, places: Sequence[str]) -> None:
         self._places = [_place(each) for each in places]
-        self._known: dict[str, RunFiles] = {}
+        self._runs: dict[str, RunFiles] = {}
         self._lock = Lock()  # several pages ask at once
 
     @property
@@ -145,7 +145,7 @@ class RunSet:
         """True if every place lies on this machine's file systems."""
         return all(_is_local(system) for system, _ in self._places)
 
-    def found(self) -> dict[str, RunFiles]:
+    def discover(self) -> dict[str, RunFiles]:
         """Find the runs, by name.
 
         Raises:
@@ -155,44 +155,44 @@ class RunSet:
             roots = {
                 root: system
                 for system, path in self._places
-                for root in _roots(system, path, self._known)
+                for root in _roots(system, path, self._runs)
             }
-            for root in self._known.keys() - roots.keys():
-                del self._known[root]
-            taken = {each.name for each in self._known.values()}
+            for root in self._runs.keys() - roots.keys():
+                del self._runs[root]
+            taken = {each.name for each in self._runs.values()}
             for root, system in roots.items():
-                if root not in self._known:
+                if root not in self._runs:
                     name = _free(PurePosixPath(root).name, taken)
                     taken.add(name)
-                    self._known[root] = RunFiles(system, root, name)
-            return {self._known[root].name: self._known[root] for root in roots}
+                    self._runs[root] = RunFiles(system, root, name)
+            return {self._runs[root].name: self._runs[root] for root in roots}
 
 
 def _place(place: str) -> tuple[Any, str]:
     try:
         system, path = fsspec.core.url_to_fs(place)
         path = str(path).rstrip("/")
-        is_there = system.exists(path)
-    except Exception as error:  # each file system has errors of its own
+        exists = system.exists(path)
+    except Exception as error:  # each file system has its own errors
         raise UnreadableError(f"{place} cannot be looked at: {_reason(error)}") from error
-    if not is_there:
+    if not exists:
         raise UnreadableError(
             f"{place} is not there; name a run's folder, a folder of runs, or the URL of one"
         )
     return system, path
 
 
-def _roots(system: Any, path: str, known: Container[str]) -> Iterator[str]:
-    found = _entries(system, path)
-    if CONFIG in found:
+def _roots(system: Any, path: str, cached: Container[str]) -> Iterator[str]:
+    entries = _entries(system, path)
+    if CONFIG in entries:
         yield path
         return
-    for name, entry in sorted(found.items()):
+    for name, entry in sorted(entries.items()):
         if entry.is_folder and not name.startswith("."):
             root = f"{path}/{name}"
             with suppress(OSError):
                 # Of a known one the folder's entry is enough: elsewhere each question is a request.
-                if (root in known and not _is_local(system)) or system.exists(f"{root}/{CONFIG}"):
+                if (root in cached and not _is_local(system)) or system.exists(f"{root}/{CONFIG}"):
                     yield root
 
 
@@ -203,7 +203,7 @@ def _entries(system: Any, path: str) -> dict[str, Entry]:
         listed = system.ls(path, detail=True, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # each file system has its own errors
         raise UnreadableError(f"cannot list {path}: {_reason(error)}") from error
     return {PurePosixPath(each["name"]).name: _entry(each) for each in listed}
 

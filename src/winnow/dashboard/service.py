@@ -86,7 +86,7 @@ class Dashboard:
             ),
             "run/steps": lambda ask: run(ask).steps(),
             "run/groups": lambda ask: run(ask).groups(ask.text("kind"), ask.must("step")),
-            "run/search": lambda ask: run(ask).found(
+            "run/search": lambda ask: run(ask).search(
                 ask.text("kind"), ask.must("step"), ask.text("q")
             ),
             "run/group": lambda ask: run(ask).group(
@@ -159,9 +159,9 @@ class Dashboard:
             except WinnowError as error:
                 yield f"event: problem\ndata: {json.dumps(str(error))}\n\n"
             else:
-                known = now if seen is None else seen
-                changed = [name for name in now if known.get(name) != now[name]]
-                gone = [name for name in known if name not in now]
+                previous = now if seen is None else seen
+                changed = [name for name in now if previous.get(name) != now[name]]
+                gone = [name for name in previous if name not in now]
                 quiet_s += pause_s
                 if seen is None or changed or gone or quiet_s > _HEARTBEAT_S:
                     yield f"data: {json.dumps({'changed': changed, 'gone': gone})}\n\n"
@@ -184,24 +184,24 @@ class _Query:
     """The words after `?` of a request."""
 
     def __init__(self, request: Request) -> None:
-        self._words = request.query_params
+        self._params = request.query_params
 
     def text(self, name: str) -> str:
-        if name not in self._words:
+        if name not in self._params:
             raise WinnowError(f"{name} is missing in the address")
-        return str(self._words[name])
+        return str(self._params[name])
 
     def names(self, name: str) -> list[str]:
-        return [each for each in dict.fromkeys(self._words.getlist(name)) if each]
+        return [each for each in dict.fromkeys(self._params.getlist(name)) if each]
 
     def number(self, name: str) -> int | None:
-        given = self._words.get(name, "")
-        if not given:
+        value = self._params.get(name, "")
+        if not value:
             return None
         try:
-            return int(given)
+            return int(value)
         except ValueError:
-            raise WinnowError(f"{name} must be a whole number, got {given[:40]}") from None
+            raise WinnowError(f"{name} must be a whole number, got {value[:40]}") from None
 
     def must(self, name: str) -> int:
         number = self.number(name)
@@ -262,8 +262,8 @@ class _Guard:
                 return None
             return _json({"error": "without a token the dashboard is asked as localhost alone; "
                           "start it with --token-env"}, 421)  # fmt: skip
-        given = request.query_params.get("token")
-        if given is not None and request.url.path == "/" and self._is_token(given):
+        token = request.query_params.get("token")
+        if token is not None and request.url.path == "/" and self._is_token(token):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
             return answer
@@ -273,12 +273,12 @@ class _Guard:
             return None
         if request.url.path.startswith("/api/"):
             return _json({"error": "the token is missing or wrong"}, 401)
-        wrong = "" if given is None else "<p>That is not the token.</p>"
+        wrong = "" if token is None else "<p>That is not the token.</p>"
         return HTMLResponse(_ASK.format(wrong=wrong), 401)
 
-    def _is_token(self, given: str) -> bool:
+    def _is_token(self, token: str) -> bool:
         return self._token is not None and hmac.compare_digest(
-            given.strip().encode(), self._token.encode()
+            token.strip().encode(), self._token.encode()
         )
 
 

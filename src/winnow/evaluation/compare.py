@@ -93,11 +93,11 @@ def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
     Args:
         seed: seed of the random sign patterns.
     """
-    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    assert left.shape == right.shape != (0,), "paired: two equally long lists, not empty"
-    d = right - left
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    assert x.shape == y.shape != (0,), "paired: two equally long lists, not empty"
+    d = y - x
     d[np.abs(d) < _CLOSE] = 0.0  # such as 0.1 + 0.2 against 0.3
-    mean_a, mean_b, count = float(left.mean()), float(right.mean()), d.size
+    mean_a, mean_b, count = float(x.mean()), float(y.mean()), d.size
     difference, error, low, high, p_t = mean_b - mean_a, math.nan, -1.0, 1.0, 1.0
     if count > 1:
         error = float(d.std(ddof=1) / math.sqrt(count))
@@ -147,7 +147,7 @@ class Answers:
     means: Mapping[str, float]
     """Mean accuracies of a problem's answers."""
     settings: Mapping[str, Any]
-    """Settings of sampling and scoring; empty where no report lies beside the file."""
+    """Settings of sampling and scoring; empty where no report lies next to the file."""
     failed: int = 0
     """Answers whose scoring failed; they count as wrong."""
 
@@ -174,12 +174,12 @@ def run_comparison(a: str, b: str, as_json: bool, console: Console) -> Compariso
     Raises:
         WinnowError: one of them is missing or damaged, or they are of different problems.
     """
-    found = compare(read_answers(a), read_answers(b))
+    comparison = compare(read_answers(a), read_answers(b))
     if as_json:
-        print(json.dumps(figures_of(found), ensure_ascii=False, indent=2))
+        print(json.dumps(figures_of(comparison), ensure_ascii=False, indent=2))
     else:
-        _print(found, console)
-    return found
+        _print(comparison, console)
+    return comparison
 
 
 def compare(a: Answers, b: Answers) -> Comparison:
@@ -249,14 +249,14 @@ def _file(path: str) -> Path:
             f"{place} holds no evaluation (no {ANSWERS}) and is no run's folder; "
             f"give a folder that winnow eval wrote, its {ANSWERS}, or runs/NAME"
         )
-    found = [
+    candidates = [
         (int(match[2]), match[1] == "checkpoint", file)
         for file in RunFolder.open(place).evaluations.glob("*.parquet")
         if (match := _OF_STEP.fullmatch(file.name))
     ]
-    if not found:
+    if not candidates:
         raise WinnowError(f"{place} has no evaluation yet; make one: winnow eval {place}")
-    return max(found)[2]
+    return max(candidates)[2]
 
 
 def _settings(file: Path) -> Mapping[str, Any]:
@@ -274,13 +274,13 @@ def _paired(a: Answers, b: Answers, problems: Sequence[str]) -> Paired:
     return paired([a.means[each] for each in problems], [b.means[each] for each in problems])
 
 
-def _print(found: Comparison, console: Console) -> None:
+def _print(compared: Comparison, console: Console) -> None:
     console.print()
-    for name, answers in (("A", found.a), ("B", found.b)):
+    for name, answers in (("A", compared.a), ("B", compared.b)):
         console.print(Text(printable(f"{name}  {answers.file}")), soft_wrap=True)
     console.print()
     table = figure_table("A", "B", "B - A", "95 %", "p", "won/tied/lost")
-    rows = {**found.sources, **({ALL: found.everything} if found.everything else {})}
+    rows = {**compared.sources, **({ALL: compared.everything} if compared.everything else {})}
     for label, pair in rows.items():
         table.add_row(
             Text(printable(label)),
@@ -292,14 +292,14 @@ def _print(found: Comparison, console: Console) -> None:
             f"{pair.won}/{pair.tied}/{pair.lost}",
         )
     print_table(table, console)
-    for line in [*notes(found), verdict(found.deciding)]:
+    for line in [*notes(compared), verdict(compared.deciding)]:
         console.print(Text(printable(line)), width=min(WIDTH, console.width))
 
 
-def notes(found: Comparison) -> list[str]:
+def notes(compared: Comparison) -> list[str]:
     """List the reasons why the comparison shows less than it seems."""
     lines = []
-    for name, mine, other in (("A", found.a, found.b), ("B", found.b, found.a)):
+    for name, mine, other in (("A", compared.a, compared.b), ("B", compared.b, compared.a)):
         alone = len([problem for problem in mine.sources if problem not in other.sources])
         if alone:
             lines.append(f"{alone:,} problems of {name} alone are left out.")
@@ -307,11 +307,11 @@ def notes(found: Comparison) -> list[str]:
             lines.append(
                 f"Scoring failed for {mine.failed:,} answers of {name}, which count as wrong."
             )
-    for key in found.a.settings.keys() & found.b.settings.keys() - {"seed"}:
-        left, right = found.a.settings[key], found.b.settings[key]
-        if left != right:
+    for key in compared.a.settings.keys() & compared.b.settings.keys() - {"seed"}:
+        value_a, value_b = compared.a.settings[key], compared.b.settings[key]
+        if value_a != value_b:
             how = "scored" if key.startswith(SCORED) else "asked"
-            what = f"{key.removeprefix(SCORED)} is {left} in A, {right} in B"
+            what = f"{key.removeprefix(SCORED)} is {value_a} in A, {value_b} in B"
             lines.append(f"They were {how} in different ways: {what}.")
     return sorted(lines)
 
@@ -348,16 +348,16 @@ def _p(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def figures_of(found: Comparison) -> dict[str, Any]:
+def figures_of(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as plain values, as `winnow compare --json` prints it."""
     return {
-        "a": str(found.a.file),
-        "b": str(found.b.file),
-        "shared_problems": found.deciding.problems,
-        "sources": {source: _figures(pair) for source, pair in found.sources.items()},
-        **({"all": _figures(found.everything)} if found.everything else {}),
-        "notes": notes(found),
-        "verdict": verdict(found.deciding),
+        "a": str(comparison.a.file),
+        "b": str(comparison.b.file),
+        "shared_problems": comparison.deciding.problems,
+        "sources": {source: _figures(pair) for source, pair in comparison.sources.items()},
+        **({"all": _figures(comparison.everything)} if comparison.everything else {}),
+        "notes": notes(comparison),
+        "verdict": verdict(comparison.deciding),
     }
 
 

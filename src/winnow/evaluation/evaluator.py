@@ -32,7 +32,7 @@ from winnow.types import Answer, Group, Prompt, Trajectory
 
 _SEED_STREAM = 0x0E7A1
 SCORES_CASES = "passed_share"
-"""A metric of scorers whose `pred` tells of an answer's tests, not what the answer says."""
+"""A metric of scorers whose `pred` is about an answer's tests, not what the answer says."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Evaluated:
     def record(self) -> dict[str, Number]:
         """Compute the figures `eval/SOURCE/…` of a step's record."""
         metrics = Metrics()
-        for source, found in summarise(self.problems, self.seed).items():
+        for source, summary in summarise(self.problems, self.seed).items():
             name = f"{EVAL}{source}"
-            for figure, estimate in found.figures.items():
+            for figure, estimate in summary.figures.items():
                 metrics.last(f"{name}/{figure}", estimate.mean)
-            metrics.last(f"{name}/avg@{found.answers}_se", found.average.standard_error)
-            metrics.last(f"{name}/prompts", len(found.prompts))
-            if found.greedy is not None:
-                metrics.last(f"{name}/greedy", found.greedy.mean)
-                metrics.last(f"{name}/greedy_se", found.greedy.standard_error)
-            for prompt in found.prompts:
+            metrics.last(f"{name}/avg@{summary.answers}_se", summary.average.standard_error)
+            metrics.last(f"{name}/prompts", len(summary.prompts))
+            if summary.greedy is not None:
+                metrics.last(f"{name}/greedy", summary.greedy.mean)
+                metrics.last(f"{name}/greedy_se", summary.greedy.standard_error)
+            for prompt in summary.prompts:
                 metrics.mean_of(f"{name}/length", sum(prompt.tokens), len(prompt.tokens))
                 metrics.mean_of(f"{name}/truncated", sum(prompt.truncated), len(prompt.truncated))
                 if prompt.parsed is not None:
@@ -62,23 +62,23 @@ class Evaluated:
                 for part, value in chain.from_iterable(parts.items() for parts in prompt.parts):
                     if part != TASK:  # whose mean says what the accuracy does
                         metrics.mean(f"{name}/part_{part}", value)
-                for figure, values in {"": prompt.accuracies, **_own_numbers(prompt)}.items():
-                    drawn = values[: found.answers]  # of rows that ask the same there are more
-                    metrics.mean(f"{name}/{figure}best@{found.answers}", max(drawn))
-                    metrics.mean(f"{name}/{figure}worst@{found.answers}", min(drawn))
+                for figure, values in {"": prompt.accuracies, **_extra_numbers(prompt)}.items():
+                    drawn = values[: summary.answers]  # of rows that ask the same there are more
+                    metrics.mean(f"{name}/{figure}best@{summary.answers}", max(drawn))
+                    metrics.mean(f"{name}/{figure}worst@{summary.answers}", min(drawn))
                     if figure:
                         metrics.mean_of(f"{name}/{figure}mean", sum(values), len(values))
         return metrics.record()
 
 
-def _own_numbers(prompt: PromptAnswers) -> dict[str, Sequence[float]]:
-    """List the numbers that the scorer said of the answers beside the score, by `own_NAME_`."""
-    found: dict[str, Sequence[float]] = {}
+def _extra_numbers(prompt: PromptAnswers) -> dict[str, Sequence[float]]:
+    """List the numbers that the scorer returned besides the score, by `own_NAME_`."""
+    columns: dict[str, Sequence[float]] = {}
     for key in dict.fromkeys(chain.from_iterable(prompt.extras)):
         values = numbers([extra.get(key) for extra in prompt.extras])
         if values is not None:
-            found[f"own_{key}_"] = values
-    return found
+            columns[f"own_{key}_"] = values
+    return columns
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Evaluator:
     """Asks the held-out prompts and scores the answers, without shaping.
 
     Args:
-        rewards: this evaluator's own, because it counts failures.
+        rewards: for this evaluator alone, because it counts failures.
         rollout: sampling in training, whose stop conditions and limit hold here, too.
         observe: says of how many prompts the answers are kept with their text.
-        left_out: number of held-out rows that were too long to be asked.
+        filtered: number of held-out rows that were too long for the prompt limit.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Evaluator:
         decode: Decode,
         file_of: Callable[[int], Path],
         observe: ObserveConfig,
-        left_out: int = 0,
+        filtered: int = 0,
     ) -> None:
         self._engine, self.prompts, self._rewards = engine, tuple(prompts), rewards
         self._config, self._seed = config, seed
@@ -126,9 +126,9 @@ class Evaluator:
             top_k=config.top_k,
             min_p=0.0,
         )
-        self._decode, self._file_of, self.left_out = decode, file_of, left_out
+        self._decode, self._file_of, self.filtered = decode, file_of, filtered
         self._observe = observe
-        self._asked = self._scorings = self._tokens_before = 0
+        self._requested = self._scorings = self._tokens_before = 0
 
     @property
     def progress(self) -> AskProgress:
@@ -136,7 +136,7 @@ class Evaluator:
         status = self._engine.status()
         return AskProgress(
             answers=len(self.prompts) * (self._config.n + self._config.greedy),
-            written=self._asked - status.running - status.queued,
+            written=self._requested - status.running - status.queued,
             scored=self._scorings,
             tokens=status.generated_tokens - self._tokens_before,
         )
@@ -159,7 +159,7 @@ class Evaluator:
         Raises:
             RewardError: scoring failed for more than `reward.max_failure_share` of them.
         """
-        self._asked, self._tokens_before = 0, self._engine.status().generated_tokens
+        self._requested, self._tokens_before = 0, self._engine.status().generated_tokens
         groups = await self._answer(self._sampling, self._config.n)
         greedy: list[Group] = []
         if self._config.greedy:
@@ -190,7 +190,7 @@ class Evaluator:
             group_request(place, prompt, fresh, sampling, seed, trained=False)
             for place, prompt in enumerate(self.prompts)
         ]
-        self._asked += n * len(requests)
+        self._requested += n * len(requests)
         done = await generate(self._engine, requests)
 
         async def scored(place: int, prompt: Prompt) -> Group:
@@ -207,8 +207,8 @@ class Evaluator:
 
     def _votes(self) -> frozenset[str]:
         sources = {prompt.data_source for prompt in self.prompts}
-        known = {source: self._rewards.supported_metrics([source]) for source in sources}
-        return frozenset(s for s in sources if SCORES_CASES not in (known[s] or ()))
+        metrics = {source: self._rewards.supported_metrics([source]) for source in sources}
+        return frozenset(s for s in sources if SCORES_CASES not in (metrics[s] or ()))
 
 
 def by_problem(
@@ -220,7 +220,7 @@ def by_problem(
     are no more independent than answers to the row.
 
     Args:
-        votes: data sources whose scorers tell what an answer says, for maj@k.
+        votes: data sources whose scorers return what an answer says, for maj@k.
     """
     members = grouped((problem_id(group.prompt), group) for group in groups)
     best = grouped((problem_id(group.prompt), each) for group in greedy for each in group.answers)
@@ -234,11 +234,11 @@ def _statistics_of(
 ) -> PromptAnswers:
     source = copies[0].prompt.data_source
     answers = [answer for group in copies for answer in group.answers]
-    is_told = source in votes and any("pred" in answer.score.extra for answer in answers)
+    has_votes = source in votes and any("pred" in answer.score.extra for answer in answers)
     return PromptAnswers(
         source,
         [answer.score.accuracy for answer in answers],
-        [vote(answer.score.extra.get("pred")) for answer in answers] if is_told else None,
+        [vote(answer.score.extra.get("pred")) for answer in answers] if has_votes else None,
         tokens=[answer.trajectory.generated_tokens for answer in answers],
         truncated=[answer.trajectory.truncated for answer in answers],
         parts=[answer.score.parts for answer in answers],

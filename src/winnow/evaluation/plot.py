@@ -1,7 +1,7 @@
 """Pictures of figures of several runs, drawn from their metrics.jsonl: what `winnow plot` does.
 
 Runs whose recipes differ in the seed alone are one curve: the mean, and the 95 % interval of the
-mean by Student's t, where all of them have a value. Each figure has a scale of its own.
+mean by Student's t, where all of them have a value. Each figure has its own scale.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ def _label(folders: Sequence[RunFolder]) -> str:
     return f"{shared or folders[0].name} ({len(folders)} runs)"
 
 
-def _chosen(wanted: Sequence[str], curves: Sequence[_Curve]) -> list[str]:
+def _chosen(requested: Sequence[str], curves: Sequence[_Curve]) -> list[str]:
     """Return the figures to draw: those asked for, or those of `DEFAULT_METRICS` that are there."""
-    there = dict.fromkeys(name for c in curves for run in c.records for r in run for name in r)
-    for name in wanted:
-        if name not in there:
-            near = get_close_matches(name, there, n=3, cutoff=0.4)
+    available = dict.fromkeys(name for c in curves for run in c.records for r in run for name in r)
+    for name in requested:
+        if name not in available:
+            near = get_close_matches(name, available, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}?" if near else "`winnow metrics` lists all"
             raise ConfigError(f"--metrics: no run has the figure {name!r}; {hint}")
-    chosen = [*dict.fromkeys(wanted or (name for name in DEFAULT_METRICS if name in there))]
+    chosen = [*dict.fromkeys(requested or (name for name in DEFAULT_METRICS if name in available))]
     if not chosen:
         raise ConfigError("the runs have no step yet; name figures with --metrics, or wait")
     return chosen
@@ -127,15 +127,15 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
     from matplotlib.ticker import MaxNLocator
 
     for index, curve in enumerate(curves):
-        found = [_points(records, name, request) for records in curve.records]
-        found = [points for points in found if len(points[0])]
-        if not found:
+        traces = [_points(records, name, request) for records in curve.records]
+        traces = [points for points in traces if len(points[0])]
+        if not traces:
             continue
-        at, values = _together(found, request.by)
+        at, values = _together(traces, request.by)
         if not at.size:
             continue
         color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
-        is_marked = len(found[0][0]) <= _FEW and (request.by == "steps" or len(found) == 1)
+        is_marked = len(traces[0][0]) <= _FEW and (request.by == "steps" or len(traces) == 1)
         marker, mean = "o" if is_marked else "", values.mean(0)
         axis.plot(at, mean, line, color=color, marker=marker, markersize=3.5, label=curve.label)
         if (runs := len(values)) > 1:
@@ -163,23 +163,23 @@ def _leave_wide_bands(axis: Any) -> None:
 
 def _points(records: Sequence[Record], name: str, request: PlotRequest) -> tuple[Any, Any]:
     """Return where a run has a figure, in units of the axis, and the finite values."""
-    steps, found = series(records, name)
-    at, values = np.asarray(steps, dtype=np.float64), np.asarray(smooth(found, request.smooth))
+    steps, raw = series(records, name)
+    at, values = np.asarray(steps, dtype=np.float64), np.asarray(smooth(raw, request.smooth))
     if request.by != "steps" and len(at):
         figures, unit = _SPENT[request.by]
-        known, spent = running_total(records, *figures)
-        at = np.interp(at, known, spent / unit)
+        all_steps, spent = running_total(records, *figures)
+        at = np.interp(at, all_steps, spent / unit)
     finite = np.isfinite(values)
     return at[finite], values[finite]
 
 
-def _together(found: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
+def _together(traces: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
     """Return the places that all runs have, and the values there `[R, N]`."""
-    if len(found) == 1:
-        return found[0][0], found[0][1][None]
+    if len(traces) == 1:
+        return traces[0][0], traces[0][1][None]
     if by == "steps":
-        at = np.array(sorted(set.intersection(*(set(points[0]) for points in found))))
+        at = np.array(sorted(set.intersection(*(set(points[0]) for points in traces))))
     else:
-        first, last = max(p[0][0] for p in found), min(p[0][-1] for p in found)
+        first, last = max(p[0][0] for p in traces), min(p[0][-1] for p in traces)
         at = np.linspace(first, last, _GRID if first <= last else 0)
-    return at, np.stack([np.interp(at, *points) for points in found])
+    return at, np.stack([np.interp(at, *points) for points in traces])

@@ -50,11 +50,11 @@ class Report:
     """The figures over all sources, where there are several."""
 
     @classmethod
-    def of(cls, found: Evaluated) -> Report:
+    def of(cls, evaluated: Evaluated) -> Report:
         """Compute the figures of an evaluation's answers."""
-        sources = summarise(found.problems, found.seed)
-        members = list(enumerate(found.problems))
-        return cls(sources, figures_of(members, found.seed) if len(sources) > 1 else None)
+        sources = summarise(evaluated.problems, evaluated.seed)
+        members = list(enumerate(evaluated.problems))
+        return cls(sources, figures_of(members, evaluated.seed) if len(sources) > 1 else None)
 
     @property
     def rows(self) -> dict[str, SourceFigures]:
@@ -69,17 +69,17 @@ class Report:
         return (json.dumps(body, ensure_ascii=False, indent=2) + "\n").encode()
 
 
-def _as_json(found: SourceFigures) -> dict[str, Any]:
-    spread = f"std@{found.answers}"
+def _as_json(source: SourceFigures) -> dict[str, Any]:
+    spread = f"std@{source.answers}"
     return {
-        "problems": len(found.prompts),
-        "answers": found.answers,
-        **{name: _share(value) for name, value in found.figures.items() if name != spread},
-        spread: found.figures[spread].mean,
-        **({"greedy": _share(found.greedy)} if found.greedy else {}),
-        "truncated": _share(found.truncated),
-        "tokens": {"mean": found.tokens.mean, "standard_error": _finite(found.tokens)},
-        "failed_scorings": sum(prompt.failed for prompt in found.prompts),
+        "problems": len(source.prompts),
+        "answers": source.answers,
+        **{name: _share(value) for name, value in source.figures.items() if name != spread},
+        spread: source.figures[spread].mean,
+        **({"greedy": _share(source.greedy)} if source.greedy else {}),
+        "truncated": _share(source.truncated),
+        "tokens": {"mean": source.tokens.mean, "standard_error": _finite(source.tokens)},
+        "failed_scorings": sum(prompt.failed for prompt in source.prompts),
     }
 
 
@@ -115,14 +115,14 @@ def print_report(report: Report, console: Console, rules: Mapping[str, str]) -> 
 
 
 def _nothing_right(source: SourceFigures) -> str:
-    """Say of a data source without a right answer what became of the answers."""
+    """Describe the answers of a data source without a right one."""
     answers = sum(len(prompt.accuracies) for prompt in source.prompts)
     cut_off = sum(sum(prompt.truncated) for prompt in source.prompts)
-    said = f"none of {answers:,} answers is right; {cut_off:,} were cut off"
+    text = f"none of {answers:,} answers is right; {cut_off:,} were cut off"
     if any(prompt.parsed is not None for prompt in source.prompts):
         unread = sum(prompt.unread for prompt in source.prompts)
-        said += f", and in {unread:,} the scorer found nothing to compare"
-    return f"{said}."
+        text += f", and in {unread:,} the scorer found nothing to compare"
+    return f"{text}."
 
 
 def _averages(rows: Mapping[str, SourceFigures]) -> Table:
@@ -150,14 +150,14 @@ def _by_k(rows: Mapping[str, SourceFigures]) -> Table:
     table = figure_table(*(f"k = {k}" if k == ks[0] else str(k) for k in ks))
     for label, source in rows.items():
         for kind in ("pass", "maj"):
-            found = [source.figures.get(f"{kind}@{k}") for k in ks]
-            if any(found):
-                cells = [share(value.mean if value else None, 1) for value in found]
+            estimates = [source.figures.get(f"{kind}@{k}") for k in ks]
+            if any(estimates):
+                cells = [share(value.mean if value else None, 1) for value in estimates]
                 table.add_row(Text(printable(f"{label} {kind}@k")), *cells)
     return table
 
 
-def in_words(progress: AskProgress, seconds: float) -> str:
+def progress_line(progress: AskProgress, seconds: float) -> str:
     """Write the progress as `1,234 of 3,840 answers, 17 scored, 512 tokens/s, 0:35`."""
     speed = progress.tokens / seconds if seconds > 0 else 0.0
     scored = f", {count(progress.scored)} scored" if progress.scored else ""
@@ -186,7 +186,7 @@ async def watched(
         last = began
         while True:
             now = clock()
-            text = in_words(evaluator.progress, now - began)
+            text = progress_line(evaluator.progress, now - began)
             if status is not None:
                 status.update(text)
             elif mode != "off" and now - last >= _LINE_EVERY_S:

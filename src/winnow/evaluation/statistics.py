@@ -188,11 +188,11 @@ def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
     total = np.zeros(n + 1)
     for m in range(1, max(sizes, default=0) + 1):
         big = [(size, value) for size, value in zip(sizes, worth, strict=True) if size >= m]
-        others = n - sum(size for size, _ in big)  # who cannot reach m votes
+        rest = n - sum(size for size, _ in big)  # too small for m votes
         nodes, weights = np.polynomial.legendre.leggauss((len(big) + 1) // 2)
         u = (nodes[:, None] + 1) / 2
         lost = np.zeros((len(u), n + 1))
-        lost[:, : others + 1] = _binomials(others, others + 1)
+        lost[:, : rest + 1] = _binomials(rest, rest + 1)
         won = np.zeros_like(lost)
         for size, value in big:
             fewer = _binomials(size, m)
@@ -282,7 +282,7 @@ def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> Sourc
     correct = np.array([int((values >= 1).sum()) for values in accuracies])
     n = int(sizes.min())
     ks = default_ks(n)
-    found = {
+    figures = {
         f"avg@{n}": estimate([values.mean() for values in accuracies]),
         f"std@{n}": estimate([values.std() for values in accuracies]),
         **{f"pass@{k}": estimate(pass_at_k(sizes, correct, k)) for k in ks},
@@ -292,8 +292,8 @@ def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> Sourc
             maj_at_k(prompt.accuracies, prompt.parsed or (), ks[1:], [seed, place])
             for place, prompt in members
         ]
-        found |= {f"maj@{k}": estimate([row[i] for row in votes]) for i, k in enumerate(ks[1:])}
-    return SourceFigures([prompt for _, prompt in members], found)
+        figures |= {f"maj@{k}": estimate([row[i] for row in votes]) for i, k in enumerate(ks[1:])}
+    return SourceFigures([prompt for _, prompt in members], figures)
 
 
 # Student's t without scipy, which transformers imports wherever it is installed: 0.37 s of CPU and

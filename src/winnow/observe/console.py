@@ -29,7 +29,7 @@ from winnow.observe.sinks import Kind, RunInfo
 _LINES_OF_A_RUN = 16
 """Lines that the live view leaves behind, about."""
 _LINES_OF_A_WARM_UP = 10
-_LEFT_WIDTH = 8
+_REMAINING_WIDTH = 8
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ConsoleSink:
     def _print_step(self, step: int, record: Record) -> None:
         width = max(2 * len(str(self._info.steps)) + 1, len("step"))
         columns = list(COLUMNS[self._info.kind])
-        room = self._console.width - width - 1 - _LEFT_WIDTH
+        room = self._console.width - width - 1 - _REMAINING_WIDTH
         while columns and self._console.is_terminal and _width(columns) > room:
             columns.pop()  # the last ones can be done without
         if not self._has_header:
@@ -132,9 +132,9 @@ class ConsoleSink:
             self._print_row(Text(f"{'step':>{width}}{titles}     left", style="bold"))
             self._has_header = True
         cells = "".join(f" {column.cell(record):>{column.width}}" for column in columns)
-        left = duration(self._seconds_left(step, self._logged))
+        remaining = duration(self._remaining_s(step, self._logged))
         self._print_row(
-            Text(f"{f'{step}/{self._info.steps}':>{width}}{cells} {left:>{_LEFT_WIDTH}}")
+            Text(f"{f'{step}/{self._info.steps}':>{width}}{cells} {remaining:>{_REMAINING_WIDTH}}")
         )
 
     def _print_row(self, row: Text) -> None:
@@ -143,12 +143,12 @@ class ConsoleSink:
         else:
             self._console.print(row, soft_wrap=True)
 
-    def _seconds_left(self, step: int, now: float) -> float | None:
+    def _remaining_s(self, step: int, now: float) -> float | None:
         done = step - self._info.first_step + 1
         if done < 1:
             return None
-        left = (self._logged - self._steps_began) / done * (self._info.steps - step)
-        return max(left - (now - self._logged), 0.0)
+        remaining = (self._logged - self._steps_began) / done * (self._info.steps - step)
+        return max(remaining - (now - self._logged), 0.0)
 
 
 class LiveConsole(ConsoleSink):
@@ -200,10 +200,10 @@ class LiveConsole(ConsoleSink):
         head.add_column(no_wrap=True, overflow="crop", justify="right")
         title = "warm-up" if info.kind == "warm_up" else "step"
         now = self._clock()
-        elapsed, left = duration(now - self._began), duration(self._seconds_left(step, now))
+        elapsed, remaining = duration(now - self._began), duration(self._remaining_s(step, now))
         bar = ProgressBar(total=info.steps, completed=step)
         head.add_row(
-            self._spinner, f"{title} {step}/{info.steps}", bar, f"{elapsed} gone, {left} left"
+            self._spinner, f"{title} {step}/{info.steps}", bar, f"{elapsed} gone, {remaining} left"
         )
         pairs = (
             [(c.title, c.cell(self._record)) for c in COLUMNS[info.kind]] if self._record else []

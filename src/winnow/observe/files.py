@@ -31,7 +31,7 @@ _REMEDIES = (
     ({errno.EACCES, errno.EPERM, errno.EROFS}, "choose a folder that you may write to"),
     (_PASSING, "try again, or put the run on another disk"),
 )
-_TOLD = re.compile(r"\(os error (\d+)\)")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 TOKENIZER = "tokenizer.json"
 """The tokenizer in a run's folder, by which token ids can be read."""
 MODEL = "model.json"
@@ -68,11 +68,11 @@ def one_line(error: BaseException) -> str:
 
 
 def system_error(error: Exception) -> OSError | None:
-    """Find the system's error in one; libraries written in Rust tell it as `(os error 28)`."""
+    """Find the system's error in one; libraries written in Rust word it as `(os error 28)`."""
     if isinstance(error, OSError):
         return error
-    told = _TOLD.search(str(error))
-    return None if told is None else OSError(int(told[1]), os.strerror(int(told[1])))
+    match = _OS_ERROR.search(str(error))
+    return None if match is None else OSError(int(match[1]), os.strerror(int(match[1])))
 
 
 @contextlib.contextmanager
@@ -168,7 +168,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 class AppendFile:
-    """A file that takes each text whole or leaves it; errors are told with file and remedy."""
+    """A file that takes each text whole or leaves it; errors name file and remedy."""
 
     def __init__(self, path: Path) -> None:
         """Open for appending; made if absent.
@@ -266,7 +266,7 @@ class RunFolder:
             raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")
         return folder
 
-    def require_there(self) -> RunFolder:
+    def check_exists(self) -> RunFolder:
         """Return itself; refuse to make a folder anew that was taken away from its run.
 
         Raises:
@@ -305,15 +305,15 @@ class RunFolder:
         import yaml
 
         try:
-            found = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
+            tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+            if not isinstance(tree, dict):
                 raise ValueError("it holds no recipe")
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise WinnowError(
                 f"cannot read {self.config}: {one_line(error)}; put back the config.yaml of a "
                 "checkpoint"
             ) from error
-        return found
+        return tree
 
     @contextlib.contextmanager
     def logging_to_file(self) -> Iterator[None]:
@@ -324,10 +324,10 @@ class RunFolder:
         """
         handler = _LogFile(self.log)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        own, warnings = logging.getLogger("winnow"), logging.getLogger("py.warnings")
-        level_before = own.level
-        own.setLevel(logging.INFO)
-        for logger in (own, warnings):
+        package, warnings = logging.getLogger("winnow"), logging.getLogger("py.warnings")
+        level_before = package.level
+        package.setLevel(logging.INFO)
+        for logger in (package, warnings):
             logger.addHandler(handler)
         logging.captureWarnings(True)
         try:
@@ -337,9 +337,9 @@ class RunFolder:
                 print(f"{handler.refused} (no log)", file=sys.stderr)
         finally:
             logging.captureWarnings(False)
-            for logger in (own, warnings):
+            for logger in (package, warnings):
                 logger.removeHandler(handler)
-            own.setLevel(level_before)
+            package.setLevel(level_before)
             handler.close()
 
 

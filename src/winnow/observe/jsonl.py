@@ -149,8 +149,8 @@ class Evaluation:
 
 def evaluations(record: Record) -> dict[str, Evaluation]:
     """Read the evaluations in a record, by data source."""
-    found = {source: Evaluation.of(f) for source, f in metrics.by_source(record).items()}
-    return {source: evaluation for source, evaluation in found.items() if evaluation}
+    parsed = {source: Evaluation.of(f) for source, f in metrics.by_source(record).items()}
+    return {source: evaluation for source, evaluation in parsed.items() if evaluation}
 
 
 def token_account(records: Iterable[Record]) -> dict[str, int]:
@@ -200,9 +200,9 @@ def running_total(
 
 
 def _largest(figures: Mapping[str, float], prefix: str, least: int) -> tuple[int, float] | None:
-    found = []
+    candidates = []
     for name, value in figures.items():
         k = name.removeprefix(prefix)
         if name.startswith(prefix) and k.isdecimal() and int(k) >= least and math.isfinite(value):
-            found.append((int(k), value))
-    return max(found, default=None)
+            candidates.append((int(k), value))
+    return max(candidates, default=None)

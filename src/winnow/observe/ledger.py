@@ -138,8 +138,8 @@ def _versions(group: Group) -> list[int]:
 
 def _token_crc(group: Group) -> int | None:
     answers = [[each.token_ids for each in a.trajectory.segments] for a in group.scored]
-    is_here = all(type(ids) is np.ndarray for segments in answers for ids in segments)
-    return token_crc(answers) if is_here else None
+    has_ids = all(type(ids) is np.ndarray for segments in answers for ids in segments)
+    return token_crc(answers) if has_ids else None
 
 
 def token_crc(answers: Iterable[Iterable[IntArray]]) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LIST = Path(__file__).with_suffix(".md")
-_WORDS = {"SOURCE": r".+", "NAME": r"[^/]+", "SPREAD": "(?:mean|max|min)", "N": r"\d+", "K": r"\d+"}
+_SLOTS = {"SOURCE": r".+", "NAME": r"[^/]+", "SPREAD": "(?:mean|max|min)", "N": r"\d+", "K": r"\d+"}
 
 
 class Metric(NamedTuple):
@@ -54,6 +54,6 @@ def _pattern(name: str) -> str:
     return "".join(
         f"(?:{'|'.join(map(_pattern, part[1:-1].split(',')))})"
         if part.startswith("{")
-        else _WORDS.get(part, re.escape(part))
+        else _SLOTS.get(part, re.escape(part))
         for part in parts
     )

@@ -88,11 +88,11 @@ class Metrics:
         self._figures: dict[str, Figure] = {}
 
     def add(self, name: str, figure: Figure) -> None:
-        """Merge a figure with what was held under its name, which keeps its reduction for good."""
-        held = self._figures.get(name)
-        if held is not None:
-            assert held.reduction == figure.reduction, f"{name} is a {held.reduction}, got {figure}"
-            figure = held.merge(figure)
+        """Merge a figure with the one of its name; a name keeps its reduction for good."""
+        old = self._figures.get(name)
+        if old is not None:
+            assert old.reduction == figure.reduction, f"{name} is a {old.reduction}, got {figure}"
+            figure = old.merge(figure)
         self._figures[name] = figure
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
@@ -150,7 +150,7 @@ def plain(value: Any) -> Number:
 
 
 Timeline = Callable[[str, str, float, float], None]
-"""Is told an actor (trainer, learner, sampler), what it did, and from when to when by
+"""Takes an actor (trainer, learner, sampler), what it did, and from when to when by
 `time.perf_counter`."""
 
 
@@ -181,7 +181,7 @@ class Stopwatch:
 
     Args:
         actor: whose phases these are.
-        tell: is told each phase at its end, those within it before.
+        tell: called with each phase at its end, those within it before.
     """
 
     def __init__(
@@ -244,12 +244,12 @@ def by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
 
     A source may hold slashes (`openai/gsm8k`), a figure holds none.
     """
-    found: dict[str, dict[str, Number]] = {}
+    sources: dict[str, dict[str, Number]] = {}
     for name, value in record.items():
         if name.startswith(EVAL):
             source, _, figure = name.removeprefix(EVAL).rpartition("/")
-            found.setdefault(source, {})[figure] = value
-    return found
+            sources.setdefault(source, {})[figure] = value
+    return sources
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
@@ -257,7 +257,7 @@ def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
 
     Example: `grouped([("a", 1), ("b", 2), ("a", 3)])` is `{"a": [1, 3], "b": [2]}`.
     """
-    found: dict[Key, list[Value]] = {}
+    groups: dict[Key, list[Value]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups

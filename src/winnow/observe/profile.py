@@ -149,7 +149,7 @@ def _begin_torch() -> Finish:
         activities.append(torch_profiler.ProfilerActivity.CUDA)
     profiler = torch_profiler.profile(
         activities=activities,
-        # Learning has a thread of its own.
+        # Learning has its own thread.
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
     )
     profiler.start()

@@ -69,9 +69,9 @@ def problem_id(prompt: Prompt) -> str:
     The conversation counts, not the text that a tokenizer's template makes of it, so that two
     models answer the same problem.
     """
-    asked = [(message.get("role"), message.get("content")) for message in prompt.messages]
-    said = repr((prompt.data_source, prompt.ground_truth, asked or prompt.text))
-    return blake2b(said.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+    messages = [(message.get("role"), message.get("content")) for message in prompt.messages]
+    content = repr((prompt.data_source, prompt.ground_truth, messages or prompt.text))
+    return blake2b(content.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
 def choose_text_groups(

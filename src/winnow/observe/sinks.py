@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, as a sink is told of it before the first record."""
+    """A run, as a sink gets it before the first record."""
 
     name: str
     steps: int
@@ -79,7 +79,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Several sinks as one: told in order, closed in reverse, even when one of them fails."""
+    """Several sinks as one: called in order, closed in reverse, even when one of them fails."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
@@ -118,11 +118,11 @@ class Sinks:
 
 
 class BackgroundSink:
-    """A sink whose calls go through a bounded queue to a daemon thread of its own.
+    """A sink whose calls go through a bounded queue to its own daemon thread.
 
     A sink that raises, or takes longer than `tracking.timeout_s` for a call, is dropped with a
     warning. One that is `MOST_WAITING` records behind misses what comes until it has caught up,
-    and the number is told at the end. `close` waits for at most `tracking.close_s`. Warnings are
+    and the end reports the number. `close` waits for at most `tracking.close_s`. Warnings are
     handed over in `log` and `close`, and so in the caller's thread.
     """
 
@@ -137,7 +137,7 @@ class BackgroundSink:
         """
         self._place, self._make, self._tracking, self._warn = place, make, tracking, warn
         self._calls: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(MOST_WAITING)
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"sink {place}", daemon=True)
         self._is_ready = threading.Event()  # or failed
         self._is_over = self._is_ending = False
@@ -149,7 +149,7 @@ class BackgroundSink:
         def begin(sink: Sink) -> None:
             sink.start(info)
             if where := getattr(sink, "where_to_look", ""):
-                self._said.put(f"{self._place}: {where}")
+                self._messages.put(f"{self._place}: {where}")
             self._is_ready.set()
 
         self._calls.put_nowait(begin)
@@ -176,7 +176,7 @@ class BackgroundSink:
         except queue.Full:
             self._missed += 1
             if self._missed == 1:
-                self._said.put(
+                self._messages.put(
                     f"Warning: {self._place} is {MOST_WAITING} records behind; it misses what "
                     "comes until it has caught up, and metrics.jsonl has everything"
                 )
@@ -203,8 +203,8 @@ class BackgroundSink:
                 rest = self._calls.qsize()
                 self._drop(f"does not end within {seconds}, with {rest} records still to be sent")
         if self._missed:
-            self._said.put(f"Warning: {self._place} missed {self._missed} records: it was too slow")
-            self._missed = 0
+            missed, self._missed = self._missed, 0
+            self._messages.put(f"Warning: {self._place} missed {missed} records: it was too slow")
         self._deliver()
 
     def _run(self) -> None:
@@ -248,11 +248,11 @@ class BackgroundSink:
         self._is_over = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             _abandoned.append(self._thread)
-        self._said.put(f"Warning: {self._place} {why}, and the run goes on")
+        self._messages.put(f"Warning: {self._place} {why}, and the run goes on")
 
     def _deliver(self) -> None:
-        while not self._said.empty():
-            self._warn(self._said.get())
+        while not self._messages.empty():
+            self._warn(self._messages.get())
 
 
 _abandoned: list[threading.Thread] = []
@@ -279,10 +279,10 @@ class UserSink(BackgroundSink):
 
         field = f"observe.sinks[{number}].path"
         place = f"{field} {section.path}"
-        made = load_user_object(section.path, field, ConfigError)
-        missing = [name for name in ("start", "log", "close") if not hasattr(made, name)]
+        sink_class = load_user_object(section.path, field, ConfigError)
+        missing = [name for name in ("start", "log", "close") if not hasattr(sink_class, name)]
         if missing:
             raise ConfigError(
                 f"{place} has no method {missing[0]}; a sink is a class with start, log and close"
             )
-        super().__init__(place, partial(made, **section.options), tracking, warn)
+        super().__init__(place, partial(sink_class, **section.options), tracking, warn)

@@ -9,7 +9,7 @@ are microseconds since 1970. A gap in an actor's track is time in which it waite
 | trainer | phases of the step, as in `time/PHASE_s`; the end of each step as an instant |
 | learner | phases of learning, where that goes on beside sampling |
 | sampler | rollout: a step's groups are sampled, where that goes on beside learning |
-| engine K | write, publish, canary, …: what an engine in a process of its own works on |
+| engine K | write, publish, canary, …: what an engine in its own process works on |
 | scorers | score: at least one score is waited for, a millisecond or longer |
 | checkpoint | save: a thread writes a checkpoint |
 
@@ -109,7 +109,7 @@ class TraceFile:
             self._add(name, "i", time.perf_counter(), s="p")
             self._flush()
 
-    def _add(self, name: str, kind: str, at_s: float, actor: str = "trainer", **more: Any) -> None:
+    def _add(self, name: str, kind: str, at_s: float, actor: str = "trainer", **data: Any) -> None:
         track = _track(actor)
         if actor not in self._named:
             self._named.add(actor)
@@ -120,7 +120,7 @@ class TraceFile:
             ]
         micros = round((self._epoch_s + at_s) * 1e6)
         self._events.append(
-            {"name": name, "ph": kind, "pid": 1, "tid": track, "ts": micros, **more}
+            {"name": name, "ph": kind, "pid": 1, "tid": track, "ts": micros, **data}
         )
 
     def _finish(self, actor: str) -> None:
@@ -175,13 +175,13 @@ class ScorerTimes:
     def __call__(self, prompt: Prompt, trajectory: Trajectory) -> Score | Awaitable[Score]:
         """Score an answer."""
         began_s = time.perf_counter()
-        found = self._score(prompt, trajectory)
-        if not isinstance(found, Score):
-            return self._waited_for(found)
+        score = self._score(prompt, trajectory)
+        if not isinstance(score, Score):
+            return self._waited_for(score)
         self._took_s.append(time.perf_counter() - began_s)
         if not self._under_way:
             self._busy_s += self._took_s[-1]
-        return found
+        return score
 
     async def _waited_for(self, score: Awaitable[Score]) -> Score:
         began_s = time.perf_counter()

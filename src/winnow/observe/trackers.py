@@ -1,7 +1,7 @@
 """Trackers: TensorBoard, Weights & Biases, MLflow, Trackio and SwanLab show what a run records.
 
 Each gets the record of every step, the resolved recipe as hyper-parameters, and tables of sample
-answers. A tracker runs in a thread of its own (`winnow.observe.sinks.BackgroundSink`), where it
+answers. A tracker runs in its own thread (`winnow.observe.sinks.BackgroundSink`), where it
 also reads the answers, from the run's rollouts/ and eval/: the loop hands over numbers alone.
 
 RUN/trackers/NAME.json names the tracker's run and the last step that it has. A resumed run goes on
@@ -95,12 +95,12 @@ class Tracker(ABC):
 
     def start(self, info: RunInfo) -> None:
         """Begin the tracker's run, or go on with the one that this run had."""
-        known = self._remembered()
-        self._last = -1 if self.forgets else known.get("step", -1)
+        state = self._remembered()
+        self._last = -1 if self.forgets else state.get("step", -1)
         self.run.folder.trackers.mkdir(exist_ok=True)
         # Without a checkpoint the evaluation before the first step is made again, too.
         first = info.first_step if info.first_step > 1 else 0
-        self._id = self.open(known.get("id"), first)
+        self._id = self.open(state.get("id"), first)
         self._is_open = True
         self._remember()
 
@@ -123,8 +123,8 @@ class Tracker(ABC):
             self.end(self._is_complete)
 
     @abstractmethod
-    def open(self, known: str | None, first_step: int) -> str:
-        """Begin a run, or continue `known`; return its id."""
+    def open(self, run_id: str | None, first_step: int) -> str:
+        """Begin a run, or continue `run_id`; return its id."""
 
     @abstractmethod
     def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
@@ -180,15 +180,15 @@ class Tensorboard(Tracker):
     name = "tensorboard"
     forgets = True
 
-    def open(self, known: str | None, first_step: int) -> str:
+    def open(self, run_id: str | None, first_step: int) -> str:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        given = self.run.config.observe.tensorboard.dir
-        folder = Path(given) / self.run.name if given else self.run.folder.trackers / "tensorboard"
-        purge = None if known is None else first_step
+        base = self.run.config.observe.tensorboard.dir
+        folder = Path(base) / self.run.name if base else self.run.folder.trackers / "tensorboard"
+        purge = None if run_id is None else first_step
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
-        if known is None:
+        if run_id is None:
             start, session, _ = hparams(
                 self.run.settings(), dict.fromkeys((REWARD, TRAINED_ACCURACY), 0.0)
             )
@@ -196,7 +196,7 @@ class Tensorboard(Tracker):
                 self._writer.file_writer.add_summary(summary)
             recipe = yaml.safe_dump(self.run.recipe, sort_keys=False)
             self._writer.add_text("recipe", f"```yaml\n{recipe}```")
-        self.where_to_look = f"tensorboard --logdir {folder.parent if given else folder.parents[2]}"
+        self.where_to_look = f"tensorboard --logdir {folder.parent if base else folder.parents[2]}"
         return str(folder)
 
     def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
@@ -227,7 +227,7 @@ class Wandb(LogTracker):
 
     name = "wandb"
 
-    def open(self, known: str | None, first_step: int) -> str:
+    def open(self, run_id: str | None, first_step: int) -> str:
         # Its own telemetry, which starts threads, and again in each process that is forked.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -239,7 +239,7 @@ class Wandb(LogTracker):
             entity=options.entity,
             mode=options.mode,
             tags=tracking.tags,
-            id=known or uuid.uuid4().hex[:8],
+            id=run_id or uuid.uuid4().hex[:8],
             resume="allow",
             dir=str(self.run.folder.trackers),
             # Its own console would be drawn over ours, and it would ask for a key in between.
@@ -257,39 +257,39 @@ class Mlflow(Tracker):
 
     name = "mlflow"
 
-    def open(self, known: str | None, first_step: int) -> str:
+    def open(self, run_id: str | None, first_step: int) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
-        self._metric, here = Metric, self.run.folder.path.absolute().parent / "mlflow"
-        uri = mlflow_address(self.run.config, here)
-        is_own = uri == _own_database(here)
-        if is_own:
-            here.mkdir(exist_ok=True)
+        self._metric, folder = Metric, self.run.folder.path.absolute().parent / "mlflow"
+        uri = mlflow_address(self.run.config, folder)
+        is_local = uri == _local_database(folder)
+        if is_local:
+            folder.mkdir(exist_ok=True)
             self.where_to_look = f"mlflow ui --backend-store-uri {uri}"
         self._client, tracking = MlflowClient(tracking_uri=uri), self.tracking
-        if known is not None:
-            self._client.update_run(known, status="RUNNING")
-            return known
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
         experiment = self._client.get_experiment_by_name(tracking.project)
-        place = str(here / "artifacts") if is_own else None
+        place = str(folder / "artifacts") if is_local else None
         number = experiment.experiment_id if experiment else None
         number = number or self._client.create_experiment(tracking.project, place)
-        made = str(self._client.create_run(number, run_name=self.run.name).info.run_id)
+        run_id = str(self._client.create_run(number, run_name=self.run.name).info.run_id)
         settings = self.run.settings().items()
         params = [Param(_for_mlflow(key), str(value)[:_LONGEST_PARAM]) for key, value in settings]
         for begin in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(made, params=params[begin : begin + _MOST_PARAMS])
+            self._client.log_batch(run_id, params=params[begin : begin + _MOST_PARAMS])
         labels = {"group": tracking.group or "", "tags": ",".join(tracking.tags)}
-        self._client.log_batch(made, tags=[RunTag(k, v) for k, v in labels.items() if v])
-        return made
+        self._client.log_batch(run_id, tags=[RunTag(k, v) for k, v in labels.items() if v])
+        return run_id
 
     def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
         now = int(time.time() * 1000)
-        found = [self._metric(_for_mlflow(n), float(v), now, step) for n, v in record.items()]
-        for begin in range(0, len(found), _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=found[begin : begin + _MOST_METRICS])
+        metrics = [self._metric(_for_mlflow(n), float(v), now, step) for n, v in record.items()]
+        for begin in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MOST_METRICS])
         for name, rows in tables.items():
             file = f"{name}-{step}.json"
             self._client.log_dict(self._id, _table(rows), file)
@@ -304,11 +304,11 @@ class Mlflow(Tracker):
 
 
 class Trackio(LogTracker):
-    """Trackio, which finds a run again by its name; one that begins is a run of its own."""
+    """Trackio, which finds a run again by its name; a new one never joins an old one."""
 
     name = "trackio"
 
-    def open(self, known: str | None, first_step: int) -> str:
+    def open(self, run_id: str | None, first_step: int) -> str:
         import trackio
 
         options = self.run.config.observe.trackio
@@ -317,7 +317,7 @@ class Trackio(LogTracker):
             **self.run.identity,
             space_id=options.space_id,
             private=options.private,
-            resume="never" if known is None else "allow",
+            resume="never" if run_id is None else "allow",
             embed=False,
             auto_log_cpu=False,
         )
@@ -332,18 +332,18 @@ class Swanlab(LogTracker):
 
     name = "swanlab"
 
-    def open(self, known: str | None, first_step: int) -> str:
+    def open(self, run_id: str | None, first_step: int) -> str:
         import swanlab
 
         options, tracking = self.run.config.observe.swanlab, self.tracking
         self._show = lambda rows: [swanlab.Text(_markdown([row])) for row in rows]
-        made = known or uuid.uuid4().hex[:16]
+        run_id = run_id or uuid.uuid4().hex[:16]
         self._run = swanlab.init(
             **self.run.identity,
             workspace=options.workspace,
             mode=options.mode,
             tags=[*tracking.tags] or None,
-            id=made,
+            id=run_id,
             resume="allow",
             log_dir=str(self.run.folder.trackers / "swanlab"),
             # It asks for no key on the terminal, and leaves what is printed alone.
@@ -351,7 +351,7 @@ class Swanlab(LogTracker):
                 interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")
             ),
         )
-        return made
+        return run_id
 
     def end(self, is_done: bool) -> None:
         self._run.finish(state="success" if is_done else "aborted")
@@ -363,7 +363,7 @@ TRACKERS: dict[TrackerName, type[Tracker]] = {
 
 
 def make_trackers(config: Config, folder: RunFolder, warn: Warn) -> list[BackgroundSink]:
-    """Make the sinks of `observe.trackers`, each in a thread of its own."""
+    """Make the sinks of `observe.trackers`, each in its own thread."""
     run, tracking = TrackedRun(folder, config), config.observe.tracking
     return [
         BackgroundSink(f"observe.trackers: {name}", partial(TRACKERS[name], run), tracking, warn)
@@ -392,11 +392,11 @@ def check_trackers(config: Config) -> None:
 
 def mlflow_address(config: Config, folder: Path) -> str:
     """Return where MLflow's runs go: as set, as its variable says, or a data base in `folder`."""
-    given = config.observe.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return given or _own_database(folder)
+    uri = config.observe.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return uri or _local_database(folder)
 
 
-def _own_database(folder: Path) -> str:
+def _local_database(folder: Path) -> str:
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 

@@ -117,11 +117,11 @@ def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
     is_alone = len(sources) == 1
     for index, source in enumerate(sources):
         of = "" if is_alone else f" ({source})"
-        for figure, style, own_color, words in (
+        for figure, style, color_alone, kind in (
             ("greedy", "s--", _GREEDY, "greedy"),
             ("accuracy", "o-", _SAMPLED, "sampled"),
         ):
-            color = own_color if is_alone else COLORS[1 + index % (len(COLORS) - 1)]
+            color = color_alone if is_alone else COLORS[1 + index % (len(COLORS) - 1)]
             points = [
                 (step, value)
                 for step, by_source in evaluated
@@ -130,7 +130,7 @@ def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
             if not points:
                 continue
             steps, values = zip(*points, strict=True)  # few and far between: nothing is smoothed
-            label = f"held out, {words}{of}"
+            label = f"held out, {kind}{of}"
             if is_alone:  # where they can hide no line
                 label += f": {100 * values[0]:.1f} → {100 * values[-1]:.1f} %"
             axis.plot(steps, values, style, color=color, markersize=5, linewidth=1.5, label=label)

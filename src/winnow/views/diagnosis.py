@@ -26,8 +26,8 @@ _PROOF = 16
 """Answers all alike that are no chance: a run may be judged by them before it has a window."""
 _PARTS = ("score/", "sampling/", "length/", "actor/", "mismatch/", "scoring/", "time/", "overlap/")
 """Beginnings of the figures that rules ask for."""
-_KEPT = 21
-"""Newest values of a figure that are kept, beside the oldest `WINDOW`."""
+_DEPTH = 21
+"""Newest values of a figure that are kept, besides the oldest `WINDOW`."""
 _SHAPELESS = "reward without the penalty for length"
 _WORK = "seconds of a step without evaluation and saving"
 _LARGEST = 1e100
@@ -62,7 +62,7 @@ class Course:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = flat(settings)
         self._first: defaultdict[str, list[float]] = defaultdict(list)
-        self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
+        self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_DEPTH))
         self.seen = Counter[str]()
         """Values that each figure has had."""
         self.not_finite = Counter[str]()
@@ -83,13 +83,13 @@ class Course:
                 self.seen[name] += 1
                 self._last[name].append(_bounded(value))
                 self._first[name] += [_bounded(value)] * (self.seen[name] <= WINDOW)
-        found = [_accuracy(figures) for figures in metrics.by_source(record).values()]
-        if known := [each for each in found if each is not None]:
-            error = math.hypot(*(error for _, error in known)) / len(known)
-            self.held_out.append((_mean([value for value, _ in known]), error))
+        accuracies = [_accuracy(figures) for figures in metrics.by_source(record).values()]
+        if valid := [each for each in accuracies if each is not None]:
+            error = math.hypot(*(error for _, error in valid)) / len(valid)
+            self.held_out.append((_mean([value for value, _ in valid]), error))
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """Return the newest values of a figure, at most `count` of `_KEPT`."""
+        """Return the newest values of a figure, at most `count` of `_DEPTH`."""
         return list(self._last[name])[-count:]
 
     def first(self, name: str, count: int = WINDOW) -> list[float]:
@@ -115,8 +115,8 @@ class Course:
     def setting(self, key: str, default: Any) -> Any:
         """Return a key of the recipe; what an older recipe lacks, or has as another type, is the
         default."""
-        found = self._settings.get(key)
-        return found if isinstance(found, type(default)) else default
+        value = self._settings.get(key)
+        return value if isinstance(value, type(default)) else default
 
 
 Check = Callable[[Course], str | None]
@@ -147,9 +147,9 @@ def _flat(is_right: bool) -> Check:
         if max(highs) - min(lows) > 1e-9 * max(1.0, abs(lows[0])):
             return None
         steps = f"last {len(lows)} steps" if len(lows) > 1 else "first step"
-        said = f"every answer of the {steps} has the reward {lows[0]:g}"
+        text = f"every answer of the {steps} has the reward {lows[0]:g}"
         accuracy = course.mean("sampling/accuracy", len(lows))
-        return f"{said}; {accuracy:.0%} count as right" if (accuracy >= 0.5) == is_right else None
+        return f"{text}; {accuracy:.0%} count as right" if (accuracy >= 0.5) == is_right else None
 
     return check
 
@@ -160,9 +160,9 @@ def _filtered(course: Course) -> str | None:
         return None
     kinds = ("all_wrong", "all_right", "failed")
     groups = {kind: math.fsum(course.last(f"sampling/groups/{kind}")) for kind in kinds}
-    found = f"{_mean(keep):.1%} of the groups passed the filter" if keep else "no group passed"
+    passed = f"{_mean(keep):.1%} of the groups passed the filter" if keep else "no group passed"
     counted = ", ".join(f"{n:,.0f} {kind.replace('_', ' ')}" for kind, n in groups.items())
-    return f"{found} in the last steps; of the others: {counted}"
+    return f"{passed} in the last steps; of the others: {counted}"
 
 
 def _cut_off(course: Course) -> str | None:
@@ -170,12 +170,12 @@ def _cut_off(course: Course) -> str | None:
     answers = course.setting("sampling.groups_per_step", 64) * course.setting("rollout.n", 8)
     bound = 0.1 + 2 * math.sqrt(0.09 / max(answers * WINDOW, 1))  # beyond chance
     limit, length = course.setting("rollout.max_response_tokens", 0), course.mean(metrics.LENGTH)
-    said = (
+    evidence = (
         f"{_mean(shares):.1%} of the answers trained on were ended by the limit of {limit:,} tokens"
     )
     is_sick = len(shares) == WINDOW and _mean(shares) > bound
     is_sick = is_sick or (course.is_proof(shares) and min(shares) == 1)
-    return f"{said}; mean length {length:,.0f}" if is_sick else None
+    return f"{evidence}; mean length {length:,.0f}" if is_sick else None
 
 
 def _scoring_fails(course: Course) -> str | None:
@@ -191,10 +191,10 @@ def _entropy_collapse(course: Course) -> str | None:
     was_right, right = _mean(course.first(metrics.ACCURACY, 3)), course.mean(metrics.ACCURACY)
     # A policy that is wrong half as often may be twice as sure; one that hardly ever is, surer.
     has_reason = now * (1 - was_right) >= before * (1 - right) or right >= 0.75
-    said = f"entropy fell from {before:.3g} to {now:.3g} nats"
+    fall = f"entropy fell from {before:.3g} to {now:.3g} nats"
     gain = f"accuracy went from {was_right:.0%} to {right:.0%}"
     is_sick = course.seen["actor/entropy"] >= _ENOUGH and now < before / 2 and not has_reason
-    return f"{said}, while {gain}" if is_sick else None
+    return f"{fall}, while {gain}" if is_sick else None
 
 
 def _entropy_blow_up(course: Course) -> str | None:
@@ -214,8 +214,8 @@ def _clip_never(course: Course) -> str | None:
     clipped, updates = _clipped(course, _ENOUGH), course.mean("actor/updates")
     moved = max(map(abs, course.last("actor/approx_kl", _ENOUGH)), default=math.nan)
     is_still = len(clipped) == _ENOUGH and not any(clipped) and updates >= 2 and moved < 1e-5
-    said = f"no token was clipped in {_ENOUGH} steps; KL within a step was {moved:.1g} nats"
-    return said if is_still else None
+    evidence = f"no token was clipped in {_ENOUGH} steps; KL within a step was {moved:.1g} nats"
+    return evidence if is_still else None
 
 
 def _clip_often(course: Course) -> str | None:
@@ -223,12 +223,12 @@ def _clip_often(course: Course) -> str | None:
     bound = 0.5 if course.setting("algorithm.policy_loss.name", "") == "gspo" else 0.15
     kl = course.mean("actor/approx_kl", 1)
     is_clipped = len(clipped) == WINDOW and _mean(clipped) > bound
-    said = f"{_mean(clipped):.1%} of the tokens were clipped; KL within a step {kl:.2g} nats"
-    return said if is_clipped or kl > 0.1 else None
+    evidence = f"{_mean(clipped):.1%} of the tokens were clipped; KL within a step {kl:.2g} nats"
+    return evidence if is_clipped or kl > 0.1 else None
 
 
 def _gradient_spikes(course: Course) -> str | None:
-    norms, skipped = course.last("actor/grad_norm", _KEPT), course.mean("actor/skipped_updates", 1)
+    norms, skipped = course.last("actor/grad_norm", _DEPTH), course.mean("actor/skipped_updates", 1)
     if skipped > 0:
         return f"{skipped:,.0f} updates were left out: their gradient was not finite"
     if len(norms) < 6 or not norms[-1] > 10 * (usual := statistics.median(norms[:-1])) > 0:
@@ -285,38 +285,38 @@ def _hacking(reward: tuple[float, float], held_out: tuple[float, float]) -> str:
 
 def _not_comparable(course: Course) -> str | None:
     steps = course.not_finite["mismatch/abs_delta"]
-    said = f"mismatch/abs_delta was NaN or infinite in {steps} step{'s' * (steps > 1)}"
-    return said if steps else None
+    evidence = f"mismatch/abs_delta was NaN or infinite in {steps} step{'s' * (steps > 1)}"
+    return evidence if steps else None
 
 
 def _mismatch(course: Course) -> str | None:
-    own = "mismatch/age_0/abs_delta"  # older tokens differ because the policy has moved on
-    name = own if course.seen[own] else "mismatch/abs_delta"
+    fresh = "mismatch/age_0/abs_delta"  # older tokens differ because the policy has moved on
+    name = fresh if course.seen[fresh] else "mismatch/abs_delta"
     before, now = _mean(course.first(name, 3)), course.mean(name)
     is_high = course.seen[name] >= WINDOW and now > 0.05
     is_rising = course.seen[name] >= _ENOUGH and now > max(3 * before, 0.02)
-    said = f"log-probs of sampler and trainer differ by {now:.2g} nats a token"
-    return f"{said}; by {before:.2g} in the first steps" if is_high or is_rising else None
+    evidence = f"log-probs of sampler and trainer differ by {now:.2g} nats a token"
+    return f"{evidence}; by {before:.2g} in the first steps" if is_high or is_rising else None
 
 
 def _stale(course: Course) -> str | None:
     age, ess = course.mean("sampling/staleness/mean"), course.mean("mismatch/ess")
-    said = f"groups trained on were begun {age:.1f} weight versions before"
+    evidence = f"groups trained on were begun {age:.1f} weight versions before"
     is_sick = course.seen["sampling/staleness/mean"] >= WINDOW and age > 2.5
     size = "" if math.isnan(ess) else f"; effective sample size {ess:.0%}"
-    return said + size if is_sick else None
+    return evidence + size if is_sick else None
 
 
 def _slow_scoring(course: Course) -> str | None:
     busy, seconds = course.share_of_step("scoring/busy_s"), course.mean("scoring/mean_s")
-    said = f"a score took {seconds:.2g} s, and scores were waited for {busy:.0%} of the time"
-    return said if busy > 0.7 and seconds > 0.25 * course.mean(_WORK) else None
+    evidence = f"a score took {seconds:.2g} s, and scores were waited for {busy:.0%} of the time"
+    return evidence if busy > 0.7 and seconds > 0.25 * course.mean(_WORK) else None
 
 
-def _starves(figure: str, words: str) -> Check:
+def _starves(figure: str, event: str) -> Check:
     def check(course: Course) -> str | None:
         waits = course.share_of_step(figure)
-        return f"{words} {waits:.0%} of the time" if waits > 0.6 else None
+        return f"{event} {waits:.0%} of the time" if waits > 0.6 else None
 
     return check
 
@@ -399,12 +399,12 @@ class Diagnosis:
 
     Args:
         settings: the resolved recipe as a tree of plain values.
-        records: what is known of the run already.
+        records: the run's records so far.
     """
 
     def __init__(self, settings: Mapping[str, Any], records: Iterable[Record] = ()) -> None:
         self._course = Course(settings)
-        self._found: dict[str, RunFinding] = {}
+        self._cases: dict[str, RunFinding] = {}
         for record in records:
             self.add(int(record["step"]), record)
 
@@ -417,15 +417,15 @@ class Diagnosis:
             if evidence is None:
                 continue
             name, severity, _, cause, remedy, _ = rule
-            first = self._found[name].first_step if name in self._found else step
-            found = RunFinding(name, severity, first, step, evidence, cause, remedy)
-            new += [] if name in self._found else [found]
-            self._found[name] = found
+            first = self._cases[name].first_step if name in self._cases else step
+            finding = RunFinding(name, severity, first, step, evidence, cause, remedy)
+            new += [] if name in self._cases else [finding]
+            self._cases[name] = finding
         return new
 
     def findings(self) -> list[RunFinding]:
         """Return all findings, the gravest first."""
-        return sorted(self._found.values(), key=lambda f: (_ORDER.index(f.severity), f.first_step))
+        return sorted(self._cases.values(), key=lambda f: (_ORDER.index(f.severity), f.first_step))
 
 
 def too_short(steps: int) -> str:

@@ -24,7 +24,7 @@ WRONG = ("reward_flat_wrong", "filtered")
 """Findings of which wrong answers may say more."""
 _WORD = re.compile(r"\w(?:[\w.,/-]*\w)?")
 ROLLOUT_COLUMNS = ["group", "outcome", "accuracy", "prompt", "response"]
-"""Columns of a file of answers that findings are told by."""
+"""Columns of a file of answers that findings are made from."""
 
 log = logging.getLogger(__name__)
 
@@ -126,18 +126,18 @@ def wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
         rows: of rollouts.
     """
     endings = grouped(
-        ((row.get("group"), " ".join(str(row.get("prompt")).split())), words[-1])
+        ((row.get("group"), " ".join(str(row.get("prompt")).split())), matches[-1])
         for row in rows
-        if row.get("accuracy") == 0 and (words := _WORD.findall(str(row.get("response") or "")))
+        if row.get("accuracy") == 0 and (matches := _WORD.findall(str(row.get("response") or "")))
     )
-    votes = {key: Counter(said).most_common(1)[0] for key, said in endings.items() if said[1:]}
+    votes = {key: Counter(each).most_common(1)[0] for key, each in endings.items() if each[1:]}
     agreed = [key for key, (_, count) in votes.items() if 2 * count > len(endings[key])]
-    said = f"; in {len(agreed)} of {len(votes)} wrong groups most answers end alike"
+    clause = f"; in {len(agreed)} of {len(votes)} wrong groups most answers end alike"
     if not agreed:
-        return f"{said}: rather a hard task than a misread format" if votes else ""
+        return f"{clause}: rather a hard task than a misread format" if votes else ""
     key = max(agreed, key=lambda each: votes[each][1] / len(endings[each]))
     example = f"{key[1][-60:]!r}, answered {votes[key][0][-40:]!r}"
-    return f"{said}, such as {example}: if that is right, the scorer misreads it"
+    return f"{clause}, such as {example}: if that is right, the scorer misreads it"
 
 
 def unlearnt(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:

@@ -3,7 +3,7 @@
 Where a run repeats bit for bit (`run.deterministic=true`, any trainer.mode but async), two ledgers
 are compared group by group, each by the turn of its prompt; groups that were given back are left
 out, because they come again. Elsewhere fates depend on how long things took, and the promise is
-another: no admission index is lost or told twice, groups learn in the order of their admission, and
+another: no admission index is lost or repeated, groups learn in the order of their admission, and
 prompts come in the loader's order, given back ones first.
 """
 
@@ -40,7 +40,7 @@ ASPECTS: Mapping[str, tuple[str, ...]] = {
 """Columns that are compared, by what a person asks for."""
 TIMES = ("step", "admitted_version", "staleness")
 """Columns of what may happen at another time and change nothing that is learnt: admission, and the
-end of a group that is not trained. They are told, and make no difference."""
+end of a group that is not trained. They are reported, and make no difference."""
 _ANSWERS = [
     *("group", "reward", "accuracy", "response_tokens"),
     *("oldest_version", "newest_version", "token_ids", "versions"),
@@ -82,7 +82,7 @@ class LedgerRun:
         return max((row["step"] for row in self.rows), default=0)
 
     @property
-    def kept(self) -> list[Row]:
+    def consumed(self) -> list[Row]:
         """The groups that were not given back: one for each turn."""
         return [row for row in self.rows if not row["returned"]]
 
@@ -170,8 +170,8 @@ def check(run: LedgerRun) -> LedgerReport:
         waiting = admitted - len(set(groups))
         carried = sum(int(last[f"sampling/groups/carried_{kind}"]) for kind in _WAITING)
         if waiting != carried:
-            told = f"{admitted} admitted, {waiting} have no row, and {carried} wait for a cut"
-            faults.append(_fault("groups without a fate", [told]))
+            detail = f"{admitted} admitted, {waiting} have no row, and {carried} wait for a cut"
+            faults.append(_fault("groups without a fate", [detail]))
     faults += [_accounts(run), _fault("groups unlike rollouts/", [*_unlike_rollouts(run)])]
     tokens = {fate: [row["tokens"] for row in run.rows if row["fate"] == fate] for fate in FATES}
     return LedgerReport(
@@ -192,17 +192,17 @@ def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
         exact: group by group; None: if both runs promise that.
     """
     exact = (a.is_exact and b.is_exact) if exact is None else exact
-    found: list[Difference] = []
+    diffs: list[Difference] = []
     blind, times = 0, _fault("times", [])
     if a.steps != b.steps:
-        found.append(Difference("last step", abs(a.steps - b.steps), (f"{a.steps} | {b.steps}",)))
+        diffs.append(Difference("last step", abs(a.steps - b.steps), (f"{a.steps} | {b.steps}",)))
     if exact:
         (*compared, times), blind = _group_by_group(a, b)
-        found += compared
+        diffs += compared
     else:
-        found.append(_prompt_order(a, b))
-    found = [difference for difference in found if difference.count]
-    return LedgerDiff(check(a), check(b), exact, tuple(found), times, _given_back(a, b), blind)
+        diffs.append(_prompt_order(a, b))
+    diffs = [difference for difference in diffs if difference.count]
+    return LedgerDiff(check(a), check(b), exact, tuple(diffs), times, _returned(a, b), blind)
 
 
 def _group_by_group(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
@@ -212,27 +212,27 @@ def _group_by_group(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
         The differences, and how many groups lack token ids.
     """
     # Of a turn that comes twice, which is a fault, the first group counts.
-    left, right = ({row["turn"]: row for row in reversed(run.kept)} for run in (a, b))
-    shared = sorted(left.keys() & right.keys())
-    blind = {t for t in shared if None in (left[t]["token_crc"], right[t]["token_crc"])}
+    rows_a, rows_b = ({row["turn"]: row for row in reversed(run.consumed)} for run in (a, b))
+    shared = sorted(rows_a.keys() & rows_b.keys())
+    blind = {t for t in shared if None in (rows_a[t]["token_crc"], rows_b[t]["token_crc"])}
 
     def is_unlike(turn: int, column: str) -> bool:
-        return left[turn][column] != right[turn][column] and (
+        return rows_a[turn][column] != rows_b[turn][column] and (
             column != "token_crc" or turn not in blind
         )
 
-    found = [
+    differences = [
         _listed(f"groups of {name} alone", sorted(mine.keys() - other.keys()), "turn")
-        for name, mine, other in (("A", left, right), ("B", right, left))
+        for name, mine, other in (("A", rows_a, rows_b), ("B", rows_b, rows_a))
     ]
     for aspect, columns in {**ASPECTS, "times": TIMES}.items():
         unlike = [
-            f"turn {turn}: {_shown(left[turn], columns)} | {_shown(right[turn], columns)}"
+            f"turn {turn}: {_shown(rows_a[turn], columns)} | {_shown(rows_b[turn], columns)}"
             for turn in shared
             if any(is_unlike(turn, column) for column in columns)
         ]
-        found.append(_fault(aspect, unlike))
-    return found, len(blind)
+        differences.append(_fault(aspect, unlike))
+    return differences, len(blind)
 
 
 def _shown(row: Row, columns: Iterable[str]) -> str:
@@ -241,23 +241,23 @@ def _shown(row: Row, columns: Iterable[str]) -> str:
 
 def _prompt_order(a: LedgerRun, b: LedgerRun) -> Difference:
     """Compare the prompts that the loaders gave out, as far as both runs have a row of them."""
-    left, right = ({row["turn"]: row["prompt_uid"] for row in run.rows} for run in (a, b))
+    prompts_a, prompts_b = ({row["turn"]: row["prompt_uid"] for row in run.rows} for run in (a, b))
     unlike = [
-        f"turn {turn}: {left[turn]} | {right[turn]}"
-        for turn in sorted(left.keys() & right.keys())
-        if left[turn] != right[turn]
+        f"turn {turn}: {prompts_a[turn]} | {prompts_b[turn]}"
+        for turn in sorted(prompts_a.keys() & prompts_b.keys())
+        if prompts_a[turn] != prompts_b[turn]
     ]
     return _fault("prompts", unlike)
 
 
-def _given_back(a: LedgerRun, b: LedgerRun) -> Difference:
+def _returned(a: LedgerRun, b: LedgerRun) -> Difference:
     """Compare the groups that were given back: which these are depends on how many were open."""
     names = ("group", "turn", "step", "fate", "tokens", "score_crc")
-    left, right = (
+    groups_a, groups_b = (
         {tuple(row[name] for name in names) for row in run.rows if row["returned"]}
         for run in (a, b)
     )
-    return _listed("given back", [row[0] for row in sorted(left ^ right)])
+    return _listed("given back", [row[0] for row in sorted(groups_a ^ groups_b)])
 
 
 def _turns(run: LedgerRun) -> Iterator[Difference]:
@@ -270,11 +270,11 @@ def _turns(run: LedgerRun) -> Iterator[Difference]:
         if (due := first.setdefault(row["turn"], row["prompt_uid"])) != (uid := row["prompt_uid"]):
             wrong.append(f"group {row['group']} has {uid}, but {due} was given back and is due")
     yield _fault("prompts given back that did not come next", wrong)
-    kept = [row["turn"] for row in run.kept]
-    yield _listed("prompts in more than one group", _repeated(kept), "turn")
+    turns = [row["turn"] for row in run.consumed]
+    yield _listed("prompts in more than one group", _repeated(turns), "turn")
     if run.in_order:
         reached = max((row["turn"] for row in run.rows if row["fate"] == "trained"), default=0)
-        yield _listed("prompts lost", sorted({*range(reached)}.difference(kept)), "turn")
+        yield _listed("prompts lost", sorted({*range(reached)}.difference(turns)), "turn")
 
 
 def _order(run: LedgerRun, groups: Sequence[int]) -> Iterator[Difference]:
@@ -327,15 +327,15 @@ def _unlike_answers(row: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
         yield "tokens"
     if any(each["token_ids"] is None for each in answers):
         wrote = {each[end] for each in answers for end in ("oldest_version", "newest_version")}
-        known = {min(row["versions"], default=None), max(row["versions"], default=None)}
+        versions = {min(row["versions"], default=None), max(row["versions"], default=None)}
         wrote = {min(wrote - {None}, default=None), max(wrote - {None}, default=None)}
     else:
         ids = [[np.array(each["token_ids"], np.int64)] for each in answers]
         if row["token_crc"] not in (None, token_crc(ids)):
             yield "token_crc"
-        known = {*row["versions"]}
+        versions = {*row["versions"]}
         wrote = {version for each in answers for version in each["versions"]} - {-1}
-    if known != wrote:
+    if versions != wrote:
         yield "versions"
 
 
@@ -347,5 +347,5 @@ def _listed(what: str, numbers: Sequence[int], name: str = "group") -> Differenc
     return _fault(what, [f"{name} {number}" for number in numbers])
 
 
-def _fault(what: str, found: Sequence[str]) -> Difference:
-    return Difference(what, len(found), tuple(found[:SHOWN]))
+def _fault(what: str, items: Sequence[str]) -> Difference:
+    return Difference(what, len(items), tuple(items[:SHOWN]))

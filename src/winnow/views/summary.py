@@ -81,9 +81,9 @@ def samples(before: Path, after: Path) -> list[Sample]:
 def _answers(file: Path) -> dict[int, dict[str, Any]]:
     """Map each group whose text was kept to the answer that is shown of it."""
     rows = read_rollouts(file).select(_SAMPLE_COLUMNS).to_pylist()
-    kept = [row for row in rows if row["response"] is not None and row["answer"] == 0]
-    greedy = [row for row in kept if row["outcome"] == "held_out_greedy"]
-    return {row["group"]: row for row in greedy or kept}
+    with_text = [row for row in rows if row["response"] is not None and row["answer"] == 0]
+    greedy = [row for row in with_text if row["outcome"] == "held_out_greedy"]
+    return {row["group"]: row for row in greedy or with_text}
 
 
 def print_summary(
@@ -105,9 +105,9 @@ def print_summary(
     width = min(WIDTH, console.width)
     line = "=" if console.options.ascii_only else "\u2500"
     evaluated = [(record["step"], evaluations(record)) for record in records]
-    found = [(step, by_source) for step, by_source in evaluated if by_source]
-    before = found[0][1] if found and found[0][0] == 0 else {}
-    after = found[-1][1] if found and found[-1][0] > 0 else {}
+    measured = [(step, by_source) for step, by_source in evaluated if by_source]
+    before = measured[0][1] if measured and measured[0][0] == 0 else {}
+    after = measured[-1][1] if measured and measured[-1][0] > 0 else {}
     steps = [record for record in records if record["step"] > 0]
     flat = [r for r in steps if r.get(f"{_ADVANTAGE}min") == r.get(f"{_ADVANTAGE}max") == 0]
     tokens = token_account(records)
@@ -137,7 +137,7 @@ def _costs(
     """Make the tables of tokens and time, side by side where they fit."""
     tables: list[RenderableType] = []
     if sum(tokens.values()):
-        uses = {words: tokens[name] for name, words in _TOKEN_CLASSES.items() if name in tokens}
+        uses = {label: tokens[name] for name, label in _TOKEN_CLASSES.items() if name in tokens}
         tables.append(_share_table("Tokens generated", "tokens", uses, lambda n: f"{n:,}"))
     if seconds:
         phases = {phase.replace("_", " "): value for phase, value in seconds.items()}
@@ -150,8 +150,8 @@ def _costs(
 
 
 def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | None) -> Padding:
-    known = [evaluation for evaluation in (before, after) if evaluation]
-    prompts = next((e.prompts for e in known if e.prompts), None)
+    present = [evaluation for evaluation in (before, after) if evaluation]
+    prompts = next((e.prompts for e in present if e.prompts), None)
     of = f"{count(prompts)} held-out problems of {source}" if prompts else f"held out: {source}"
     table = figure_table("before", "after", title=of)
 
@@ -163,9 +163,9 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
 
     row("right, sampled (pass@1)", lambda e: e.accuracy)
     row("right, greedy", lambda e: e.greedy)
-    for kind, words in (("best_pass", "right at least once"), ("best_maj", "majority right")):
-        k = next((getattr(e, kind)[0] for e in known if getattr(e, kind)), 0)
-        row(f"{words} in {k}", lambda e, kind=kind: (getattr(e, kind) or (0, None))[1])  # type: ignore[misc]
+    for kind, label in (("best_pass", "right at least once"), ("best_maj", "majority right")):
+        k = next((getattr(e, kind)[0] for e in present if getattr(e, kind)), 0)
+        row(f"{label} in {k}", lambda e, kind=kind: (getattr(e, kind) or (0, None))[1])  # type: ignore[misc]
     row("cut off at the limit", lambda e: e.truncated)
     row("length of an answer", lambda e: e.length, percent=False)
     return spaced(table)
@@ -186,8 +186,8 @@ def _sample_table(sample: Sample, encoding: str) -> Padding:
 
 
 def _one_line(text: str, encoding: str) -> str:
-    words = " ".join(printable(text, encoding).split())
-    return shorten(words, _ANSWER_CHARACTERS) or "(nothing)"
+    line = " ".join(printable(text, encoding).split())
+    return shorten(line, _ANSWER_CHARACTERS) or "(nothing)"
 
 
 def _share_table(
@@ -216,6 +216,6 @@ def _pairs(console: Console, title: str, pairs: Mapping[str, str]) -> list[Paddi
     table = figure_table(title=title)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
-    for left, right in pairs.items():
-        table.add_row(Text(left), Text(printable(right, console.encoding)))
+    for key, value in pairs.items():
+        table.add_row(Text(key), Text(printable(value, console.encoding)))
     return [spaced(table)] if pairs else []

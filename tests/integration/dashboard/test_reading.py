@@ -241,10 +241,10 @@ def test_runs_are_found_in_folders_alone_and_behind_urls(make_run: MakeRun) -> N
     (a.path.parent / "notes").mkdir()
     try:
         runs = RunSet([str(a.path.parent), str(b.path), "memory://far"])
-        assert list(runs.found()) == ["a", "b", "a (2)"]
-        near, far = runs.found()["a"], runs.found()["a (2)"]
+        assert list(runs.discover()) == ["a", "b", "a (2)"]
+        near, far = runs.discover()["a"], runs.discover()["a (2)"]
         assert (near.is_local, far.is_local, runs.is_local) == (True, False, False)
-        assert runs.found()["a (2)"] is far
+        assert runs.discover()["a (2)"] is far
         assert group_table(far, STEP_2) == group_table(near, STEP_2)
         assert far.read("metrics.jsonl", 3, 9) == near.read("metrics.jsonl", 3, 9)
     finally:

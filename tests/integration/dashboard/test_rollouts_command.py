@@ -166,7 +166,7 @@ def browsed(
     place: str, *words: str, between: Callable[[], None] = lambda: None, lists_steps: bool = False
 ) -> list[str]:
     """What is printed after each word."""
-    [files] = RunSet([place]).found().values()
+    [files] = RunSet([place]).discover().values()
     out = io.StringIO()
     console = Console(file=out, width=80, height=13)
     browser = Browser(RunPages(files), console, "training", lists_steps=lists_steps)

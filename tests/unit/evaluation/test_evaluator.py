@@ -20,7 +20,7 @@ from winnow.config.trainer import EvaluationConfig
 from winnow.errors import TrainingError
 from winnow.evaluation import report
 from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator, by_problem
-from winnow.evaluation.report import Report, in_words, print_report, watched
+from winnow.evaluation.report import Report, print_report, progress_line, watched
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -203,7 +203,7 @@ def test_the_tables_fit_and_lose_no_figure(width: int) -> None:
 def test_progress_counts_what_is_written_and_scored() -> None:
     prompts = [Prompt(f"f:{i}", np.arange(2), "?", "sums", "4") for i in range(4)]
     evaluator = idle(prompts, None, EvaluationConfig(n=2, greedy=True), running=3, queued=5)
-    evaluator._asked = 8
+    evaluator._requested = 8
     assert evaluator.progress == AskProgress(answers=12, written=0, scored=0, tokens=70)
     evaluator._engine.told = {"running": 1, "queued": 0}
     assert evaluator.progress.written == 7
@@ -248,4 +248,4 @@ def test_a_terminal_is_told_live_and_off_means_silence() -> None:
     live = Console(file=io.StringIO(), width=80, force_terminal=True)
     assert "1,234 of 3,840 answers" in shown(live, "auto", 0, 0, 0)
     assert shown(Console(file=io.StringIO(), width=80), "off", 0, 100, 100) == ""
-    assert in_words(AskProgress(10, 4, 0, 100), 0.0) == "4 of 10 answers, 0 tokens/s, 0:00"
+    assert progress_line(AskProgress(10, 4, 0, 100), 0.0) == "4 of 10 answers, 0 tokens/s, 0:00"
