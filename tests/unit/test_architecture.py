@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from benchmarks.mutants import Mutant, read, stale
 from benchmarks.size import budget, sizes
+from benchmarks.words import house_words
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_MODULE_LINES = 600
@@ -349,6 +350,11 @@ def test_the_picture_of_the_packages_has_all_of_them() -> None:
     picture = (REPOSITORY / "docs" / "architecture_rooms.svg").read_text()
     packages = {path.parent.name for path in (REPOSITORY / "src" / "winnow").glob("*/__init__.py")}
     assert packages <= {*re.findall(r">(\w+)</text>", picture)}
+
+
+def test_names_are_words_of_the_field() -> None:
+    by_word, by_file, total = house_words([REPOSITORY / "src" / "winnow"])
+    assert by_word.total() <= 0.01 * total, (by_word.most_common(5), by_file.most_common(5))
 
 
 def test_every_package_keeps_its_budget() -> None:
