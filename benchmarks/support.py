@@ -395,7 +395,7 @@ _RUNS = """
 They hold each supported pair once or more. An axis that a run does not name has its first choice.
 `make test` trains the first {fast} of those on a CPU, `make test-real` the others.
 """
-FAST_RUNS = 8
+FAST_RUNS = 4
 """Runs that `make test` has; the others are marked `real`."""
 HEADINGS: Mapping[Runner, str] = {"cpu": "### On a CPU", "vllm": "### With vLLM (`make test-vllm`)"}
 

@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu.__main__ import CHECKS, main
 from benchmarks.gpu.harness import ON_CPU
 
+pytestmark = pytest.mark.real
 UPDATE, RUN = {"update", "old log-probs"}, {"run"}
 FIGURES = {
     "machine": {"machine", "required", "optional", "varlen_attn", "attention in bf16"},

@@ -37,6 +37,7 @@ def test_the_runs_are_those_of_the_page() -> None:
     assert covering_runs(Matrix(), "vllm") == RUNS
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("run", RUNS, ids=range(1, len(RUNS) + 1))
 def test_choices_train_together(
     run: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
