@@ -382,7 +382,7 @@ def checkpoint_of(key: str, value: str) -> tuple[Path, Checkpoint | None]:
     )
 
 
-def _continued(config: Config, folder: RunFolder, checkpoint: Checkpoint | None) -> OpenedRun:
+def _continued(config: Config, folder: RunFolder, requested: Checkpoint | None) -> OpenedRun:
     try:
         saved = load_recipe(str(folder.config))
     except ConfigError as error:
@@ -402,7 +402,7 @@ def _continued(config: Config, folder: RunFolder, checkpoint: Checkpoint | None)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
     checked_by = [role.saved_in for role in Roles(config) if role.saved_in]
-    checkpoint = checkpoint
+    checkpoint = requested
     if checkpoint is not None:
         verify(checkpoint, checked_by)
     else:
@@ -426,7 +426,7 @@ def _continued(config: Config, folder: RunFolder, checkpoint: Checkpoint | None)
     knows_steps = epochs is None or not _fills_other_steps(config, recipe)
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
-    may_be_damaged = bool(checked_by) and checkpoint is None
+    may_be_damaged = bool(checked_by) and requested is None
     state = checkpoint, manifest, forked, False, knows_steps, may_be_damaged
     return OpenedRun(folder, saved_config, tuple(notes), *state)
 

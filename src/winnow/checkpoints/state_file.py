@@ -197,8 +197,8 @@ class _StateWriter:
         for tag, make in _SEQUENCES.items():
             if kind is make:
                 return {tag: [self.encode(each, f"{place}.{i}") for i, each in enumerate(value)]}
-        for tag, (kind, write, _) in _TEXTS.items():
-            if kind is kind:
+        for tag, (exact, write, _) in _TEXTS.items():
+            if kind is exact:
                 return {tag: write(value)}
         for base in _BASES:  # of a class of its own, which is not kept
             if isinstance(value, base):

@@ -27,8 +27,8 @@ def init_command(
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; name a folder that is not there yet")
-    folder = Path(model).expanduser()
-    path = str(folder.resolve()) if folder.is_dir() else model
+    local_model = Path(model).expanduser()
+    path = str(local_model.resolve()) if local_model.is_dir() else model
     files = {file.stem: file.read_text() for file in sorted(_TEMPLATES.glob("*.txt"))}
     shown = to_yaml({"path": path}).strip()
     files["recipe.yaml"] = files["recipe.yaml"].replace("path: MODEL", shown)

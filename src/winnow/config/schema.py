@@ -117,16 +117,16 @@ def _keys(
     cls: type[Section], path: Path, variant: tuple[Path, str] | None, marks: Mapping[str, Change]
 ) -> Iterator[Key]:
     for key, field in cls.model_fields.items():
-        path, metadata = (*path, key), field.metadata
+        key_path, metadata = (*path, key), field.metadata
         change = next((mark for mark in metadata if isinstance(mark, Change)), marks[""])
         named = next((mark for mark in metadata if isinstance(mark, dict)), {})
         within = {"": marks.get(key, change), **named}
         if inner := section(field.annotation):
-            yield from _keys(inner, path, variant, within)
+            yield from _keys(inner, key_path, variant, within)
         elif not (key == "name" and variant and variant[0] == path):
-            yield Key(path, field, variant, within.get("name", within[""]))
+            yield Key(key_path, field, variant, within.get("name", within[""]))
             for name, option in variants(field).items():
-                yield from _keys(option, path, (path, name), within)
+                yield from _keys(option, key_path, (key_path, name), within)
 
 
 class Lookup(NamedTuple):
