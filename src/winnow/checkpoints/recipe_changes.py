@@ -118,9 +118,9 @@ def _change(key: str, both: Sequence[Config]) -> Change:
     # Ranks of any strategy write the same tensors, and read their own parts of them.
     if key == "trainer.strategy.name" and all("policy" in Roles(config) for config in both):
         return Change.ON_RESUME
-    while key not in _MARKS:
+    while key and key not in _MARKS:
         key = key.rpartition(".")[0]
-    return _MARKS[key]
+    return _MARKS.get(key, Change.IN_FORK)
 
 
 def _is_same_origin(was: str | None, now: str | None) -> bool:
