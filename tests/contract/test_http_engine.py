@@ -234,6 +234,21 @@ async def test_what_a_dead_server_wrote_is_told_while_its_answers_wait(
     await engine.close()
 
 
+async def test_a_dead_server_is_held_against_the_answers_that_it_wrote_alone(
+    servers: GenerateServers, folder: Path
+) -> None:
+    url, process = servers.start(folder, "--holds_at=60")
+    engine = engine_over(url, slots=1)
+    await engine.submit(groups_of(1, 2, SamplingParams(100)))
+    await until(engine, 5)
+    process.kill()
+    while engine.servers:
+        await asyncio.sleep(0.001)
+    assert sorted(ask.deaths for ask in engine._queue) == [0, 1]
+    OPEN.remove(engine)
+    await engine.close()
+
+
 def test_without_any_server_the_run_ends_with_a_line(
     servers: GenerateServers, folder: Path
 ) -> None:

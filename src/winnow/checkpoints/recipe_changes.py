@@ -48,7 +48,7 @@ def check_fork(config: Config, source: Config, what: str) -> list[str]:
     """Refuse a fork whose recipe the state of a checkpoint cannot hold; return the changes.
 
     Args:
-        made_with: the recipe of the checkpoint.
+        source: the recipe of the checkpoint.
 
     Raises:
         ConfigError: names the keys.

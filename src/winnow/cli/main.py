@@ -470,7 +470,7 @@ def _console() -> Console:
 
 
 def _print_settings(recipe: str, overrides: list[str]) -> None:
-    """Print settings as recipe and overrides resolve them, under the prefixes among `words`."""
+    """Print settings as recipe and overrides resolve them, under the prefixes among `overrides`."""
     from winnow.config.load import describe_config, resolve_recipe
     from winnow.observe.figures import message
 

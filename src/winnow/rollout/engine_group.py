@@ -333,6 +333,7 @@ class EngineGroup:
                 client.receive(await client.engine.events(client.status.tick))
 
         await self._each(asked, take_back)
+        self._news.set()
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take new weights; tensors go out in buckets, stored ones are fetched by each engine.
@@ -523,8 +524,17 @@ class EngineGroup:
             elif error is not None:
                 raise error
 
-    def _retire(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
-        """Leave a dead engine's answers to the others, and give back those being aborted."""
+    def _retire(
+        self,
+        client: EngineClient,
+        error: WorkerError | PublicationError,
+        begun: Collection[Key] | None = None,
+    ) -> None:
+        """Leave a dead engine's answers to the others, and give back those being aborted.
+
+        Args:
+            begun: answers that the engine wrote, and did not only queue; None is all that it had.
+        """
         if client.is_dead:
             return
         client.is_dead, self._last_death = True, error
@@ -532,7 +542,7 @@ class EngineGroup:
             client.writing.cancel()
         asks, client.asks = list(client.asks.values()), {}
         for ask in asks:
-            ask.deaths += 1
+            ask.deaths += begun is None or ask.key in begun
         self._give_back([ask for ask in asks if ask.aborting])
         others = [ask for ask in asks if not ask.aborting]
         self._queue.add(ask for ask in others if ask.deaths < _DEATHS)

@@ -48,7 +48,7 @@ class QualifyRate:
         return (1.0 + self.qualified) / (1.0 + self.doubt + self.seen)
 
     def observe(self, uid: str, qualified: bool, in_history: bool = True) -> None:
-        """Take the next outcome; `own=False` keeps it out of the prompt's history."""
+        """Take the next outcome; `in_history=False` keeps it out of the prompt's history."""
         self.seen = self.decay * self.seen + 1.0
         self.qualified = self.decay * self.qualified + qualified
         if not in_history:

@@ -38,7 +38,7 @@ from torch import Tensor
 from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
-from winnow.rollout.engine_group import EngineClient, EngineGroup
+from winnow.rollout.engine_group import EngineClient, EngineGroup, Key
 from winnow.rollout.http.client import Chunk, GenerateServer
 from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
 from winnow.rollout.weights import WeightUpdate, tensors
@@ -158,7 +158,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         super().__init__(ServedAnswer, *options)
         self.server, self._weights, self._reload_s = server, weights, reload_timeout_s
         self._news = asyncio.Event()
-        self._fault: BaseException | None = None  # raised by `events`
+        self._fault: tuple[ServedAnswer, BaseException] | None = None  # raised by `events`
         self._loaded: Path | None = None  # weights that it was given since it last answered anew
         self.loading: Path | None = None
         """The folder that it reads just now; answers stand still meanwhile."""
@@ -187,8 +187,10 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         while not self._events and (self._rows or self._queue) and until is None:
             self._news.clear()
             if self._fault is not None:
-                fault, self._fault = self._fault, None
-                raise fault
+                (answer, fault), self._fault = self._fault, None
+                if any(answer is row for row in self._rows):  # else it was aborted since
+                    raise fault
+                continue
             await self._news.wait()
         events, self._events = self._events, []
         return events
@@ -208,6 +210,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         if self._loaded != self._weights.newest:
             for answer in self._rows:
                 answer.stop()
+            self._fault = None  # of requests that are no more
         try:
             await self.reload()
         except RemoteError as error:
@@ -264,12 +267,12 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                 answer.task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        is_awaited = any(answer.task is task for answer in self._rows)
-        if is_awaited and not task.cancelled() and (error := task.exception()) is not None:
-            self._raise_in_events(error)
+        answer = next((answer for answer in self._rows if answer.task is task), None)
+        if answer is not None and not task.cancelled() and (error := task.exception()) is not None:
+            self._raise_in_events(answer, error)
 
-    def _raise_in_events(self, error: BaseException) -> None:
-        self._fault = self._fault or error
+    def _raise_in_events(self, answer: ServedAnswer, error: BaseException) -> None:
+        self._fault = self._fault or (answer, error)
         self._news.set()
 
     async def _write(self, answer: ServedAnswer) -> None:
@@ -341,10 +344,11 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         elif chunk.finish_reason == "length":
             length = len(answer.group.prompt_ids) + len(answer.ids)
             self._raise_in_events(
+                answer,
                 ConfigError(
                     f"{self.server.url} ends answers at {length:,} tokens with their prompts; "
                     "start it with a larger --max-model-len"
-                )
+                ),
             )
 
     def _end(self, answer: ServedAnswer, reason: FinishReason, error: str = "") -> None:
@@ -412,6 +416,8 @@ class HttpEngine(EngineGroup):
         if named is not None:
             await self._weights.write(named, update.version)
         self._weights.version = update.version
+        if named is None and not self._alive():
+            return  # who comes back has that version
         await self._wait_for_server()
         try:
             await super().load_weights(WeightUpdate(update.version))
@@ -439,12 +445,18 @@ class HttpEngine(EngineGroup):
             self._raise_fault()
             await self._news.wait()
 
-    def _retire(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+    def _retire(
+        self,
+        client: EngineClient,
+        error: WorkerError | PublicationError,
+        begun: Collection[Key] | None = None,
+    ) -> None:
         """Ask a server nothing until it answers again, and has the newest weights."""
         if client.is_dead:
             return
-        client.receive(self._members[client].stop())
-        super()._retire(client, error)
+        running = self._members[client].stop()
+        client.receive(running)
+        super()._retire(client, error, {event.key for event in running})
         if not self._alive():
             self._silent_since = time.monotonic()
         client.writing = asyncio.create_task(self._revive(client, str(error)))
