@@ -389,7 +389,7 @@ def test_figures_of_the_load_by_hand() -> None:
 @given(st.lists(st.booleans(), min_size=6, max_size=6))
 def test_routes_stand_at_their_tokens_whichever_samples_are_here(held: list[bool]) -> None:
     groups = routed_groups()
-    batch = pack(groups, included=np.array(held))
+    batch = pack(groups, local_samples=np.array(held))
     found = token_routes(groups, batch, route_shape(mixture()))
     expected = []
     answers = [(g.prompt, a.trajectory) for g in groups for a in g.answers]

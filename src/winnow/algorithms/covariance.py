@@ -76,7 +76,7 @@ def covariance(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     return cov_T
 
 
-def keyed_draws(seed: int, sample_keys: Tensor, positions: Tensor) -> Tensor:
+def keyed_draws(update_seed: int, sample_keys: Tensor, positions: Tensor) -> Tensor:
     """Draw random numbers in [0, 1), float64 [T], that depend on (seed, sample, position) alone.
 
     So neither the order of the samples nor their split into micro-batches or ranks changes the
@@ -87,7 +87,7 @@ def keyed_draws(seed: int, sample_keys: Tensor, positions: Tensor) -> Tensor:
         sample_keys: [T] int64, a key of the token's sample, unique within the update.
         positions: [T] int64, position of the token in its sample.
     """
-    start = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    start = (update_seed + (1 << 63)) % (1 << 64) - (1 << 63)
     state = _mixed(_mixed(torch.full_like(sample_keys, start)) + (sample_keys + 1) * _GOLDEN)
     bits = _mixed(state + (positions + 1) * _GOLDEN)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53

@@ -272,7 +272,7 @@ def _opened(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedR
             stack.enter_context(locked(named.path))
             return _continued(config, named, None)
     origin = None if run.fork is None else _origin(config, run.fork)
-    config = _pinned(config) if origin is None else origin.config
+    config = _pin_commits(config) if origin is None else origin.config
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
     stack.enter_context(locked(named.path))
@@ -431,7 +431,7 @@ def _continued(config: Config, folder: RunFolder, requested: Checkpoint | None) 
     return OpenedRun(folder, saved_config, tuple(notes), *state)
 
 
-def _pinned(config: Config) -> Config:
+def _pin_commits(config: Config) -> Config:
     """Note the commits of data and model on the hub, so that resuming takes no others.
 
     Raises:

@@ -354,7 +354,7 @@ def _train(
 ) -> Stopped | None:
     """Train, and save what was reached when it is stopped or cannot go on."""
     stopped, end.save_s = None, lambda: run.state.save_s
-    explained = explain_oom(config, policy.model, run.save_boundary)
+    explained = explain_oom(config, policy.model, run.save_after_failure)
     with stop.deferring(), stop.before(end), gc_tuning.frozen(), run.state, explained:
         try:
             if isinstance(run, Run):

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
     lines: Mapping[tuple[str, ...], int]
     """Line of each key and of each item of a list."""
 
-    def place(self, path: tuple[str, ...]) -> str:
+    def source_of(self, path: tuple[str, ...]) -> str:
         """Return where a key is set: file and line."""
         while path and path not in self.lines:
             path = path[:-1]
@@ -124,7 +124,7 @@ def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[
             "include each only once in `defaults`"
         )
     layer = _read(path)
-    where = layer.place(("defaults",))
+    where = layer.source_of(("defaults",))
     entries = layer.tree.pop("defaults", [])
     if not isinstance(entries, list) or entries.count("_self_") > 1:
         raise ConfigError(

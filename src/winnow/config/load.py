@@ -26,7 +26,7 @@ from winnow.config.root import Config, FromEnvironment
 from winnow.config.rules import check_config
 from winnow.config.schema import (
     Key,
-    Path,
+    KeyPath,
     all_keys,
     allowed,
     defaults,
@@ -91,7 +91,7 @@ def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     """
     tree = Tree()
     for layer in () if recipe is None else read_layers(recipe):
-        tree.lay([Setting(p, value, layer.place(p)) for p, value in _leaves(layer.tree) if p])
+        tree.lay([Setting(p, value, layer.source_of(p)) for p, value in _leaves(layer.tree) if p])
     tree.lay([setting for text in overrides for setting in _parse(text)])
     if tree.faults:
         raise ConfigError("\n".join(tree.faults))
@@ -104,7 +104,7 @@ def resolve_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         for path, (text, _) in secrets.items():
             _put(values, path, text)
-        faults += validation_lines(error, values, tree.place)
+        faults += validation_lines(error, values, tree.source_of)
     if faults:
         raise ConfigError(_hidden("\n".join(dict.fromkeys(faults)), secrets))
     valid = config.model_dump(mode="json") if secrets else {}
@@ -121,7 +121,7 @@ def _truth_values(values: Mapping[str, Any], tree: Tree) -> Iterator[str]:
     for path, value in _leaves(values):
         field = find(values, path).field if isinstance(value, bool) else None
         if field and takes_number(field):
-            got = f"got {show(value)} (set by {tree.place(path)})"
+            got = f"got {show(value)} (set by {tree.source_of(path)})"
             yield f"{spell(path)} must be {allowed(field)}, {got}"
 
 
@@ -154,7 +154,7 @@ def without_secrets(text: str, *configs: Config) -> str:
     return text
 
 
-def _hidden(text: str, secrets: Mapping[Path, FromEnvironment]) -> str:
+def _hidden(text: str, secrets: Mapping[KeyPath, FromEnvironment]) -> str:
     for written, value in secrets.values():
         for each in value if isinstance(value, list) else [value]:
             if len(str(each)) >= _LEAST_SECRET:  # whole before it is cut, or its end would stay
@@ -162,7 +162,7 @@ def _hidden(text: str, secrets: Mapping[Path, FromEnvironment]) -> str:
     return text
 
 
-def _put(tree: Any, path: Path, value: Any) -> None:
+def _put(tree: Any, path: KeyPath, value: Any) -> None:
     around = lookup(tree, path[:-1])
     around[int(path[-1]) if isinstance(around, list) else path[-1]] = value
 
@@ -232,7 +232,7 @@ def flat(tree: Mapping[Any, Any]) -> dict[str, Any]:
 class Setting(NamedTuple):
     """A value that was typed for a key; a text for a union of variants chooses one."""
 
-    path: Path
+    path: KeyPath
     value: Any
     place: str
     text: str | None = None
@@ -240,7 +240,7 @@ class Setting(NamedTuple):
     removes: bool = False
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield path and value of each entry that is no table, or an empty one."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
@@ -250,7 +250,7 @@ def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 @cache
-def _current(path: Path) -> Path:
+def _current(path: KeyPath) -> KeyPath:
     """Return the name that a key has now; once a process a line says that it was renamed."""
     now = current_key(path)
     if now != path:
@@ -265,10 +265,10 @@ class Tree:
 
     def __init__(self) -> None:
         self.values = defaults(Config)
-        self.places: dict[Path, str] = {}
+        self.places: dict[KeyPath, str] = {}
         self.faults: list[str] = []
 
-    def place(self, path: Path) -> str:
+    def source_of(self, path: KeyPath) -> str:
         """Return where the value of a key was typed: itself, the nearest key around or within."""
         for stop in range(len(path), 0, -1):
             if path[:stop] in self.places:
@@ -393,7 +393,7 @@ def _parse(text: str) -> Iterator[Setting]:
 _PENDING = object()
 
 
-def _broken(path: Path, reason: str) -> ConfigError:
+def _broken(path: KeyPath, reason: str) -> ConfigError:
     return ConfigError(f"{spell(path)}: {reason}; mend the value or its ${{…}}")
 
 
@@ -406,12 +406,12 @@ class _References:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        self._found: dict[Path, Any] = {}
+        self._found: dict[KeyPath, Any] = {}
         self._written = 0
-        self.secrets: dict[Path, str] = {}
+        self.secrets: dict[KeyPath, str] = {}
         """Texts into which the environment goes, by path."""
 
-    def resolved(self, path: Path, node: Any) -> Any:
+    def resolved(self, path: KeyPath, node: Any) -> Any:
         """Return the value at a path with every `${…}` in it resolved.
 
         Raises:
@@ -432,7 +432,7 @@ class _References:
             raise _broken(path, "recursive interpolation detected")
         return self._found[path]
 
-    def _text(self, path: Path, text: str) -> Any:
+    def _text(self, path: KeyPath, text: str) -> Any:
         from omegaconf.errors import OmegaConfBaseException
         from omegaconf.grammar_parser import parse
         from omegaconf.grammar_visitor import GrammarVisitor
@@ -449,7 +449,7 @@ class _References:
             reason = str(message).partition("\n")[0]
             raise _broken(path, f"{reason[:1].lower()}{reason[1:]}") from None
 
-    def _named(self, path: Path, key: str, text: str) -> Any:
+    def _named(self, path: KeyPath, key: str, text: str) -> Any:
         """Return the value that a text names, absolutely or (with dots in front) relatively."""
         dots = len(key) - len(key.lstrip("."))
         around = path[: len(path) - dots] if dots else ()
@@ -471,7 +471,7 @@ class _References:
         return value
 
     def _environment(
-        self, path: Path, text: str, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]
+        self, path: KeyPath, text: str, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]
     ) -> Any:
         """Return the value of `${oc.env:VARIABLE,DEFAULT}`, the one resolver of recipes."""
         from omegaconf.resolvers import oc

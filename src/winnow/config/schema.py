@@ -20,7 +20,7 @@ from winnow.config.base import Change, ConflictError, SecretError, Section
 from winnow.config.other_names import foreign_name
 from winnow.config.root import Config
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 _LONGEST_VALUE = 80
 _RESEMBLES = 0.6
 
@@ -60,7 +60,7 @@ def is_text(field: FieldInfo) -> bool:
     return str in options and not {int, float} & {*options}
 
 
-def is_choice(values: Mapping[str, Any], path: Path) -> bool:
+def is_choice(values: Mapping[str, Any], path: KeyPath) -> bool:
     """Return whether the value at a path is one out of a given set."""
     field = find(values, path).field
     options = () if field is None else _options(field.annotation)
@@ -94,9 +94,9 @@ def defaults(cls: type[Section]) -> dict[str, Any]:
 class Key(NamedTuple):
     """A key of the schema: a value, a table, or a union of variants."""
 
-    path: Path
+    path: KeyPath
     field: FieldInfo
-    variant: tuple[Path, str] | None
+    variant: tuple[KeyPath, str] | None
     """The union and the variant of it that own this key; None outside of variants."""
     change: Change
     """The mark that says when a run may go on with another value, or another variant of a union."""
@@ -114,7 +114,10 @@ def all_keys() -> tuple[Key, ...]:
 
 
 def _keys(
-    cls: type[Section], path: Path, variant: tuple[Path, str] | None, marks: Mapping[str, Change]
+    cls: type[Section],
+    path: KeyPath,
+    variant: tuple[KeyPath, str] | None,
+    marks: Mapping[str, Change],
 ) -> Iterator[Key]:
     for key, field in cls.model_fields.items():
         key_path, metadata = (*path, key), field.metadata
@@ -132,13 +135,13 @@ def _keys(
 class Lookup(NamedTuple):
     """The key that a path leads to, under the variants that a tree of values has chosen."""
 
-    path: Path
+    path: KeyPath
     """Path of the key; of an entry where it leads into a table, of the union for its `name`."""
     field: FieldInfo | None
     """None where no section has the key."""
-    variant: tuple[Path, str] | None
+    variant: tuple[KeyPath, str] | None
     """Innermost union around the key, and the variant chosen there."""
-    rest: Path
+    rest: KeyPath
     """Rest of the path, below a value or, with the entry's name, below a table."""
 
 
@@ -151,8 +154,8 @@ def find(values: Mapping[str, Any], path: Sequence[str | int], *, has_tags: bool
     """
     cls: type[Section] | None = Config
     field: FieldInfo | None = None
-    variant: tuple[Path, str] | None = None
-    place: Path = ()
+    variant: tuple[KeyPath, str] | None = None
+    place: KeyPath = ()
     rest = [str(part) for part in path if part != "[key]"]
     while rest and cls:
         place = (*place, rest.pop(0))
@@ -250,13 +253,13 @@ def show(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
 
 
-def spell(path: Path) -> str:
+def spell(path: KeyPath) -> str:
     """Return a key path as it is written, on one line whatever was typed."""
     text = ".".join(path)
     return text if text and text.isprintable() else repr(text)
 
 
-def variant_named(path: Path, name: object) -> str:
+def variant_named(path: KeyPath, name: object) -> str:
     """Return a hint to the choices of that name in a section, such as `algorithm=grpo` means."""
     matches = [k for k in all_keys() if name in variants(k.field) and k.path[: len(path)] == path]
     choices = " or ".join(f"{key.spelling}={name}" for key in matches)
@@ -295,7 +298,9 @@ def _initials(name: str) -> str:
     return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
 
 
-def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str, value: Any = "") -> str:
+def unknown_key(
+    path: KeyPath, variant: tuple[KeyPath, str] | None, place: str, value: Any = ""
+) -> str:
     """Return the message for a key that no section has, or not the variant that was chosen."""
     parts = ".".join(path).split(".")
     group = "" if variant is None else "/".join(variant[0])
@@ -325,10 +330,10 @@ def unknown_key(path: Path, variant: tuple[Path, str] | None, place: str, value:
 
 
 def validation_lines(
-    error: ValidationError, values: Mapping[str, Any], place: Callable[[Path], str]
+    error: ValidationError, values: Mapping[str, Any], place: Callable[[KeyPath], str]
 ) -> list[str]:
     """Put pydantic's findings into our words, one line a key."""
-    lines: dict[Path, str] = {}
+    lines: dict[KeyPath, str] = {}
     for fault in error.errors(include_url=False):
         path, field, _, rest = find(values, fault["loc"], has_tags=True)
         # A validator of ours says what it wants; for the rest the schema knows it better.
@@ -351,7 +356,7 @@ def validation_lines(
     return list(lines.values())
 
 
-def _hint(path: Path, field: FieldInfo, want: str, value: Any) -> str:
+def _hint(path: KeyPath, field: FieldInfo, want: str, value: Any) -> str:
     """Return what to write instead, where the range alone does not say it."""
     if isinstance(value, str) and show(value) == f"'{value}'" and "a list of" in want:
         return f"; write {'.'.join(path)}=[{value}]"

@@ -209,7 +209,9 @@ class MicroBatch:
 
 
 def pack(
-    groups: Sequence[Group], overlong_filtering: bool = False, included: BoolArray | None = None
+    groups: Sequence[Group],
+    overlong_filtering: bool = False,
+    local_samples: BoolArray | None = None,
 ) -> Batch:
     """Lay all answers of all groups end to end, each behind a copy of its prompt.
 
@@ -217,7 +219,7 @@ def pack(
         groups: in the order that `Batch.groups` will count.
         overlong_filtering: take truncated answers out of loss_mask (DAPO, arXiv 2503.14476,
             section 3.4); they keep their reward, and so their part in the group's statistics.
-        included: [B] the samples to be laid out, and to be read at all; the others stay empty.
+        local_samples: [B] the samples to be laid out, and to be read at all; the others stay empty.
 
     Raises:
         ValueError: a prompt without a token, whose answer's first token has no context.
@@ -230,7 +232,7 @@ def pack(
     for place, (_, prompt, answer) in enumerate(rows):
         if not len(prompt.token_ids):
             raise ValueError(f"prompt {prompt.uid} has no tokens; a prompt needs at least one")
-        if included is not None and not included[place]:
+        if local_samples is not None and not local_samples[place]:
             pieces_per_sample.append(0)
             continue
         segments = answer.trajectory.segments
@@ -473,7 +475,9 @@ class MicroBatchSharder:
         """
         if self.dp.mesh is None:
             return pack(groups, overlong_filtering)
-        empty = pack(groups, included=np.zeros(sum(len(g.answers) for g in groups), dtype=bool))
+        empty = pack(
+            groups, local_samples=np.zeros(sum(len(g.answers) for g in groups), dtype=bool)
+        )
         lengths_B = sample_lengths(groups)
         spread = replace(empty, all_lengths=lengths_B)
         holders = self._share(spread, range(spread.n_groups), max_tokens).runs()

@@ -36,7 +36,7 @@ from winnow.models.value import load_reward_model, load_value_model
 from winnow.plan.megatron import planned_megatron
 from winnow.plan.tracker import DeviceTracker
 from winnow.ranks import learner
-from winnow.ranks.models import check_attention, load_policy_model
+from winnow.ranks.models import check_attention_memory, load_policy_model
 from winnow.run.step_metrics import Attention
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
@@ -158,12 +158,12 @@ def run_rank(
     assert isinstance(layout, Fsdp2 | Megatron)
     refusal = None
     try:
-        check_attention(config, model, "model.dtype", strategy.kernels)
+        check_attention_memory(config, model, "model.dtype", strategy.kernels)
     except ConfigError as error:
         refusal = str(error)
     tracker = track(_attention_flop(config, model, most))
     tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
-    # No kernel of CUDA takes float32 with fewer heads for keys: check_attention refuses the same.
+    # No kernel of CUDA takes float32 with fewer heads for keys, which `refusal` says.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
     with exact:
         learning, models = _learn(config, model, path, strategy, tracker, stage)

@@ -35,7 +35,7 @@ from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.folders import torch_dtype
-from winnow.ranks.models import check_attention, is_adapter
+from winnow.ranks.models import check_attention_memory, is_adapter
 from winnow.run.step_metrics import Attention, Passes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def make_learner(
         ConfigError: one would attend in float32 where that takes more memory than there is.
     """
     on = next(model.parameters()).device.type if mesh is None else mesh.device_type
-    check_attention(config, model, "model.dtype", on)
+    check_attention_memory(config, model, "model.dtype", on)
     hold = _hold(config, mesh, planned)
     hollow: Hollow = "shapes" if planned else mesh is not None
     readout = readout_options(config, vocabulary)
@@ -275,7 +275,7 @@ def load_role(
     target = torch.device("cpu") if hollow else device
     dtype = torch_dtype(section.dtype or model.dtype)
     loaded = load(path, dtype, target, model.trust_remote_code, field, hollow)
-    check_attention(
+    check_attention_memory(
         config, loaded, f"{role}.dtype" if section.dtype else "model.dtype", device.type
     )
     return loaded

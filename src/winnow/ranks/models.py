@@ -274,7 +274,7 @@ def check_positions(
         )
 
 
-def check_attention(config: Config, model: nn.Module, field: str, device_type: str) -> None:
+def check_attention_memory(config: Config, model: nn.Module, field: str, device_type: str) -> None:
     """Refuse float32 attention over long answers on CUDA, where it would keep all scores.
 
     No kernel there takes float32 with fewer heads for keys than for queries, and PyTorch then

@@ -474,7 +474,7 @@ class EngineGroup:
             raise self._last_death
         return alive
 
-    async def _deal(self, target: int | None = None) -> None:
+    async def _deal(self, until_tick: int | None = None) -> None:
         """Give the engines what they have room for, and have them write, to tick `target`."""
         alive = [client for client in self._clients if not client.is_dead]
         if alive and len(self._queue):
@@ -485,15 +485,15 @@ class EngineGroup:
                 client.asks.update((ask.key, ask) for ask in asks)
                 if asks:
                     await client.engine.submit(requests_of(asks))
-        self._target = target
+        self._target = until_tick
         for client in alive:
             if client.asks and (client.writing is None or client.writing.done()):
-                client.writing = asyncio.create_task(self._write(client, target))
+                client.writing = asyncio.create_task(self._write(client, until_tick))
                 client.writing.add_done_callback(partial(self._wrote, client))
 
-    async def _write(self, client: EngineClient, target: int | None) -> None:
+    async def _write(self, client: EngineClient, until_tick: int | None) -> None:
         """Let an engine write to the group's tick `target`, or until it has nothing left."""
-        until = None if target is None else target - client.offset
+        until = None if until_tick is None else until_tick - client.offset
         while client.asks and (until is None or client.status.tick < until):
             await client.look(until)
             if not self._deterministic:

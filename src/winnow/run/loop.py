@@ -223,7 +223,7 @@ class BaseRun:
         self.state.note(step, unfinished, figures, overrides)
         self.learnt = self.learner.begun
 
-    def save_boundary(self) -> None:
+    def save_after_failure(self) -> None:
         """Save the last boundary, if nothing was learnt since: else its weights are gone."""
         if self.learner.begun == self.learnt:
             self.state.save()

@@ -200,7 +200,7 @@ class Ledger:
 
     # The cut
 
-    def cut_is_due(self) -> bool:
+    def step_is_ready(self) -> bool:
         """Return whether a step can be cut: N groups in order, or all that the bound allows."""
         return len(self.queue) >= self.target or (
             self.looked_at >= self.bound and not self.groups.open
@@ -208,7 +208,7 @@ class Ledger:
 
     def pass_bound(self) -> None:
         """Look at as many groups again after a bound within which nothing qualified."""
-        assert self.cut_is_due()
+        assert self.step_is_ready()
         assert not self.queue
         self.looked_at = 0
         self.tally.empty_bounds += 1
@@ -220,7 +220,7 @@ class Ledger:
         all later groups are dropped, closed ones included, and their prompts come back in
         admission order.
         """
-        assert self.cut_is_due()
+        assert self.step_is_ready()
         assert self.may_keep_running or not self.groups.running
         cut = [self.queue.popleft() for _ in range(self.committable)]
         for group_id in cut:

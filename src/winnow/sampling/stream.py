@@ -324,7 +324,7 @@ class Sampler:
     async def _full(self) -> bool:
         """Return whether to cut; deal with a bound that was met too early."""
         ledger = self.ledger
-        if not ledger.cut_is_due():
+        if not ledger.step_is_ready():
             return False
         if ledger.committable == ledger.target:
             return True

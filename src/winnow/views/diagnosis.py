@@ -138,7 +138,7 @@ class Rule(NamedTuple):
 # Rewards and groups
 
 
-def _flat(is_right: bool) -> Check:
+def _flat(counts_as_right: bool) -> Check:
     def check(course: Course) -> str | None:
         task = "score/task_reward" if course.seen["score/task_reward/min"] else "score/reward"
         lows, highs = course.last(f"{task}/min"), course.last(f"{task}/max")
@@ -149,7 +149,11 @@ def _flat(is_right: bool) -> Check:
         steps = f"last {len(lows)} steps" if len(lows) > 1 else "first step"
         text = f"every answer of the {steps} has the reward {lows[0]:g}"
         accuracy = course.mean("sampling/accuracy", len(lows))
-        return f"{text}; {accuracy:.0%} count as right" if (accuracy >= 0.5) == is_right else None
+        return (
+            f"{text}; {accuracy:.0%} count as right"
+            if (accuracy >= 0.5) == counts_as_right
+            else None
+        )
 
     return check
 

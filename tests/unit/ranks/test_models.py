@@ -21,7 +21,7 @@ from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ConfigError, ModelError, TrainingError, WorkerError
 from winnow.ranks.learner import make_learner
 from winnow.ranks.models import (
-    check_attention,
+    check_attention_memory,
     check_positions,
     explain_oom,
     is_out_of_memory,
@@ -98,7 +98,7 @@ def test_long_answers_in_float32_with_shared_heads_are_refused_on_a_gpu() -> Non
     config = recipe("quickstart", *LONG)
     refused = pytest.raises(ConfigError)
     with refused as told:
-        check_attention(config, model_of(8), "critic.dtype", "cuda")
+        check_attention_memory(config, model_of(8), "critic.dtype", "cuda")
     assert str(told.value) == (
         "critic.dtype=float32 on CUDA keeps the scores of 40 heads on 8 key/value heads over "
         "22,528 tokens, the longest prompt and answer: 75.6 GiB a layer; set critic.dtype=bfloat16 "
@@ -123,7 +123,9 @@ def test_long_answers_in_float32_with_shared_heads_are_refused_on_a_gpu() -> Non
 def test_other_attention_is_not(
     shared: int, dtype: torch.dtype, lengths: tuple[str, str], device: str
 ) -> None:
-    check_attention(recipe("quickstart", *lengths), model_of(shared, dtype), "model.dtype", device)
+    check_attention_memory(
+        recipe("quickstart", *lengths), model_of(shared, dtype), "model.dtype", device
+    )
 
 
 # Models with learned positions: what must fit is the longest prompt there is, not the limit

@@ -118,7 +118,7 @@ class World:
             self.engine_forgets: 0.05 * bool(self.running),
             self.engine_tells: 2 * self.live * bool(self.running),
             self.score: 10 * bool(self.unscored),
-            self.cut: 4 * self.ledger.cut_is_due(),
+            self.cut: 4 * self.ledger.step_is_ready(),
             self.go_on_from_a_checkpoint: 0.2,
         }
         (event,) = self.chance.choices(list(possible), list(possible.values()))
@@ -405,7 +405,7 @@ class World:
         opened = [g for g in range(len(self.admitted)) if g not in self.verdicts]
         full = len(self.groups_to_train()) == self.config.groups_per_step
         at_bound = self.ledger.looked_at >= self.ledger.bound and not opened
-        assert self.ledger.cut_is_due() == (full or at_bound)
+        assert self.ledger.step_is_ready() == (full or at_bound)
 
     def something_can_always_happen(self) -> None:
         assert (
@@ -413,7 +413,7 @@ class World:
             or self.unscored
             or self.ledger.groups.waiting
             or self.ledger.may_admit()
-            or self.ledger.cut_is_due()
+            or self.ledger.step_is_ready()
         )
 
     def no_more_groups_live_than_the_rule_allows(self) -> None:
@@ -514,9 +514,9 @@ def test_a_step_waits_for_every_group_before_its_last() -> None:
     finish(ledger, 1, (0, 1))
     finish(ledger, 3, (0, 1))
     finish(ledger, 2, (1, 1))
-    assert not ledger.cut_is_due()
+    assert not ledger.step_is_ready()
     finish(ledger, 0, (1, 0))
-    assert ledger.cut_is_due()
+    assert ledger.step_is_ready()
     halt(ledger)
     assert [g.id for g in ledger.commit().groups] == [0, 1]
 

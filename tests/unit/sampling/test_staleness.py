@@ -47,7 +47,7 @@ class World:
             if len(self.steps) == STEPS:
                 return
             self.admit()
-            if self.ledger.cut_is_due() and self.ledger.committable:
+            if self.ledger.step_is_ready() and self.ledger.committable:
                 self.cut()
             else:
                 self.rng.choice(self.possible())()
@@ -73,7 +73,7 @@ class World:
             found += [self.score]
         if self.mode == "async" and self.published < len(self.steps):
             found += [self.publish]
-        if self.ledger.cut_is_due():
+        if self.ledger.step_is_ready():
             found += [self.ledger.pass_bound]
         return found
 
