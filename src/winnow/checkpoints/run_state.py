@@ -54,7 +54,6 @@ class ModelStates(Protocol):
 
     def copy(self) -> Snapshot:
         """Copy all of them to the host."""
-        ...
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         """Become what a checkpoint holds, its model being loaded already.
@@ -66,7 +65,6 @@ class ModelStates(Protocol):
         Raises:
             CheckpointError: it belongs to another model.
         """
-        ...
 
 
 class LocalModelStates:
@@ -113,11 +111,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
-        ...
 
 
 class RunState:

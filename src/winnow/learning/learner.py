@@ -89,26 +89,21 @@ class AnyLearner(Protocol):
     @property
     def progress(self) -> int:
         """A number that moves with each pass and update."""
-        ...
 
     @property
     def begun(self) -> int:
         """The number of steps of which an update may have changed weights."""
-        ...
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
     ) -> Learned:
         """Train on the groups of a step."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that outlives a step, without models and optimizers."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
-        ...
 
 
 class Learner:

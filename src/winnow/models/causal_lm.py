@@ -57,7 +57,6 @@ class AttentionLayout(Protocol):
 
         `window` is the sliding window of this layer in tokens, None for full attention.
         """
-        ...
 
 
 def attend(

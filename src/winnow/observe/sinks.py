@@ -67,15 +67,12 @@ class Sink(Protocol):
 
     def start(self, info: RunInfo) -> None:
         """Begin a run, or its warm-up."""
-        ...
 
     def log(self, step: int, record: Record) -> None:
         """Take the figures of a step; step 0 holds the evaluation before training."""
-        ...
 
     def close(self) -> None:
         """End: no more records come. Also called after an error."""
-        ...
 
 
 class Sinks:

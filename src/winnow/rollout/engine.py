@@ -150,7 +150,6 @@ class Engine(Protocol):
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Queue groups; lowest priority number first, prefixes before fresh answers."""
-        ...
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         """Wait until something happened and return it, in a fixed order; [] when idle.
@@ -158,33 +157,27 @@ class Engine(Protocol):
         Returns at decode tick `until` at the latest, with [] if nothing happened. An engine
         without ticks of its own takes no notice. A call that is cancelled loses no event.
         """
-        ...
 
     async def progress(self) -> Sequence[CompletionEvent]:
         """Return events not reported yet, then a `running` event for each answer under way.
 
         Does not wait, and interrupts nothing. Answers that wait in the queue are left out.
         """
-        ...
 
     async def abort(self, group_ids: Collection[int]) -> None:
         """Stop these groups; their unfinished answers come back as `aborted` events."""
-        ...
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Take new weights.
 
         Answers under way must have been aborted before, unless `status` says `live_updates`.
         """
-        ...
 
     def status(self) -> EngineStatus:
         """Return slots, queue, version and counters, without waiting."""
-        ...
 
     async def close(self) -> None:
         """Release what the engine holds."""
-        ...
 
 
 class PublishedEngine(Engine, Protocol):
@@ -199,7 +192,6 @@ class PublishedEngine(Engine, Protocol):
         Bucket 0 begins an update. No token is drawn until `load_weights` brings its version alone,
         which ends it.
         """
-        ...
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int
@@ -217,7 +209,6 @@ class PublishedEngine(Engine, Protocol):
         Returns:
             [min(last, L - 1)] for each sequence.
         """
-        ...
 
 
 def check_may_change(is_busy: bool, live_updates: bool) -> None:
@@ -265,7 +256,6 @@ class EngineFactory(Protocol):
                 take that says so in its status.
             options: the recipe's `rollout.engine.options`.
         """
-        ...
 
 
 def load_custom_engine(path: str, options: Mapping[str, Any], **given: Any) -> Engine:

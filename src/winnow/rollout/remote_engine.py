@@ -270,7 +270,6 @@ class Workers(Protocol):
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a worker; calls begin there in the order in which they are made."""
-        ...
 
 
 def _tell_nobody(work: str, began_s: float, ended_s: float) -> None:
