@@ -40,7 +40,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= WINNOW_STRICT=$(if $(filter
 	-n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 # Files with tests of a marker: to import all the others takes each process ten seconds.
-marked = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py')
+marked = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' --exclude-dir=vllm)
 
 # vLLM for CPUs lives apart: it is large, and packages that it draws in have to go again.
 VLLM_VENV := .venv-vllm

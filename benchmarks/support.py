@@ -397,7 +397,10 @@ They hold each supported pair once or more. An axis that a run does not name has
 """
 FAST_RUNS = 4
 """Runs that `make test` has; the others are marked `real`."""
-HEADINGS: Mapping[Runner, str] = {"cpu": "### On a CPU", "vllm": "### With vLLM (`make test-vllm`)"}
+HEADINGS: Mapping[Runner, str] = {
+    "cpu": "### On a CPU",
+    "vllm": "### With vLLM (`make test-vllm PYTEST_ARGS='-m real'`)",
+}
 
 
 def page(matrix: Matrix) -> str:
