@@ -76,7 +76,7 @@ def make_run(folder: RunFolder, steps: int, answers: int, has_tokens: bool) -> N
             for n in range(count)
         ]
         write_rollouts(
-            folder.rollout(step),
+            folder.rollout_file(step),
             step,
             groups,
             version=step,

@@ -32,7 +32,7 @@ from tests.fault.quick_lab import SPARES, QuickLab
 from tests.forked import Forked, Server
 
 from winnow.checkpoints.checkpoint import checkpoints_in
-from winnow.views.ledger_diff import diff, open_ledger
+from winnow.views.ledger_diff import diff_ledgers, open_ledger
 
 STEP_OFF = "trainer/mode=one_step_off"
 MODES: dict[str, tuple[str, ...]] = {
@@ -87,7 +87,7 @@ def compared(
     """Compare runs with the undisturbed one; `exact` as `winnow ledger diff` takes it."""
     faults, late, back, compared_by = dict[str, int](), 0, 0, ""
     for name in names:
-        found = diff(open_ledger(lab.run("undisturbed")), open_ledger(lab.run(name)), exact)
+        found = diff_ledgers(open_ledger(lab.run("undisturbed")), open_ledger(lab.run(name)), exact)
         late += found.times.count
         back += found.given_back.count
         compared_by = "group by group" if found.exact else "loss, repetition, prompts' order"

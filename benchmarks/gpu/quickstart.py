@@ -11,14 +11,14 @@ from winnow.api import open_run
 from winnow.builders import processes
 from winnow.cli.main import app
 from winnow.config.roles import Roles
-from winnow.observe.files import free_path
+from winnow.observe.files import unused_path
 
 FIGURES = "sampling/accuracy", "mismatch/max_delta", "publish/max_delta", "time/step_s"
 
 
 def train(bench: Bench, *settings: str) -> None:
     """Train the quickstart for some steps, and report figures of the first and the last."""
-    folder = free_path(bench.out / "runs", bench.check)
+    folder = unused_path(bench.out / "runs", bench.check)
     size = bench.pick(["trainer.steps=12"], [*SETTINGS, "trainer.steps=2"])
     place = f"run.device={bench.device.type}", f"run.dir={folder.parent}", f"run.name={folder.name}"
     words = [*size, *place, "observe.console=off", *settings]

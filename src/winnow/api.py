@@ -25,7 +25,7 @@ from winnow.config.files import evaluation_recipe
 from winnow.config.load import dump_config, load_recipe, resolve_recipe
 from winnow.config.root import Config
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.files import RunFolder, free_path, recipe_stem
+from winnow.observe.files import RunFolder, recipe_stem, unused_path
 from winnow.observe.jsonl import read_metrics
 from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Score
 
@@ -64,7 +64,7 @@ class RunRecord:
         from winnow.observe.rollouts import read_rollouts
 
         folder = RunFolder.open(self.path)
-        return read_rollouts(folder.rollouts if step is None else folder.rollout(step))
+        return read_rollouts(folder.rollouts if step is None else folder.rollout_file(step))
 
     @property
     def model(self) -> Path:
@@ -115,7 +115,7 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
         elif run.name is not None:
             path = Path(run.dir) / run.name
         else:  # chosen here, before the run would choose it
-            path = free_path(Path(run.dir), recipe_stem(recipe))
+            path = unused_path(Path(run.dir), recipe_stem(recipe))
             words.append(f"run.name={path.name}")
         start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         child = subprocess.Popen([*start, *words], process_group=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.observe.metric_names import metric_of
+from winnow.observe.metric_names import find_metric
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,7 +22,7 @@ def figures_are_listed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         for file in tmp_path_factory.getbasetemp().rglob("metrics.jsonl")
         if file.stat().st_mtime >= began and file.with_name("config.yaml").is_file()
         for name in names_in(file)
-        if metric_of(name) is None
+        if find_metric(name) is None
     }
     assert not unknown, "add them to winnow.observe.metric_names"
 

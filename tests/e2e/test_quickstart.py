@@ -24,7 +24,7 @@ from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
 from winnow.types import FATES
-from winnow.views.ledger_diff import check, open_ledger
+from winnow.views.ledger_diff import check_ledger, open_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,7 +100,7 @@ def test_held_out_accuracy_rises(run: Run) -> None:
 def test_tokens_add_up_in_ledger_rollouts_and_figures_and_the_timeline_has_the_phases(
     run: Run,
 ) -> None:
-    report = check(open_ledger(run.folder.path))
+    report = check_ledger(open_ledger(run.folder.path))
     assert report.faults == ()
     total = {
         name: sum(record.get(f"sampling/tokens/{name}", 0) for record in run.records)

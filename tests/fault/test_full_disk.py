@@ -23,7 +23,7 @@ from tests.winnow_command import Outcome, in_forked_process, in_own_process
 
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.observe.jsonl import read_metrics
-from winnow.observe.rollouts import read_rollouts, rollout_files
+from winnow.observe.rollouts import list_step_files, read_rollouts
 
 COMMAND = [
     *("train", "mine.yaml", "run.threads=1", "run.dir={dir}", "run.name={name}"),
@@ -132,7 +132,7 @@ def check_folder(run: Path, saved: int) -> None:
     if (run / "metrics.jsonl").exists():
         read_metrics(run / "metrics.jsonl")
     for folder in (run / "rollouts", run / "eval"):
-        if rollout_files(folder):
+        if list_step_files(folder):
             read_rollouts(folder)
     found = checkpoints_in(run / "checkpoints")
     assert [checkpoint.step for checkpoint in found] == list(range(1, saved + 1))
@@ -238,7 +238,7 @@ def cut_off(place: Path, step: int) -> str:
         if checkpoint.step > step:
             shutil.rmtree(checkpoint.path)
     for folder in (run / "rollouts", run / "eval"):
-        for number, path in rollout_files(folder):
+        for number, path in list_step_files(folder):
             if number > step:
                 path.unlink()
     return run.name

@@ -36,9 +36,9 @@ def check_start(config: Config) -> None:
     has_gpu = not is_local or (config.run.device != "cpu" and torch.cuda.is_available())
     check_profile(config.trainer.profile, has_gpu)
     if config.observe.trackers:
-        from winnow.observe.trackers import check_trackers
+        from winnow.observe.trackers import check_tracker_packages
 
-        check_trackers(config)
+        check_tracker_packages(config)
     for key, package, is_used in (
         ("cluster=ray", "ray", isinstance(config.cluster, RayCluster)),
         ("model/adapter=lora", "peft", isinstance(config.model.adapter, LoraAdapter)),

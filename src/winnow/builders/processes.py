@@ -22,7 +22,7 @@ from winnow.config.roles import Role, Roles
 from winnow.config.root import Config
 from winnow.config.trainer import RayCluster
 from winnow.models.fetch import MODEL_CACHE
-from winnow.observe.profile import nsight_of, profiler_of
+from winnow.observe.profile import make_profiler, ray_nsight_options
 from winnow.ranks.models import LoadedPolicy
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def worker_processes(
     def arguments(role: Role, number: int) -> dict[str, Any]:
         if role.name != "rollout":
             return {name: worker_arguments[name] for name in role.arguments}
-        profiler = profiler_of(config, "engine", number)
+        profiler = make_profiler(config, "engine", number)
         return engine if profiler is None else {**engine, "profiler": profiler}
 
     with (
@@ -145,7 +145,7 @@ def launcher(
             on_device = place.share.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)
             return start_ray(
-                *group, worker_variables, stall_timeout_s, nsight_of(config, role.name)
+                *group, worker_variables, stall_timeout_s, ray_nsight_options(config, role.name)
             )
 
         try:

@@ -27,10 +27,10 @@ from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import write_ledger
 from winnow.observe.metrics import Timeline, no_timeline
-from winnow.observe.profile import profiler_of
+from winnow.observe.profile import make_profiler
 from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
-from winnow.observe.trace import ScorerTimes
+from winnow.observe.trace import TimedScorer
 from winnow.ranks.learner import kl_notes, needs_of
 from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
 from winnow.rewards.rewards import Rewards
@@ -186,7 +186,7 @@ def build(
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
     _time_engines(engine, tell)
-    scores, pending = ScorerTimes(rewards.score, tell), PendingSteps()
+    scores, pending = TimedScorer(rewards.score, tell), PendingSteps()
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
     passes = passes_of(config, source)
     parts: dict[str, Stateful] = {"sampler": sampler, "passes": passes, "pending": pending}
@@ -246,7 +246,7 @@ def make_base(
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         data_figures=loader.figures,
         tell=tell,
-        profiler=profiler_of(config, "driver"),
+        profiler=make_profiler(config, "driver"),
     )
 
 
@@ -259,7 +259,7 @@ def _make_loader(config: Config, source: PromptSource) -> PromptLoader:
 def _make_sampler(
     context: RunContext,
     loader: PromptLoader,
-    score: ScorerTimes,
+    score: TimedScorer,
     data_sources: Iterable[str],
     on_progress: Callable[[Ledger], None],
 ) -> Sampler:
@@ -311,7 +311,7 @@ def _keep_rollouts(
     """Write the groups whose life ended in a step, some of them with their text."""
     folder.check_exists()
     write_rollouts(
-        folder.rollout(step),
+        folder.rollout_file(step),
         step,
         groups,
         version=step - 1,

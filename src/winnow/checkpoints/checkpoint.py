@@ -39,10 +39,10 @@ from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError, WinnowError
 from winnow.observe.files import (
     atomic_folder,
-    disk_errors,
+    disk_error_type,
     explain_disk_errors,
+    find_os_error,
     reason_and_remedy,
-    system_error,
 )
 from winnow.observe.metrics import HELD_OUT_LOSS
 from winnow.sampling.accounting import (
@@ -175,10 +175,10 @@ def save_checkpoint(
             (draft / CONFIG).write_text(recipe, encoding="utf-8")
             _write_manifest(draft, manifest, entries)
     except (OSError, RuntimeError, SafetensorError) as error:
-        cause = system_error(error)
+        cause = find_os_error(error)
         if cause is None:
             raise
-        raise disk_errors(cause, CheckpointError)(
+        raise disk_error_type(cause, CheckpointError)(
             f"cannot save the checkpoint {target}: {reason_and_remedy(cause)}"
         ) from error
     return Checkpoint(target, manifest.step)
@@ -293,7 +293,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
 
 def _unreadable(path: Path, error: OSError) -> WinnowError:
     # Of a bad sector the checkpoint before can take the place; a file server may be back.
-    kind = CheckpointError if error.errno == errno.EIO else disk_errors(error, CheckpointError)
+    kind = CheckpointError if error.errno == errno.EIO else disk_error_type(error, CheckpointError)
     return kind(f"{path} cannot be read: {error.strerror}; use another checkpoint")
 
 

@@ -64,11 +64,11 @@ from winnow.observe.files import (
     RunFolder,
     disk_error,
     explain_disk_errors,
-    open_no_link,
-    writing,
+    explain_write_errors,
+    open_nofollow,
 )
 from winnow.observe.jsonl import METRICS_FILE, MetricsLog
-from winnow.observe.rollouts import drop_rollouts_after, rollout_files
+from winnow.observe.rollouts import delete_rollouts_after, list_step_files
 
 LOCK_FILE = ".lock"
 """Its name in a run's folder. It stays there: a lock file that comes and goes can be held twice."""
@@ -147,9 +147,9 @@ class OpenedRun:
         """
         folder, step = self.folder, self.manifest.step
         remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
-        drop_rollouts_after(folder.ledger, step)
-        drop_rollouts_after(folder.rollouts, step)
-        drop_rollouts_after(folder.evaluations, step if self.manifest.evaluated else step - 1)
+        delete_rollouts_after(folder.ledger, step)
+        delete_rollouts_after(folder.rollouts, step)
+        delete_rollouts_after(folder.evaluations, step if self.manifest.evaluated else step - 1)
         metrics.truncate(self.manifest.metrics_bytes)
         folder.save_config(dump_config(self.config))
 
@@ -179,7 +179,7 @@ def locked(folder: Path) -> Iterator[None]:
         log.warning("%s lies on a file system without locks: start one process only", folder)
     try:
         # A full disk: only the message above would miss it.
-        with contextlib.suppress(OSError), open_no_link(path, "wb") as file:
+        with contextlib.suppress(OSError), open_nofollow(path, "wb") as file:
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
@@ -286,7 +286,7 @@ def _opened(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedR
     run_section = run.model_copy(update={"resume": "auto", "fork": fork})
     saved_config = config.model_copy(update={"run": run_section})
     if origin is not None:
-        with writing(named.path):
+        with explain_write_errors(named.path):
             origin.copy(named)
     named.save_config(dump_config(saved_config))
     if origin is None:
@@ -309,7 +309,7 @@ class ForkSource:
         """Copy the run up to the checkpoint; files that never change are shared by links."""
         origin = RunFolder(self.run)
         for source in (origin.ledger, origin.rollouts, origin.evaluations):
-            for step, file in rollout_files(source):
+            for step, file in list_step_files(source):
                 if step <= self.checkpoint.step:
                     (folder.path / source.name).mkdir(exist_ok=True)
                     _link(file, folder.path / source.name / file.name)

@@ -36,7 +36,7 @@ from winnow.checkpoints.checkpoint import (
 from winnow.config.trainer import TrainerConfig
 from winnow.errors import ConfigError, PassingError
 from winnow.learning.strategy import Strategy
-from winnow.observe.files import RunFolder, sync, writing
+from winnow.observe.files import RunFolder, explain_write_errors, fsync_path
 from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metrics import Record, Timeline, no_timeline
 from winnow.workers.threads import start_thread
@@ -202,7 +202,7 @@ class RunState:
             self._manifest,
             step=step,
             evaluated=unfinished is None,
-            metrics_bytes=self._metrics.offset(),
+            metrics_bytes=self._metrics.synced_size(),
             figures=dict(figures or {}),
         )
 
@@ -277,9 +277,9 @@ class RunState:
             folder.check_exists()
             # A checkpoint refers to these.
             for path in (folder.path, folder.ledger, folder.rollouts, folder.evaluations):
-                with writing(path):
+                with explain_write_errors(path):
                     if path.is_dir():
-                        sync(path)
+                        fsync_path(path)
             checkpoint = save_checkpoint(folder.checkpoints, manifest, snapshot, self._recipe)
             prune(folder.checkpoints, trainer.keep_last, trainer.keep_every, trainer.keep_best)
             if self._upload is not None:

@@ -23,7 +23,7 @@ from winnow.config.base import CODE, reaching
 from winnow.config.root import Config
 from winnow.config.schema import show
 from winnow.errors import ConfigError
-from winnow.observe.files import open_no_link, writing
+from winnow.observe.files import explain_write_errors, open_nofollow
 
 MARK = ".begun-here"
 """Its name in a run's folder."""
@@ -46,7 +46,7 @@ def mark_as_begun(folder: Path) -> None:
     except (OSError, RuntimeError) as error:  # without a home
         log.warning("%s will count as a stranger's run: %s", folder, error)
         return
-    with writing(folder / MARK), open_no_link(folder / MARK, "wb") as file:
+    with explain_write_errors(folder / MARK), open_nofollow(folder / MARK, "wb") as file:
         file.write(proof)
 
 

@@ -88,7 +88,7 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
         WinnowError: there is no such run, or its record is damaged.
     """
     from winnow.observe.files import RunFolder
-    from winnow.views.diagnosis import too_short
+    from winnow.views.diagnosis import list_skipped_rules
     from winnow.views.doctor import diagnose_run
 
     folder = RunFolder.open(run)
@@ -99,7 +99,7 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
         typer.echo(
             f"{printable(str(folder.path))}: {steps} steps, {len(findings) or 'nothing'} found"
         )
-        if short := too_short(steps):
+        if short := list_skipped_rules(steps):
             typer.echo(short)
         for each in findings:
             typer.echo(

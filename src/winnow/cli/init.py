@@ -23,7 +23,7 @@ def init_command(
 ) -> None:
     """Write a folder with a recipe, a reward function, a test of it, and a little data."""
     from winnow.config.files import to_yaml
-    from winnow.observe.files import writing
+    from winnow.observe.files import explain_write_errors
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; name a folder that is not there yet")
@@ -36,7 +36,7 @@ def init_command(
     files["train.jsonl"], files["held_out.jsonl"] = map(
         "".join, (rows[_HELD_OUT:], rows[:_HELD_OUT])
     )
-    with writing(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")

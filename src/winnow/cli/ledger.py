@@ -42,9 +42,9 @@ def diff_command(
     as_json: _AsJson = False,
 ) -> None:
     """Say whether two runs consumed the same: prompts, fates, learning steps, tokens."""
-    from winnow.views.ledger_diff import diff, open_ledger
+    from winnow.views.ledger_diff import diff_ledgers, open_ledger
 
-    difference = diff(open_ledger(a, until), open_ledger(b, until), order)
+    difference = diff_ledgers(open_ledger(a, until), open_ledger(b, until), order)
     if as_json:
         typer.echo(json.dumps(difference.as_json(), ensure_ascii=False, indent=2))
         raise typer.Exit(not difference.same)
@@ -83,9 +83,9 @@ def check_command(
     """Say whether a run lost a group or had one twice, and whether its sums are the metrics'."""
     from dataclasses import asdict
 
-    from winnow.views.ledger_diff import check, open_ledger
+    from winnow.views.ledger_diff import check_ledger, open_ledger
 
-    report = check(open_ledger(run, until))
+    report = check_ledger(open_ledger(run, until))
     if as_json:
         typer.echo(json.dumps(asdict(report), ensure_ascii=False, indent=2))
     else:

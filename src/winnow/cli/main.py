@@ -347,17 +347,17 @@ def metrics(
     ] = False,
 ) -> None:
     """List every figure that a run records: unit, meaning, and verl's name for it."""
-    from winnow.observe.metric_names import as_markdown, every_metric
+    from winnow.observe.metric_names import list_metrics, metrics_markdown
 
     if markdown:
-        typer.echo(as_markdown(), nl=False)
+        typer.echo(metrics_markdown(), nl=False)
         return
     spread = part.replace("/mean", "/SPREAD").replace("/max", "/SPREAD").replace("/min", "/SPREAD")
-    rows = [row for row in every_metric() if row.name.startswith(part)] or [
-        row for row in every_metric() if spread in row.verl
+    rows = [row for row in list_metrics() if row.name.startswith(part)] or [
+        row for row in list_metrics() if spread in row.verl
     ]
     if not rows:
-        parts = ", ".join(dict.fromkeys(row.name.partition("/")[0] for row in every_metric()))
+        parts = ", ".join(dict.fromkeys(row.name.partition("/")[0] for row in list_metrics()))
         raise ConfigError(f"no figure's name begins with {part!r}; the parts are {parts}")
     for row in rows:
         unit, verl = f" [{row.unit}]" if row.unit else "", f"; verl: {row.verl}" if row.verl else ""
@@ -472,7 +472,7 @@ def _console() -> Console:
 def _print_settings(recipe: str, overrides: list[str]) -> None:
     """Print settings as recipe and overrides resolve them, under the prefixes among `overrides`."""
     from winnow.config.load import describe_config, resolve_recipe
-    from winnow.observe.figures import message
+    from winnow.observe.figures import safe_line
 
     prefixes = [word for word in overrides if "=" not in word]
     config = resolve_recipe(recipe, [word for word in overrides if "=" in word])
@@ -480,7 +480,7 @@ def _print_settings(recipe: str, overrides: list[str]) -> None:
     for line in lines:
         only = f" [only with {line.variant}]" if line.variant else ""
         shown = f"{line.key}={line.default}  ({line.type}){only}\n    {line.meaning}"
-        typer.echo(message(shown))
+        typer.echo(safe_line(shown))
 
 
 # Threads that wait for each other spinning make a run many times slower as soon as anything
@@ -509,11 +509,11 @@ def _run() -> int:
     try:
         return app(prog_name="winnow", standalone_mode=False) or 0
     except (WinnowError, _UsageError) as error:
-        from winnow.observe.figures import message
+        from winnow.observe.figures import safe_line
 
         is_ours = isinstance(error, WinnowError)
         for line in str(error).splitlines() if is_ours else _usage_lines(error):
-            print(f"winnow: {message(line)}", file=sys.stderr)
+            print(f"winnow: {safe_line(line)}", file=sys.stderr)
         return error.exit_code if is_ours else 2
     except KeyboardInterrupt:
         print("winnow: interrupted", file=sys.stderr)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow.errors import WinnowError
-from winnow.observe.figures import DASH, WIDTH, count, number, printable, share
+from winnow.observe.figures import DASH, WIDTH, count, number, percent, printable
 
 if TYPE_CHECKING:
     from winnow.dashboard.pages import RunPages
@@ -229,8 +229,8 @@ class Browser:
             )
             cut_off, failed = sum(groups["cut_off"]), sum(groups["failed"])
             table.add_row(
-                str(step), count(len(sizes)), count(total), share(right), number(reward),
-                number(length, 1), share(cut_off / max(total, 1)), count(failed),
+                str(step), count(len(sizes)), count(total), percent(right), number(reward),
+                number(length, 1), percent(cut_off / max(total, 1)), count(failed),
             )  # fmt: skip
         self._put(table)
 
@@ -261,7 +261,7 @@ class Browser:
         for place, each in enumerate(answers, 1):
             table.add_row(
                 f"greedy {place}" if each["kind"] == "greedy" else str(place),
-                "failed" if each.get("scorer_error") else share(each["accuracy"]),
+                "failed" if each.get("scorer_error") else percent(each["accuracy"]),
                 number(each["reward"]), number(each.get("advantage")),
                 count(each["response_tokens"]), _entropy(each),
                 self._line(_ENDS.get(each.get("finish_reason"), str(each.get("finish_reason")))),

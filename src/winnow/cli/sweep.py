@@ -24,8 +24,8 @@ from rich.text import Text
 
 from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
-from winnow.observe.figures import duration, figure_table, number, print_table, printable, share
-from winnow.observe.files import free_path, recipe_stem, write_atomic, writing
+from winnow.observe.figures import duration, figure_table, number, percent, print_table, printable
+from winnow.observe.files import explain_write_errors, recipe_stem, unused_path, write_atomic
 from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics
 from winnow.observe.metrics import LENGTH, REWARD
 from winnow.run.shutdown import Stopped, heeded, outlive_readers
@@ -85,7 +85,7 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
     *_, config = (load_recipe(recipe, overrides) for overrides in runs.values())
     run = config.run
     name = f"{recipe_stem(recipe)}-sweep"
-    folder = Path(run.dir) / run.name if run.name else free_path(Path(run.dir), name)
+    folder = Path(run.dir) / run.name if run.name else unused_path(Path(run.dir), name)
     return Sweep(folder, recipe, runs)
 
 
@@ -140,7 +140,7 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
             while waiting and len(running) < jobs and not numbers:
                 name = waiting.pop(0)
                 path = sweep.folder / f"{name}.txt"
-                with writing(path), path.open("ab") as out:
+                with explain_write_errors(path), path.open("ab") as out:
                     child = subprocess.Popen(
                         sweep.command(name), stdout=out, stderr=out, process_group=0
                     )
@@ -210,7 +210,9 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     table = figure_table("step", *sources, "reward", "length", title=f"Sweep {sweep.folder}")
     for row in rows:
         cells = ["-" if row["step"] is None else str(row["step"])]
-        cells += [" -> ".join(share(v, 1) for v in row["held_out"].get(s, [None])) for s in sources]
+        cells += [
+            " -> ".join(percent(v, 1) for v in row["held_out"].get(s, [None])) for s in sources
+        ]
         cells += [number(row["reward"]), number(row["length"], 1)]
         table.add_row(Text(printable(row["run"])), *cells)
     print_table(table, console)

@@ -77,7 +77,7 @@ from winnow.evaluation.report import (
 from winnow.http.client import RemoteError
 from winnow.models.fetch import is_elsewhere, may_be_hub_name
 from winnow.models.folders import ADAPTER_CONFIG
-from winnow.observe.files import RunFolder, explain_disk_errors, free_path, write_atomic
+from winnow.observe.files import RunFolder, explain_disk_errors, unused_path, write_atomic
 from winnow.ranks.models import LoadedPolicy, load_policy
 from winnow.rewards.routing import Router
 from winnow.rollout.engine import Engine, members_of
@@ -509,7 +509,7 @@ def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Pa
     if out is None and run is not None:
         answers, report = (run.evaluations / f"{name}{kind}" for kind in (".parquet", ".json"))
     else:
-        folder = free_path(_FOLDERS, name) if out is None else Path(out).expanduser()
+        folder = unused_path(_FOLDERS, name) if out is None else Path(out).expanduser()
         answers, report = folder / ANSWERS, folder / REPORT
     for file in (answers.parent, answers, report):
         if file.is_file():

@@ -246,7 +246,7 @@ def _start_sinks(
     kind: Kind = "train" if isinstance(run, Run) else "sft"
     sinks.start(RunInfo(folder.name, run.steps, run.first_step, kind))
     start_s = time.monotonic() - began - figures.get(SFT_S, 0.0)
-    sinks.begin_with({**figures, START_S: start_s})
+    sinks.add_to_first_record({**figures, START_S: start_s})
 
 
 def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
@@ -464,13 +464,13 @@ def _close(
         "figures": folder.metrics,
     }
     if config.observe.console != "off":
-        from winnow.views.summary import print_summary, samples
+        from winnow.views.summary import pick_samples, print_summary
 
         print_summary(
             console,
             f"{folder.name}: done",
             records,
-            samples=samples(folder.evaluation(0), folder.evaluation(last.step)),
+            samples=pick_samples(folder.evaluation(0), folder.evaluation(last.step)),
             paths=paths,
             commands=next_commands(config, recipe, folder),
         )

@@ -36,7 +36,7 @@ from winnow.errors import ConfigError
 from winnow.observe import metrics
 from winnow.observe.files import TOKENIZER
 from winnow.observe.jsonl import METRICS_FILE, evaluations
-from winnow.views.diagnosis import too_short
+from winnow.views.diagnosis import list_skipped_rules
 
 KINDS = {"training": "rollouts", "held_out": "eval"}
 """Folders of answers by what they were written for."""
@@ -264,7 +264,7 @@ class RunPages:
         return {
             "findings": self._alarms.findings(columns, self._tree(stamp), stamp),
             "steps": steps,
-            "too_short": too_short(steps),
+            "too_short": list_skipped_rules(steps),
             "problems": columns.problems,
         }
 

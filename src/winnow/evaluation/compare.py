@@ -31,7 +31,7 @@ from rich.text import Text
 from winnow.errors import DataError, WinnowError
 from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
 from winnow.evaluation.statistics import LEVEL, two_sided_bound, two_sided_p
-from winnow.observe.figures import WIDTH, figure_table, print_table, printable, share
+from winnow.observe.figures import WIDTH, figure_table, percent, print_table, printable
 from winnow.observe.files import RunFolder
 from winnow.observe.metrics import grouped
 from winnow.observe.rollouts import read_rollouts
@@ -284,8 +284,8 @@ def _print(compared: Comparison, console: Console) -> None:
     for label, pair in rows.items():
         table.add_row(
             Text(printable(label)),
-            share(pair.a, 1),
-            share(pair.b, 1),
+            percent(pair.a, 1),
+            percent(pair.b, 1),
             f"{100 * pair.difference:+.1f}",
             f"{100 * pair.low:+.1f} .. {100 * pair.high:+.1f}",
             _p(pair.p_sign_flips),

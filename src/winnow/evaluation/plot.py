@@ -21,9 +21,9 @@ from winnow.evaluation.statistics import two_sided_bound
 from winnow.observe import metrics
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics, running_total, series
-from winnow.observe.metric_names import metric_of
+from winnow.observe.metric_names import find_metric
 from winnow.observe.metrics import Record, grouped
-from winnow.views.curve import COLORS, LINES, as_percent, drawing, smooth
+from winnow.views.curve import COLORS, LINES, saved_figure, smooth, use_percent_ticks
 
 Axis = Literal["steps", "tokens", "time"]
 DEFAULT_METRICS = (metrics.REWARD, metrics.ACCURACY, metrics.LENGTH, metrics.ENTROPY)
@@ -72,7 +72,7 @@ def plot(request: PlotRequest) -> None:
     columns = 1 if len(names) == 1 else 2
     rows = -(-len(names) // columns)
     size = (5.2 * columns if columns > 1 else 7.6, 2.7 * rows + 0.9)
-    with drawing(request.out, size) as figure:
+    with saved_figure(request.out, size) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axis, name in zip(axes, names, strict=False):
             _paint(axis, name, curves, request)
@@ -89,7 +89,7 @@ def plot(request: PlotRequest) -> None:
 def _curves(runs: Sequence[str]) -> list[_Curve]:
     """Read the runs, and put those of one recipe together."""
     folders = (RunFolder.open(run) for run in runs)
-    by_recipe = grouped((_without_seeds(folder.recipe()), folder) for folder in folders)
+    by_recipe = grouped((_without_seeds(folder.read_recipe()), folder) for folder in folders)
     return [
         _Curve(_label(alike), [read_metrics(folder.metrics) for folder in alike])
         for alike in by_recipe.values()
@@ -142,11 +142,11 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
             half = two_sided_bound(0.05, runs - 1) * values.std(0, ddof=1) / np.sqrt(runs)
             axis.fill_between(at, mean - half, mean + half, color=color, alpha=0.18, lw=0)
     _leave_wide_bands(axis)
-    about = metric_of(name)
+    about = find_metric(name)
     unit = about.unit if about else ""
     axis.set_title(name, loc="left", fontsize=10, fontweight="bold")
     if unit == "share":
-        as_percent(axis)
+        use_percent_ticks(axis)
     elif unit:
         axis.set_ylabel(unit)
     axis.set_xlabel({"steps": "step", "tokens": "tokens", "time": "hours"}[request.by])

@@ -24,9 +24,9 @@ from winnow.observe.figures import (
     duration,
     figure_table,
     number,
+    percent,
     print_table,
     printable,
-    share,
 )
 
 ANSWERS, REPORT = "answers.parquet", "report.json"
@@ -131,15 +131,15 @@ def _averages(rows: Mapping[str, SourceFigures]) -> Table:
     greedy = ["greedy"] if any(source.greedy for source in rows.values()) else []
     table = figure_table("problems", name, "95 %", *greedy, "cut off", "tokens")
     for label, source in rows.items():
-        best = [share(source.greedy.mean if source.greedy else None, 1)] if greedy else []
+        best = [percent(source.greedy.mean if source.greedy else None, 1)] if greedy else []
         low, high = source.average.interval
         table.add_row(
             Text(printable(label)),
             count(len(source.prompts)),
-            share(source.average.mean, 1),
+            percent(source.average.mean, 1),
             f"{100 * low:.1f} .. {100 * high:.1f}",
             *best,
-            share(source.truncated.mean, 1),
+            percent(source.truncated.mean, 1),
             number(source.tokens.mean, 1),
         )
     return table
@@ -152,7 +152,7 @@ def _by_k(rows: Mapping[str, SourceFigures]) -> Table:
         for kind in ("pass", "maj"):
             estimates = [source.figures.get(f"{kind}@{k}") for k in ks]
             if any(estimates):
-                cells = [share(value.mean if value else None, 1) for value in estimates]
+                cells = [percent(value.mean if value else None, 1) for value in estimates]
                 table.add_row(Text(printable(f"{label} {kind}@k")), *cells)
     return table
 

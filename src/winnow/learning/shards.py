@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from winnow.errors import CheckpointError
 from winnow.learning.strategy import local
 from winnow.models.sharded_loading import as_saved
-from winnow.observe.files import system_error
+from winnow.observe.files import find_os_error
 
 MODEL_FILE_BYTES = 1 << 30
 """The most bytes of a file in a model's folder, unless one tensor is larger."""
@@ -232,7 +232,7 @@ def write_model(
             inside = {name: t for name, t in weights.items() if file_of[name] == file}
             _put_together(model, inside, parts, folder / file)
     except (OSError, RuntimeError, SafetensorError) as error:
-        if (fault := system_error(error)) is None:
+        if (fault := find_os_error(error)) is None:
             raise
     try:
         raise_on_all(fault, group)

@@ -31,7 +31,7 @@ from textwrap import shorten
 from typing import Any, NamedTuple, cast
 
 from winnow.errors import ModelError
-from winnow.observe.files import one_line, sync
+from winnow.observe.files import fsync_path, one_line
 
 MODEL_CACHE = "WINNOW_MODEL_CACHE"
 """Variable that names the folder of the copies; other processes of a run inherit it."""
@@ -128,7 +128,7 @@ class _Remote:
             self.files.get_file(entries[name].name, str(part))
             if _size(part) != entries[name].size:
                 raise ValueError(f"{name} has {_size(part)} bytes, not {entries[name].size}")
-            sync(part)
+            fsync_path(part)
             part.rename(path)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:

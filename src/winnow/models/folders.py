@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from winnow.errors import ModelError
 from winnow.models.fetch import brief, remedy_of
-from winnow.observe.files import system_error
+from winnow.observe.files import find_os_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -122,7 +122,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
             return {f.relative_to(root): f.read_bytes() for f in root.rglob("*") if f.is_file()}
     except Exception as error:
         # The tokenizers library, which writes one of the files, raises bare exceptions.
-        if (cause := system_error(error)) is None:
+        if (cause := find_os_error(error)) is None:
             raise
         raise ModelError(
             f"cannot write the tokenizer to the folder for temporary files: {cause.strerror}; "

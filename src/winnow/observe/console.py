@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow.observe import metrics
-from winnow.observe.figures import count, duration, message, number, share
+from winnow.observe.figures import count, duration, number, percent, safe_line
 from winnow.observe.jsonl import Evaluation, evaluations
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import Kind, RunInfo
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Column:
+class ConsoleColumn:
     """One figure of the view: its title, where it is found, and how it is written."""
 
     title: str
@@ -44,29 +44,31 @@ class Column:
     show: Callable[[float | None], str]
     width: int
 
-    def cell(self, record: Record) -> str:
+    def format(self, record: Record) -> str:
         """Write the figure of a record, or a dash."""
         return self.show(record.get(self.name))
 
 
-_LOSS = Column("loss", metrics.SFT_LOSS, lambda v: number(v, 3), 7)
-_STEP_S = Column("s/step", metrics.STEP_S, number, 6)
-COLUMNS: dict[Kind, tuple[Column, ...]] = {
+_LOSS = ConsoleColumn("loss", metrics.SFT_LOSS, lambda v: number(v, 3), 7)
+_STEP_S = ConsoleColumn("s/step", metrics.STEP_S, number, 6)
+COLUMNS: dict[Kind, tuple[ConsoleColumn, ...]] = {
     "train": (
-        Column("accuracy", metrics.ACCURACY, share, 8),
-        Column("reward", metrics.REWARD, number, 6),
-        Column("kept", metrics.KEEP_RATE, share, 5),
-        Column("length", metrics.LENGTH, lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
-        Column("cut off", metrics.TRUNCATED, share, 7),
-        Column("entropy", metrics.ENTROPY, number, 7),
-        Column("tokens/s", metrics.TOKENS_PER_S, count, 8),
+        ConsoleColumn("accuracy", metrics.ACCURACY, percent, 8),
+        ConsoleColumn("reward", metrics.REWARD, number, 6),
+        ConsoleColumn("kept", metrics.KEEP_RATE, percent, 5),
+        ConsoleColumn(
+            "length", metrics.LENGTH, lambda v: number(v, 0 if v and v >= 1000 else 1), 6
+        ),
+        ConsoleColumn("cut off", metrics.TRUNCATED, percent, 7),
+        ConsoleColumn("entropy", metrics.ENTROPY, number, 7),
+        ConsoleColumn("tokens/s", metrics.TOKENS_PER_S, count, 8),
         _STEP_S,
     ),
     "warm_up": (_LOSS,),
     "sft": (
         _LOSS,
-        Column("held out", metrics.HELD_OUT_LOSS, lambda v: number(v, 3), 8),
-        Column("tokens", "sft/tokens", count, 8),
+        ConsoleColumn("held out", metrics.HELD_OUT_LOSS, lambda v: number(v, 3), 8),
+        ConsoleColumn("tokens", "sft/tokens", count, 8),
         _STEP_S,
     ),
 }
@@ -97,7 +99,7 @@ class ConsoleSink:
             log.info("warm-up: step %d of %d", step, self._info.steps)
         if step < self._info.first_step:
             self._steps_began = self._logged
-        elif self._has_line(step):
+        elif self._prints_step(step):
             self._print_step(step, record)
         for line in evaluation_lines(step, record):
             self.note(line)
@@ -106,7 +108,7 @@ class ConsoleSink:
         """Print a line for good: a warning, a result."""
         # A log is wider than rich believes: never fold.
         self._console.print(
-            Text(message(text, self._console.encoding)), soft_wrap=not self._console.is_terminal
+            Text(safe_line(text, self._console.encoding)), soft_wrap=not self._console.is_terminal
         )
 
     def status(self, text: str) -> None:
@@ -115,7 +117,7 @@ class ConsoleSink:
     def close(self) -> None:
         pass
 
-    def _has_line(self, step: int) -> bool:
+    def _prints_step(self, step: int) -> bool:
         return self._info.kind != "warm_up" or self._is_tenth(step)
 
     def _is_tenth(self, step: int) -> bool:
@@ -125,13 +127,13 @@ class ConsoleSink:
         width = max(2 * len(str(self._info.steps)) + 1, len("step"))
         columns = list(COLUMNS[self._info.kind])
         room = self._console.width - width - 1 - _REMAINING_WIDTH
-        while columns and self._console.is_terminal and _width(columns) > room:
+        while columns and self._console.is_terminal and _total_width(columns) > room:
             columns.pop()  # the last ones can be done without
         if not self._has_header:
             titles = "".join(f" {column.title:>{column.width}}" for column in columns)
             self._print_row(Text(f"{'step':>{width}}{titles}     left", style="bold"))
             self._has_header = True
-        cells = "".join(f" {column.cell(record):>{column.width}}" for column in columns)
+        cells = "".join(f" {column.format(record):>{column.width}}" for column in columns)
         remaining = duration(self._remaining_s(step, self._logged))
         self._print_row(
             Text(f"{f'{step}/{self._info.steps}':>{width}}{cells} {remaining:>{_REMAINING_WIDTH}}")
@@ -206,18 +208,18 @@ class LiveConsole(ConsoleSink):
             self._spinner, f"{title} {step}/{info.steps}", bar, f"{elapsed} gone, {remaining} left"
         )
         pairs = (
-            [(c.title, c.cell(self._record)) for c in COLUMNS[info.kind]] if self._record else []
+            [(c.title, c.format(self._record)) for c in COLUMNS[info.kind]] if self._record else []
         )
-        yield Group(head, _fitting(pairs, self._status, options.max_width))
+        yield Group(head, _fit_to_line(pairs, self._status, options.max_width))
 
-    def _has_line(self, step: int) -> bool:
+    def _prints_step(self, step: int) -> bool:
         if self._info.kind == "warm_up":
             return False
         every = max(self._info.steps // _LINES_OF_A_RUN, 1)
         return step % every == 0 or step in (self._info.first_step, self._info.steps)
 
 
-def _width(columns: Sequence[Column]) -> int:
+def _total_width(columns: Sequence[ConsoleColumn]) -> int:
     return sum(1 + column.width for column in columns)
 
 
@@ -225,28 +227,28 @@ def evaluation_lines(step: int, record: Record) -> list[str]:
     """Write a line for each data source that was evaluated after the step."""
     when = "start" if step == 0 else f"step {step}"
     return [
-        f"held out, {when}: {source} {_describe(evaluation)}"
+        f"held out, {when}: {source} {_format_evaluation(evaluation)}"
         for source, evaluation in evaluations(record).items()
     ]
 
 
-def _describe(evaluation: Evaluation) -> str:
-    parts = [share(evaluation.accuracy, 1)]
+def _format_evaluation(evaluation: Evaluation) -> str:
+    parts = [percent(evaluation.accuracy, 1)]
     if evaluation.greedy is not None:
-        parts.append(f"greedy {share(evaluation.greedy, 1)}")
+        parts.append(f"greedy {percent(evaluation.greedy, 1)}")
     for kind, best in (("pass", evaluation.best_pass), ("maj", evaluation.best_maj)):
         if best:
-            parts.append(f"{kind}@{best[0]} {share(best[1], 1)}")
+            parts.append(f"{kind}@{best[0]} {percent(best[1], 1)}")
     if evaluation.length is not None:
         parts.append(f"length {number(evaluation.length, 0)}")
     if evaluation.truncated is not None:
-        parts.append(f"cut off {share(evaluation.truncated, 1)}")
+        parts.append(f"cut off {percent(evaluation.truncated, 1)}")
     if not evaluation.accuracy and evaluation.unread:
-        parts.append(f"nothing to compare found in {share(evaluation.unread, 1)}")
+        parts.append(f"nothing to compare found in {percent(evaluation.unread, 1)}")
     return ", ".join(parts)
 
 
-def _fitting(pairs: list[tuple[str, str]], status: str, width: int) -> Text:
+def _fit_to_line(pairs: list[tuple[str, str]], status: str, width: int) -> Text:
     """Write as many figures as one line holds, the first ones first, behind a status."""
     line = Text(no_wrap=True, overflow="crop")
     if status:

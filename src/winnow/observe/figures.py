@@ -45,7 +45,7 @@ def print_table(table: Table, console: Console) -> None:
     console.print(spaced(table), width=min(WIDTH, console.width))
 
 
-def share(value: float | None, digits: int = 0) -> str:
+def percent(value: float | None, digits: int = 0) -> str:
     """Write a share in percent: `0.423` as `42 %`."""
     if value is None:
         return DASH
@@ -75,11 +75,11 @@ def duration(seconds: float | None) -> str:
 
 def printable(text: str, encoding: str = "utf-8") -> str:
     """Make a model's text safe to print: no control codes, nothing beyond the encoding."""
-    shown = "".join(c if _is_harmless(c) else c.encode("unicode_escape").decode() for c in text)
+    shown = "".join(c if _is_printable(c) else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def message(text: str, encoding: str = "utf-8") -> str:
+def safe_line(text: str, encoding: str = "utf-8") -> str:
     """Make a line for the user safe to print, without the passwords of addresses in it."""
     return printable(re.sub(r"://[^/\s:@]*:[^/\s@]+@", "://***@", text), encoding)
 
@@ -92,6 +92,6 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[:head]} ... {text[len(text) - (limit - 5 - head) :]}"
 
 
-def _is_harmless(character: str) -> bool:
+def _is_printable(character: str) -> bool:
     # Cc and Cf: escape sequences and marks that turn the direction of writing; Cs: surrogates.
     return character == "\n" or unicodedata.category(character) not in ("Cc", "Cf", "Cs")

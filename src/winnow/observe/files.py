@@ -42,10 +42,12 @@ PARTIAL = ".partial"
 
 def disk_error(path: Path, error: OSError) -> WinnowError:
     """Word the error for a `path` that cannot be written: file, reason, remedy."""
-    return disk_errors(error)(f"cannot write {path}: {reason_and_remedy(error)}")
+    return disk_error_type(error)(f"cannot write {path}: {reason_and_remedy(error)}")
 
 
-def disk_errors(error: OSError, otherwise: type[WinnowError] = WinnowError) -> type[WinnowError]:
+def disk_error_type(
+    error: OSError, otherwise: type[WinnowError] = WinnowError
+) -> type[WinnowError]:
     """Return the type of the error for a system's error: `PassingError` where it may be over soon.
 
     Args:
@@ -67,7 +69,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def system_error(error: Exception) -> OSError | None:
+def find_os_error(error: Exception) -> OSError | None:
     """Find the system's error in one; libraries written in Rust word it as `(os error 28)`."""
     if isinstance(error, OSError):
         return error
@@ -76,7 +78,7 @@ def system_error(error: Exception) -> OSError | None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Raise a system's error within the block as `disk_error` of `path`.
 
     Raises:
@@ -99,10 +101,10 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         named = error.filename if isinstance(error.filename, str) else path
-        raise disk_errors(error)(f"cannot use {named}: {reason_and_remedy(error)}") from error
+        raise disk_error_type(error)(f"cannot use {named}: {reason_and_remedy(error)}") from error
 
 
-def open_no_link(path: Path, mode: Literal["wb", "ab"], buffering: int = -1) -> IO[bytes]:
+def open_nofollow(path: Path, mode: Literal["wb", "ab"], buffering: int = -1) -> IO[bytes]:
     """Open a file for writing; a link in its place is an OSError, wherever it leads."""
 
     def opener(name: str, flags: int) -> int:
@@ -111,7 +113,7 @@ def open_no_link(path: Path, mode: Literal["wb", "ab"], buffering: int = -1) -> 
     return open(path, mode, buffering, opener=opener)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -130,12 +132,12 @@ def write_atomic(path: Path, data: bytes, draft: Path | None = None) -> None:
         WinnowError: the file cannot be written; what was there before still is.
     """
     partial = draft or path.with_name(path.name + PARTIAL)
-    with writing(path):
+    with explain_write_errors(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open_no_link(partial, "wb") as file:
+            with open_nofollow(partial, "wb") as file:
                 file.write(data)
-            sync(partial)
+            fsync_path(partial)
             partial.replace(path)
         except BaseException:  # Ctrl-C leaves nothing half-written either
             with contextlib.suppress(OSError):
@@ -156,12 +158,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         for path in [*draft.rglob("*"), draft]:  # else the rename could outrun the contents
-            sync(path)
+            fsync_path(path)
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)
         draft.rename(target)
-        sync(target.parent)
+        fsync_path(target.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -177,9 +179,9 @@ class AppendFile:
             WinnowError: the file cannot be written.
         """
         self.path = path
-        with writing(path):
+        with explain_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_no_link(path, "ab", 0)
+            self._file = open_nofollow(path, "ab", 0)
 
     @property
     def size(self) -> int:
@@ -189,7 +191,7 @@ class AppendFile:
     def append(self, data: bytes) -> None:
         """Append and hand it to the system at once; of a write that fails nothing is left."""
         before, rest = self.size, memoryview(data)
-        with writing(self.path):
+        with explain_write_errors(self.path):
             try:
                 while rest:  # a write may stop early when a disk fills
                     rest = rest[self._file.write(rest) :]
@@ -200,12 +202,12 @@ class AppendFile:
 
     def sync(self) -> None:
         """Wait until all is safely on disk."""
-        with writing(self.path):
+        with explain_write_errors(self.path):
             os.fsync(self._file.fileno())
 
     def truncate(self, offset: int) -> None:
         """Forget everything after an offset."""
-        with writing(self.path):
+        with explain_write_errors(self.path):
             self._file.truncate(offset)
 
     def close(self) -> None:
@@ -240,8 +242,8 @@ class RunFolder:
             ConfigError: another run has that name.
             WinnowError: the folder cannot be made or written to.
         """
-        path = free_path(Path(runs), recipe_stem(recipe)) if name is None else Path(runs) / name
-        with writing(path):
+        path = unused_path(Path(runs), recipe_stem(recipe)) if name is None else Path(runs) / name
+        with explain_write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             is_taken = any(path.iterdir())
         if is_taken:
@@ -280,7 +282,7 @@ class RunFolder:
             )
         return self
 
-    def rollout(self, step: int) -> Path:
+    def rollout_file(self, step: int) -> Path:
         """Return the file of the answers whose groups closed in a step."""
         return self.rollouts / f"step-{step}.parquet"
 
@@ -296,7 +298,7 @@ class RunFolder:
         """
         write_atomic(self.config, text.encode())
 
-    def recipe(self) -> dict[str, Any]:
+    def read_recipe(self) -> dict[str, Any]:
         """Read the resolved recipe as a tree of plain values.
 
         Raises:
@@ -333,8 +335,8 @@ class RunFolder:
         try:
             yield
             # A run that fails has something else to tell.
-            if handler.refused is not None:
-                print(f"{handler.refused} (no log)", file=sys.stderr)
+            if handler.write_error is not None:
+                print(f"{handler.write_error} (no log)", file=sys.stderr)
         finally:
             logging.captureWarnings(False)
             for logger in (package, warnings):
@@ -346,7 +348,7 @@ class RunFolder:
 class _LogFile(logging.Handler):
     """A log that a full disk silences: the figures, not the log, decide whether a run goes on."""
 
-    refused: WinnowError | None = None
+    write_error: WinnowError | None = None
     """The first line's error of those that could not be written."""
 
     def __init__(self, path: Path) -> None:
@@ -357,7 +359,7 @@ class _LogFile(logging.Handler):
         try:
             self._file.append(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
         except WinnowError as error:
-            self.refused = self.refused or error
+            self.write_error = self.write_error or error
         except Exception:
             self.handleError(record)
 
@@ -371,7 +373,7 @@ def recipe_stem(recipe: str | Path) -> str:
     return re.sub(r"\.ya?ml$", "", Path(recipe).name)
 
 
-def free_path(folder: Path, name: str) -> Path:
+def unused_path(folder: Path, name: str) -> Path:
     """Name a folder NAME-DATE-TIME that is not there yet."""
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     path, number = folder / stem, 1

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from winnow.errors import CheckpointError, WinnowError
 from winnow.observe import metrics
 from winnow.observe.files import AppendFile
-from winnow.observe.metrics import Number, Record, plain
+from winnow.observe.metrics import Number, Record, to_number
 from winnow.observe.sinks import RunInfo
 from winnow.types import FATES
 
@@ -34,7 +34,7 @@ class MetricsLog(AppendFile):
         pass  # the file holds steps alone
 
     def log(self, step: int, record: Record) -> None:
-        numbers = {name: plain(value) for name, value in record.items()}
+        numbers = {name: to_number(value) for name, value in record.items()}
         odd = {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
         line: dict[str, object] = {"step": step, **numbers, **dict.fromkeys(odd)}
         if odd:
@@ -42,7 +42,7 @@ class MetricsLog(AppendFile):
         text = json.dumps(line, allow_nan=False, separators=(",", ":"))
         self.append(text.encode() + b"\n")
 
-    def offset(self) -> int:
+    def synced_size(self) -> int:
         """Return the bytes up to here, safely on disk: a checkpoint's manifest notes them.
 
         Raises:
@@ -129,17 +129,17 @@ class Evaluation:
     prompts: int | None = None
 
     @classmethod
-    def of(cls, figures: Record) -> Evaluation | None:
+    def from_figures(cls, figures: Record) -> Evaluation | None:
         """Read the `eval/SOURCE/…` figures of a record; None where accuracy is not among them."""
-        accuracy = figures.get("pass@1", (_largest(figures, "avg@", 1) or (0, None))[1])
+        accuracy = figures.get("pass@1", (_at_largest_k(figures, "avg@", 1) or (0, None))[1])
         if accuracy is None:
             return None
         prompts = figures.get("prompts")
         return cls(
             accuracy=accuracy,
             greedy=figures.get("greedy"),
-            best_pass=_largest(figures, "pass@", 2),
-            best_maj=_largest(figures, "maj@", 2),
+            best_pass=_at_largest_k(figures, "pass@", 2),
+            best_maj=_at_largest_k(figures, "maj@", 2),
             length=figures.get("length"),
             truncated=figures.get("truncated"),
             unread=figures.get("unread"),
@@ -149,11 +149,13 @@ class Evaluation:
 
 def evaluations(record: Record) -> dict[str, Evaluation]:
     """Read the evaluations in a record, by data source."""
-    parsed = {source: Evaluation.of(f) for source, f in metrics.by_source(record).items()}
+    parsed = {
+        source: Evaluation.from_figures(f) for source, f in metrics.eval_by_source(record).items()
+    }
     return {source: evaluation for source, evaluation in parsed.items() if evaluation}
 
 
-def token_account(records: Iterable[Record]) -> dict[str, int]:
+def tokens_by_use(records: Iterable[Record]) -> dict[str, int]:
     """Sum the tokens of a run by their use; `in_progress` as it stands at the end.
 
     Example: `{"trained": 700, …, "failed": 0, "in_progress": 31}`.
@@ -166,7 +168,7 @@ def token_account(records: Iterable[Record]) -> dict[str, int]:
     return account
 
 
-def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
+def seconds_by_phase(records: Iterable[Record]) -> dict[str, float]:
     """Sum the seconds of a run by phase: starts of its process and the warm-up, then the longest
     first, `other` included."""
     total: dict[str, float] = {}
@@ -199,7 +201,9 @@ def running_total(
     return [0, *steps], np.cumsum([0.0, *values])
 
 
-def _largest(figures: Mapping[str, float], prefix: str, least: int) -> tuple[int, float] | None:
+def _at_largest_k(
+    figures: Mapping[str, float], prefix: str, least: int
+) -> tuple[int, float] | None:
     candidates = []
     for name, value in figures.items():
         k = name.removeprefix(prefix)

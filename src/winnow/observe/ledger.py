@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, RunFolder, write_atomic
-from winnow.observe.rollouts import problem_id, rollout_files
+from winnow.observe.rollouts import list_step_files, problem_id
 from winnow.types import Group, IntArray, SettledGroup
 
 _INT, _TEXT = pa.int32(), pa.string()
@@ -100,7 +100,7 @@ def read_ledger(folder: RunFolder) -> pa.Table:
     Raises:
         WinnowError: there is none, a step is missing, or a part is damaged.
     """
-    parts = rollout_files(folder.ledger)
+    parts = list_step_files(folder.ledger)
     if not parts:
         raise WinnowError(
             f"{folder.path} has no {folder.ledger.name}: its first step is not done, or an older "
@@ -112,11 +112,11 @@ def read_ledger(folder: RunFolder) -> pa.Table:
                 f"{folder.ledger} lacks step {number} of {parts[-1][0]}: the file was removed, or "
                 "an older winnow did that step; put it back, or give a run that has them all"
             )
-    tables = [_read(path) for _, path in parts]
+    tables = [_read_part(path) for _, path in parts]
     return pa.concat_tables(tables).sort_by([("group", "ascending"), ("step", "ascending")])
 
 
-def _read(path: Path) -> pa.Table:
+def _read_part(path: Path) -> pa.Table:
     try:
         table = pq.ParquetFile(path).read()
         if "turn" not in table.column_names:

@@ -27,26 +27,26 @@ class Metric(NamedTuple):
     """Its nearest relative in verl; empty where there is none."""
 
 
-def metric_of(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """Return the row that a figure belongs to; None where the list has none."""
     return next((row for row, pattern in _patterns() if pattern.fullmatch(name)), None)
 
 
 @cache
-def every_metric() -> tuple[Metric, ...]:
+def list_metrics() -> tuple[Metric, ...]:
     """Return all rows."""
-    lines = [line for line in as_markdown().splitlines() if line.startswith("| `")]
+    lines = [line for line in metrics_markdown().splitlines() if line.startswith("| `")]
     return tuple(Metric(*(cell.strip(" `") for cell in line[1:-1].split("|"))) for line in lines)
 
 
-def as_markdown() -> str:
+def metrics_markdown() -> str:
     """Return the page docs/metrics.md."""
     return _LIST.read_text(encoding="utf-8")
 
 
 @cache
 def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
-    return tuple((row, re.compile(_pattern(row.name))) for row in every_metric())
+    return tuple((row, re.compile(_pattern(row.name))) for row in list_metrics())
 
 
 def _pattern(name: str) -> str:

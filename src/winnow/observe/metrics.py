@@ -140,10 +140,10 @@ class Metrics:
 
     def record(self) -> dict[str, Number]:
         """Return each name with its number, in the order of first mention."""
-        return {name: plain(figure.value) for name, figure in self._figures.items()}
+        return {name: to_number(figure.value) for name, figure in self._figures.items()}
 
 
-def plain(value: Any) -> Number:
+def to_number(value: Any) -> Number:
     """Return a Python number: numpy's and torch's scalars are unwrapped."""
     number = value if isinstance(value, (int, float)) else value.item()
     return int(number) if isinstance(number, bool) else number
@@ -198,7 +198,7 @@ class Stopwatch:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Book the time of the block under `name`, less the phases within."""
-        self._book()
+        self._book_elapsed()
         began = self._since
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
@@ -206,13 +206,13 @@ class Stopwatch:
             with PHASE_RANGES.make(name):
                 yield
         finally:
-            self._book()
+            self._book_elapsed()
             self._open.pop()
             self._tell(self._actor, name, began, self._since)
 
     def lap(self) -> dict[str, Number]:
         """Start another lap; return the `time/PHASE_s`, `other_s` and `step_s` of the last."""
-        self._book()
+        self._book_elapsed()
         total = self._since - self._lap_start
         record: dict[str, Number] = {f"time/{k}_s": v for k, v in self._seconds.items()}
         record["time/other_s"] = max(total - sum(self._seconds.values()), 0.0)
@@ -223,7 +223,7 @@ class Stopwatch:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by phase since the last lap."""
-        self._book()
+        self._book_elapsed()
         return dict(self._seconds)
 
     def rebook(self, name: str, seconds: Mapping[str, float]) -> None:
@@ -232,14 +232,14 @@ class Stopwatch:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + part
         self._seconds[name] = max(self._seconds[name] - sum(seconds.values()), 0.0)
 
-    def _book(self) -> None:
+    def _book_elapsed(self) -> None:
         now = self._clock()
         if self._open:
             self._seconds[self._open[-1]] += now - self._since
         self._since = now
 
 
-def by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
+def eval_by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
     """Pick the evaluation figures of a record: data source → figure → number.
 
     A source may hold slashes (`openai/gsm8k`), a figure holds none.

@@ -16,7 +16,7 @@ from typing import Any
 from winnow.config.root import Config
 from winnow.config.trainer import ProfileConfig, ProfileRole
 from winnow.errors import ConfigError
-from winnow.observe.files import PARTIAL, writing
+from winnow.observe.files import PARTIAL, explain_write_errors
 from winnow.observe.metrics import PHASE_RANGES
 
 Finish = Callable[[Path], None]
@@ -51,7 +51,9 @@ class StepProfiler:
         self._step = step
         if step in self._steps and self._finish is None:
             self._first = step
-            with writing(self.folder):  # first, as a profile that is begun has to be ended
+            with explain_write_errors(
+                self.folder
+            ):  # first, as a profile that is begun has to be ended
                 self.folder.mkdir(parents=True, exist_ok=True)
             self._finish = _BEGIN[self.config.tool]()
 
@@ -77,11 +79,11 @@ class StepProfiler:
         finish, self._finish = self._finish, None
         last = "" if self._step == self._first else f"-{self._step}"
         name = f"{self.role}-{self.rank}-step-{self._first}{last}"
-        with writing(self.folder):
+        with explain_write_errors(self.folder):
             finish(self.folder / name)
 
 
-def profiler_of(config: Config, role: ProfileRole, rank: int = 0) -> StepProfiler | None:
+def make_profiler(config: Config, role: ProfileRole, rank: int = 0) -> StepProfiler | None:
     """Make the profiler of a process; None where no step is to be profiled."""
     profile = config.trainer.profile
     if not profile.steps:
@@ -119,7 +121,7 @@ def profile_notes(config: ProfileConfig, first: int, last: int) -> list[str]:
     return notes
 
 
-def nsight_of(config: Config, role: str) -> dict[str, str] | None:
+def ray_nsight_options(config: Config, role: str) -> dict[str, str] | None:
     """Return the options of nsys for the workers of a role on Ray; None where they run without."""
     profile = config.trainer.profile
     of = {"policy": "learner", "rollout": "engine"}.get(role)

@@ -115,9 +115,11 @@ def write_rollouts(
     Raises:
         WinnowError: the file cannot be written; nothing half-written is left.
     """
-    rows = [row for entry in groups for row in _rows(step, entry, version, text_groups, decode)]
+    rows = [
+        row for entry in groups for row in _answer_rows(step, entry, version, text_groups, decode)
+    ]
     names = dict.fromkeys([*COLUMNS, *chain.from_iterable(rows)])
-    table = pa.table({name: _column(name, [row.get(name) for row in rows]) for name in names})
+    table = pa.table({name: _make_column(name, [row.get(name) for row in rows]) for name in names})
     sink = pa.BufferOutputStream()
     pq.write_table(
         table, sink, row_group_size=ROW_GROUP, compression="zstd", use_dictionary=_REPEATED
@@ -134,7 +136,7 @@ def read_rollouts(path: Path) -> pa.Table:
     Raises:
         WinnowError: nothing there, or a damaged file.
     """
-    files = [path] if path.is_file() else [file for _, file in rollout_files(path)]
+    files = [path] if path.is_file() else [file for _, file in list_step_files(path)]
     if not files:
         raise WinnowError(f"no rollouts at {path}; name a run's rollouts folder or a file in it")
     tables = []
@@ -152,7 +154,7 @@ def read_rollouts(path: Path) -> pa.Table:
     return pa.concat_tables(alike, promote_options="permissive")
 
 
-def rollout_files(folder: Path) -> list[tuple[int, Path]]:
+def list_step_files(folder: Path) -> list[tuple[int, Path]]:
     """List the steps that have a file in a rollouts folder, and the files."""
     if not folder.is_dir():
         return []
@@ -160,13 +162,13 @@ def rollout_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), file) for match, file in matches if match)
 
 
-def drop_rollouts_after(folder: Path, step: int) -> None:
+def delete_rollouts_after(folder: Path, step: int) -> None:
     """Delete the files of later steps and what a crash left half-written: a resumed run's start.
 
     Raises:
         WinnowError: the folder cannot be changed.
     """
-    late = [file for number, file in rollout_files(folder) if number > step]
+    late = [file for number, file in list_step_files(folder) if number > step]
     for file in [*late, *folder.glob(f"*{PARTIAL}")]:
         try:
             file.unlink()
@@ -174,7 +176,7 @@ def drop_rollouts_after(folder: Path, step: int) -> None:
             raise disk_error(file, error) from error
 
 
-def _rows(
+def _answer_rows(
     step: int, entry: RolloutGroup, version: int, text_groups: Collection[int], decode: Decode
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of each answer of a group; what does not apply is absent."""
@@ -201,10 +203,14 @@ def _rows(
             for name in ("trainer_logprobs", "entropies") if is_shown else ():
                 if (values := getattr(entry, name)) is not None:
                     row[name] = values[index].astype(np.float32)
-        yield {**row, **_of_answer(answer, version), **(_texts(answer, decode) if is_shown else {})}
+        yield {
+            **row,
+            **_score_columns(answer, version),
+            **(_text_columns(answer, decode) if is_shown else {}),
+        }
 
 
-def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
+def _score_columns(answer: Answer, version: int) -> dict[str, Any]:
     score, trajectory = answer.score, answer.trajectory
     row = {
         "response_tokens": sum(len(segment) for segment in trajectory.segments),
@@ -222,7 +228,7 @@ def _of_answer(answer: Answer, version: int) -> dict[str, Any]:
     return row
 
 
-def _texts(answer: Answer, decode: Decode) -> dict[str, Any]:
+def _text_columns(answer: Answer, decode: Decode) -> dict[str, Any]:
     ids = answer.trajectory.token_ids
     return {
         "response": decode(ids),
@@ -242,7 +248,7 @@ def _token_versions(answer: Answer) -> IntArray:
     return np.concatenate(versions).astype(np.int32)
 
 
-def _column(name: str, values: list[Any]) -> Any:
+def _make_column(name: str, values: list[Any]) -> Any:
     """Make a column; what a scorer said is numbers if all are, else text."""
     kind = COLUMNS.get(name)
     if kind is None:

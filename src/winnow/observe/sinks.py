@@ -83,7 +83,7 @@ class Sinks:
         self._background = [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]
         self._first: Record = {}
 
-    def begin_with(self, figures: Record) -> None:
+    def add_to_first_record(self, figures: Record) -> None:
         """Add figures to the first record, such as what the start took."""
         self._first = figures
 
@@ -108,7 +108,7 @@ class Sinks:
 
     def close(self) -> None:
         for sink in self._background:  # so that they wait side by side
-            sink.finish()
+            sink.request_close()
         with contextlib.ExitStack() as stack:
             for each in self._sinks:
                 stack.callback(each.close)
@@ -124,18 +124,18 @@ class BackgroundSink:
     """
 
     def __init__(
-        self, place: str, make: Callable[[], Sink], tracking: TrackingConfig, warn: Warn
+        self, label: str, make: Callable[[], Sink], tracking: TrackingConfig, warn: Warn
     ) -> None:
         """Start nothing yet.
 
         Args:
-            place: the sink, in messages.
+            label: the sink, in messages.
             make: makes it, called in its thread.
         """
-        self._place, self._make, self._tracking, self._warn = place, make, tracking, warn
+        self._label, self._make, self._tracking, self._warn = label, make, tracking, warn
         self._calls: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(MOST_WAITING)
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"sink {place}", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=f"sink {label}", daemon=True)
         self._is_ready = threading.Event()  # or failed
         self._is_over = self._is_ending = False
         self._busy_since: float | None = None
@@ -146,7 +146,7 @@ class BackgroundSink:
         def begin(sink: Sink) -> None:
             sink.start(info)
             if where := getattr(sink, "where_to_look", ""):
-                self._messages.put(f"{self._place}: {where}")
+                self._messages.put(f"{self._label}: {where}")
             self._is_ready.set()
 
         self._calls.put_nowait(begin)
@@ -159,7 +159,7 @@ class BackgroundSink:
             deadline: when to stop waiting, by `time.monotonic`.
         """
         self._is_ready.wait(max(deadline - time.monotonic(), 0.0))
-        self._deliver()
+        self._deliver_messages()
 
     def log(self, step: int, record: Record) -> None:
         since = self._busy_since or math.inf
@@ -174,17 +174,17 @@ class BackgroundSink:
             self._missed += 1
             if self._missed == 1:
                 self._messages.put(
-                    f"Warning: {self._place} is {MOST_WAITING} records behind; it misses what "
+                    f"Warning: {self._label} is {MOST_WAITING} records behind; it misses what "
                     "comes until it has caught up, and metrics.jsonl has everything"
                 )
-        self._deliver()
+        self._deliver_messages()
 
     def mark_complete(self) -> None:
         """Pass it on to a sink that has a method `mark_complete`."""
         with contextlib.suppress(queue.Full):
             self._calls.put_nowait(lambda sink: getattr(sink, "mark_complete", lambda: None)())
 
-    def finish(self) -> None:
+    def request_close(self) -> None:
         """Ask for the end, and begin to count the seconds that it may take."""
         if not self._is_ending:
             self._is_ending, self._deadline = True, time.monotonic() + self._tracking.close_s
@@ -192,7 +192,7 @@ class BackgroundSink:
                 self._calls.put_nowait(None)  # wakes the thread up
 
     def close(self) -> None:
-        self.finish()
+        self.request_close()
         if not self._is_over and self._thread.is_alive():
             self._thread.join(max(self._deadline - time.monotonic(), 0.0))
             if self._thread.is_alive():
@@ -201,33 +201,33 @@ class BackgroundSink:
                 self._drop(f"does not end within {seconds}, with {rest} records still to be sent")
         if self._missed:
             missed, self._missed = self._missed, 0
-            self._messages.put(f"Warning: {self._place} missed {missed} records: it was too slow")
-        self._deliver()
+            self._messages.put(f"Warning: {self._label} missed {missed} records: it was too slow")
+        self._deliver_messages()
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         """Make the sink and call it, until the end or its first failure."""
         sink: Sink | None = None
         try:
-            sink = self._timed(self._make)
+            sink = self._call_timed(self._make)
             while not self._is_over and not (self._is_ending and self._calls.empty()):
-                if call := self._next():
-                    self._timed(partial(call, sink))
-            self._timed(sink.close)
+                if call := self._next_call():
+                    self._call_timed(partial(call, sink))
+            self._call_timed(sink.close)
         except BaseException as error:  # also SystemExit, by a library without its key
             if not self._is_over:
-                reason = f"fails with {type(error).__name__}: {one_line(error)}"
-                self._drop(f"{reason}; it gets no more records")
+                cause = f"fails with {type(error).__name__}: {one_line(error)}"
+                self._drop(f"{cause}; it gets no more records")
             if sink is not None:
                 self._close_failed(sink)
         finally:
             self._is_ready.set()
 
-    def _next(self) -> Callable[[Sink], None] | None:
+    def _next_call(self) -> Callable[[Sink], None] | None:
         with contextlib.suppress(queue.Empty):
             return self._calls.get(timeout=_POLL_S)
         return None
 
-    def _timed(self, call: Callable[[], Any]) -> Any:
+    def _call_timed(self, call: Callable[[], Any]) -> Any:
         self._busy_since = time.monotonic()
         try:
             return call()
@@ -239,15 +239,15 @@ class BackgroundSink:
         try:
             sink.close()
         except BaseException as error:
-            log.info("%s cannot be closed either: %s", self._place, one_line(error))
+            log.info("%s cannot be closed either: %s", self._label, one_line(error))
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, reason: str) -> None:
         self._is_over = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             _abandoned.append(self._thread)
-        self._messages.put(f"Warning: {self._place} {why}, and the run goes on")
+        self._messages.put(f"Warning: {self._label} {reason}, and the run goes on")
 
-    def _deliver(self) -> None:
+    def _deliver_messages(self) -> None:
         while not self._messages.empty():
             self._warn(self._messages.get())
 
@@ -255,7 +255,7 @@ class BackgroundSink:
 _abandoned: list[threading.Thread] = []
 
 
-def hangs() -> bool:
+def has_hanging_sink() -> bool:
     """Return whether a sink that was given up is still at work: what a library has left to do at
     the process's end may then hang, too."""
     return any(thread.is_alive() for thread in _abandoned)
@@ -275,11 +275,11 @@ class UserSink(BackgroundSink):
         from winnow.user_code import load_user_object
 
         field = f"observe.sinks[{number}].path"
-        place = f"{field} {section.path}"
+        label = f"{field} {section.path}"
         sink_class = load_user_object(section.path, field, ConfigError)
         missing = [name for name in ("start", "log", "close") if not hasattr(sink_class, name)]
         if missing:
             raise ConfigError(
-                f"{place} has no method {missing[0]}; a sink is a class with start, log and close"
+                f"{label} has no method {missing[0]}; a sink is a class with start, log and close"
             )
-        super().__init__(place, partial(sink_class, **section.options), tracking, warn)
+        super().__init__(label, partial(sink_class, **section.options), tracking, warn)

@@ -33,7 +33,7 @@ from typing import Any
 from zlib import crc32
 
 from winnow.errors import WinnowError
-from winnow.observe.files import AppendFile, writing
+from winnow.observe.files import AppendFile, explain_write_errors
 from winnow.observe.metrics import Number, Record, Timeline
 from winnow.observe.sinks import RunInfo
 from winnow.types import Prompt, Score, Trajectory
@@ -75,7 +75,7 @@ class TraceFile:
             if name == phase and 0 <= began_s - last_s < MERGE_S:
                 began_s = first_s
             else:
-                self._finish(actor)
+                self._close_slice(actor)
             self._slices[actor] = (phase, began_s, ended_s)
             if ended_s - self._flushed_s > _FLUSH_S:
                 self._flush()
@@ -83,18 +83,18 @@ class TraceFile:
     def start(self, info: RunInfo) -> None:
         """Mark where the run begins, or is resumed."""
         before = info.first_step - 1
-        self._mark(f"resumed after step {before}" if before else "start")
+        self._add_mark(f"resumed after step {before}" if before else "start")
 
     def log(self, step: int, record: Record) -> None:
         """Mark the end of a step, and count the groups that wait after it."""
         kinds = ("qualified", "open")
         waiting = {kind: record.get(f"sampling/groups/carried_{kind}", 0) for kind in kinds}
         with self._lock:
-            self._add("groups that wait", "C", time.perf_counter(), args=waiting)
+            self._add_event("groups that wait", "C", time.perf_counter(), args=waiting)
             if not self._is_logged:
                 self._is_logged = True
                 self._open()
-        self._mark(f"step {step}")
+        self._add_mark(f"step {step}")
 
     def close(self) -> None:
         """Write what is left and the end of the array; a second time does nothing."""
@@ -104,13 +104,15 @@ class TraceFile:
                 self._file.close()
                 self._file = None
 
-    def _mark(self, name: str) -> None:
+    def _add_mark(self, name: str) -> None:
         with self._lock:
-            self._add(name, "i", time.perf_counter(), s="p")
+            self._add_event(name, "i", time.perf_counter(), s="p")
             self._flush()
 
-    def _add(self, name: str, kind: str, at_s: float, actor: str = "trainer", **data: Any) -> None:
-        track = _track(actor)
+    def _add_event(
+        self, name: str, kind: str, at_s: float, actor: str = "trainer", **data: Any
+    ) -> None:
+        track = _track_id(actor)
         if actor not in self._named:
             self._named.add(actor)
             names = {"thread_name": {"name": actor}, "thread_sort_index": {"sort_index": track}}
@@ -123,14 +125,14 @@ class TraceFile:
             {"name": name, "ph": kind, "pid": 1, "tid": track, "ts": micros, **data}
         )
 
-    def _finish(self, actor: str) -> None:
+    def _close_slice(self, actor: str) -> None:
         if actor in self._slices:
             name, began_s, ended_s = self._slices.pop(actor)
-            self._add(name, "X", began_s, actor, dur=round((ended_s - began_s) * 1e6))
+            self._add_event(name, "X", began_s, actor, dur=round((ended_s - began_s) * 1e6))
 
     def _open(self) -> None:
         try:
-            self._file = _continued(self._path)
+            self._file = _open_to_append(self._path)
         except WinnowError as error:
             log.warning("%s (no timeline)", error)
 
@@ -138,7 +140,7 @@ class TraceFile:
         if not self._is_logged:
             return
         for actor in list(self._slices):
-            self._finish(actor)
+            self._close_slice(actor)
         events, self._events = self._events, []
         self._flushed_s = time.perf_counter()
         if self._file is None:
@@ -147,22 +149,22 @@ class TraceFile:
             lines = (json.dumps(each, separators=(",", ":")) for each in events)
             self._file.append("".join(f"{line},\n" for line in lines).encode() + end)
             if self._file.size > self._limit and not end:
-                self._begin_another()
+                self._rotate()
         except WinnowError as error:
             log.warning("%s (no timeline)", error)
             self._file.close()
             self._file = None
 
-    def _begin_another(self) -> None:
+    def _rotate(self) -> None:
         assert self._file is not None
         self._file.append(_END)
         self._file.close()
-        with writing(self._path):
+        with explain_write_errors(self._path):
             self._path.replace(self._path.with_stem(f"{self._path.stem}-before"))
-        self._file, self._named = _continued(self._path), set()
+        self._file, self._named = _open_to_append(self._path), set()
 
 
-class ScorerTimes:
+class TimedScorer:
     """A scorer that tells when scores are waited for, a millisecond or more, and how long."""
 
     def __init__(
@@ -177,13 +179,13 @@ class ScorerTimes:
         began_s = time.perf_counter()
         score = self._score(prompt, trajectory)
         if not isinstance(score, Score):
-            return self._waited_for(score)
+            return self._await_score(score)
         self._took_s.append(time.perf_counter() - began_s)
         if not self._under_way:
             self._busy_s += self._took_s[-1]
         return score
 
-    async def _waited_for(self, score: Awaitable[Score]) -> Score:
+    async def _await_score(self, score: Awaitable[Score]) -> Score:
         began_s = time.perf_counter()
         if not self._under_way:
             self._began_s = self._counted_s = began_s
@@ -199,7 +201,7 @@ class ScorerTimes:
                 if now_s - self._began_s >= _LEAST_S:
                     self._tell("scorers", "score", self._began_s, now_s)
 
-    def figures(self) -> dict[str, Number]:
+    def take_figures(self) -> dict[str, Number]:
         """Return `scoring/…` of training answers since the last call; nothing without any."""
         took_s, busy_s = self._took_s, self._busy_s
         if self._under_way:
@@ -212,11 +214,11 @@ class ScorerTimes:
         return {"scoring/busy_s": busy_s, "scoring/mean_s": mean_s, "scoring/max_s": max_s}
 
 
-def _continued(path: Path) -> AppendFile:
+def _open_to_append(path: Path) -> AppendFile:
     """Open a file for more events: without its array's end, and without half a line."""
     file = AppendFile(path)
     if file.size:
-        with writing(path):
+        with explain_write_errors(path):
             content = path.read_bytes().removesuffix(_END)
         file.truncate(content.rfind(b"\n") + 1)
     if not file.size:
@@ -224,7 +226,7 @@ def _continued(path: Path) -> AppendFile:
     return file
 
 
-def _track(actor: str) -> int:
+def _track_id(actor: str) -> int:
     """Number an actor's track, the same in each start of a run."""
     if actor in _TRACKS:
         return 1 + _TRACKS.index(actor)

@@ -60,7 +60,7 @@ class TrackedRun:
         return plain_values(self.config)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def init_arguments(self) -> dict[str, Any]:
         """The arguments that a tracker's `init` takes of any run."""
         tracking = self.config.observe.tracking
         return {
@@ -70,7 +70,7 @@ class TrackedRun:
             "config": self.recipe,
         }
 
-    def settings(self) -> dict[str, str | int | float | bool]:
+    def flat_recipe(self) -> dict[str, str | int | float | bool]:
         """Return the recipe as flat hyper-parameters, such as `optim.lr`."""
         return {
             key: value if isinstance(value, str | int | float) else json.dumps(value)
@@ -84,33 +84,33 @@ class Tracker(ABC):
     name: TrackerName
     where_to_look = ""
     """Command or address that shows the run, where the tracker does not print it itself."""
-    forgets = False
+    purges_repeated_steps = False
     """True where it drops the steps that a resumed run repeats, and takes them anew."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run, self.tracking = run, run.config.observe.tracking
-        self._note = run.folder.trackers / f"{self.name}.json"
+        self._state_file = run.folder.trackers / f"{self.name}.json"
         self._id, self._last = "", -1
         self._is_open = self._is_complete = False
 
     def start(self, info: RunInfo) -> None:
         """Begin the tracker's run, or go on with the one that this run had."""
-        state = self._remembered()
-        self._last = -1 if self.forgets else state.get("step", -1)
+        state = self._read_state()
+        self._last = -1 if self.purges_repeated_steps else state.get("step", -1)
         self.run.folder.trackers.mkdir(exist_ok=True)
         # Without a checkpoint the evaluation before the first step is made again, too.
         first = info.first_step if info.first_step > 1 else 0
         self._id = self.open(state.get("id"), first)
         self._is_open = True
-        self._remember()
+        self._write_state()
 
     def log(self, step: int, record: Record) -> None:
         """Send a step, unless the tracker has it."""
         if step <= self._last:
             return
-        self.write(step, record, self._tables(step, record))
+        self.write(step, record, self._read_sample_tables(step, record))
         self._last = step
-        self._remember()
+        self._write_state()
 
     def mark_complete(self) -> None:
         """Take note that the run came to its last step."""
@@ -134,33 +134,35 @@ class Tracker(ABC):
     def end(self, is_done: bool) -> None:
         """End the tracker's run; unless `is_done` it may go on later."""
 
-    def _remembered(self) -> dict[str, Any]:
-        if not self._note.is_file():
+    def _read_state(self) -> dict[str, Any]:
+        if not self._state_file.is_file():
             return {}
         try:
-            return dict(json.loads(self._note.read_text()))
+            return dict(json.loads(self._state_file.read_text()))
         except (TypeError, ValueError) as error:
             raise WinnowError(
-                f"{self._note} is damaged ({one_line(error)}); delete it, and the tracker begins a "
+                f"{self._state_file} is damaged ({one_line(error)}); delete it, and the tracker begins a "
                 "run of its own"
             ) from error
 
-    def _remember(self) -> None:
-        write_atomic(self._note, json.dumps({"id": self._id, "step": self._last}).encode())
+    def _write_state(self) -> None:
+        write_atomic(self._state_file, json.dumps({"id": self._id, "step": self._last}).encode())
 
-    def _tables(self, step: int, record: Record) -> dict[str, Rows]:
+    def _read_sample_tables(self, step: int, record: Record) -> dict[str, Rows]:
         """Read the sample answers that are due: of training now and then, of each evaluation."""
         folder, every = self.run.folder, self.tracking.answers_every
         files = {}
         if step == 1 or (step and step % every == 0):
-            files["answers/train"] = folder.rollout(step)
+            files["answers/train"] = folder.rollout_file(step)
         if any(name.startswith(EVAL) for name in record):
             files["answers/held_out"] = folder.evaluation(step)
-        tables = {name: sample_answers(file, self.tracking.answers) for name, file in files.items()}
+        tables = {
+            name: read_sample_answers(file, self.tracking.answers) for name, file in files.items()
+        }
         return {name: rows for name, rows in tables.items() if rows}
 
 
-def sample_answers(file: Path, number: int) -> Rows:
+def read_sample_answers(file: Path, number: int) -> Rows:
     """Read up to `number` answers whose text is kept: the first of each group, then the second."""
     if not number or not file.is_file():
         return []
@@ -178,7 +180,7 @@ class Tensorboard(Tracker):
     """Event files; steps that a resumed run repeats are purged."""
 
     name = "tensorboard"
-    forgets = True
+    purges_repeated_steps = True
 
     def open(self, run_id: str | None, first_step: int) -> str:
         from torch.utils.tensorboard import SummaryWriter
@@ -190,7 +192,7 @@ class Tensorboard(Tracker):
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
         if run_id is None:
             start, session, _ = hparams(
-                self.run.settings(), dict.fromkeys((REWARD, TRAINED_ACCURACY), 0.0)
+                self.run.flat_recipe(), dict.fromkeys((REWARD, TRAINED_ACCURACY), 0.0)
             )
             for summary in (start, session):
                 self._writer.file_writer.add_summary(summary)
@@ -203,7 +205,7 @@ class Tensorboard(Tracker):
         for name, value in record.items():
             self._writer.add_scalar(name, value, step)
         for name, rows in tables.items():
-            self._writer.add_text(name, _markdown(rows), step)
+            self._writer.add_text(name, _markdown_table(rows), step)
         self._writer.flush()
 
     def end(self, is_done: bool) -> None:
@@ -233,9 +235,9 @@ class Wandb(LogTracker):
         import wandb
 
         options, tracking = self.run.config.observe.wandb, self.tracking
-        self._show = lambda rows: wandb.Table(**_table(rows))
+        self._show = lambda rows: wandb.Table(**_table_arguments(rows))
         self._run = wandb.init(
-            **self.run.identity,
+            **self.run.init_arguments,
             entity=options.entity,
             mode=options.mode,
             tags=tracking.tags,
@@ -263,7 +265,7 @@ class Mlflow(Tracker):
         from mlflow.entities import Metric, Param, RunTag
 
         self._metric, folder = Metric, self.run.folder.path.absolute().parent / "mlflow"
-        uri = mlflow_address(self.run.config, folder)
+        uri = mlflow_uri(self.run.config, folder)
         is_local = uri == _local_database(folder)
         if is_local:
             folder.mkdir(exist_ok=True)
@@ -277,8 +279,8 @@ class Mlflow(Tracker):
         number = experiment.experiment_id if experiment else None
         number = number or self._client.create_experiment(tracking.project, place)
         run_id = str(self._client.create_run(number, run_name=self.run.name).info.run_id)
-        settings = self.run.settings().items()
-        params = [Param(_for_mlflow(key), str(value)[:_LONGEST_PARAM]) for key, value in settings]
+        settings = self.run.flat_recipe().items()
+        params = [Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in settings]
         for begin in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(run_id, params=params[begin : begin + _MOST_PARAMS])
         labels = {"group": tracking.group or "", "tags": ",".join(tracking.tags)}
@@ -287,12 +289,12 @@ class Mlflow(Tracker):
 
     def write(self, step: int, record: Record, tables: Mapping[str, Rows]) -> None:
         now = int(time.time() * 1000)
-        metrics = [self._metric(_for_mlflow(n), float(v), now, step) for n, v in record.items()]
+        metrics = [self._metric(_mlflow_name(n), float(v), now, step) for n, v in record.items()]
         for begin in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=metrics[begin : begin + _MOST_METRICS])
         for name, rows in tables.items():
             file = f"{name}-{step}.json"
-            self._client.log_dict(self._id, _table(rows), file)
+            self._client.log_dict(self._id, _table_arguments(rows), file)
             # So that its page shows the file as a table, as `mlflow.log_table` does with pandas.
             tag = "mlflow.loggedArtifacts"
             listed = json.loads(self._client.get_run(self._id).data.tags.get(tag, "[]"))
@@ -312,9 +314,9 @@ class Trackio(LogTracker):
         import trackio
 
         options = self.run.config.observe.trackio
-        self._show = lambda rows: trackio.Table(**_table(rows))
+        self._show = lambda rows: trackio.Table(**_table_arguments(rows))
         self._run = trackio.init(
-            **self.run.identity,
+            **self.run.init_arguments,
             space_id=options.space_id,
             private=options.private,
             resume="never" if run_id is None else "allow",
@@ -336,10 +338,10 @@ class Swanlab(LogTracker):
         import swanlab
 
         options, tracking = self.run.config.observe.swanlab, self.tracking
-        self._show = lambda rows: [swanlab.Text(_markdown([row])) for row in rows]
+        self._show = lambda rows: [swanlab.Text(_markdown_table([row])) for row in rows]
         run_id = run_id or uuid.uuid4().hex[:16]
         self._run = swanlab.init(
-            **self.run.identity,
+            **self.run.init_arguments,
             workspace=options.workspace,
             mode=options.mode,
             tags=[*tracking.tags] or None,
@@ -371,7 +373,7 @@ def make_trackers(config: Config, folder: RunFolder, warn: Warn) -> list[Backgro
     ]
 
 
-def check_trackers(config: Config) -> None:
+def check_tracker_packages(config: Config) -> None:
     """Look for the packages of the trackers, without importing them.
 
     Raises:
@@ -379,7 +381,7 @@ def check_trackers(config: Config) -> None:
     """
     for name in config.observe.trackers:
         needed: dict[str, str] = {name: name}
-        if name == "mlflow" and mlflow_address(config, Path()).startswith("sqlite:"):
+        if name == "mlflow" and mlflow_uri(config, Path()).startswith("sqlite:"):
             needed |= {"sqlalchemy": "SQLAlchemy", "alembic": "alembic"}
         for module, package in needed.items():
             spec = importlib.util.find_spec(module)
@@ -390,7 +392,7 @@ def check_trackers(config: Config) -> None:
                 )
 
 
-def mlflow_address(config: Config, folder: Path) -> str:
+def mlflow_uri(config: Config, folder: Path) -> str:
     """Return where MLflow's runs go: as set, as its variable says, or a data base in `folder`."""
     uri = config.observe.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
     return uri or _local_database(folder)
@@ -400,17 +402,17 @@ def _local_database(folder: Path) -> str:
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 
-def _for_mlflow(name: str) -> str:
+def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
-def _table(rows: Rows) -> dict[str, Any]:
+def _table_arguments(rows: Rows) -> dict[str, Any]:
     return {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
 
 
-def _markdown(rows: Rows) -> str:
+def _markdown_table(rows: Rows) -> str:
     """Write sample answers as a table of Markdown; one alone stands upright."""
-    cells = [[_cell(value) for value in row.values()] for row in rows]
+    cells = [[_markdown_cell(value) for value in row.values()] for row in rows]
     if len(rows) == 1:
         cells = [[name, cell] for name, cell in zip(rows[0], cells[0], strict=True)]
         head = ["", ""]
@@ -420,7 +422,7 @@ def _markdown(rows: Rows) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(value: Any) -> str:
+def _markdown_cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     for mark, shown in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("\n", "<br>")):
         text = text.replace(mark, shown)

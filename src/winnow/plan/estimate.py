@@ -33,7 +33,7 @@ from winnow.learning.batch import cut_updates
 from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
-from winnow.observe.rollouts import read_rollouts, rollout_files
+from winnow.observe.rollouts import list_step_files, read_rollouts
 from winnow.plan.rank import RankPlan, RankRun, micro_lengths, stages_of, update_micro_batches
 from winnow.plan.tracker import Peak, Phase, local_bytes
 from winnow.rollout.embedded.slots import cache_bytes
@@ -161,7 +161,7 @@ def kept_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
         WinnowError: a file is damaged.
     """
     count, tables = config.sampling.groups_per_step * config.rollout.n, list[Any]()
-    for _, file in reversed(rollout_files(run / "rollouts")):
+    for _, file in reversed(list_step_files(run / "rollouts")):
         rows = read_rollouts(file).select(["kind", "prompt_tokens", "response_tokens"])
         tables.append(rows.filter(pc.equal(rows["kind"], "sampled")))
         if sum(map(len, tables)) >= count:

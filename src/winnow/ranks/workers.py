@@ -58,9 +58,9 @@ from winnow.models.causal_lm import load_causal_lm, model_writer
 from winnow.models.folders import torch_dtype
 from winnow.models.lora import adapter_writer
 from winnow.models.value import load_reward_model
-from winnow.observe.files import sync, system_error
+from winnow.observe.files import find_os_error, fsync_path
 from winnow.observe.metrics import Metrics, Number, Stopwatch
-from winnow.observe.profile import profiler_of
+from winnow.observe.profile import make_profiler
 from winnow.ranks.learner import (
     critic_passes,
     load_role,
@@ -172,7 +172,7 @@ class SavingRank(Rank):
         try:
             return await asyncio.to_thread(self._write, Path(checkpoint))
         except (OSError, RuntimeError, SafetensorError) as error:
-            refusal = system_error(error)
+            refusal = find_os_error(error)
             if refusal is None or refusal.errno is None:
                 raise
             return refusal.errno, str(refusal.filename or checkpoint)
@@ -180,7 +180,7 @@ class SavingRank(Rank):
     def _write(self, checkpoint: Path) -> dict[str, FileEntry]:
         written = self._written(checkpoint)
         for path in written:
-            sync(path)
+            fsync_path(path)
         return {str(path.relative_to(checkpoint)): file_entry(path) for path in written}
 
     def _written(self, checkpoint: Path) -> list[Path]:
@@ -248,7 +248,7 @@ class LearnerWorker(SavingRank):
         strategy = config.trainer.strategy
         assert isinstance(strategy, Fsdp2 | Megatron)
         super().__init__(rank, config, strategy.replicas if isinstance(strategy, Fsdp2) else 1)
-        self._profiler = profiler_of(config, "learner", rank.rank)
+        self._profiler = make_profiler(config, "learner", rank.rank)
         model = load_policy_model(
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )

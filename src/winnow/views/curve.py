@@ -68,7 +68,7 @@ class CurveSink:
 
 
 @contextmanager
-def drawing(target: Path, inches: tuple[float, float]) -> Iterator[Any]:
+def saved_figure(target: Path, inches: tuple[float, float]) -> Iterator[Any]:
     """Yield a figure of matplotlib, whose picture becomes `target` when the block is done.
 
     Raises:
@@ -99,13 +99,13 @@ def draw_curve(folder: Path) -> Path:
     if not records:
         raise WinnowError(f"{folder / METRICS_FILE} holds no step yet; wait for the run's first")
     target = folder / "curve.png"
-    with drawing(target, SIZE_INCHES) as figure:
+    with saved_figure(target, SIZE_INCHES) as figure:
         axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 3))
         _paint_accuracy(axes[0], records)
         _paint_line(axes[1], series(records, metrics.REWARD), _REWARD, "reward")
         axes[1].set_ylabel("mean reward", color=_REWARD)
         _paint_length(axes[2], records)
-        _finish(figure, axes[0], axes[2], folder.name, records)
+        _finish_axes(figure, axes[0], axes[2], folder.name, records)
     return target
 
 
@@ -134,7 +134,7 @@ def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
             if is_alone:  # where they can hide no line
                 label += f": {100 * values[0]:.1f} → {100 * values[-1]:.1f} %"
             axis.plot(steps, values, style, color=color, markersize=5, linewidth=1.5, label=label)
-    as_percent(axis)
+    use_percent_ticks(axis)
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, -0.02), min(high, 1.02))
     axis.set_ylabel("right answers")
@@ -142,7 +142,7 @@ def _paint_accuracy(axis: Any, records: Sequence[Record]) -> None:
         axis.figure.legend(loc="outside lower center", ncols=3, fontsize=9)
 
 
-def as_percent(axis: Any) -> None:
+def use_percent_ticks(axis: Any) -> None:
     """Show shares as percent, with as many digits as the scale needs."""
     from matplotlib.ticker import PercentFormatter
 
@@ -159,12 +159,14 @@ def _paint_length(axis: Any, records: Sequence[Record]) -> None:
     truncated = series(records, metrics.TRUNCATED)
     _paint_line(cut, truncated, _GREY, "cut off")
     cut.fill_between(*truncated, color=_GREY, alpha=0.15, linewidth=0)
-    as_percent(cut)
+    use_percent_ticks(cut)
     cut.set_ylabel("cut off at the limit", color=_GREY)
     cut.set_ylim(0, max(cut.get_ylim()[1], 0.05))
 
 
-def _finish(figure: Any, above: Any, below: Any, title: str, records: Sequence[Record]) -> None:
+def _finish_axes(
+    figure: Any, above: Any, below: Any, title: str, records: Sequence[Record]
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color="#111827")

@@ -16,7 +16,7 @@ from winnow.errors import WinnowError
 from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record, grouped
-from winnow.observe.rollouts import read_rollouts, rollout_files
+from winnow.observe.rollouts import list_step_files, read_rollouts
 from winnow.observe.sinks import RunInfo
 from winnow.views.diagnosis import Diagnosis, RunFinding
 
@@ -37,9 +37,9 @@ class LiveDiagnosis:
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], folder: RunFolder, tell: Callable[[str], None]
+        self, settings: Mapping[str, Any], folder: RunFolder, warn: Callable[[str], None]
     ) -> None:
-        self._diagnosis, self._folder, self._tell = Diagnosis(settings), folder, tell
+        self._diagnosis, self._folder, self._warn = Diagnosis(settings), folder, warn
         self._lines: list[str] = []
 
     def start(self, info: RunInfo) -> None:
@@ -48,15 +48,15 @@ class LiveDiagnosis:
             for record in read_metrics(self._folder.metrics):
                 self._add(int(record["step"]), record)
         if self._lines or self._folder.findings.is_file():
-            self._write()
+            self._write_findings()
 
     def log(self, step: int, record: Record) -> None:
         for finding in self._add(step, record):
-            self._tell(
+            self._warn(
                 f"Warning: step {step}: {finding.name}: {finding.evidence} (likely {finding.cause};"
                 f" winnow doctor {self._folder.path})"
             )
-            self._write()
+            self._write_findings()
 
     def close(self) -> None:
         pass
@@ -66,7 +66,7 @@ class LiveDiagnosis:
         self._lines += [f"{json.dumps(asdict(finding))}\n" for finding in new]
         return new
 
-    def _write(self) -> None:
+    def _write_findings(self) -> None:
         try:
             write_atomic(self._folder.findings, "".join(self._lines).encode())
         except WinnowError as error:
@@ -82,42 +82,45 @@ def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
     Raises:
         WinnowError: a file of the record is damaged.
     """
-    settings = folder.recipe()
+    settings = folder.read_recipe()
     records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
     diagnosis = Diagnosis(settings, records)
     steps = max((int(record["step"]) for record in records), default=0)
-    files = rollout_files(folder.rollouts)
+    files = list_step_files(folder.rollouts)
     rows = read_rollouts(files[-1][1]).select(ROLLOUT_COLUMNS).to_pylist() if files else []
     newest = files[-1][0] if files else 0
     return steps, findings_with_answers(diagnosis, steps, newest, lambda: rows)
 
 
 def findings_with_answers(
-    diagnosis: Diagnosis, steps: int, newest: int, read: Callable[[], Sequence[Mapping[str, Any]]]
+    diagnosis: Diagnosis,
+    steps: int,
+    answers_step: int,
+    read_answers: Callable[[], Sequence[Mapping[str, Any]]],
 ) -> list[RunFinding]:
     """Return findings with what only answers tell: of a step without a line, and why wrong.
 
     Args:
         diagnosis: of all lines of metrics.jsonl; it stays as it is.
         steps: the last step that has a line.
-        newest: the last step that has answers; 0 without any.
-        read: reads the rows of these answers.
+        answers_step: the last step that has answers; 0 without any.
+        read_answers: reads the rows of these answers.
     """
-    has_line = newest <= steps  # a step in which nothing could be learnt has none
-    if has_line and not (newest and any(each.name in WRONG for each in diagnosis.findings())):
+    has_line = answers_step <= steps  # a step in which nothing could be learnt has none
+    if has_line and not (answers_step and any(each.name in WRONG for each in diagnosis.findings())):
         return diagnosis.findings()
-    rows = read()
+    rows = read_answers()
     if not has_line:
         diagnosis = deepcopy(diagnosis)
-        diagnosis.add(newest, unlearnt(newest, rows))
-    clause = wrong_answers(rows)
+        diagnosis.add(answers_step, make_record_from_answers(answers_step, rows))
+    clause = describe_wrong_answers(rows)
     return [
         replace(each, evidence=each.evidence + clause) if each.name in WRONG else each
         for each in diagnosis.findings()
     ]
 
 
-def wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
+def describe_wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     """Say of the all-wrong groups whose text was kept whether their answers agree with each other:
     a model that says the same each time is rather misread than lost. Empty without such groups,
     else a clause to put behind others.
@@ -140,7 +143,7 @@ def wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{clause}, such as {example}: if that is right, the scorer misreads it"
 
 
-def unlearnt(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:
+def make_record_from_answers(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:
     """Make the record of a step that sampling could not fill, from its answers."""
     fates = Counter({row["group"]: row["outcome"] for row in rows}.values())
     rights = [row["accuracy"] for row in rows if row["accuracy"] is not None]

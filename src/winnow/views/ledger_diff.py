@@ -147,7 +147,7 @@ def open_ledger(path: str | Path, until: int | None = None) -> LedgerRun:
         raise WinnowError(f"{folder.path} has no step {until} yet: its last is {last}")
     last = last if until is None else until
     records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
-    settings = flat(folder.recipe())
+    settings = flat(folder.read_recipe())
     exact = settings.get("run.deterministic") is not False
     return LedgerRun(
         folder.path,
@@ -159,11 +159,11 @@ def open_ledger(path: str | Path, until: int | None = None) -> LedgerRun:
     )
 
 
-def check(run: LedgerRun) -> LedgerReport:
+def check_ledger(run: LedgerRun) -> LedgerReport:
     """Check a ledger against itself, metrics.jsonl and rollouts/: nothing lost, nothing twice."""
     groups = [row["group"] for row in run.rows]
-    faults = [_listed("groups with more than one row", _repeated(groups))]
-    faults += [*_order(run, groups), *_turns(run)]
+    faults = [_numbered("groups with more than one row", _duplicates(groups))]
+    faults += [*_check_order(run, groups), *_check_turns(run)]
     waiting = -1
     if run.metrics and (last := run.metrics[-1])["step"] == run.steps:
         admitted = sum(int(record["sampling/groups/admitted"]) for record in run.metrics)
@@ -171,8 +171,11 @@ def check(run: LedgerRun) -> LedgerReport:
         carried = sum(int(last[f"sampling/groups/carried_{kind}"]) for kind in _WAITING)
         if waiting != carried:
             detail = f"{admitted} admitted, {waiting} have no row, and {carried} wait for a cut"
-            faults.append(_fault("groups without a fate", [detail]))
-    faults += [_accounts(run), _fault("groups unlike rollouts/", [*_unlike_rollouts(run)])]
+            faults.append(_difference("groups without a fate", [detail]))
+    faults += [
+        _check_totals(run),
+        _difference("groups unlike rollouts/", [*_rollout_mismatches(run)]),
+    ]
     tokens = {fate: [row["tokens"] for row in run.rows if row["fate"] == fate] for fate in FATES}
     return LedgerReport(
         str(run.folder),
@@ -185,7 +188,7 @@ def check(run: LedgerRun) -> LedgerReport:
     )
 
 
-def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
+def diff_ledgers(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
     """Compare two runs' ledgers.
 
     Args:
@@ -193,19 +196,21 @@ def diff(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> LedgerDiff:
     """
     exact = (a.is_exact and b.is_exact) if exact is None else exact
     diffs: list[Difference] = []
-    blind, times = 0, _fault("times", [])
+    blind, times = 0, _difference("times", [])
     if a.steps != b.steps:
         diffs.append(Difference("last step", abs(a.steps - b.steps), (f"{a.steps} | {b.steps}",)))
     if exact:
-        (*compared, times), blind = _group_by_group(a, b)
+        (*compared, times), blind = _compare_groups(a, b)
         diffs += compared
     else:
-        diffs.append(_prompt_order(a, b))
+        diffs.append(_compare_prompts(a, b))
     diffs = [difference for difference in diffs if difference.count]
-    return LedgerDiff(check(a), check(b), exact, tuple(diffs), times, _returned(a, b), blind)
+    return LedgerDiff(
+        check_ledger(a), check_ledger(b), exact, tuple(diffs), times, _compare_returned(a, b), blind
+    )
 
 
-def _group_by_group(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
+def _compare_groups(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
     """Compare each aspect of the groups that both have, their times last.
 
     Returns:
@@ -222,24 +227,24 @@ def _group_by_group(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
         )
 
     differences = [
-        _listed(f"groups of {name} alone", sorted(mine.keys() - other.keys()), "turn")
+        _numbered(f"groups of {name} alone", sorted(mine.keys() - other.keys()), "turn")
         for name, mine, other in (("A", rows_a, rows_b), ("B", rows_b, rows_a))
     ]
     for aspect, columns in {**ASPECTS, "times": TIMES}.items():
         unlike = [
-            f"turn {turn}: {_shown(rows_a[turn], columns)} | {_shown(rows_b[turn], columns)}"
+            f"turn {turn}: {_format_columns(rows_a[turn], columns)} | {_format_columns(rows_b[turn], columns)}"
             for turn in shared
             if any(is_unlike(turn, column) for column in columns)
         ]
-        differences.append(_fault(aspect, unlike))
+        differences.append(_difference(aspect, unlike))
     return differences, len(blind)
 
 
-def _shown(row: Row, columns: Iterable[str]) -> str:
+def _format_columns(row: Row, columns: Iterable[str]) -> str:
     return ", ".join(f"{name} {row[name]}" for name in columns)
 
 
-def _prompt_order(a: LedgerRun, b: LedgerRun) -> Difference:
+def _compare_prompts(a: LedgerRun, b: LedgerRun) -> Difference:
     """Compare the prompts that the loaders gave out, as far as both runs have a row of them."""
     prompts_a, prompts_b = ({row["turn"]: row["prompt_uid"] for row in run.rows} for run in (a, b))
     unlike = [
@@ -247,20 +252,20 @@ def _prompt_order(a: LedgerRun, b: LedgerRun) -> Difference:
         for turn in sorted(prompts_a.keys() & prompts_b.keys())
         if prompts_a[turn] != prompts_b[turn]
     ]
-    return _fault("prompts", unlike)
+    return _difference("prompts", unlike)
 
 
-def _returned(a: LedgerRun, b: LedgerRun) -> Difference:
+def _compare_returned(a: LedgerRun, b: LedgerRun) -> Difference:
     """Compare the groups that were given back: which these are depends on how many were open."""
     names = ("group", "turn", "step", "fate", "tokens", "score_crc")
     groups_a, groups_b = (
         {tuple(row[name] for name in names) for row in run.rows if row["returned"]}
         for run in (a, b)
     )
-    return _listed("given back", [row[0] for row in sorted(groups_a ^ groups_b)])
+    return _numbered("given back", [row[0] for row in sorted(groups_a ^ groups_b)])
 
 
-def _turns(run: LedgerRun) -> Iterator[Difference]:
+def _check_turns(run: LedgerRun) -> Iterator[Difference]:
     """Look for prompts that were lost, came twice, or not in their turn when given back."""
     if not run.has_turns:
         return
@@ -269,26 +274,26 @@ def _turns(run: LedgerRun) -> Iterator[Difference]:
     for row in run.rows:
         if (due := first.setdefault(row["turn"], row["prompt_uid"])) != (uid := row["prompt_uid"]):
             wrong.append(f"group {row['group']} has {uid}, but {due} was given back and is due")
-    yield _fault("prompts given back that did not come next", wrong)
+    yield _difference("prompts given back that did not come next", wrong)
     turns = [row["turn"] for row in run.consumed]
-    yield _listed("prompts in more than one group", _repeated(turns), "turn")
+    yield _numbered("prompts in more than one group", _duplicates(turns), "turn")
     if run.in_order:
         reached = max((row["turn"] for row in run.rows if row["fate"] == "trained"), default=0)
-        yield _listed("prompts lost", sorted({*range(reached)}.difference(turns)), "turn")
+        yield _numbered("prompts lost", sorted({*range(reached)}.difference(turns)), "turn")
 
 
-def _order(run: LedgerRun, groups: Sequence[int]) -> Iterator[Difference]:
+def _check_order(run: LedgerRun, groups: Sequence[int]) -> Iterator[Difference]:
     """Look for groups that were passed over, or learnt out of order, where commits are in order."""
     if not run.in_order:
         return
     learnt = [(row["learnt_step"], row["group"]) for row in run.rows if row["fate"] == "trained"]
     back = [group for (before, _), (step, group) in pairwise(learnt) if step < before]
-    yield _listed("groups learnt before an earlier one", back)
+    yield _numbered("groups learnt before an earlier one", back)
     reached = max((group for _, group in learnt), default=0)
-    yield _listed("groups lost", sorted({*range(reached)}.difference(groups)))
+    yield _numbered("groups lost", sorted({*range(reached)}.difference(groups)))
 
 
-def _accounts(run: LedgerRun) -> Difference:
+def _check_totals(run: LedgerRun) -> Difference:
     """Compare groups and tokens by step and fate with metrics.jsonl."""
     groups, tokens, unlike = Counter[Any](), Counter[Any](), []
     for row in run.rows:
@@ -300,24 +305,26 @@ def _accounts(run: LedgerRun) -> Difference:
             noted = int(record.get(f"sampling/{what}/{fate}", booked))
             if noted != booked:
                 unlike.append(f"step {step}: {booked} {what} {fate}, {noted} in metrics.jsonl")
-    return _fault("sums that metrics.jsonl has otherwise", unlike)
+    return _difference("sums that metrics.jsonl has otherwise", unlike)
 
 
-def _unlike_rollouts(run: LedgerRun) -> Iterator[str]:
+def _rollout_mismatches(run: LedgerRun) -> Iterator[str]:
     """Compare each group with its answers in rollouts/, as far as these keep what it sums up."""
     for step, rows in grouped((row["step"], row) for row in run.rows).items():
-        file = RunFolder(run.folder).rollout(step)
+        file = RunFolder(run.folder).rollout_file(step)
         if not file.is_file():
             continue
         answers = read_rollouts(file).select(_ANSWERS).to_pylist()
         by_group = grouped((answer["group"], answer) for answer in answers)
         for row in rows:
-            unlike = [*_unlike_answers(row, by_group.get(row["group"], []))]
+            unlike = [*_answer_mismatches(row, by_group.get(row["group"], []))]
             if unlike:
                 yield f"group {row['group']} (step {step}): {', '.join(unlike)}"
 
 
-def _unlike_answers(row: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _answer_mismatches(
+    row: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     if row["answers"] != len(answers):
         yield f"answers {row['answers']} | {len(answers)}"
         return
@@ -339,13 +346,13 @@ def _unlike_answers(row: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
         yield "versions"
 
 
-def _repeated(numbers: Iterable[int]) -> list[int]:
+def _duplicates(numbers: Iterable[int]) -> list[int]:
     return sorted(number for number, count in Counter(numbers).items() if count > 1)
 
 
-def _listed(what: str, numbers: Sequence[int], name: str = "group") -> Difference:
-    return _fault(what, [f"{name} {number}" for number in numbers])
+def _numbered(what: str, numbers: Sequence[int], name: str = "group") -> Difference:
+    return _difference(what, [f"{name} {number}" for number in numbers])
 
 
-def _fault(what: str, items: Sequence[str]) -> Difference:
+def _difference(what: str, items: Sequence[str]) -> Difference:
     return Difference(what, len(items), tuple(items[:SHOWN]))

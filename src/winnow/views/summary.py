@@ -20,12 +20,12 @@ from winnow.observe.figures import (
     duration,
     figure_table,
     number,
+    percent,
     printable,
-    share,
     shorten,
     spaced,
 )
-from winnow.observe.jsonl import Evaluation, evaluations, phase_seconds, token_account
+from winnow.observe.jsonl import Evaluation, evaluations, seconds_by_phase, tokens_by_use
 from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts
 
@@ -57,7 +57,7 @@ class Sample:
     after_right: bool
 
 
-def samples(before: Path, after: Path) -> list[Sample]:
+def pick_samples(before: Path, after: Path) -> list[Sample]:
     """Pick a question that training changed from wrong to right, else the first with its text.
 
     Greedy answers where there are any, else the first one sampled. Empty where an evaluation was
@@ -68,7 +68,7 @@ def samples(before: Path, after: Path) -> list[Sample]:
     """
     if not before.is_file() or not after.is_file():
         return []
-    old, new = _answers(before), _answers(after)
+    old, new = _read_answers(before), _read_answers(after)
     pairs = [(old[group], new[group]) for group in sorted(old.keys() & new.keys())]
     if not pairs:
         return []
@@ -78,7 +78,7 @@ def samples(before: Path, after: Path) -> list[Sample]:
     return [Sample(now["prompt"], was["response"], was_right, now["response"], is_right)]
 
 
-def _answers(file: Path) -> dict[int, dict[str, Any]]:
+def _read_answers(file: Path) -> dict[int, dict[str, Any]]:
     """Map each group whose text was kept to the answer that is shown of it."""
     rows = read_rollouts(file).select(_SAMPLE_COLUMNS).to_pylist()
     with_text = [row for row in rows if row["response"] is not None and row["answer"] == 0]
@@ -110,9 +110,9 @@ def print_summary(
     after = measured[-1][1] if measured and measured[-1][0] > 0 else {}
     steps = [record for record in records if record["step"] > 0]
     flat = [r for r in steps if r.get(f"{_ADVANTAGE}min") == r.get(f"{_ADVANTAGE}max") == 0]
-    tokens = token_account(records)
+    tokens = tokens_by_use(records)
     if flat:
-        tokens["no_advantage"] = token_account(flat)["trained"]
+        tokens["no_advantage"] = tokens_by_use(flat)["trained"]
         tokens["trained"] -= tokens["no_advantage"]
     parts: list[RenderableType] = [
         "",
@@ -124,14 +124,14 @@ def print_summary(
             for source in dict.fromkeys([*before, *after])
         ),
         *(_sample_table(sample, console.encoding) for sample in samples),
-        *_costs(console, tokens, phase_seconds(records), width),
-        *_pairs(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
-        *_next(console, commands or {}, width),
+        *_cost_tables(console, tokens, seconds_by_phase(records), width),
+        *_two_columns(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
+        *_command_list(console, commands or {}, width),
     ]
     console.print(Group(*parts), width=width, crop=False)
 
 
-def _costs(
+def _cost_tables(
     console: Console, tokens: Mapping[str, int], seconds: Mapping[str, float], width: int
 ) -> list[RenderableType]:
     """Make the tables of tokens and time, side by side where they fit."""
@@ -155,10 +155,10 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
     of = f"{count(prompts)} held-out problems of {source}" if prompts else f"held out: {source}"
     table = figure_table("before", "after", title=of)
 
-    def row(title: str, get: Callable[[Evaluation], float | None], percent: bool = True) -> None:
+    def row(title: str, get: Callable[[Evaluation], float | None], is_share: bool = True) -> None:
         values = [None if e is None else get(e) for e in (before, after)]
         if any(value is not None for value in values):
-            show = (lambda v: share(v, 1)) if percent else (lambda v: number(v, 1))
+            show = (lambda v: percent(v, 1)) if is_share else (lambda v: number(v, 1))
             table.add_row(title, *map(show, values))
 
     row("right, sampled (pass@1)", lambda e: e.accuracy)
@@ -167,7 +167,7 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
         k = next((getattr(e, kind)[0] for e in present if getattr(e, kind)), 0)
         row(f"{label} in {k}", lambda e, kind=kind: (getattr(e, kind) or (0, None))[1])  # type: ignore[misc]
     row("cut off at the limit", lambda e: e.truncated)
-    row("length of an answer", lambda e: e.length, percent=False)
+    row("length of an answer", lambda e: e.length, is_share=False)
     return spaced(table)
 
 
@@ -196,22 +196,24 @@ def _share_table(
     total = sum(amounts.values())
     table = figure_table(unit, "share", title=title)
     for name, value in amounts.items():
-        table.add_row(name, show(value), share(value / total, 1) if total else DASH)
+        table.add_row(name, show(value), percent(value / total, 1) if total else DASH)
     table.add_section()
-    table.add_row("in all", show(total), share(1.0, 1))
+    table.add_row("in all", show(total), percent(1.0, 1))
     return spaced(table)
 
 
-def _next(console: Console, commands: Mapping[str, str], width: int) -> Sequence[RenderableType]:
+def _command_list(
+    console: Console, commands: Mapping[str, str], width: int
+) -> Sequence[RenderableType]:
     """Make the list of commands; one that is longer than the screen stays whole, to be copied."""
     columns = (max(map(len, texts), default=0) for texts in (commands, commands.values()))
     if sum(columns) < width - 3:
-        return _pairs(console, "Next", commands)
+        return _two_columns(console, "Next", commands)
     lines = [f"{command}  # {meaning}" for command, meaning in commands.items()]
     return [Text("Next", style="bold"), *(Text(x, no_wrap=True, overflow="ignore") for x in lines)]
 
 
-def _pairs(console: Console, title: str, pairs: Mapping[str, str]) -> list[Padding]:
+def _two_columns(console: Console, title: str, pairs: Mapping[str, str]) -> list[Padding]:
     """Make a heading and two columns; on a narrow screen the second folds, nothing is lost."""
     table = figure_table(title=title)
     table.add_column(overflow="fold")

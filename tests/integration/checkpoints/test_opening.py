@@ -48,12 +48,12 @@ def run_to(folder: Path, step: int, *overrides: str) -> Path:
         for path in (run.ledger, run.rollouts, run.evaluations):
             path.mkdir()
         for number in range(1, step + 1):
-            run.rollout(number).touch()
-            (run.ledger / run.rollout(number).name).touch()
+            run.rollout_file(number).touch()
+            (run.ledger / run.rollout_file(number).name).touch()
             log.log(number, {"x": number})
             if number % 2 == 0:
                 run.evaluation(number).touch()
-                save(run.path, number, config=dump_config(opened.config), offset=log.offset())
+                save(run.path, number, config=dump_config(opened.config), offset=log.synced_size())
         log.close()
     return run.path
 

@@ -46,7 +46,14 @@ from winnow.types import (
     Trajectory,
     VersionSpan,
 )
-from winnow.views.ledger_diff import ASPECTS, TIMES, LedgerReport, check, diff, open_ledger
+from winnow.views.ledger_diff import (
+    ASPECTS,
+    TIMES,
+    LedgerReport,
+    check_ledger,
+    diff_ledgers,
+    open_ledger,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -116,7 +123,7 @@ class Course:
         return metrics.record()
 
     def report(self) -> LedgerReport:
-        return check(open_ledger(self.folder))
+        return check_ledger(open_ledger(self.folder))
 
     def copy(self, name: str) -> Path:
         return Path(shutil.copytree(self.folder, self.folder.with_name(name)))
@@ -199,10 +206,10 @@ def test_a_row_that_was_altered_is_found_by_its_answers(
     write_ledger(folder, 1, [made], 0)
     shown = {0} if has_text else set()
     answers = [RolloutGroup(made.group, "trained")]
-    write_rollouts(folder.rollout(1), 1, answers, version=0, text_groups=shown, decode=str)
+    write_rollouts(folder.rollout_file(1), 1, answers, version=0, text_groups=shown, decode=str)
     changed(folder.path, 1, lambda rows: [rows[0] | change])
     is_seen = said and (has_text or said != "token_crc")  # ids are kept with the text
-    told = check(open_ledger(folder.path)).faults
+    told = check_ledger(open_ledger(folder.path)).faults
     assert [each.examples for each in told] == [(f"group 0 (step 1): {said}",)] * bool(is_seen)
 
 
@@ -248,7 +255,7 @@ def test_no_schedule_loses_a_group_or_changes_the_loaders_order(
         assert report.tokens == account.booked
         assert bool(report.fates["failed"]) == bool(failing)
         again = Course(Path(scratch) / "b", fails=fails, **way).steps(1, 4)
-        assert diff(open_ledger(course.folder), open_ledger(again.folder)).same
+        assert diff_ledgers(open_ledger(course.folder), open_ledger(again.folder)).same
 
 
 @pytest.mark.parametrize(
@@ -359,7 +366,7 @@ def test_each_column_is_compared_under_its_own_name(tmp_path: Path) -> None:
             return [rows[0] | {column: now}, *rows[1:]]
 
         changed(course.copy(f"b-{column}"), 1, other)
-        found = diff(open_ledger(course.folder), open_ledger(tmp_path / f"b-{column}"))
+        found = diff_ledgers(open_ledger(course.folder), open_ledger(tmp_path / f"b-{column}"))
         assert [(each.what, each.count) for each in found.differences] == [(aspect, 1)], column
         assert found.differences[0].examples[0].startswith("turn 0: ")
         assert not found.same
@@ -402,7 +409,7 @@ def test_runs_of_unlike_length_differ_and_can_be_compared_as_far_as_both_go(tmp_
     assert ledger("diff", "a", "b", "--until", "3", folder=tmp_path).code == 0
     a, b = (str(tmp_path / name) for name in "ab")
     as_json = json.loads(ledger("diff", a, b, "--json", folder=tmp_path).out)
-    expected = diff(open_ledger(a), open_ledger(b))
+    expected = diff_ledgers(open_ledger(a), open_ledger(b))
     assert as_json == json.loads(json.dumps({"same": False, **asdict(expected)}))
 
 

@@ -142,7 +142,7 @@ def test_a_full_disk_is_told_with_a_remedy_that_fits(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = write_jsonl([GSM8K])
-    monkeypatch.setattr("winnow.observe.files.sync", full)
+    monkeypatch.setattr("winnow.observe.files.fsync_path", full)
     with pytest.raises(DataError) as caught:
         prepare_file("gsm8k", path)
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.winnow_command import in_this_process
 
-from winnow.observe.metric_names import every_metric, metric_of
+from winnow.observe.metric_names import find_metric, list_metrics
 
 PAGE = Path(__file__).parents[3] / "docs/metrics.md"
 
@@ -33,11 +33,11 @@ def test_the_page_is_what_the_command_prints(tmp_path: Path) -> None:
     ],
 )
 def test_a_figure_belongs_to_its_row_or_is_not_in_the_list(figure: str, row: str | None) -> None:
-    assert getattr(metric_of(figure), "name", None) == row
+    assert getattr(find_metric(figure), "name", None) == row
 
 
 def test_no_name_stands_twice_and_units_are_those_of_the_names() -> None:
-    rows = list(every_metric())
+    rows = list(list_metrics())
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         is_time = row.name.endswith("_s") and not row.name.endswith("_per_s")

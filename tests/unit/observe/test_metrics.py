@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from winnow.observe.metrics import Figure, Metrics, Stopwatch, plain
+from winnow.observe.metrics import Figure, Metrics, Stopwatch, to_number
 
 
 def test_what_has_no_weight_changes_no_mean_even_if_it_is_nan() -> None:
@@ -75,7 +75,7 @@ def test_scalars_of_numpy_and_torch_become_python_numbers() -> None:
         (True, int),
         (np.bool_(True), int),
     ):
-        assert type(plain(value)) is kind
+        assert type(to_number(value)) is kind
 
 
 class Clock:

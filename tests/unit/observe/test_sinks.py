@@ -72,7 +72,7 @@ def section(tmp_path: Path, code: str, name: str, **options: str) -> CustomSink:
 def test_several_sinks_hear_the_same_and_all_close_in_reverse_even_if_one_fails() -> None:
     heard: list[str] = []
     sinks = Sinks([Ear("a", heard), Ear("b", heard)])
-    sinks.begin_with({"sft/time_s": 3})
+    sinks.add_to_first_record({"sft/time_s": 3})
     with pytest.raises(OSError, match="disk gone"):
         run(sinks)
     assert heard == [
@@ -159,7 +159,7 @@ def test_a_sink_that_hangs_is_dropped_and_neither_a_step_nor_the_end_waits_for_i
     for step in range(2, 5):
         sink.log(step, {"a": 2.0})
     sink.close()
-    assert module.hangs()
+    assert module.has_hanging_sink()
     assert stuck.steps == []
     assert said == [
         "Warning: mine has not answered for 0.05 s (observe.tracking.timeout_s); it gets no more "
@@ -168,7 +168,7 @@ def test_a_sink_that_hangs_is_dropped_and_neither_a_step_nor_the_end_waits_for_i
     stuck.may_go.set()
     for thread in module._abandoned:
         thread.join(60)
-    assert (stuck.steps, stuck.ended, module.hangs()) == ([1], True, False)
+    assert (stuck.steps, stuck.ended, module.has_hanging_sink()) == ([1], True, False)
     assert len(said) == 1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from winnow.observe.sinks import RunInfo
-from winnow.observe.trace import MERGE_S, ScorerTimes, TraceFile
+from winnow.observe.trace import MERGE_S, TimedScorer, TraceFile
 from winnow.types import Score
 
 Event = dict[str, Any]
@@ -145,7 +145,7 @@ async def test_scores_that_last_over_the_end_of_a_step_are_counted_once_and_are_
         await answered.wait()
         return Score(1.0, 1.0, {}, {})
 
-    times = ScorerTimes(
+    times = TimedScorer(
         lambda prompt, trajectory: score() if prompt else Score(1.0, 1.0, {}, {}),
         lambda *slice_: told.append(slice_),
     )

@@ -18,11 +18,11 @@ from tests.recipes import recipe
 from winnow.config.load import describe_config
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
-from winnow.observe.metric_names import metric_of
+from winnow.observe.metric_names import find_metric
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.observe.sinks import RunInfo
-from winnow.views.diagnosis import RULES, Diagnosis, RunFinding, too_short
-from winnow.views.doctor import LiveDiagnosis, diagnose_run, wrong_answers
+from winnow.views.diagnosis import RULES, Diagnosis, RunFinding, list_skipped_rules
+from winnow.views.doctor import LiveDiagnosis, describe_wrong_answers, diagnose_run
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS: dict[str, Any] = {
@@ -241,13 +241,13 @@ def test_a_run_that_is_dead_from_its_first_step_says_so_at_once(steps: int) -> N
 
 
 def test_rules_say_how_many_steps_they_need() -> None:
-    assert too_short(6) == (
+    assert list_skipped_rules(6) == (
         f"6 steps: too few for 4 of {len(RULES)} rules (entropy_collapse, clip_never, "
         "length_hacking, reward_hacking need 10)"
     )
-    assert " need 5; entropy_blow_up, gradient_spikes need 6; " in too_short(4)
-    assert too_short(10) == ""
-    assert "not_comparable" not in too_short(1)
+    assert " need 5; entropy_blow_up, gradient_spikes need 6; " in list_skipped_rules(4)
+    assert list_skipped_rules(10) == ""
+    assert "not_comparable" not in list_skipped_rules(1)
     assert names(lambda step: {"mismatch/abs_delta": math.nan}, steps=1) == ["not_comparable"]
     extreme = {"reward_flat_wrong", "reward_flat_right", "filtered", "cut_off", "clip_often",
                "gradient_spikes", "scoring_fails"}  # fmt: skip
@@ -315,12 +315,12 @@ def test_extremes_in_every_figure_make_no_rule_raise(value: float) -> None:
 
 
 def test_rules_ask_for_figures_that_are_listed_and_name_keys_that_exist() -> None:
-    assert all(metric_of(name) for name in healthy(5) if name != "step")
+    assert all(find_metric(name) for name in healthy(5) if name != "step")
     keys = {line.key for line in describe_config(recipe("quickstart"))}  # variants included
     for rule in RULES:
         named = re.findall(r"\b[a-z]+(?:[./][a-z_]+)+\b", rule.remedy)
         for key in named:
-            assert key in keys or metric_of(key), (rule.name, key)
+            assert key in keys or find_metric(key), (rule.name, key)
         assert named or "`winnow " in rule.remedy, rule.name
 
 
@@ -404,7 +404,12 @@ def test_a_run_without_a_step_is_diagnosed_by_its_answers(
         for number in range(4)
     ]
     write_rollouts(
-        folder.rollout(1), 1, groups, version=0, text_groups=range(4), decode=lambda ids: "so #1359"
+        folder.rollout_file(1),
+        1,
+        groups,
+        version=0,
+        text_groups=range(4),
+        decode=lambda ids: "so #1359",
     )
     steps, (finding,) = diagnose_run(folder)
     assert steps == 0
@@ -418,15 +423,15 @@ def row(group: int, response: str | None, accuracy: float = 0.0) -> dict[str, An
 
 def test_wrong_answers_that_agree_are_shown_and_others_are_called_hard() -> None:
     agree = [row(group, f"I think it is {group + 1}.") for group in range(3) for _ in range(4)]
-    said = wrong_answers(agree)
+    said = describe_wrong_answers(agree)
     assert said.startswith("; in 3 of 3 wrong groups most answers end alike")
     assert "'0+1:', answered '1': if that is right, the scorer misreads it" in said
     differ = [row(group, f"it is {n}") for group in range(3) for n in range(4)]
-    assert wrong_answers(differ) == (
+    assert describe_wrong_answers(differ) == (
         "; in 0 of 3 wrong groups most answers end alike: rather a hard task than a misread format"
     )
     for nothing in ([], [row(0, None)], [row(0, "1", 1.0), row(0, "1", 1.0)], [row(0, "…")]):
-        assert wrong_answers(nothing) == ""
+        assert describe_wrong_answers(nothing) == ""
 
 
 def test_a_figure_that_is_no_number_at_times_hides_no_disease() -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from winnow.observe.figures import count, duration, number, printable, share, shorten
-from winnow.observe.jsonl import Evaluation, evaluations, phase_seconds, running_total, series
+from winnow.observe.figures import count, duration, number, percent, printable, shorten
+from winnow.observe.jsonl import Evaluation, evaluations, running_total, seconds_by_phase, series
 from winnow.observe.metrics import SFT_S, START_S
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
-from winnow.views.summary import Sample, print_summary, samples
+from winnow.views.summary import Sample, pick_samples, print_summary
 
 Records = list[dict[str, float]]
 SAMPLE = Sample("5391:", "1|539;3|59?" * 11, False, "1|539;3|59;5|9;9|#1359", True)
@@ -62,7 +62,7 @@ def test_starts_of_the_process_and_the_warm_up_stand_before_the_phases(
 ) -> None:
     quickstart_records[0] |= {START_S: 10.0, SFT_S: 60.0}
     quickstart_records[7] |= {START_S: 5.0}  # resumed
-    seconds = phase_seconds(quickstart_records)
+    seconds = seconds_by_phase(quickstart_records)
     assert [*seconds.items()][:2] == [("start-up", 15.0), ("warm-up", 60.0)]
 
 
@@ -126,7 +126,7 @@ def test_a_series_takes_the_first_name_that_any_record_has(quickstart_records: R
 
 
 def test_figures_are_short_and_gaps_are_dashes() -> None:
-    assert [share(0.4237), share(None), share(float("nan"))] == ["42 %", "-", "nan"]
+    assert [percent(0.4237), percent(None), percent(float("nan"))] == ["42 %", "-", "nan"]
     assert [number(1.005, 1), number(None)] == ["1.0", "-"]
     assert [count(12345.6), count(12_345_678), count(None)] == ["12,346", "12.3 M", "-"]
     assert [duration(59.6), duration(3723), duration(None)] == ["1:00", "1:02:03", "-"]
@@ -178,12 +178,12 @@ def test_it_is_a_question_that_became_right_of_greedy_answers_first_else_the_fir
     before, after = tmp_path / "old.parquet", tmp_path / "new.parquet"
     write(before, old, text, greedy[0])
     write(after, new, text, greedy[1])
-    assert samples(before, after) == [shown]
+    assert pick_samples(before, after) == [shown]
 
 
 def test_without_text_or_a_file_there_is_none(tmp_path: Path) -> None:
     before, after = tmp_path / "old.parquet", tmp_path / "new.parquet"
     write(before, [False], text=set())
-    assert samples(before, after) == []
+    assert pick_samples(before, after) == []
     write(after, [True], text=set())
-    assert samples(before, after) == []
+    assert pick_samples(before, after) == []
