@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from benchmarks.async_modes import AHEAD, ASYNC, Variant, busy_s, children_s, interval
 
-from winnow.evaluation.compare import paired, read_answers
+from winnow.evaluation.compare import paired_test, read_answers
 from winnow.observe.jsonl import read_metrics
 
 SYNC = "sync"
@@ -170,7 +170,7 @@ def _by_problem(pairs: Sequence[tuple[Path, Path]]) -> str:
         after += (other[problem] for problem in one)
     if not before:
         return "-"
-    found = paired(before, after)
+    found = paired_test(before, after)
     return f"{100 * found.difference:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
 
 

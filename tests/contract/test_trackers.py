@@ -241,7 +241,7 @@ def keep_answers(folder: RunFolder) -> None:
         for number in range(3)
     ]
     for step in RECORDS:
-        for file in (folder.rollout_file(step), folder.evaluation(step)):
+        for file in (folder.rollout_file(step), folder.eval_file(step)):
             write_rollouts(
                 file,
                 step,

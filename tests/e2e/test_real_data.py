@@ -113,7 +113,7 @@ def test_a_run_in_which_every_answer_is_wrong_says_so_and_stops(place: Place) ->
     run = RunFolder.open(place.path / "runs" / "hopeless")
     assert load_recipe(str(run.config)) == load_recipe("dapo-math", [*command[2:]])
     assert [record["step"] for record in read_metrics(run.metrics)] == [0]
-    asked = [row for row in rows_of(run.evaluation(0)) if row["outcome"] == "held_out"]
+    asked = [row for row in rows_of(run.eval_file(0)) if row["outcome"] == "held_out"]
     assert len(asked) == 3 * 2
     assert run.log.read_text().count("nothing qualified within the bound") == 2
     assert not list(run.path.rglob("*.partial"))

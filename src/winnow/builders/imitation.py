@@ -37,7 +37,7 @@ def build_imitation(context: RunContext, shown: Shown) -> Imitation:
     config, policy, folder = context.config, context.policy, context.folder
     engine, rewards = context.placed.engine, context.rewards
     held_out = evaluation_prompts(config.data, policy.tokenizer)
-    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards, held_out)
+    evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards, held_out)
     loader = PromptLoader(shown.training.prompts, config.run.seed, config.data.shuffle)
     base = make_base(context, evaluator, loader, {})
     base.evaluate_before = config.evaluation.before

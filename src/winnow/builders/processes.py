@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from winnow.builders.engines import (
-    _engine_arguments,
-)
+from winnow.builders.engines import _engine_arguments
 from winnow.builders.placement import (
     allocator_variables,
     local_devices,

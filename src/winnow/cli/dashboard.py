@@ -27,17 +27,17 @@ def dashboard_command(
             "reach the server.",
         ),
     ] = None,
-    parent: Annotated[int | None, typer.Option("--beside", hidden=True)] = None,
+    parent: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
 ) -> None:
     """Show runs in a browser, live: curves, answers, tokens, times. It reads and never writes."""
-    from winnow.dashboard.beside import end_with_parent
     from winnow.dashboard.service import Dashboard
+    from winnow.dashboard.sidecar import exit_with_parent
     from winnow.http.client import token_of
     from winnow.http.service import address_of, listen, serve
 
     token = token_of(token_env, "--token-env")
     if parent is not None:
-        end_with_parent()
+        exit_with_parent()
     with closing(
         listen(host, port, token) if parent is None else socket.socket(fileno=parent)
     ) as listener:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from winnow.errors import DataError, RewardError
-from winnow.observe.figures import figure_table, printable
+from winnow.observe.format import figure_table, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,7 +25,7 @@ import typer
 from winnow.config.reward import SandboxConfig
 from winnow.config.root import TRACKER_SECTIONS
 from winnow.errors import RewardError
-from winnow.observe.figures import printable
+from winnow.observe.format import printable
 from winnow.version import __version__
 
 _GIB = 1 << 30
@@ -88,7 +88,7 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
         WinnowError: there is no such run, or its record is damaged.
     """
     from winnow.observe.files import RunFolder
-    from winnow.views.diagnosis import list_skipped_rules
+    from winnow.views.diagnosis import skipped_rules_note
     from winnow.views.doctor import diagnose_run
 
     folder = RunFolder.open(run)
@@ -99,7 +99,7 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
         typer.echo(
             f"{printable(str(folder.path))}: {steps} steps, {len(findings) or 'nothing'} found"
         )
-        if short := list_skipped_rules(steps):
+        if short := skipped_rules_note(steps):
             typer.echo(short)
         for each in findings:
             typer.echo(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from winnow.observe.figures import printable
+from winnow.observe.format import printable
 
 if TYPE_CHECKING:
     from winnow.views.ledger_diff import Difference, LedgerReport

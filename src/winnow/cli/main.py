@@ -380,7 +380,7 @@ def plot(
 ) -> None:  # fmt: skip
     """Draw figures of runs; seeds of one recipe as their mean and its 95 % interval."""
     from winnow.evaluation.plot import PlotRequest
-    from winnow.evaluation.plot import plot as draw
+    from winnow.evaluation.plot import plot_runs as draw
 
     draw(PlotRequest(runs, [n for n in metrics.split(",") if n], out, by, smooth))
     typer.echo(f"Drawn: {out}")
@@ -427,7 +427,7 @@ def _train(
         raise typer.Exit(supervisor.run())
     began, companion = time.monotonic(), None
     if "--dashboard" in options:
-        from winnow.dashboard.beside import serve_dashboard
+        from winnow.dashboard.sidecar import serve_dashboard
 
         companion = serve_dashboard
     outlive_readers()
@@ -472,7 +472,7 @@ def _console() -> Console:
 def _print_settings(recipe: str, overrides: list[str]) -> None:
     """Print settings as recipe and overrides resolve them, under the prefixes among `overrides`."""
     from winnow.config.load import describe_config, resolve_recipe
-    from winnow.observe.figures import safe_line
+    from winnow.observe.format import safe_line
 
     prefixes = [word for word in overrides if "=" not in word]
     config = resolve_recipe(recipe, [word for word in overrides if "=" in word])
@@ -509,7 +509,7 @@ def _run() -> int:
     try:
         return app(prog_name="winnow", standalone_mode=False) or 0
     except (WinnowError, _UsageError) as error:
-        from winnow.observe.figures import safe_line
+        from winnow.observe.format import safe_line
 
         is_ours = isinstance(error, WinnowError)
         for line in str(error).splitlines() if is_ours else _usage_lines(error):

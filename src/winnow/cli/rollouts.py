@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow.errors import WinnowError
-from winnow.observe.figures import DASH, WIDTH, count, number, percent, printable
+from winnow.observe.format import DASH, WIDTH, count, number, percent, printable
 
 if TYPE_CHECKING:
     from winnow.dashboard.pages import RunPages
@@ -133,11 +133,11 @@ class Browser:
         Raises:
             WinnowError: a file is missing or damaged.
         """
-        from winnow.dashboard.answers import every_answer
+        from winnow.dashboard.answers import iter_answers
 
         name = self.run.answers_file(self.kind, self._step())
         listed = self._listed() if self.group is None else [self.group]
-        for row in every_answer(self.run.files, name, listed):
+        for row in iter_answers(self.run.files, name, listed):
             # JSON has no NaN.
             yield json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None))
 
@@ -200,7 +200,7 @@ class Browser:
         rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
         groups = [row for row in rows if _KEEPS[self.only](row)]
         if self.search:
-            hits = self.run.search(self.kind, self._step(), self.search)["groups"]
+            hits = self.run.search_texts(self.kind, self._step(), self.search)["groups"]
             groups = [row for row in groups if str(row["group"]) in hits]
         return (
             sorted(groups, key=lambda row: -row["mismatch"]) if self.only == "mismatch" else groups

@@ -24,8 +24,8 @@ from rich.text import Text
 
 from winnow.config.load import load_recipe
 from winnow.errors import ConfigError
-from winnow.observe.figures import duration, figure_table, number, percent, print_table, printable
 from winnow.observe.files import explain_write_errors, recipe_stem, unused_path, write_atomic
+from winnow.observe.format import duration, figure_table, number, percent, print_table, printable
 from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics
 from winnow.observe.metrics import LENGTH, REWARD
 from winnow.run.shutdown import Stopped, heeded, outlive_readers
@@ -210,9 +210,8 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     table = figure_table("step", *sources, "reward", "length", title=f"Sweep {sweep.folder}")
     for row in rows:
         cells = ["-" if row["step"] is None else str(row["step"])]
-        cells += [
-            " -> ".join(percent(v, 1) for v in row["held_out"].get(s, [None])) for s in sources
-        ]
+        shares = [row["held_out"].get(source, [None]) for source in sources]
+        cells += [" -> ".join(percent(value, 1) for value in each) for each in shares]
         cells += [number(row["reward"]), number(row["length"], 1)]
         table.add_row(Text(printable(row["run"])), *cells)
     print_table(table, console)

@@ -34,13 +34,7 @@ from winnow.builders.engines import (
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import make_evaluator, use_machine
 from winnow.builders.topology import placed_rewards
-from winnow.checkpoints.checkpoint import (
-    CONFIG,
-    MANIFEST,
-    Checkpoint,
-    find_checkpoint,
-    verify,
-)
+from winnow.checkpoints.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint, verify
 from winnow.checkpoints.strangers import require_trust
 from winnow.commands.engine_check import Witness
 from winnow.config.data import DataConfig, NoTask
@@ -65,14 +59,14 @@ from winnow.errors import (
     RewardError,
     WinnowError,
 )
-from winnow.evaluation.evaluator import Evaluated, Evaluator
+from winnow.evaluation.evaluator import EvalResult, Evaluator
 from winnow.evaluation.report import (
     ANSWERS,
     REPORT,
     SCORED,
     Report,
     print_report,
-    watched,
+    run_with_progress,
 )
 from winnow.http.client import RemoteError
 from winnow.models.fetch import is_elsewhere, may_be_hub_name
@@ -164,7 +158,7 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
 def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Report:
     began = time.monotonic()
     evaluated, evaluator = _ask(subject, console, stop)
-    report = Report.of(evaluated)
+    report = Report.from_result(evaluated)
     about = _about(subject, evaluator, time.monotonic() - began)
     write_atomic(subject.report, report.as_json(about))
     print_report(
@@ -181,7 +175,7 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
     return report
 
 
-def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Evaluated, Evaluator]:
+def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[EvalResult, Evaluator]:
     config = subject.config
     check_engine(config)
     holds_none, roles = _holds_no_weights(config), Roles(config)
@@ -211,11 +205,13 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
             if line:
                 console.print(Text(line), soft_wrap=True)
 
-        async def ask() -> Evaluated:
+        async def ask() -> EvalResult:
             try:
                 named = await _names_of_weights(engine)
                 await _settle_weights(subject, policy, engine)
-                evaluated = await watched(evaluator, subject.step, console, config.observe.console)
+                evaluated = await run_with_progress(
+                    evaluator, subject.step, console, config.observe.console
+                )
                 _check_same_weights(named, await _names_of_weights(engine))
                 return evaluated
             finally:

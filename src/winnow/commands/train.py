@@ -35,8 +35,8 @@ from winnow.data.loader import PromptSource, training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.models.fetch import fetched_bytes
 from winnow.observe.console import ConsoleSink, make_console
-from winnow.observe.figures import duration
 from winnow.observe.files import RunFolder, write_atomic
+from winnow.observe.format import duration
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, START_S, Record, no_timeline
 from winnow.observe.profile import profile_notes
@@ -470,7 +470,7 @@ def _close(
             console,
             f"{folder.name}: done",
             records,
-            samples=pick_samples(folder.evaluation(0), folder.evaluation(last.step)),
+            samples=pick_samples(folder.eval_file(0), folder.eval_file(last.step)),
             paths=paths,
             commands=next_commands(config, recipe, folder),
         )

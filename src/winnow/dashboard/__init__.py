@@ -6,15 +6,15 @@ copy, and on a remote URL.
 | module | for |
 |---|---|
 | runs | finds runs, and reads parts of their files |
-| columns | metrics.jsonl as columns, read as it grows |
+| metrics_columns | metrics.jsonl as columns, read as it grows |
 | answers | the answers of a step, and of one group with their tokens |
 | index | sums over all answers of a run, made in the background |
 | alarms | what the rules of `winnow doctor` find |
-| times | the timeline, the log and the checkpoints |
+| timeline | the timeline, the log and the checkpoints |
 | pages | the data of each page |
 | planning | a run's recipe on other GPUs: `winnow plan` as a process |
 | service | routes, guard and events |
-| beside | the server as a process next to a run |
+| sidecar | the server as a child process of a run |
 
 `static/` holds the front end as `make dashboard` builds it from `frontend/`.
 """

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from threading import Lock
 from typing import Any
 
-from winnow.dashboard.columns import MetricsColumns
+from winnow.dashboard.metrics_columns import MetricsColumns
 from winnow.dashboard.runs import RunFiles
 from winnow.views.diagnosis import Diagnosis
 from winnow.views.doctor import ROLLOUT_COLUMNS, findings_with_answers
@@ -15,7 +15,7 @@ from winnow.views.doctor import ROLLOUT_COLUMNS, findings_with_answers
 _ROLLOUTS = "rollouts"
 
 
-class Alarms:
+class DoctorFindings:
     """The findings of a run; each step is looked at once."""
 
     def __init__(self, files: RunFiles) -> None:
@@ -38,7 +38,7 @@ class Alarms:
             UnreadableError: the newest answers cannot be read.
         """
         with self._lock:
-            key = stamp, columns.beginnings
+            key = stamp, columns.rereads
             if key != self._key:
                 self._key, self._rows, self._diagnosis = key, 0, Diagnosis(settings)
             for step, record in columns.records(self._rows):
@@ -47,11 +47,11 @@ class Alarms:
             newest = max(self._files.steps(_ROLLOUTS), default=0)
             steps = max(columns.steps, default=0)
             findings = findings_with_answers(
-                self._diagnosis, steps, newest, lambda: self._rows_of(newest)
+                self._diagnosis, steps, newest, lambda: self._read_rows(newest)
             )
             return [asdict(each) for each in findings]
 
-    def _rows_of(self, step: int) -> list[dict[str, Any]]:
+    def _read_rows(self, step: int) -> list[dict[str, Any]]:
         with self._files.parquet(f"{_ROLLOUTS}/step-{step}.parquet") as file:
             rows: list[dict[str, Any]] = file.read(columns=ROLLOUT_COLUMNS).to_pylist()
         return rows

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from winnow.dashboard.columns import short
+from winnow.dashboard.metrics_columns import round_to
 from winnow.dashboard.runs import RunFiles, UnreadableError
 
 NUMBERS = (
@@ -51,39 +51,41 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
     with files.parquet(name) as file:
         available = set(file.schema_arrow.names)
         table = file.read(columns=[each for each in NUMBERS if each in available])
-        require(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
-        sampled = _holds(table, "kind", "sampled")
-        by = ByGroup(table, sampled if sampled.any() else ~sampled)
+        require_columns(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
+        sampled = _equals_text(table, "kind", "sampled")
+        by = GroupedRows(table, sampled if sampled.any() else ~sampled)
 
     def means(values: np.ndarray) -> list[float | None]:
-        return [short(each) for each in by.sums(values) / by.counts]
+        return [round_to(each) for each in by.sums(values) / by.counts]
 
     def most(column: str) -> list[float | None]:
-        return [short(each) for each in by.largest(numbers(table, column))]
+        return [round_to(each) for each in by.largest(float_column(table, column))]
 
     def count(marks: np.ndarray) -> list[int]:
         return by.sums(marks).astype(int).tolist()  # type: ignore[no-any-return]
 
-    reward = numbers(table, "reward")
+    reward = float_column(table, "reward")
     rewards, squares = means(reward), means(reward * reward)
-    is_scored = _holds(table, "scorer_error", "") | _holds(table, "scorer_error", None)
-    overlong = (numbers(table, "part/overlong") < 0) | (numbers(table, "extra/overlong") > 0)
+    is_scored = _equals_text(table, "scorer_error", "") | _equals_text(table, "scorer_error", None)
+    overlong = (float_column(table, "part/overlong") < 0) | (
+        float_column(table, "extra/overlong") > 0
+    )
     return {
         "group": by.groups.tolist(),
         "uid": by.firsts("prompt_uid"),
         "source": by.firsts("data_source"),
         "outcome": by.firsts("outcome"),
         "answers": by.counts.astype(int).tolist(),
-        "accuracy": means(numbers(table, "accuracy")),
+        "accuracy": means(float_column(table, "accuracy")),
         "reward": rewards,
         "reward_std": [
-            short(math.sqrt(max((s or 0.0) - (m or 0.0) ** 2, 0.0)))
+            round_to(math.sqrt(max((s or 0.0) - (m or 0.0) ** 2, 0.0)))
             for s, m in zip(squares, rewards, strict=True)
         ],
-        "length": means(numbers(table, "response_tokens")),
+        "length": means(float_column(table, "response_tokens")),
         "longest": most("response_tokens"),
         "staleness": most("staleness"),
-        "cut_off": count(_holds(table, "finish_reason", "length")),
+        "cut_off": count(_equals_text(table, "finish_reason", "length")),
         "overlong": count(overlong),
         "failed": count(~is_scored),
         "mismatch": most("mismatch"),
@@ -91,7 +93,7 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
     }
 
 
-class ByGroup:
+class GroupedRows:
     """The rows of a table by their group, and figures of each group in the order of their numbers.
 
     Args:
@@ -128,7 +130,7 @@ class ByGroup:
         return np.asarray(how.reduceat(values, self._first) if len(values) else values)
 
 
-def search(files: RunFiles, name: str, text: str) -> dict[str, Any]:
+def search_texts(files: RunFiles, name: str, text: str) -> dict[str, Any]:
     """Find the answers of a step whose prompt or response holds a text, whatever its case.
 
     Returns:
@@ -153,8 +155,8 @@ def search(files: RunFiles, name: str, text: str) -> dict[str, Any]:
     return {"groups": groups, "kept": with_text}
 
 
-def group_answers(
-    files: RunFiles, name: str, group: int, pieces: Pieces | None
+def read_group_answers(
+    files: RunFiles, name: str, group: int, pieces: TokenTexts | None
 ) -> list[dict[str, Any]]:
     """Read a group's answers with all that was kept of them; tokens as texts where they were.
 
@@ -165,15 +167,15 @@ def group_answers(
         UnreadableError: the file is missing or damaged, or has no such group.
     """
     with files.parquet(name) as file:
-        parts = [n for n in range(file.num_row_groups) if _may_hold(file, n, group)]
+        parts = [n for n in range(file.num_row_groups) if _may_contain(file, n, group)]
         table = file.read_row_groups(parts)
         table = table.filter(pc.equal(table["group"], group))
     if not len(table):
         raise UnreadableError(f"{name} of {files.name} has no group {group}; choose another one")
-    return [_answer(row, pieces) for row in table.to_pylist()]
+    return [_answer_json(row, pieces) for row in table.to_pylist()]
 
 
-def every_answer(files: RunFiles, name: str, groups: Collection[int]) -> Iterator[dict[str, Any]]:
+def iter_answers(files: RunFiles, name: str, groups: Collection[int]) -> Iterator[dict[str, Any]]:
     """Yield all that was kept of each answer of some groups, without loading the file whole.
 
     Raises:
@@ -190,7 +192,7 @@ def every_answer(files: RunFiles, name: str, groups: Collection[int]) -> Iterato
         raise UnreadableError(f"{name} of {files.name} has no group {min(groups)}")
 
 
-def _may_hold(file: pq.ParquetFile, part: int, group: int) -> bool:
+def _may_contain(file: pq.ParquetFile, part: int, group: int) -> bool:
     at = file.schema_arrow.names.index("group")  # of the flat columns before the lists
     statistics = file.metadata.row_group(part).column(at).statistics
     if statistics is None or not statistics.has_min_max:
@@ -198,22 +200,22 @@ def _may_hold(file: pq.ParquetFile, part: int, group: int) -> bool:
     return bool(statistics.min <= group <= statistics.max)
 
 
-def _answer(row: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+def _answer_json(row: dict[str, Any], pieces: TokenTexts | None) -> dict[str, Any]:
     ids = {each: row.pop(each, None) for each in _IDS}
     columns = {
-        each: [short(value) for value in values]
+        each: [round_to(value) for value in values]
         for each in TOKEN_COLUMNS
         if (values := row.pop(each, None)) is not None
     }
-    shown = {key: short(v) if isinstance(v, float) else v for key, v in row.items()}
+    shown = {key: round_to(v) if isinstance(v, float) else v for key, v in row.items()}
     shown["columns"] = columns
     if pieces is not None and ids["token_ids"] is not None:
-        shown["tokens"] = pieces.of(ids["token_ids"])
-        shown["prompt_pieces"] = pieces.of(ids["prompt_ids"] or [])
+        shown["tokens"] = pieces.split(ids["token_ids"])
+        shown["prompt_pieces"] = pieces.split(ids["prompt_ids"] or [])
     return shown
 
 
-class Pieces:
+class TokenTexts:
     """Texts of single tokens, special ones included, by the run's own tokenizer.
 
     Args:
@@ -250,7 +252,7 @@ class Pieces:
         text = self._decode([*self._anchor, token])
         return text.removeprefix(self._before) if text.startswith(self._before) else text
 
-    def of(self, ids: Sequence[int]) -> dict[str, Any]:
+    def split(self, ids: Sequence[int]) -> dict[str, Any]:
         """Return the text of each token, and the places of the special and the unknown ones.
 
         A character whose bytes are several tokens stands at the last of them, the others are empty.
@@ -271,7 +273,7 @@ class Pieces:
         return {"texts": texts, "special": np.flatnonzero(is_special).tolist()}
 
 
-def require(table: pa.Table, name: str, *columns: str) -> None:
+def require_columns(table: pa.Table, name: str, *columns: str) -> None:
     """Check that a table has columns.
 
     Raises:
@@ -282,14 +284,14 @@ def require(table: pa.Table, name: str, *columns: str) -> None:
             raise UnreadableError(f"{name} has no column {column}: not a file of answers")
 
 
-def numbers(table: pa.Table, column: str) -> np.ndarray:
+def float_column(table: pa.Table, column: str) -> np.ndarray:
     """Return a column as float64, NaN where it has nothing."""
     if column not in table.column_names:
         return np.full(len(table), np.nan)
     return np.asarray(pc.cast(table[column], pa.float64()))
 
 
-def _holds(table: pa.Table, column: str, text: str | None) -> np.ndarray:
+def _equals_text(table: pa.Table, column: str, text: str | None) -> np.ndarray:
     """Tell for each row if a column holds a text; None: nothing."""
     if column not in table.column_names:
         return np.full(len(table), text is None)

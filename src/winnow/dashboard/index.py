@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from winnow.dashboard.answers import ByGroup, numbers, require
-from winnow.dashboard.columns import short
+from winnow.dashboard.answers import GroupedRows, float_column, require_columns
+from winnow.dashboard.metrics_columns import round_to
 from winnow.dashboard.runs import RunFiles, UnreadableError
 
 LENGTH_BINS = 32
@@ -63,7 +63,7 @@ class AnswerIndex:
         self.problems: dict[int, str] = {}
         """Steps whose file could not be read, and why."""
 
-    def look(self) -> tuple[Mapping[int, StepDigest], int, bool]:
+    def snapshot(self) -> tuple[Mapping[int, StepDigest], int, bool]:
         """Return the digests so far, the number of steps, and True once all of them are looked at.
 
         What is missing is read in the background.
@@ -80,7 +80,7 @@ class AnswerIndex:
                     if self._digests.get(s, ("", None))[0] != stamp}  # fmt: skip
             is_new = bool(todo) and (self._thread is None or not self._thread.is_alive())
             if is_new:
-                self._thread = Thread(target=self._read, args=(todo,), daemon=True)
+                self._thread = Thread(target=self._read_steps, args=(todo,), daemon=True)
                 self._thread.start()
             thread = self._thread
         if is_new and thread is not None:
@@ -89,34 +89,34 @@ class AnswerIndex:
             digests = {s: digest for s, (_, digest) in sorted(self._digests.items()) if digest}
             return digests, len(stamps), stamps.keys() <= self._digests.keys()
 
-    def _read(self, todo: Mapping[int, str]) -> None:
+    def _read_steps(self, todo: Mapping[int, str]) -> None:
         # The newest first: they are what is looked at.
         for step, stamp in sorted(todo.items(), reverse=True):
             digest = None
             try:
-                digest = self._digest(f"{self._folder}/step-{step}.parquet")
+                digest = self._read_digest(f"{self._folder}/step-{step}.parquet")
                 self.problems.pop(step, None)
             except UnreadableError as error:
                 self.problems[step] = str(error)
             with self._lock:
                 self._digests[step] = stamp, digest
 
-    def _digest(self, name: str) -> StepDigest:
+    def _read_digest(self, name: str) -> StepDigest:
         with self._files.parquet(name) as file:
             available = set(file.schema_arrow.names)
             table = file.read(columns=[each for each in _COLUMNS if each in available])
-            require(table, name, *_COLUMNS)
+            require_columns(table, name, *_COLUMNS)
             is_sampled = pc.equal(table["kind"], "sampled")
             if pc.any(is_sampled).as_py():
                 table = table.filter(is_sampled)
-            return _digest_of(table, self.longest)
+            return _make_digest(table, self.longest)
 
 
-def _digest_of(table: pa.Table, longest: int) -> StepDigest:
-    by = ByGroup(table, np.ones(len(table), bool))
+def _make_digest(table: pa.Table, longest: int) -> StepDigest:
+    by = GroupedRows(table, np.ones(len(table), bool))
     names = ("accuracy", "reward", "response_tokens")
     accuracy, reward, length = (
-        (by.sums(numbers(table, name)) / by.counts).astype(np.float32) for name in names
+        (by.sums(float_column(table, name)) / by.counts).astype(np.float32) for name in names
     )
     # Classes: 0 | (0, .25] | (.25, .5] | (.5, .75] | (.75, 1) | 1
     classes = np.digitize(accuracy, [1e-6, 0.25 + 1e-6, 0.5 + 1e-6, 0.75 + 1e-6, 1 - 1e-6])
@@ -134,7 +134,7 @@ def _digest_of(table: pa.Table, longest: int) -> StepDigest:
     )
 
 
-def follow(digests: Mapping[int, StepDigest], prompt_uid: str) -> list[dict[str, Any]]:
+def prompt_history(digests: Mapping[int, StepDigest], prompt_uid: str) -> list[dict[str, Any]]:
     """List the outcomes of one prompt: a row for each group that was made of it."""
     uid_hash = hash(prompt_uid)
     return [
@@ -142,9 +142,9 @@ def follow(digests: Mapping[int, StepDigest], prompt_uid: str) -> list[dict[str,
             "step": step,
             "group": int(digest.groups[at]),
             "outcome": digest.outcomes[at],
-            "accuracy": short(float(digest.accuracy[at])),
-            "reward": short(float(digest.reward[at])),
-            "length": short(float(digest.length[at])),
+            "accuracy": round_to(float(digest.accuracy[at])),
+            "reward": round_to(float(digest.reward[at])),
+            "length": round_to(float(digest.length[at])),
         }
         for step, digest in digests.items()
         for at in np.flatnonzero(digest.prompts == uid_hash)

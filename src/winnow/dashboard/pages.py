@@ -19,24 +19,24 @@ from winnow.config.load import flat
 from winnow.config.roles import ROLES, Roles
 from winnow.config.root import Config
 from winnow.dashboard import answers
-from winnow.dashboard.alarms import Alarms
-from winnow.dashboard.columns import MetricsColumns, last_record, short
-from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, follow
+from winnow.dashboard.alarms import DoctorFindings
+from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, prompt_history
+from winnow.dashboard.metrics_columns import MetricsColumns, read_last_record, round_to
 from winnow.dashboard.runs import (
     ABSENT,
     CONFIG,
-    Entry,
-    GoneError,
+    FileEntry,
     RunFiles,
+    RunNotFoundError,
     RunSet,
     UnreadableError,
 )
-from winnow.dashboard.times import LOG, TRACE, Timeline, log_lines
+from winnow.dashboard.timeline import LOG, TRACE, TraceWindows, read_log_tail
 from winnow.errors import ConfigError
 from winnow.observe import metrics
 from winnow.observe.files import TOKENIZER
 from winnow.observe.jsonl import METRICS_FILE, evaluations
-from winnow.views.diagnosis import list_skipped_rules
+from winnow.views.diagnosis import skipped_rules_note
 
 KINDS = {"training": "rollouts", "held_out": "eval"}
 """Folders of answers by what they were written for."""
@@ -49,7 +49,7 @@ _MOST_CONFIG_BYTES = 100_000
 T = TypeVar("T")
 
 
-class Newest:
+class StampedCache:
     """A value that is made again when the file that it is made of changes."""
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class RunPages:
 
     def __init__(self, files: RunFiles) -> None:
         self.files = files
-        self._columns, self._timeline = MetricsColumns(files), Timeline(files)
-        self._newest, self._alarms = Newest(), Alarms(files)
+        self._columns, self._timeline = MetricsColumns(files), TraceWindows(files)
+        self._cache, self._alarms = StampedCache(), DoctorFindings(files)
         self._indexes: dict[str, AnswerIndex] = {}
         self._index_lock = Lock()
 
@@ -88,7 +88,7 @@ class RunPages:
         self._columns.refresh(self.files.entries().get(METRICS_FILE, ABSENT).size)
         return self._columns
 
-    def config(self, root: Mapping[str, Entry] | None = None) -> dict[str, Any]:
+    def config(self, root: Mapping[str, FileEntry] | None = None) -> dict[str, Any]:
         """Return the settings of the run by their full names: `{"optim.lr": 0.001, …}`.
 
         Raises:
@@ -97,12 +97,12 @@ class RunPages:
         stamp = (root or self.files.entries()).get(CONFIG, ABSENT).stamp
 
         def make() -> dict[str, Any]:
-            return {key: _plain(value) for key, value in flat(self._tree(stamp)).items()}
+            return {key: _json_value(value) for key, value in flat(self._tree(stamp)).items()}
 
-        return self._newest.get("flat", stamp, make)
+        return self._cache.get("flat", stamp, make)
 
     def _tree(self, stamp: str) -> dict[str, Any]:
-        tree = self._newest.get(CONFIG, stamp, self._read_config)
+        tree = self._cache.get(CONFIG, stamp, self._read_config)
         if isinstance(tree, str):
             raise UnreadableError(tree)
         return tree
@@ -118,13 +118,13 @@ class RunPages:
         root = self.files.entries()
         config = self.config(root)
         figures = root.get(METRICS_FILE, ABSENT)
-        record = self._newest.get(
-            METRICS_FILE, figures.stamp, lambda: last_record(self.files, figures.size)
+        record = self._cache.get(
+            METRICS_FILE, figures.stamp, lambda: read_last_record(self.files, figures.size)
         )
-        held_out = {source: short(each.accuracy) for source, each in evaluations(record).items()}
+        held_out = {source: round_to(each.accuracy) for source, each in evaluations(record).items()}
         times = (root.get(n, ABSENT).changed_s for n in (METRICS_FILE, LOG, TRACE))
         changed = max((each for each in times if each is not None), default=None)
-        steps = _count(config, "trainer.steps", 0)
+        steps = _positive_int(config, "trainer.steps", 0)
         step = int(record.get("step", 0))
         patience_s = max(_LIVE_S, _LIVE_STEPS * record.get(metrics.STEP_S, 0.0))
         is_live = changed is not None and time.time() - changed < patience_s
@@ -134,19 +134,21 @@ class RunPages:
             "step": step,
             "steps": steps,
             "state": "done" if steps and step >= steps else "live" if is_live else "idle",
-            "waiting": None if record else self._waiting(root, config, is_live),
+            "waiting": None if record else self._waiting_reason(root, config, is_live),
             "changed_s": changed,
-            "accuracy": short(record.get(metrics.ACCURACY)),
+            "accuracy": round_to(record.get(metrics.ACCURACY)),
             "held_out": held_out,
             "problem": None,
         }
 
-    def _waiting(self, root: Mapping[str, Entry], config: Mapping[str, Any], is_live: bool) -> str:
+    def _waiting_reason(
+        self, root: Mapping[str, FileEntry], config: Mapping[str, Any], is_live: bool
+    ) -> str:
         """Say what a run without a record does, or where it stopped."""
         # The tokenizer is written when the model is loaded.
         is_warm = config.get("warm_start.name") != "sft" or TOKENIZER in root
         place = "first step" if is_warm else f"warm-up of {config.get('warm_start.steps')} steps"
-        lines = log_lines(self.files, root.get(LOG))["lines"]
+        lines = read_log_tail(self.files, root.get(LOG))["lines"]
         last = f"; the last line of its log: {lines[-1]['text'].splitlines()[0]}" if lines else ""
         return f"{self.files.name} {'is still' if is_live else 'stopped'} in its {place}{last}"
 
@@ -166,13 +168,13 @@ class RunPages:
         """
         return answers.group_table(self.files, self.answers_file(kind, step))
 
-    def search(self, kind: str, step: int, text: str) -> dict[str, Any]:
+    def search_texts(self, kind: str, step: int, text: str) -> dict[str, Any]:
         """Search the texts of a step.
 
         Raises:
             UnreadableError: the step has no file, or a damaged one.
         """
-        return answers.search(self.files, self.answers_file(kind, step), text)
+        return answers.search_texts(self.files, self.answers_file(kind, step), text)
 
     def group(self, kind: str, step: int, group: int) -> dict[str, Any]:
         """Return a group's answers, and why tokens are not shown where they are not.
@@ -182,32 +184,32 @@ class RunPages:
         """
         why = None
         try:
-            pieces = self._pieces()
+            pieces = self._token_texts()
         except UnreadableError as error:
             pieces, why = None, str(error)
         name = self.answers_file(kind, step)
-        with self.files.reading(name):
-            rows = answers.group_answers(self.files, name, group, pieces)
+        with self.files.explain_errors(name):
+            rows = answers.read_group_answers(self.files, name, group, pieces)
         return {"answers": rows, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
 
-    def prompt(self, kind: str, prompt_uid: str) -> dict[str, Any]:
+    def prompt_history(self, kind: str, prompt_uid: str) -> dict[str, Any]:
         """Follow a prompt over the steps that are read so far.
 
         Raises:
             UnreadableError: the folder cannot be listed.
         """
-        digests, total, is_done = self._indexed(kind).look()
-        rows = follow(digests, prompt_uid)
+        digests, total, is_done = self._answer_index(kind).snapshot()
+        rows = prompt_history(digests, prompt_uid)
         return {"rows": rows, "read": len(digests), "steps": total, "is_done": is_done}
 
-    def spread(self) -> dict[str, Any]:
+    def histograms(self) -> dict[str, Any]:
         """Return pass rates and lengths over the steps, as counts by class.
 
         Raises:
             UnreadableError: the folder cannot be listed.
         """
-        index = self._indexed("training")
-        digests, total, is_done = index.look()
+        index = self._answer_index("training")
+        digests, total, is_done = index.snapshot()
         steps = list(digests)
         every = -(-len(steps) // _MOST_COLUMNS) or 1
         blocks = [steps[at : at + every] for at in range(0, len(steps), every)]
@@ -246,7 +248,7 @@ class RunPages:
                 f"{self.files.name} has no {TRACE}: observe.trace is false, or its first step is "
                 "not done"
             )
-        with self.files.reading(TRACE):
+        with self.files.explain_errors(TRACE):
             self._timeline.refresh(entry.size)
             steps = self._timeline.steps
             step = (steps[-1] if steps else 0) if step is None else step
@@ -264,7 +266,7 @@ class RunPages:
         return {
             "findings": self._alarms.findings(columns, self._tree(stamp), stamp),
             "steps": steps,
-            "too_short": list_skipped_rules(steps),
+            "too_short": skipped_rules_note(steps),
             "problems": columns.problems,
         }
 
@@ -278,18 +280,18 @@ class RunPages:
         tree = self._tree(root.get(CONFIG, ABSENT).stamp)
         starts: list[dict[str, Any]] = []
         if TRACE in root:
-            with self.files.reading(TRACE):
+            with self.files.explain_errors(TRACE):
                 self._timeline.refresh(root[TRACE].size)
                 starts = self._timeline.starts
         names = [*(name for name in self.files.entries("checkpoints") if name.startswith("step-"))]
         saved = sorted(int(name[5:]) for name in names if name[5:].isdecimal())
         machine = self._manifest(saved[-1]).get("machine") if saved else None
         return {
-            "processes": list(_processes(tree, self.config())),
+            "processes": list(_list_processes(tree, self.config())),
             "starts": starts,
             "checkpoints": saved,
             "machine": machine if isinstance(machine, dict) else {},
-            "log": log_lines(self.files, root.get(LOG)),
+            "log": read_log_tail(self.files, root.get(LOG)),
             "problems": self.columns().problems,
         }
 
@@ -297,10 +299,10 @@ class RunPages:
         name = f"checkpoints/step-{step}/manifest.json"
 
         def make() -> Any:
-            with self.files.reading(name):
+            with self.files.explain_errors(name):
                 return json.loads(self.files.read(name), parse_constant=str)
 
-        manifest = self._newest.get("manifest", name, make)
+        manifest = self._cache.get("manifest", name, make)
         return manifest if isinstance(manifest, dict) else {}
 
     def _read_config(self) -> dict[str, Any] | str:
@@ -319,16 +321,16 @@ class RunPages:
         Raises:
             UnreadableError: there is no such kind.
         """
-        return f"{_folder(kind)}/step-{step}.parquet"
+        return f"{_answers_folder(kind)}/step-{step}.parquet"
 
-    def _indexed(self, kind: str) -> AnswerIndex:
+    def _answer_index(self, kind: str) -> AnswerIndex:
         with self._index_lock:
             if kind not in self._indexes:
-                longest = _count(self.config(), "rollout.max_response_tokens", 1024)
-                self._indexes[kind] = AnswerIndex(self.files, _folder(kind), longest)
+                longest = _positive_int(self.config(), "rollout.max_response_tokens", 1024)
+                self._indexes[kind] = AnswerIndex(self.files, _answers_folder(kind), longest)
             return self._indexes[kind]
 
-    def _pieces(self) -> answers.Pieces:
+    def _token_texts(self) -> answers.TokenTexts:
         root = self.files.entries()
         if TOKENIZER in root:
             name, stamp = TOKENIZER, root[TOKENIZER].stamp
@@ -340,14 +342,14 @@ class RunPages:
                 )
             name = stamp = f"checkpoints/{max(saved, key=len)}/model/{TOKENIZER}"
 
-        def make() -> answers.Pieces:
+        def make() -> answers.TokenTexts:
             try:
-                return answers.Pieces(self.files.read(name))
+                return answers.TokenTexts(self.files.read(name))
             except ValueError as error:
                 reason = " ".join(str(error).split())
                 raise UnreadableError(f"{name} of {self.files.name}: {reason}") from error
 
-        return self._newest.get("pieces", stamp, make)
+        return self._cache.get("pieces", stamp, make)
 
 
 class Pages:
@@ -360,7 +362,7 @@ class Pages:
     def __init__(self, runs: RunSet) -> None:
         self.runs = runs
         self._readers: dict[str, RunPages] = {}
-        self._newest, self._lock = Newest(), Lock()
+        self._cache, self._lock = StampedCache(), Lock()
 
     def all(self) -> dict[str, RunPages]:
         """Return the pages of each run, by its name.
@@ -389,7 +391,7 @@ class Pages:
         requested = list(names)
         for name in requested:
             if name not in everything:
-                raise GoneError(f"there is no run {name} (any more); choose another one")
+                raise RunNotFoundError(f"there is no run {name} (any more); choose another one")
         return [everything[name] for name in requested]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -397,7 +399,7 @@ class Pages:
         rows = []
         for name, reader in self.all().items():
             try:
-                with reader.files.reading("a file"):
+                with reader.files.explain_errors("a file"):
                     rows.append(reader.summary())
             except UnreadableError as error:
                 rows.append({"name": name, "place": reader.files.root, "problem": str(error)})
@@ -458,11 +460,11 @@ class Pages:
             return {"step": None, "steps": [], "sources": {}, "notes": [], "verdict": None}
         step = step if step in common else common[-1]
         stamp = " ".join(each[step].stamp for each in entries)
-        figures = self._newest.get(f"{a}\n{b}\n{step}", stamp, lambda: _compared(readers, step))
+        figures = self._cache.get(f"{a}\n{b}\n{step}", stamp, lambda: _compare_step(readers, step))
         return {"step": step, "steps": common, **figures}
 
 
-def first_shown(rows: Iterable[Mapping[str, Any]]) -> str | None:
+def choose_first_run(rows: Iterable[Mapping[str, Any]]) -> str | None:
     """Name the run to show unasked: one that is live, else the newest that has a record."""
 
     def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
@@ -472,37 +474,37 @@ def first_shown(rows: Iterable[Mapping[str, Any]]) -> str | None:
     return max(readable, key=rank)["name"] if readable else None
 
 
-def _compared(readers: Sequence[RunPages], step: int) -> dict[str, Any]:
-    from winnow.evaluation.compare import answers_of, compare, figures_of
+def _compare_step(readers: Sequence[RunPages], step: int) -> dict[str, Any]:
+    from winnow.evaluation.compare import compare, comparison_json, parse_answers
 
     read = []
     for reader in readers:
         name = f"{KINDS['held_out']}/step-{step}.parquet"
         with reader.files.parquet(name) as file:
-            read.append(answers_of(Path(reader.files.name) / name, file.read()))
-    return figures_of(compare(*read))
+            read.append(parse_answers(Path(reader.files.name) / name, file.read()))
+    return comparison_json(compare(*read))
 
 
-def _folder(kind: str) -> str:
+def _answers_folder(kind: str) -> str:
     if kind not in KINDS:
         raise UnreadableError(f"kind must be one of {', '.join(KINDS)}, got {kind[:40]}")
     return KINDS[kind]
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a value of a recipe as JSON has it; lists, and what JSON lacks, as text."""
     is_float = isinstance(value, float)
     is_plain = math.isfinite(value) if is_float else isinstance(value, str | int | None)
     return value if is_plain else json.dumps(value, default=str)
 
 
-def _count(config: Mapping[str, Any], key: str, default: int) -> int:
+def _positive_int(config: Mapping[str, Any], key: str, default: int) -> int:
     """Return a positive number of a recipe; the default where it has none, or something else."""
     value = config.get(key)
     return value if type(value) is int and 0 < value < 1 << 31 else default
 
 
-def _processes(tree: Mapping[str, Any], flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _list_processes(tree: Mapping[str, Any], flat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the kinds of process that a recipe asks for, and how many of each."""
     yield {"name": "driver", "count": 1, "field": None}
     try:

@@ -16,8 +16,8 @@ import anyio.to_thread
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from winnow.dashboard.beside import end_with_parent
 from winnow.dashboard.runs import CONFIG, RunFiles, UnreadableError
+from winnow.dashboard.sidecar import exit_with_parent
 from winnow.errors import WinnowError
 from winnow.observe.files import MODEL
 from winnow.observe.gpus import GPU_NAMES
@@ -60,8 +60,8 @@ class PlanForm(BaseModel):
             lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise WinnowError("; ".join(lines)[:300]) from error
 
-    def words(self, folder: Path) -> list[str]:
-        """Return the words of the command, for files that `_lay_out` wrote into a folder."""
+    def arguments(self, folder: Path) -> list[str]:
+        """Return the words of the command, for files that `_write_inputs` wrote into a folder."""
         words = ["plan", str(folder / CONFIG), "--json", f"--gpu={self.gpu}"]
         words += [f"--nodes={self.nodes}", f"--gpus={self.gpus}"]
         # A run's folder may be a stranger's, whose model's own code is not run.
@@ -88,9 +88,9 @@ class Planner:
     def close(self) -> None:
         """End the plan that is being made, and those that wait."""
         self._is_closing = True
-        self._end()
+        self._kill_process()
 
-    def _end(self) -> None:
+    def _kill_process(self) -> None:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -102,22 +102,24 @@ class Planner:
             `{"told": …}` as it goes on, then `{"plan": …}` or `{"error": …}`.
         """
         if self._turn.locked():
-            yield _line(told="another plan is being made by this dashboard; waiting for its end")
+            yield _json_line(
+                told="another plan is being made by this dashboard; waiting for its end"
+            )
         async with self._turn:
             try:
                 with TemporaryDirectory(prefix="winnow-plan-") as name:
-                    async for line in self._made(files, form, Path(name)):
+                    async for line in self._run_plan(files, form, Path(name)):
                         yield line
             except WinnowError as error:
-                yield _line(error=str(error))
+                yield _json_line(error=str(error))
             finally:
-                self._end()
+                self._kill_process()
 
-    async def _made(self, files: RunFiles, form: PlanForm, folder: Path) -> AsyncGenerator[str]:
-        await anyio.to_thread.run_sync(_lay_out, files, form, folder)
+    async def _run_plan(self, files: RunFiles, form: PlanForm, folder: Path) -> AsyncGenerator[str]:
+        await anyio.to_thread.run_sync(_write_inputs, files, form, folder)
         with (folder / "plan.json").open("wb") as out:
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", _PROGRAM, *form.words(folder)),
+                *(sys.executable, "-P", "-c", _PROGRAM, *form.arguments(folder)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=asyncio.subprocess.PIPE,
@@ -125,34 +127,34 @@ class Planner:
                 start_new_session=True,  # a Ctrl-C is the dashboard's, which ends it
             )
         if self._is_closing:  # meanwhile
-            self._end()
+            self._kill_process()
         assert process.stderr is not None
         told = ""
         async for each in process.stderr:
             told = each.decode("utf-8", "replace").strip().removeprefix("winnow: ")
-            yield _line(told=told)
+            yield _json_line(told=told)
         if await process.wait():
-            yield _line(error=told or "the plan was ended")
+            yield _json_line(error=told or "the plan was ended")
         else:
-            yield _line(plan=json.loads((folder / "plan.json").read_bytes()))
+            yield _json_line(plan=json.loads((folder / "plan.json").read_bytes()))
 
 
-def confine() -> None:
+def limit_process() -> None:
     """Bound this process, which runs `winnow plan` and ends with the dashboard.
 
     A run's folder may be a stranger's: none of the code that it names is run.
     """
-    end_with_parent()
+    exit_with_parent()
     refuse_user_code("is code that a run names, which the dashboard does not run; use winnow plan")
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
 
 
-def _line(**body: Any) -> str:
+def _json_line(**body: Any) -> str:
     return json.dumps(body) + "\n"
 
 
-def _lay_out(files: RunFiles, form: PlanForm, folder: Path) -> None:
+def _write_inputs(files: RunFiles, form: PlanForm, folder: Path) -> None:
     """Write what a plan needs of a run: its recipe, its model's config, lengths of answers."""
     (folder / CONFIG).write_bytes(files.read(CONFIG))
     kept = [each for each in files.entries("checkpoints") if each.startswith("step-")]

@@ -26,12 +26,12 @@ class UnreadableError(WinnowError):
     """A file of a run is missing, half-written or damaged; the page shows the line."""
 
 
-class GoneError(UnreadableError):
+class RunNotFoundError(UnreadableError):
     """There is no run of that name, or no longer."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A file or folder, as its file system lists it."""
 
     size: int
@@ -42,7 +42,7 @@ class Entry:
     """Seconds since 1970 of the last change, where the file system has it."""
 
 
-ABSENT = Entry(0, "", False, None)
+ABSENT = FileEntry(0, "", False, None)
 
 
 class RunFiles:
@@ -57,17 +57,17 @@ class RunFiles:
     def __init__(self, system: Any, root: str, name: str) -> None:
         self._system, self.root, self.name = system, root.rstrip("/"), name
         self.is_local = _is_local(system)
-        self._steps: dict[str, tuple[str, Mapping[int, Entry]]] = {}
+        self._steps: dict[str, tuple[str, Mapping[int, FileEntry]]] = {}
 
-    def entries(self, folder: str = "") -> dict[str, Entry]:
+    def entries(self, folder: str = "") -> dict[str, FileEntry]:
         """List a folder by name; one that is absent is empty.
 
         Raises:
             UnreadableError: it cannot be listed.
         """
-        return _entries(self._system, f"{self.root}/{folder}".rstrip("/"))
+        return _list_entries(self._system, f"{self.root}/{folder}".rstrip("/"))
 
-    def steps(self, folder: str) -> Mapping[int, Entry]:
+    def steps(self, folder: str) -> Mapping[int, FileEntry]:
         """List the files step-N.parquet of a folder by N, in order.
 
         Raises:
@@ -89,13 +89,13 @@ class RunFiles:
         Raises:
             UnreadableError: it is not there, or cannot be read.
         """
-        with self.reading(name):
+        with self.explain_errors(name):
             return bytes(self._system.cat_file(self._path(name), start=start, end=end))
 
     @contextmanager
     def parquet(self, name: str) -> Iterator[pq.ParquetFile]:
         """Open a parquet file; errors are those of `reading`."""
-        with self.reading(name), ExitStack() as opened:
+        with self.explain_errors(name), ExitStack() as opened:
             path = self._path(name)
             source = path if self.is_local else opened.enter_context(self._system.open(path))
             yield opened.enter_context(pq.ParquetFile(source))
@@ -108,7 +108,7 @@ class RunFiles:
         return path
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
+    def explain_errors(self, name: str) -> Iterator[None]:
         """Report what goes wrong within the block as an error of one file.
 
         Raises:
@@ -122,7 +122,9 @@ class RunFiles:
             raise
         # Each file system has its own errors, and a file may hold anything.
         except (Exception, pa.ArrowException) as error:
-            raise UnreadableError(f"cannot read {name} of {self.name}: {_reason(error)}") from error
+            raise UnreadableError(
+                f"cannot read {name} of {self.name}: {_error_text(error)}"
+            ) from error
 
 
 class RunSet:
@@ -136,7 +138,7 @@ class RunSet:
     """
 
     def __init__(self, places: Sequence[str]) -> None:
-        self._places = [_place(each) for each in places]
+        self._places = [_open_place(each) for each in places]
         self._runs: dict[str, RunFiles] = {}
         self._lock = Lock()  # several pages ask at once
 
@@ -155,26 +157,26 @@ class RunSet:
             roots = {
                 root: system
                 for system, path in self._places
-                for root in _roots(system, path, self._runs)
+                for root in _find_run_roots(system, path, self._runs)
             }
             for root in self._runs.keys() - roots.keys():
                 del self._runs[root]
             taken = {each.name for each in self._runs.values()}
             for root, system in roots.items():
                 if root not in self._runs:
-                    name = _free(PurePosixPath(root).name, taken)
+                    name = _unique_name(PurePosixPath(root).name, taken)
                     taken.add(name)
                     self._runs[root] = RunFiles(system, root, name)
             return {self._runs[root].name: self._runs[root] for root in roots}
 
 
-def _place(place: str) -> tuple[Any, str]:
+def _open_place(place: str) -> tuple[Any, str]:
     try:
         system, path = fsspec.core.url_to_fs(place)
         path = str(path).rstrip("/")
         exists = system.exists(path)
     except Exception as error:  # each file system has its own errors
-        raise UnreadableError(f"{place} cannot be looked at: {_reason(error)}") from error
+        raise UnreadableError(f"{place} cannot be looked at: {_error_text(error)}") from error
     if not exists:
         raise UnreadableError(
             f"{place} is not there; name a run's folder, a folder of runs, or the URL of one"
@@ -182,8 +184,8 @@ def _place(place: str) -> tuple[Any, str]:
     return system, path
 
 
-def _roots(system: Any, path: str, cached: Container[str]) -> Iterator[str]:
-    entries = _entries(system, path)
+def _find_run_roots(system: Any, path: str, cached: Container[str]) -> Iterator[str]:
+    entries = _list_entries(system, path)
     if CONFIG in entries:
         yield path
         return
@@ -196,33 +198,33 @@ def _roots(system: Any, path: str, cached: Container[str]) -> Iterator[str]:
                     yield root
 
 
-def _entries(system: Any, path: str) -> dict[str, Entry]:
+def _list_entries(system: Any, path: str) -> dict[str, FileEntry]:
     try:
         if _is_local(system):
-            return dict(_local_entries(path))
+            return dict(_list_local(path))
         listed = system.ls(path, detail=True, refresh=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except Exception as error:  # each file system has its own errors
-        raise UnreadableError(f"cannot list {path}: {_reason(error)}") from error
-    return {PurePosixPath(each["name"]).name: _entry(each) for each in listed}
+        raise UnreadableError(f"cannot list {path}: {_error_text(error)}") from error
+    return {PurePosixPath(each["name"]).name: _make_entry(each) for each in listed}
 
 
-def _local_entries(path: str) -> Iterator[tuple[str, Entry]]:
+def _list_local(path: str) -> Iterator[tuple[str, FileEntry]]:
     with os.scandir(path) as listed:
         for each in listed:
             with suppress(OSError):  # gone meanwhile, or a link that leads nowhere
                 stat = each.stat()
                 stamp = f"{stat.st_size} {stat.st_mtime_ns}"
-                yield each.name, Entry(stat.st_size, stamp, each.is_dir(), stat.st_mtime)
+                yield each.name, FileEntry(stat.st_size, stamp, each.is_dir(), stat.st_mtime)
 
 
-def _entry(info: dict[str, Any]) -> Entry:
+def _make_entry(info: dict[str, Any]) -> FileEntry:
     times = (info.get(key) for key in ("mtime", "LastModified", "last_modified", "created"))
     changed = next((each for each in times if each), None)
     seconds = changed.timestamp() if isinstance(changed, datetime) else changed
     size = int(info.get("size") or 0)
-    return Entry(
+    return FileEntry(
         size,
         f"{size} {info.get('ETag', changed)}",
         info.get("type") == "directory",
@@ -235,7 +237,7 @@ def _is_local(system: Any) -> bool:
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _unique_name(name: str, taken: set[str]) -> str:
     number, free = 1, name
     while free in taken:
         number += 1
@@ -243,5 +245,5 @@ def _free(name: str, taken: set[str]) -> str:
     return free
 
 
-def _reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return one_line(error)[:300]

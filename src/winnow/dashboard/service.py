@@ -31,9 +31,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from winnow.dashboard.pages import Pages, RunPages, first_shown
+from winnow.dashboard.pages import Pages, RunPages, choose_first_run
 from winnow.dashboard.planning import MOST_BYTES, PlanForm, Planner
-from winnow.dashboard.runs import GoneError, RunSet
+from winnow.dashboard.runs import RunNotFoundError, RunSet
 from winnow.errors import WinnowError
 from winnow.http.service import connection_limit, has_token, is_local_host
 from winnow.observe.gpus import GPU_NAMES
@@ -74,7 +74,7 @@ class Dashboard:
             return pages.of([ask.text("run")])[0]
 
         routes: dict[str, Callable[[_Query], Any]] = {
-            "runs": lambda ask: {"runs": (rows := pages.rows()), "first": first_shown(rows)},
+            "runs": lambda ask: {"runs": (rows := pages.rows()), "first": choose_first_run(rows)},
             "series": lambda ask: pages.curves(ask.names("runs"), ask.names("names")),
             "names": lambda ask: sorted(
                 {name for run in pages.of(ask.names("runs")) for name in run.columns().names}
@@ -85,23 +85,23 @@ class Dashboard:
                 ask.text("a"), ask.text("b"), ask.number("step")
             ),
             "run/steps": lambda ask: run(ask).steps(),
-            "run/groups": lambda ask: run(ask).groups(ask.text("kind"), ask.must("step")),
-            "run/search": lambda ask: run(ask).search(
-                ask.text("kind"), ask.must("step"), ask.text("q")
+            "run/groups": lambda ask: run(ask).groups(ask.text("kind"), ask.required("step")),
+            "run/search": lambda ask: run(ask).search_texts(
+                ask.text("kind"), ask.required("step"), ask.text("q")
             ),
             "run/group": lambda ask: run(ask).group(
-                ask.text("kind"), ask.must("step"), ask.must("group")
+                ask.text("kind"), ask.required("step"), ask.required("group")
             ),
-            "run/prompt": lambda ask: run(ask).prompt(ask.text("kind"), ask.text("uid")),
-            "run/spread": lambda ask: run(ask).spread(),
+            "run/prompt": lambda ask: run(ask).prompt_history(ask.text("kind"), ask.text("uid")),
+            "run/spread": lambda ask: run(ask).histograms(),
             "run/timeline": lambda ask: run(ask).timeline(ask.number("step")),
             "run/system": lambda ask: run(ask).system(),
             "run/alarms": lambda ask: run(ask).alarms(),
         }
-        self.app: ASGIApp = _Guard(
+        self.app: ASGIApp = _AccessGuard(
             Starlette(
                 routes=[
-                    *(Route(f"/api/{name}", _answering(make)) for name, make in routes.items()),
+                    *(Route(f"/api/{name}", _json_endpoint(make)) for name, make in routes.items()),
                     Route("/api/run/plan", self._plan, methods=["POST"]),
                     Route("/api/events", self._events),
                     Mount("/", StaticFiles(directory=STATIC, html=True)),
@@ -120,19 +120,19 @@ class Dashboard:
         site = request.headers.get("sec-fetch-site", "same-origin")
         kind = request.headers.get("content-type", "")
         if site != "same-origin" or kind != "application/json":
-            return _json({"error": "a plan is asked for by the dashboard's page, as JSON"}, 403)
+            return _respond({"error": "a plan is asked for by the dashboard's page, as JSON"}, 403)
         try:
-            form = PlanForm.read(await _body(request))
+            form = PlanForm.read(await _read_body(request))
             runs = await anyio.to_thread.run_sync(self._pages.of, [_Query(request).text("run")])
         except WinnowError as error:
-            return _refusal(error)
+            return _error_response(error)
         lines = self._planner.lines(runs[0].files, form)
-        return self._streaming(lines, "application/x-ndjson")
+        return self._stream(lines, "application/x-ndjson")
 
     async def _events(self, request: Request) -> Response:
-        return self._streaming(self._changes(), "text/event-stream")
+        return self._stream(self._change_events(), "text/event-stream")
 
-    def _streaming(self, lines: AsyncGenerator[str], kind: str) -> Response:
+    def _stream(self, lines: AsyncGenerator[str], kind: str) -> Response:
         """Stream lines, unless half of the connections do: the others are for short requests."""
 
         async def counted() -> AsyncIterator[str]:
@@ -147,9 +147,9 @@ class Dashboard:
         if self._streams < self.connections // 2:
             return StreamingResponse(counted(), media_type=kind)
         line = f"{self._streams} pages are open already, which is the limit; close one"
-        return _json({"error": line}, 503)
+        return _respond({"error": line}, 503)
 
-    async def _changes(self) -> AsyncGenerator[str]:
+    async def _change_events(self) -> AsyncGenerator[str]:
         """Tell what changed since the last look, until the client goes or the server closes."""
         seen: dict[str, str] | None = None
         pause_s, quiet_s = _POLL_S[self._pages.runs.is_local], 0.0
@@ -171,7 +171,7 @@ class Dashboard:
                 await asyncio.wait_for(self._closing.wait(), pause_s)
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     body = b""
     async for part in request.stream():
         body += part
@@ -203,36 +203,36 @@ class _Query:
         except ValueError:
             raise WinnowError(f"{name} must be a whole number, got {value[:40]}") from None
 
-    def must(self, name: str) -> int:
+    def required(self, name: str) -> int:
         number = self.number(name)
         if number is None:
             raise WinnowError(f"{name} is missing in the address")
         return number
 
 
-def _answering(make: Callable[[_Query], Any]) -> Callable[[Request], Any]:
+def _json_endpoint(make: Callable[[_Query], Any]) -> Callable[[Request], Any]:
     """Make an endpoint, which runs in a thread, of a function that returns plain data."""
 
     def endpoint(request: Request) -> Response:
         try:
-            return _json(make(_Query(request)))
+            return _respond(make(_Query(request)))
         except WinnowError as error:
-            return _refusal(error)
+            return _error_response(error)
 
     return endpoint
 
 
-def _json(body: Any, status: int = 200) -> Response:
+def _respond(body: Any, status: int = 200) -> Response:
     # A file that others made may hold values of any type.
     content = json.dumps(body, separators=(",", ":"), allow_nan=False, default=str)
     return Response(content, status, media_type="application/json")
 
 
-def _refusal(error: WinnowError) -> Response:
-    return _json({"error": str(error)}, 404 if isinstance(error, GoneError) else 422)
+def _error_response(error: WinnowError) -> Response:
+    return _respond({"error": str(error)}, 404 if isinstance(error, RunNotFoundError) else 422)
 
 
-class _Guard:
+class _AccessGuard:
     """Turns away strangers, and puts the headers on that keep a page to itself."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -241,7 +241,7 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "uvicorn is told to do without websockets and lifespan"
         request = Request(scope)
-        answer = self._refusal(request)
+        answer = self._reject(request)
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -256,27 +256,27 @@ class _Guard:
 
         await (answer or self._app)(scope, receive, send_guarded)
 
-    def _refusal(self, request: Request) -> Response | None:
+    def _reject(self, request: Request) -> Response | None:
         if self._token is None:
             if is_local_host(request.headers.get("host", "")):
                 return None
-            return _json({"error": "without a token the dashboard is asked as localhost alone; "
+            return _respond({"error": "without a token the dashboard is asked as localhost alone; "
                           "start it with --token-env"}, 421)  # fmt: skip
         token = request.query_params.get("token")
-        if token is not None and request.url.path == "/" and self._is_token(token):
+        if token is not None and request.url.path == "/" and self._token_matches(token):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
             return answer
-        if has_token(request.headers.get("authorization", ""), self._token) or self._is_token(
+        if has_token(request.headers.get("authorization", ""), self._token) or self._token_matches(
             request.cookies.get(_COOKIE, "")
         ):
             return None
         if request.url.path.startswith("/api/"):
-            return _json({"error": "the token is missing or wrong"}, 401)
+            return _respond({"error": "the token is missing or wrong"}, 401)
         wrong = "" if token is None else "<p>That is not the token.</p>"
         return HTMLResponse(_ASK.format(wrong=wrong), 401)
 
-    def _is_token(self, token: str) -> bool:
+    def _token_matches(self, token: str) -> bool:
         return self._token is not None and hmac.compare_digest(
             token.strip().encode(), self._token.encode()
         )

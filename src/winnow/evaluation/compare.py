@@ -31,8 +31,8 @@ from rich.text import Text
 from winnow.errors import DataError, WinnowError
 from winnow.evaluation.report import ALL, ANSWERS, REPORT, SCORED
 from winnow.evaluation.statistics import LEVEL, two_sided_bound, two_sided_p
-from winnow.observe.figures import WIDTH, figure_table, percent, print_table, printable
 from winnow.observe.files import RunFolder
+from winnow.observe.format import WIDTH, figure_table, percent, print_table, printable
 from winnow.observe.metrics import grouped
 from winnow.observe.rollouts import read_rollouts
 
@@ -53,7 +53,7 @@ _CLOSE = 1e-12
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTest:
     """Two evaluations over the same problems, with the names of `winnow compare --json`."""
 
     problems: int
@@ -75,19 +75,19 @@ class Paired:
     lost: int
 
     @property
-    def visible(self) -> float:
+    def detectable(self) -> float:
         """The true difference that a comparison of this noise shows four times of five."""
         if self.problems < 2:
             return math.nan
         return (two_sided_bound(1 - LEVEL, self.problems - 1) + _POWER_BOUND) * self.standard_error
 
     @property
-    def is_clear(self) -> bool:
+    def is_significant(self) -> bool:
         """True if both tests tell the difference from luck, at 5 %."""
         return self.p_sign_flips < 1 - LEVEL and not self.low <= 0 <= self.high
 
 
-def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
+def paired_test(a: ArrayLike, b: ArrayLike, seed: int = 0) -> PairedTest:
     """Compare mean accuracies [P] of the same problems in the same order.
 
     Args:
@@ -108,7 +108,7 @@ def paired(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Paired:
             p_t = two_sided_p(mean / error, count - 1)
         elif abs(mean) > _CLOSE:
             p_t = 0.0
-    return Paired(
+    return PairedTest(
         count, mean_a, mean_b, difference, error, low, high, p_t, sign_flip_p(d, seed),
         won=int((d > 0).sum()), tied=int((d == 0).sum()), lost=int((d < 0).sum()),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def sign_flip_p(differences: ArrayLike, seed: int = 0) -> float:
 
 
 @dataclass(frozen=True)
-class Answers:
+class HeldOutAnswers:
     """The held-out answers in a file, by problem."""
 
     file: Path
@@ -156,16 +156,16 @@ class Answers:
 class Comparison:
     """Two files of answers, compared on what both answered."""
 
-    a: Answers
-    b: Answers
-    sources: Mapping[str, Paired]
-    everything: Paired | None
+    a: HeldOutAnswers
+    b: HeldOutAnswers
+    sources: Mapping[str, PairedTest]
+    overall: PairedTest | None
     """The pair over all sources, where there are several."""
 
     @property
-    def deciding(self) -> Paired:
+    def pooled(self) -> PairedTest:
         """The comparison over all problems."""
-        return self.everything or next(iter(self.sources.values()))
+        return self.overall or next(iter(self.sources.values()))
 
 
 def run_comparison(a: str, b: str, as_json: bool, console: Console) -> Comparison:
@@ -176,13 +176,13 @@ def run_comparison(a: str, b: str, as_json: bool, console: Console) -> Compariso
     """
     comparison = compare(read_answers(a), read_answers(b))
     if as_json:
-        print(json.dumps(figures_of(comparison), ensure_ascii=False, indent=2))
+        print(json.dumps(comparison_json(comparison), ensure_ascii=False, indent=2))
     else:
-        _print(comparison, console)
+        _print_comparison(comparison, console)
     return comparison
 
 
-def compare(a: Answers, b: Answers) -> Comparison:
+def compare(a: HeldOutAnswers, b: HeldOutAnswers) -> Comparison:
     """Pair two evaluations by problem.
 
     Raises:
@@ -195,21 +195,21 @@ def compare(a: Answers, b: Answers) -> Comparison:
             "data.prompt_template; evaluate both on one file in the same way"
         )
     by_source = grouped((a.sources[problem], problem) for problem in shared)
-    sources = {source: _paired(a, b, members) for source, members in by_source.items()}
-    return Comparison(a, b, sources, _paired(a, b, shared) if len(sources) > 1 else None)
+    sources = {source: _test_problems(a, b, members) for source, members in by_source.items()}
+    return Comparison(a, b, sources, _test_problems(a, b, shared) if len(sources) > 1 else None)
 
 
-def read_answers(path: str) -> Answers:
+def read_answers(path: str) -> HeldOutAnswers:
     """Read the sampled held-out answers of a file, of an evaluation's folder, or of a run.
 
     Raises:
         WinnowError: there are none.
     """
-    file = _file(path)
-    return answers_of(file, read_rollouts(file), _settings(file))
+    file = _find_file(path)
+    return parse_answers(file, read_rollouts(file), _read_settings(file))
 
 
-def answers_of(file: Path, table: pa.Table, settings: Mapping[str, Any] = {}) -> Answers:
+def parse_answers(file: Path, table: pa.Table, settings: Mapping[str, Any] = {}) -> HeldOutAnswers:
     """Take the sampled held-out answers out of the rows of a file.
 
     Args:
@@ -229,7 +229,7 @@ def answers_of(file: Path, table: pa.Table, settings: Mapping[str, Any] = {}) ->
     if not rows:
         raise DataError(f"{file} holds no held-out answers; give what winnow eval writes")
     accuracies = grouped((row["problem"], row["accuracy"]) for row in rows)
-    return Answers(
+    return HeldOutAnswers(
         file,
         {row["problem"]: row["data_source"] for row in rows},
         {problem: math.fsum(marks) / len(marks) for problem, marks in accuracies.items()},
@@ -238,7 +238,7 @@ def answers_of(file: Path, table: pa.Table, settings: Mapping[str, Any] = {}) ->
     )
 
 
-def _file(path: str) -> Path:
+def _find_file(path: str) -> Path:
     place = Path(path).expanduser()
     if place.is_file():
         return place
@@ -259,7 +259,7 @@ def _file(path: str) -> Path:
     return max(candidates)[2]
 
 
-def _settings(file: Path) -> Mapping[str, Any]:
+def _read_settings(file: Path) -> Mapping[str, Any]:
     report = file.with_name(REPORT) if file.name == ANSWERS else file.with_suffix(".json")
     if not report.is_file():
         return {}
@@ -270,17 +270,17 @@ def _settings(file: Path) -> Mapping[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _paired(a: Answers, b: Answers, problems: Sequence[str]) -> Paired:
-    return paired([a.means[each] for each in problems], [b.means[each] for each in problems])
+def _test_problems(a: HeldOutAnswers, b: HeldOutAnswers, problems: Sequence[str]) -> PairedTest:
+    return paired_test([a.means[each] for each in problems], [b.means[each] for each in problems])
 
 
-def _print(compared: Comparison, console: Console) -> None:
+def _print_comparison(compared: Comparison, console: Console) -> None:
     console.print()
     for name, answers in (("A", compared.a), ("B", compared.b)):
         console.print(Text(printable(f"{name}  {answers.file}")), soft_wrap=True)
     console.print()
     table = figure_table("A", "B", "B - A", "95 %", "p", "won/tied/lost")
-    rows = {**compared.sources, **({ALL: compared.everything} if compared.everything else {})}
+    rows = {**compared.sources, **({ALL: compared.overall} if compared.overall else {})}
     for label, pair in rows.items():
         table.add_row(
             Text(printable(label)),
@@ -288,15 +288,15 @@ def _print(compared: Comparison, console: Console) -> None:
             percent(pair.b, 1),
             f"{100 * pair.difference:+.1f}",
             f"{100 * pair.low:+.1f} .. {100 * pair.high:+.1f}",
-            _p(pair.p_sign_flips),
+            _format_p(pair.p_sign_flips),
             f"{pair.won}/{pair.tied}/{pair.lost}",
         )
     print_table(table, console)
-    for line in [*notes(compared), verdict(compared.deciding)]:
+    for line in [*comparison_notes(compared), verdict(compared.pooled)]:
         console.print(Text(printable(line)), width=min(WIDTH, console.width))
 
 
-def notes(compared: Comparison) -> list[str]:
+def comparison_notes(compared: Comparison) -> list[str]:
     """List the reasons why the comparison shows less than it seems."""
     lines = []
     for name, mine, other in (("A", compared.a, compared.b), ("B", compared.b, compared.a)):
@@ -316,7 +316,7 @@ def notes(compared: Comparison) -> list[str]:
     return sorted(lines)
 
 
-def verdict(pair: Paired) -> str:
+def verdict(pair: PairedTest) -> str:
     """Sum a comparison up in one honest sentence."""
     points = f"{100 * abs(pair.difference):.1f} points"
     better = "better" if pair.difference > 0 else "worse"
@@ -328,13 +328,13 @@ def verdict(pair: Paired) -> str:
             f"Nothing can be said: {problems} are too few to tell a difference from luck "
             f"(at least {_LEAST_PROBLEMS})."
         )
-    p = _p(pair.p_sign_flips)
+    p = _format_p(pair.p_sign_flips)
     kind = "all" if pair.problems - pair.tied <= EXACT_FLIPS else "random"
     by = f"p {p if p.startswith('<') else f'= {p}'} by {kind} sign flips"
-    if not pair.is_clear:
+    if not pair.is_significant:
         return (
             f"Within noise: B is {points} {better} on these {problems}, which may well be luck "
-            f"({by}); a difference below about {100 * pair.visible:.1f} points would often be "
+            f"({by}); a difference below about {100 * pair.detectable:.1f} points would often be "
             "missed here."
         )
     low, high = sorted((abs(100 * pair.low), abs(100 * pair.high)))
@@ -344,23 +344,23 @@ def verdict(pair: Paired) -> str:
     )
 
 
-def _p(value: float) -> str:
+def _format_p(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def figures_of(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as plain values, as `winnow compare --json` prints it."""
     return {
         "a": str(comparison.a.file),
         "b": str(comparison.b.file),
-        "shared_problems": comparison.deciding.problems,
-        "sources": {source: _figures(pair) for source, pair in comparison.sources.items()},
-        **({"all": _figures(comparison.everything)} if comparison.everything else {}),
-        "notes": notes(comparison),
-        "verdict": verdict(comparison.deciding),
+        "shared_problems": comparison.pooled.problems,
+        "sources": {source: _test_json(pair) for source, pair in comparison.sources.items()},
+        **({"all": _test_json(comparison.overall)} if comparison.overall else {}),
+        "notes": comparison_notes(comparison),
+        "verdict": verdict(comparison.pooled),
     }
 
 
-def _figures(pair: Paired) -> dict[str, Any]:
+def _test_json(pair: PairedTest) -> dict[str, Any]:
     """Return the figures as plain values; JSON has no NaN."""
     return {name: value if math.isfinite(value) else None for name, value in asdict(pair).items()}

@@ -16,7 +16,7 @@ from typing import Any
 
 from winnow.config.root import ObserveConfig
 from winnow.config.trainer import EvaluationConfig
-from winnow.evaluation.statistics import PromptAnswers, numbers, summarise, vote
+from winnow.evaluation.statistics import PromptAnswers, finite_numbers, summarise, vote_of
 from winnow.observe.metrics import EVAL, Metrics, Number, grouped
 from winnow.observe.rollouts import (
     Decode,
@@ -36,7 +36,7 @@ SCORES_CASES = "passed_share"
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvalResult:
     """The outcome of an evaluation: the scored answers, by problem."""
 
     problems: Sequence[PromptAnswers]
@@ -75,14 +75,14 @@ def _extra_numbers(prompt: PromptAnswers) -> dict[str, Sequence[float]]:
     """List the numbers that the scorer returned besides the score, by `own_NAME_`."""
     columns: dict[str, Sequence[float]] = {}
     for key in dict.fromkeys(chain.from_iterable(prompt.extras)):
-        values = numbers([extra.get(key) for extra in prompt.extras])
+        values = finite_numbers([extra.get(key) for extra in prompt.extras])
         if values is not None:
             columns[f"own_{key}_"] = values
     return columns
 
 
 @dataclass(frozen=True)
-class AskProgress:
+class EvalProgress:
     """Progress of an evaluation, in answers and tokens."""
 
     answers: int
@@ -112,7 +112,7 @@ class Evaluator:
         rollout: SamplingParams,
         seed: int,
         decode: Decode,
-        file_of: Callable[[int], Path],
+        path_of_step: Callable[[int], Path],
         observe: ObserveConfig,
         filtered: int = 0,
     ) -> None:
@@ -126,15 +126,15 @@ class Evaluator:
             top_k=config.top_k,
             min_p=0.0,
         )
-        self._decode, self._file_of, self.filtered = decode, file_of, filtered
+        self._decode, self._path_of_step, self.filtered = decode, path_of_step, filtered
         self._observe = observe
         self._requested = self._scorings = self._tokens_before = 0
 
     @property
-    def progress(self) -> AskProgress:
+    def progress(self) -> EvalProgress:
         """The progress of the evaluation under way."""
         status = self._engine.status()
-        return AskProgress(
+        return EvalProgress(
             answers=len(self.prompts) * (self._config.n + self._config.greedy),
             written=self._requested - status.running - status.queued,
             scored=self._scorings,
@@ -151,25 +151,25 @@ class Evaluator:
         """
         if not self.prompts:
             return {}
-        return (await self.ask(step)).record()
+        return (await self.collect_answers(step)).record()
 
-    async def ask(self, step: int) -> Evaluated:
+    async def collect_answers(self, step: int) -> EvalResult:
         """Ask the held-out prompts, score the answers and write them to the step's file.
 
         Raises:
             RewardError: scoring failed for more than `reward.max_failure_share` of them.
         """
         self._requested, self._tokens_before = 0, self._engine.status().generated_tokens
-        groups = await self._answer(self._sampling, self._config.n)
+        groups = await self._generate_groups(self._sampling, self._config.n)
         greedy: list[Group] = []
         if self._config.greedy:
-            greedy = await self._answer(replace(self._sampling, temperature=0.0), 1)
+            greedy = await self._generate_groups(replace(self._sampling, temperature=0.0), 1)
         entries = [
             *(RolloutGroup(group, "held_out") for group in groups),
             *(RolloutGroup(group, "held_out_greedy") for group in greedy),
         ]
         write_rollouts(
-            self._file_of(step),
+            self._path_of_step(step),
             step,
             entries,
             version=step,
@@ -181,9 +181,9 @@ class Evaluator:
             self._rewards.end_step()
         finally:
             self._scorings = 0
-        return Evaluated(by_problem(groups, greedy, self._votes()), self._seed)
+        return EvalResult(merge_by_problem(groups, greedy, self._voting_sources()), self._seed)
 
-    async def _answer(self, sampling: SamplingParams, n: int) -> list[Group]:
+    async def _generate_groups(self, sampling: SamplingParams, n: int) -> list[Group]:
         fresh: Mapping[int, Any] = dict.fromkeys(range(n))
         seed = self._seed ^ _SEED_STREAM
         requests = [
@@ -194,24 +194,24 @@ class Evaluator:
         done = await generate(self._engine, requests)
 
         async def scored(place: int, prompt: Prompt) -> Group:
-            answers = (self._scored(prompt, done[place, index]) for index in range(n))
+            answers = (self._score(prompt, done[place, index]) for index in range(n))
             return Group(place, prompt, tuple(await asyncio.gather(*answers)))
 
         # All answers at once: a scorer may wait for another machine.
         return await asyncio.gather(*(scored(*each) for each in enumerate(self.prompts)))
 
-    async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
+    async def _score(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
         score = await self._rewards.score(prompt, trajectory, None, training=False)
         self._scorings += 1
         return Answer(trajectory, score)
 
-    def _votes(self) -> frozenset[str]:
+    def _voting_sources(self) -> frozenset[str]:
         sources = {prompt.data_source for prompt in self.prompts}
         metrics = {source: self._rewards.supported_metrics([source]) for source in sources}
         return frozenset(s for s in sources if SCORES_CASES not in (metrics[s] or ()))
 
 
-def by_problem(
+def merge_by_problem(
     groups: Sequence[Group], greedy: Sequence[Group], votes: Collection[str]
 ) -> list[PromptAnswers]:
     """Collect answers by problem; rows that ask the same are one problem.
@@ -225,11 +225,11 @@ def by_problem(
     members = grouped((problem_id(group.prompt), group) for group in groups)
     best = grouped((problem_id(group.prompt), each) for group in greedy for each in group.answers)
     return [
-        _statistics_of(copies, best.get(problem, []), votes) for problem, copies in members.items()
+        _merge_copies(copies, best.get(problem, []), votes) for problem, copies in members.items()
     ]
 
 
-def _statistics_of(
+def _merge_copies(
     copies: Sequence[Group], greedy: Sequence[Answer], votes: Collection[str]
 ) -> PromptAnswers:
     source = copies[0].prompt.data_source
@@ -238,7 +238,7 @@ def _statistics_of(
     return PromptAnswers(
         source,
         [answer.score.accuracy for answer in answers],
-        [vote(answer.score.extra.get("pred")) for answer in answers] if has_votes else None,
+        [vote_of(answer.score.extra.get("pred")) for answer in answers] if has_votes else None,
         tokens=[answer.trajectory.generated_tokens for answer in answers],
         truncated=[answer.trajectory.truncated for answer in answers],
         parts=[answer.score.parts for answer in answers],

@@ -58,7 +58,7 @@ class _Curve:
     records: Sequence[Sequence[Record]]
 
 
-def plot(request: PlotRequest) -> None:
+def plot_runs(request: PlotRequest) -> None:
     """Draw figures of runs into a PNG or SVG file, a panel each.
 
     Raises:
@@ -67,15 +67,15 @@ def plot(request: PlotRequest) -> None:
     """
     if request.out.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--out must end in .png or .svg, got {str(request.out)!r}")
-    curves = _curves(request.runs)
-    names = _chosen(request.metrics, curves)
+    curves = _read_curves(request.runs)
+    names = _choose_metrics(request.metrics, curves)
     columns = 1 if len(names) == 1 else 2
     rows = -(-len(names) // columns)
     size = (5.2 * columns if columns > 1 else 7.6, 2.7 * rows + 0.9)
     with saved_figure(request.out, size) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
         for axis, name in zip(axes, names, strict=False):
-            _paint(axis, name, curves, request)
+            _paint_panel(axis, name, curves, request)
         for axis in axes[len(names) :]:
             axis.remove()
         handles = {
@@ -86,22 +86,22 @@ def plot(request: PlotRequest) -> None:
         figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=2)
 
 
-def _curves(runs: Sequence[str]) -> list[_Curve]:
+def _read_curves(runs: Sequence[str]) -> list[_Curve]:
     """Read the runs, and put those of one recipe together."""
     folders = (RunFolder.open(run) for run in runs)
-    by_recipe = grouped((_without_seeds(folder.read_recipe()), folder) for folder in folders)
+    by_recipe = grouped((_recipe_key(folder.read_recipe()), folder) for folder in folders)
     return [
-        _Curve(_label(alike), [read_metrics(folder.metrics) for folder in alike])
+        _Curve(_curve_label(alike), [read_metrics(folder.metrics) for folder in alike])
         for alike in by_recipe.values()
     ]
 
 
-def _without_seeds(recipe: Mapping[str, Any]) -> str:
+def _recipe_key(recipe: Mapping[str, Any]) -> str:
     rest = {name: keys for name, keys in recipe.items() if name not in _OF_SEEDS}
     return json.dumps(rest, sort_keys=True, default=str)
 
 
-def _label(folders: Sequence[RunFolder]) -> str:
+def _curve_label(folders: Sequence[RunFolder]) -> str:
     if len(folders) == 1:
         return folders[0].name
     names = [folder.name for folder in folders]
@@ -109,7 +109,7 @@ def _label(folders: Sequence[RunFolder]) -> str:
     return f"{shared or folders[0].name} ({len(folders)} runs)"
 
 
-def _chosen(requested: Sequence[str], curves: Sequence[_Curve]) -> list[str]:
+def _choose_metrics(requested: Sequence[str], curves: Sequence[_Curve]) -> list[str]:
     """Return the figures to draw: those asked for, or those of `DEFAULT_METRICS` that are there."""
     available = dict.fromkeys(name for c in curves for run in c.records for r in run for name in r)
     for name in requested:
@@ -123,15 +123,15 @@ def _chosen(requested: Sequence[str], curves: Sequence[_Curve]) -> list[str]:
     return chosen
 
 
-def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest) -> None:
+def _paint_panel(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for index, curve in enumerate(curves):
-        traces = [_points(records, name, request) for records in curve.records]
+        traces = [_curve_points(records, name, request) for records in curve.records]
         traces = [points for points in traces if len(points[0])]
         if not traces:
             continue
-        at, values = _together(traces, request.by)
+        at, values = _align_runs(traces, request.by)
         if not at.size:
             continue
         color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
@@ -141,7 +141,7 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
         if (runs := len(values)) > 1:
             half = two_sided_bound(0.05, runs - 1) * values.std(0, ddof=1) / np.sqrt(runs)
             axis.fill_between(at, mean - half, mean + half, color=color, alpha=0.18, lw=0)
-    _leave_wide_bands(axis)
+    _crop_wide_bands(axis)
     about = find_metric(name)
     unit = about.unit if about else ""
     axis.set_title(name, loc="left", fontsize=10, fontweight="bold")
@@ -153,7 +153,7 @@ def _paint(axis: Any, name: str, curves: Sequence[_Curve], request: PlotRequest)
     axis.xaxis.set_major_locator(MaxNLocator(6, integer=request.by == "steps"))
 
 
-def _leave_wide_bands(axis: Any) -> None:
+def _crop_wide_bands(axis: Any) -> None:
     """Cut the scale where the interval of few runs would leave no room for the curves."""
     drawn = np.concatenate([np.ravel(line.get_ydata()) for line in axis.lines] or [np.zeros(1)])
     room = (drawn.max() - drawn.min()) / 2 or np.inf
@@ -161,7 +161,7 @@ def _leave_wide_bands(axis: Any) -> None:
     axis.set_ylim(max(low, drawn.min() - room), min(high, drawn.max() + room))
 
 
-def _points(records: Sequence[Record], name: str, request: PlotRequest) -> tuple[Any, Any]:
+def _curve_points(records: Sequence[Record], name: str, request: PlotRequest) -> tuple[Any, Any]:
     """Return where a run has a figure, in units of the axis, and the finite values."""
     steps, raw = series(records, name)
     at, values = np.asarray(steps, dtype=np.float64), np.asarray(smooth(raw, request.smooth))
@@ -173,7 +173,7 @@ def _points(records: Sequence[Record], name: str, request: PlotRequest) -> tuple
     return at[finite], values[finite]
 
 
-def _together(traces: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
+def _align_runs(traces: Sequence[tuple[Any, Any]], by: Axis) -> tuple[Any, Any]:
     """Return the places that all runs have, and the values there `[R, N]`."""
     if len(traces) == 1:
         return traces[0][0], traces[0][1][None]

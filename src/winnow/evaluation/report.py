@@ -16,9 +16,15 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator
-from winnow.evaluation.statistics import Estimate, SourceFigures, default_ks, figures_of, summarise
-from winnow.observe.figures import (
+from winnow.evaluation.evaluator import EvalProgress, EvalResult, Evaluator
+from winnow.evaluation.statistics import (
+    Estimate,
+    SourceFigures,
+    compute_figures,
+    default_ks,
+    summarise,
+)
+from winnow.observe.format import (
     WIDTH,
     count,
     duration,
@@ -46,49 +52,49 @@ class Report:
     """The figures of an evaluation."""
 
     sources: Mapping[str, SourceFigures]
-    everything: SourceFigures | None
+    overall: SourceFigures | None
     """The figures over all sources, where there are several."""
 
     @classmethod
-    def of(cls, evaluated: Evaluated) -> Report:
+    def from_result(cls, evaluated: EvalResult) -> Report:
         """Compute the figures of an evaluation's answers."""
         sources = summarise(evaluated.problems, evaluated.seed)
         members = list(enumerate(evaluated.problems))
-        return cls(sources, figures_of(members, evaluated.seed) if len(sources) > 1 else None)
+        return cls(sources, compute_figures(members, evaluated.seed) if len(sources) > 1 else None)
 
     @property
     def rows(self) -> dict[str, SourceFigures]:
         """The rows of a table: each source, and all of them where there are several."""
-        return {**self.sources, **({ALL: self.everything} if self.everything else {})}
+        return {**self.sources, **({ALL: self.overall} if self.overall else {})}
 
     def as_json(self, about: Mapping[str, Any]) -> bytes:
         """Write the text of report.json, which begins with what is said `about` the evaluation."""
-        sources = {name: _as_json(source) for name, source in self.sources.items()}
-        everything = {"all": _as_json(self.everything)} if self.everything else {}
+        sources = {name: _source_json(source) for name, source in self.sources.items()}
+        everything = {"all": _source_json(self.overall)} if self.overall else {}
         body = {**about, "sources": sources, **everything}
         return (json.dumps(body, ensure_ascii=False, indent=2) + "\n").encode()
 
 
-def _as_json(source: SourceFigures) -> dict[str, Any]:
+def _source_json(source: SourceFigures) -> dict[str, Any]:
     spread = f"std@{source.answers}"
     return {
         "problems": len(source.prompts),
         "answers": source.answers,
-        **{name: _share(value) for name, value in source.figures.items() if name != spread},
+        **{name: _estimate_json(value) for name, value in source.figures.items() if name != spread},
         spread: source.figures[spread].mean,
-        **({"greedy": _share(source.greedy)} if source.greedy else {}),
-        "truncated": _share(source.truncated),
-        "tokens": {"mean": source.tokens.mean, "standard_error": _finite(source.tokens)},
+        **({"greedy": _estimate_json(source.greedy)} if source.greedy else {}),
+        "truncated": _estimate_json(source.truncated),
+        "tokens": {"mean": source.tokens.mean, "standard_error": _error_or_none(source.tokens)},
         "failed_scorings": sum(prompt.failed for prompt in source.prompts),
     }
 
 
-def _share(value: Estimate) -> dict[str, float | None]:
+def _estimate_json(value: Estimate) -> dict[str, float | None]:
     low, high = value.interval
-    return {"mean": value.mean, "standard_error": _finite(value), "low": low, "high": high}
+    return {"mean": value.mean, "standard_error": _error_or_none(value), "low": low, "high": high}
 
 
-def _finite(value: Estimate) -> float | None:
+def _error_or_none(value: Estimate) -> float | None:
     """Return the standard error, or None for the NaN that JSON does not have."""
     return value.standard_error if math.isfinite(value.standard_error) else None
 
@@ -101,20 +107,20 @@ def print_report(report: Report, console: Console, rules: Mapping[str, str]) -> 
     """
     rows = report.rows
     console.print()
-    print_table(_averages(rows), console)
+    print_table(_average_table(rows), console)
     if any(source.answers > 1 for source in rows.values()):
-        print_table(_by_k(rows), console)
+        print_table(_table_by_k(rows), console)
     failed = sum(p.failed for source in report.sources.values() for p in source.prompts)
     if failed:
         text = f"Scoring failed for {failed:,} answers, which count as wrong (scorer_error)."
         console.print(Text(text), width=min(WIDTH, console.width))
     for name, source in report.sources.items():
         if not source.average.mean:
-            text = f"{name}: {_nothing_right(source)} {rules.get(name, '')}".rstrip()
+            text = f"{name}: {_describe_all_wrong(source)} {rules.get(name, '')}".rstrip()
             console.print(Text(text), width=min(WIDTH, console.width))
 
 
-def _nothing_right(source: SourceFigures) -> str:
+def _describe_all_wrong(source: SourceFigures) -> str:
     """Describe the answers of a data source without a right one."""
     answers = sum(len(prompt.accuracies) for prompt in source.prompts)
     cut_off = sum(sum(prompt.truncated) for prompt in source.prompts)
@@ -125,7 +131,7 @@ def _nothing_right(source: SourceFigures) -> str:
     return f"{text}."
 
 
-def _averages(rows: Mapping[str, SourceFigures]) -> Table:
+def _average_table(rows: Mapping[str, SourceFigures]) -> Table:
     counts = {source.answers for source in rows.values()}
     name = f"avg@{counts.pop()}" if len(counts) == 1 else "avg@N"
     greedy = ["greedy"] if any(source.greedy for source in rows.values()) else []
@@ -145,7 +151,7 @@ def _averages(rows: Mapping[str, SourceFigures]) -> Table:
     return table
 
 
-def _by_k(rows: Mapping[str, SourceFigures]) -> Table:
+def _table_by_k(rows: Mapping[str, SourceFigures]) -> Table:
     ks = sorted({k for source in rows.values() for k in default_ks(source.answers)})
     table = figure_table(*(f"k = {k}" if k == ks[0] else str(k) for k in ks))
     for label, source in rows.items():
@@ -157,7 +163,7 @@ def _by_k(rows: Mapping[str, SourceFigures]) -> Table:
     return table
 
 
-def progress_line(progress: AskProgress, seconds: float) -> str:
+def progress_line(progress: EvalProgress, seconds: float) -> str:
     """Write the progress as `1,234 of 3,840 answers, 17 scored, 512 tokens/s, 0:35`."""
     speed = progress.tokens / seconds if seconds > 0 else 0.0
     scored = f", {count(progress.scored)} scored" if progress.scored else ""
@@ -167,13 +173,13 @@ def progress_line(progress: AskProgress, seconds: float) -> str:
     )
 
 
-async def watched(
+async def run_with_progress(
     evaluator: Evaluator,
     step: int,
     console: Console,
     mode: Literal["auto", "plain", "off"],
     clock: Callable[[], float] = time.monotonic,
-) -> Evaluated:
+) -> EvalResult:
     """Ask the held-out prompts, and show the progress.
 
     A terminal gets a line that is rewritten, a log a new one now and then; `off` shows nothing.
@@ -197,6 +203,6 @@ async def watched(
     with status or nullcontext():
         watch = asyncio.create_task(look())
         try:
-            return await evaluator.ask(step)
+            return await evaluator.collect_answers(step)
         finally:
             watch.cancel()

@@ -135,16 +135,16 @@ def maj_at_k(
     marks = np.bincount(place, weights=accuracies, minlength=len(classes) + 1)
     worth = marks[1:] / sizes[1:]  # [D]
     if n <= exact_answers:
-        won = _votes(sizes[1:].tolist(), worth.tolist(), int(sizes[0]))
+        won = _exact_maj(sizes[1:].tolist(), worth.tolist(), int(sizes[0]))
         return np.array([won[k - 1] for k in ks], dtype=np.float64)
     generator = np.random.default_rng(seed)
-    return np.array([_drawn_votes(sizes, worth, k, generator) for k in ks])
+    return np.array([_sampled_maj(sizes, worth, k, generator) for k in ks])
 
 
-def majority(accuracies: Sequence[float], parsed: Sequence[Hashable | None]) -> float:
+def majority_accuracy(accuracies: Sequence[float], parsed: Sequence[Hashable | None]) -> float:
     """Compute the maj@N of one prompt with N answers: `maj_at_k` for the vote of all of them.
 
-    Example: `majority([1, 0, 0], ["a", "b", None])` is 0.5: two answers have one vote each.
+    Example: `majority_accuracy([1, 0, 0], ["a", "b", None])` is 0.5: two tie at one vote.
     """
     pairs = zip(parsed, accuracies, strict=True)
     worth = grouped((answer, accuracy) for answer, accuracy in pairs if answer is not None)
@@ -153,19 +153,19 @@ def majority(accuracies: Sequence[float], parsed: Sequence[Hashable | None]) -> 
     return sum(means) / len(means) if means else 0.0
 
 
-def vote(pred: object) -> str | None:
+def vote_of(pred: object) -> str | None:
     """Return an answer's vote in the majority; None where nothing could be read."""
     return None if pred is None or pred == "" else pred if isinstance(pred, str) else repr(pred)
 
 
-def numbers(values: Sequence[object]) -> list[float] | None:
+def finite_numbers(values: Sequence[object]) -> list[float] | None:
     """Return what scorers said of some answers as finite numbers; None where it is none of one."""
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
         return None
     return [float(value) for value in values if isinstance(value, int | float)]
 
 
-def _drawn_votes(
+def _sampled_maj(
     sizes: NDArray[np.int64], worth: Floats, k: int, generator: np.random.Generator
 ) -> float:
     """Estimate maj@k from `DRAWS` random draws; `sizes` [1 + D] begins with the unparsed."""
@@ -175,7 +175,7 @@ def _drawn_votes(
     return float(np.mean((wins @ worth) / np.maximum(wins.sum(axis=1), 1)))
 
 
-def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
+def _exact_maj(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
     """Compute maj@1 … maj@N of classes of these sizes from the draws in which m votes win.
 
     In polynomials in x, whose power is the number of answers drawn: a class that gets fewer than m
@@ -197,9 +197,9 @@ def _votes(sizes: Sequence[int], worth: Sequence[float], blank: int) -> Floats:
         for size, value in big:
             fewer = _binomials(size, m)
             top = np.append(np.zeros(m), float(math.comb(size, m)))
-            tied = _product(lost, top)
-            won = _product(won, fewer) + u * _product(won, top) + value * tied
-            lost = _product(lost, fewer) + u * tied
+            tied = _multiply(lost, top)
+            won = _multiply(won, fewer) + u * _multiply(won, top) + value * tied
+            lost = _multiply(lost, fewer) + u * tied
         total += weights / 2 @ won
     return np.asarray(total[1:] / _binomials(n, n + 1)[1:])
 
@@ -209,12 +209,12 @@ def _binomials(n: int, terms: int) -> Floats:
     return np.array([math.comb(n, v) for v in range(terms)], dtype=np.float64)
 
 
-def _product(polynomials: Floats, factor: Floats) -> Floats:
+def _multiply(polynomials: Floats, factor: Floats) -> Floats:
     """Multiply the polynomials of each row by one, cut off behind the last power."""
     return np.array([np.convolve(row, factor)[: row.size] for row in polynomials])
 
 
-def estimate(per_prompt: ArrayLike) -> Estimate:
+def mean_estimate(per_prompt: ArrayLike) -> Estimate:
     """Average over prompts, of which there is at least one, with the standard error of the mean."""
     values = np.asarray(per_prompt, dtype=np.float64)
     assert values.size, "an evaluation needs at least one prompt"
@@ -251,17 +251,17 @@ class SourceFigures:
         """The share of prompts whose greedy answer is right; None where none was asked for."""
         if not all(prompt.greedy for prompt in self.prompts):
             return None
-        return estimate([np.mean(np.asarray(prompt.greedy) >= 1) for prompt in self.prompts])
+        return mean_estimate([np.mean(np.asarray(prompt.greedy) >= 1) for prompt in self.prompts])
 
     @property
     def truncated(self) -> Estimate:
         """The share of answers that the limit ended."""
-        return estimate([np.mean(prompt.truncated) for prompt in self.prompts])
+        return mean_estimate([np.mean(prompt.truncated) for prompt in self.prompts])
 
     @property
     def tokens(self) -> Estimate:
         """The mean length of an answer."""
-        return estimate([np.mean(prompt.tokens) for prompt in self.prompts])
+        return mean_estimate([np.mean(prompt.tokens) for prompt in self.prompts])
 
 
 def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, SourceFigures]:
@@ -272,10 +272,10 @@ def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, Sour
     `seed` and its place alone.
     """
     by_source = grouped((prompt.data_source, (n, prompt)) for n, prompt in enumerate(prompts))
-    return {source: figures_of(members, seed) for source, members in by_source.items()}
+    return {source: compute_figures(members, seed) for source, members in by_source.items()}
 
 
-def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> SourceFigures:
+def compute_figures(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> SourceFigures:
     """Compute the figures of prompts taken as one source, each given with its place."""
     accuracies = [np.asarray(prompt.accuracies, dtype=np.float64) for _, prompt in members]
     sizes = np.array([len(values) for values in accuracies])
@@ -283,16 +283,18 @@ def figures_of(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> Sourc
     n = int(sizes.min())
     ks = default_ks(n)
     figures = {
-        f"avg@{n}": estimate([values.mean() for values in accuracies]),
-        f"std@{n}": estimate([values.std() for values in accuracies]),
-        **{f"pass@{k}": estimate(pass_at_k(sizes, correct, k)) for k in ks},
+        f"avg@{n}": mean_estimate([values.mean() for values in accuracies]),
+        f"std@{n}": mean_estimate([values.std() for values in accuracies]),
+        **{f"pass@{k}": mean_estimate(pass_at_k(sizes, correct, k)) for k in ks},
     }
     if all(prompt.parsed is not None for _, prompt in members):
         votes = [
             maj_at_k(prompt.accuracies, prompt.parsed or (), ks[1:], [seed, place])
             for place, prompt in members
         ]
-        figures |= {f"maj@{k}": estimate([row[i] for row in votes]) for i, k in enumerate(ks[1:])}
+        figures |= {
+            f"maj@{k}": mean_estimate([row[i] for row in votes]) for i, k in enumerate(ks[1:])
+        }
     return SourceFigures([prompt for _, prompt in members], figures)
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow.observe import metrics
-from winnow.observe.figures import count, duration, number, percent, safe_line
+from winnow.observe.format import count, duration, number, percent, safe_line
 from winnow.observe.jsonl import Evaluation, evaluations
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import Kind, RunInfo

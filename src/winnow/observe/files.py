@@ -286,7 +286,7 @@ class RunFolder:
         """Return the file of the answers whose groups closed in a step."""
         return self.rollouts / f"step-{step}.parquet"
 
-    def evaluation(self, step: int) -> Path:
+    def eval_file(self, step: int) -> Path:
         """Return the file of the held-out answers after a step."""
         return self.evaluations / f"step-{step}.parquet"
 

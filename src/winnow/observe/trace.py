@@ -201,7 +201,7 @@ class TimedScorer:
                 if now_s - self._began_s >= _LEAST_S:
                     self._tell("scorers", "score", self._began_s, now_s)
 
-    def take_figures(self) -> dict[str, Number]:
+    def figures(self) -> dict[str, Number]:
         """Return `scoring/…` of training answers since the last call; nothing without any."""
         took_s, busy_s = self._took_s, self._busy_s
         if self._under_way:

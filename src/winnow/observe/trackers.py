@@ -141,8 +141,8 @@ class Tracker(ABC):
             return dict(json.loads(self._state_file.read_text()))
         except (TypeError, ValueError) as error:
             raise WinnowError(
-                f"{self._state_file} is damaged ({one_line(error)}); delete it, and the tracker begins a "
-                "run of its own"
+                f"{self._state_file} is damaged ({one_line(error)}); delete it to start a new "
+                "tracker run"
             ) from error
 
     def _write_state(self) -> None:
@@ -155,7 +155,7 @@ class Tracker(ABC):
         if step == 1 or (step and step % every == 0):
             files["answers/train"] = folder.rollout_file(step)
         if any(name.startswith(EVAL) for name in record):
-            files["answers/held_out"] = folder.evaluation(step)
+            files["answers/held_out"] = folder.eval_file(step)
         tables = {
             name: read_sample_answers(file, self.tracking.answers) for name, file in files.items()
         }

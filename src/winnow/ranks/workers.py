@@ -25,12 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from winnow.checkpoints.checkpoint import (
-    FileEntry,
-    file_entry,
-    this_machine,
-    verify_share,
-)
+from winnow.checkpoints.checkpoint import FileEntry, file_entry, this_machine, verify_share
 from winnow.checkpoints.run_state import Save
 from winnow.config.judge import SequenceClassifier, sharding_of
 from winnow.config.model import ShardedReference

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from winnow.evaluation.evaluator import SCORES_CASES
-from winnow.evaluation.statistics import majority, numbers, vote
+from winnow.evaluation.statistics import finite_numbers, majority_accuracy, vote_of
 from winnow.learning.learner import Learned
 from winnow.observe.gpus import GPUS
 from winnow.observe.metrics import Metrics, Number
@@ -73,16 +73,16 @@ def record_sources(metrics: Metrics, sampled: StepGroups) -> None:
         figures: dict[str, Sequence[object]] = {"reward": reward, "accuracy": accuracy, **extra}
         n = len(scores)
         for figure, column in figures.items():
-            values = numbers(column)
+            values = finite_numbers(column)
             if values is None or not n:
                 continue
             metrics.mean_of(f"{name}/{figure}/mean", sum(values), n)
             metrics.mean(f"{name}/{figure}/best@{n}", max(values))
             metrics.mean(f"{name}/{figure}/worst@{n}", min(values))
-        votes = [vote(score.extra.get("pred")) for score in scores]
+        votes = [vote_of(score.extra.get("pred")) for score in scores]
         says = not any(SCORES_CASES in score.extra for score in scores)
         if says and any("pred" in score.extra for score in scores):
-            metrics.mean(f"{name}/accuracy/maj@{n}", majority(accuracy, votes))
+            metrics.mean(f"{name}/accuracy/maj@{n}", majority_accuracy(accuracy, votes))
 
 
 def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:

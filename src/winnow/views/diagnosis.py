@@ -1,6 +1,6 @@
 """Diseases of a run, found by rules over its record: figures, likely cause and remedy of each.
 
-A rule is a pure function of the figures up to a step (`RunHistory`): it returns its evidence, or None.
+A rule is a pure function of the figures up to a step (`RunHistory`): it returns evidence, or None.
 `Diagnosis` asks all rules of `RULES` after each step, while a run goes on or over metrics.jsonl
 afterwards (`winnow.views.doctor`), so that both say the same. benchmarks/doctor.py measures what
 they find in runs made sick on purpose, and how often they are wrong about healthy ones.
@@ -442,7 +442,7 @@ class Diagnosis:
         return sorted(self._cases.values(), key=lambda f: (_ORDER.index(f.severity), f.first_step))
 
 
-def list_skipped_rules(steps: int) -> str:
+def skipped_rules_note(steps: int) -> str:
     """Say which rules a run is too short for, and how many steps they need; empty if for none."""
     names: defaultdict[int, list[str]] = defaultdict(list)
     for rule in RULES:

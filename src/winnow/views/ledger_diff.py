@@ -232,7 +232,7 @@ def _compare_groups(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
     ]
     for aspect, columns in {**ASPECTS, "times": TIMES}.items():
         unlike = [
-            f"turn {turn}: {_format_columns(rows_a[turn], columns)} | {_format_columns(rows_b[turn], columns)}"
+            f"turn {turn}: {_pick(rows_a[turn], columns)} | {_pick(rows_b[turn], columns)}"
             for turn in shared
             if any(is_unlike(turn, column) for column in columns)
         ]
@@ -240,7 +240,7 @@ def _compare_groups(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
     return differences, len(blind)
 
 
-def _format_columns(row: Row, columns: Iterable[str]) -> str:
+def _pick(row: Row, columns: Iterable[str]) -> str:
     return ", ".join(f"{name} {row[name]}" for name in columns)
 
 

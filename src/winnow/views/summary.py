@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from winnow.observe.figures import (
+from winnow.observe.format import (
     DASH,
     WIDTH,
     count,

@@ -52,7 +52,7 @@ def run_to(folder: Path, step: int, *overrides: str) -> Path:
             (run.ledger / run.rollout_file(number).name).touch()
             log.log(number, {"x": number})
             if number % 2 == 0:
-                run.evaluation(number).touch()
+                run.eval_file(number).touch()
                 save(run.path, number, config=dump_config(opened.config), offset=log.synced_size())
         log.close()
     return run.path

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.integration.dashboard.conftest import answer, group, write_step
 from tests.small_tokenizers import train_bpe
 
-from winnow.dashboard.answers import Pieces, group_answers, group_table
-from winnow.dashboard.columns import MetricsColumns
-from winnow.dashboard.index import LENGTH_BINS, AnswerIndex, follow
+from winnow.dashboard.answers import TokenTexts, group_table, read_group_answers
+from winnow.dashboard.index import LENGTH_BINS, AnswerIndex, prompt_history
+from winnow.dashboard.metrics_columns import MetricsColumns
 from winnow.dashboard.runs import RunFiles, RunSet, UnreadableError
-from winnow.dashboard.times import Timeline, log_lines
+from winnow.dashboard.timeline import TraceWindows, read_log_tail
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import RolloutGroup
@@ -138,26 +138,26 @@ def test_only_the_row_groups_of_a_group_are_read(tmp_path: Path, make_run: MakeR
     at = pq.ParquetFile(path).metadata.row_group(1).column(20).data_page_offset
     damaged[at : at + 40] = bytes(40)
     path.write_bytes(bytes(damaged))
-    assert len(group_answers(files(folder.path), STEP_2, 2, None)) == 2
+    assert len(read_group_answers(files(folder.path), STEP_2, 2, None)) == 2
     with pytest.raises(UnreadableError, match=f"cannot read {STEP_2} of a"):
-        group_answers(files(folder.path), STEP_2, 90, None)
+        read_group_answers(files(folder.path), STEP_2, 90, None)
 
 
 def test_tokens_are_read_one_by_one_and_make_up_the_text() -> None:
     text = "naïve  words,\n\t“zitiert” 🙂 end"
     tokenizer = train_bpe(["plain words only and zitiert"])
-    pieces = Pieces(tokenizer.backend_tokenizer.to_str().encode())
+    pieces = TokenTexts(tokenizer.backend_tokenizer.to_str().encode())
     ids = [*tokenizer.encode(text, add_special_tokens=False), 1]
-    found = pieces.of(ids)
+    found = pieces.split(ids)
     assert "".join(found["texts"]) == text + "</s>"
     assert found["special"] == [len(ids) - 1]
     assert len(found["texts"]) == len(ids)
     assert "" in found["texts"]  # bytes of a character that is several tokens
-    unknown = pieces.of([ids[0], 999_999, -3, 2**40])
+    unknown = pieces.split([ids[0], 999_999, -3, 2**40])
     assert unknown["texts"][1:] == ["[999999]", "[-3]", "[1099511627776]"]
     assert unknown["special"] == [1, 2, 3]
     with pytest.raises(ValueError, match=r"."):
-        Pieces(b"{}")
+        TokenTexts(b"{}")
 
 
 def test_a_prompt_is_followed_and_lengths_and_rates_are_counted(make_run: MakeRun) -> None:
@@ -165,16 +165,16 @@ def test_a_prompt_is_followed_and_lengths_and_rates_are_counted(make_run: MakeRu
     right = group(70, "row-7", answer(1, 1.0), answer(1, 1.0))
     write_step(folder.path, 5, [RolloutGroup(right, "all_right")], "rollouts")
     index = AnswerIndex(files(folder.path), "rollouts", longest=15)
-    digests, total, is_done = index.look()
+    digests, total, is_done = index.snapshot()
     while not is_done:
         time.sleep(0.01)
-        digests, total, is_done = index.look()
+        digests, total, is_done = index.snapshot()
     assert (list(digests), total) == ([1, 2, 3, 4, 5], 5)
     assert digests[5].rates.tolist() == [0, 0, 0, 0, 0, 1]
-    assert follow(digests, "row-8") == [
+    assert prompt_history(digests, "row-8") == [
         {"step": 2, "group": 80, "outcome": "failed", "accuracy": 0.75, "reward": 0.5, "length": 6}
     ]
-    assert [row["step"] for row in follow(digests, "row-1")] == [1, 2, 3, 4]
+    assert [row["step"] for row in prompt_history(digests, "row-1")] == [1, 2, 3, 4]
     assert digests[2].rates.tolist() == [1, 0, 1, 1, 0, 0]
     lengths = {3: 1, 15: 1, 1: 1, 2: 1, 5: 1, 7: 1}
     expected = [lengths.get(n // 2, 0) if n % 2 == 0 else 0 for n in range(LENGTH_BINS)]
@@ -184,14 +184,14 @@ def test_a_prompt_is_followed_and_lengths_and_rates_are_counted(make_run: MakeRu
 def test_the_index_reads_a_step_again_that_was_done_again(make_run: MakeRun) -> None:
     folder = make_run("a")
     index = AnswerIndex(files(folder.path), "rollouts", longest=15)
-    while not index.look()[2]:
+    while not index.snapshot()[2]:
         time.sleep(0.01)
     (folder.path / "rollouts" / "step-1.parquet").write_bytes((folder.path / STEP_2).read_bytes())
     (folder.path / "rollouts" / "step-3.parquet").write_bytes(b"PAR1 half")
     (folder.path / "rollouts" / "step-4.parquet").unlink()
-    while not index.look()[2]:
+    while not index.snapshot()[2]:
         time.sleep(0.01)
-    digests = index.look()[0]
+    digests = index.snapshot()[0]
     assert list(digests) == [1, 2]
     assert len(digests[1].groups) == 3
     assert list(index.problems) == [3]
@@ -210,7 +210,7 @@ def test_a_step_of_the_timeline_holds_its_slices_alone(tmp_path: Path) -> None:
         trace("trainer", f"work {step}", began, time.perf_counter())
         trace.log(step, {})
     trace.close()
-    timeline = Timeline(files(tmp_path))
+    timeline = TraceWindows(files(tmp_path))
     for size in (40, 300, (tmp_path / "trace.json").stat().st_size):
         timeline.refresh(size)
     assert timeline.steps == [0, 1, 2, 3]
@@ -227,11 +227,11 @@ def test_the_log_keeps_a_traceback_with_its_line(tmp_path: Path) -> None:
     text = "2026-01-02 03:04:05,678 WARNING winnow.x: first\nTraceback:\n  line 1\n"
     (tmp_path / "log.txt").write_text(text + "2026-01-02 03:04:06,000 INFO winnow.y: last\n")
     run = files(tmp_path)
-    found = log_lines(run, run.entries()["log.txt"])
+    found = read_log_tail(run, run.entries()["log.txt"])
     assert [(line["level"], line["text"]) for line in found["lines"]] == [
         ("WARNING", "first\nTraceback:\n  line 1"), ("INFO", "last"),
     ]  # fmt: skip
-    assert log_lines(run, None)["lines"] == []
+    assert read_log_tail(run, None)["lines"] == []
 
 
 def test_runs_are_found_in_folders_alone_and_behind_urls(make_run: MakeRun) -> None:

@@ -13,7 +13,7 @@ from tests.recipes import recipe
 
 from winnow.config.load import dump_config
 from winnow.errors import WinnowError
-from winnow.evaluation.plot import PlotRequest, _leave_wide_bands, _points, plot
+from winnow.evaluation.plot import PlotRequest, _crop_wide_bands, _curve_points, plot_runs
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 
@@ -60,7 +60,7 @@ def test_seeds_of_a_recipe_are_a_mean_with_its_interval(
         make_run(tmp_path, "dapo-3", [3, 4, 9], "run.seed=3"),
         make_run(tmp_path, "other", [0, math.nan, 1], "optim.lr=1e-4"),
     ]
-    plot(PlotRequest(runs, [REWARD], tmp_path / "a.svg"))
+    plot_runs(PlotRequest(runs, [REWARD], tmp_path / "a.svg"))
     (mean, (_, low, high), other) = lines
     assert mean == ("dapo (3 runs)", [1, 2], [2, 4])
     half = 4.302653 / math.sqrt(3)  # Student's t for two degrees of freedom; the deviation is 1
@@ -69,7 +69,7 @@ def test_seeds_of_a_recipe_are_a_mean_with_its_interval(
     text = (tmp_path / "a.svg").read_text()
     for word in ("dapo (3 runs)", "other", REWARD, "step"):
         assert f">{word}</text>" in text
-    plot(PlotRequest(runs, [REWARD], tmp_path / "b.svg"))
+    plot_runs(PlotRequest(runs, [REWARD], tmp_path / "b.svg"))
     assert (tmp_path / "b.svg").read_text() == text
 
 
@@ -79,7 +79,7 @@ def test_the_wide_interval_of_two_runs_does_not_press_the_curves_flat() -> None:
     axis = Figure().subplots()
     axis.plot([1, 2], [0.2, 0.4], label="a")
     axis.fill_between([1, 2], [-5, 0.1], [5, 0.5])
-    _leave_wide_bands(axis)
+    _crop_wide_bands(axis)
     assert np.allclose(axis.get_ylim(), (0.1, 0.5))
 
 
@@ -88,9 +88,9 @@ def test_tokens_and_hours_are_axes_as_well(
     by: Any, unit: float, tmp_path: Path, lines: list[tuple[str, list[float], list[float]]]
 ) -> None:
     runs = [make_run(tmp_path, f"a-{seed}", [1, 2, 3], f"run.seed={seed}") for seed in (1, 2)]
-    plot(PlotRequest(runs[:1], [REWARD], tmp_path / "a.png", by))
+    plot_runs(PlotRequest(runs[:1], [REWARD], tmp_path / "a.png", by))
     assert lines.pop() == ("a-1", [unit, 2 * unit, 3 * unit], [1, 2, 3])
-    plot(PlotRequest(runs, [REWARD, HELD_OUT], tmp_path / "a.png", by))
+    plot_runs(PlotRequest(runs, [REWARD, HELD_OUT], tmp_path / "a.png", by))
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     label, at, values = lines[0]
     assert label == "a (2 runs)"
@@ -100,7 +100,7 @@ def test_tokens_and_hours_are_axes_as_well(
 
 def test_a_run_that_imitates_has_the_tokens_of_its_demonstrations() -> None:
     records = [{"step": step, "sft/tokens": 10.0, "sft/loss": 1.0 / step} for step in (1, 2, 4)]
-    at, values = _points(records, "sft/loss", PlotRequest([], [], Path("a.png"), "tokens"))
+    at, values = _curve_points(records, "sft/loss", PlotRequest([], [], Path("a.png"), "tokens"))
     assert at.tolist() == [10, 20, 30]
     assert values.tolist() == [1, 0.5, 0.25]
 
@@ -114,7 +114,7 @@ def test_seeds_without_a_place_in_common_have_no_curve(
         make_run(tmp_path, "a-2", [math.nan, 2], "run.seed=2"),
         make_run(tmp_path, "b", [4, 5], "optim.lr=1e-4"),
     ]
-    plot(PlotRequest(runs, [REWARD], tmp_path / "a.png", by))
+    plot_runs(PlotRequest(runs, [REWARD], tmp_path / "a.png", by))
     assert [label for label, *_ in lines] == ["b"]
 
 
@@ -130,5 +130,5 @@ def test_what_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -
         (PlotRequest([str(tmp_path)], [], tmp_path / "a.png"), "not a run's folder"),
     ):
         with pytest.raises(WinnowError, match=said):
-            plot(request)
+            plot_runs(request)
     assert not (tmp_path / "a.png").exists()

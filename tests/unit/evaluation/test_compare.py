@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from winnow.errors import WinnowError
-from winnow.evaluation.compare import compare, notes, paired, read_answers, verdict
+from winnow.evaluation.compare import compare, comparison_notes, paired_test, read_answers, verdict
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -56,9 +56,9 @@ def test_problems_are_paired_whatever_their_place_and_others_are_counted(tmp_pat
         "sums": 0.5,
         "words": 1.0,
     }
-    assert found.deciding.problems == 2
-    assert found.deciding.difference == 0.75
-    assert notes(found) == [
+    assert found.pooled.problems == 2
+    assert found.pooled.difference == 0.75
+    assert comparison_notes(found) == [
         "1 problems of A alone are left out.",
         "2 problems of B alone are left out.",
         "They were asked in different ways: n is 2 in A, 1 in B.",
@@ -72,7 +72,7 @@ def test_what_scored_them_is_compared_and_failed_scorings_are_counted(tmp_path: 
     lost = [group(1, [0.0, 0.0], error="no judge")]
     b = read_answers(write(tmp_path / "b/answers.parquet", lost, *lost, **ways))
     assert (a.failed, b.failed) == (0, 2)
-    assert notes(compare(a, b)) == [
+    assert comparison_notes(compare(a, b)) == [
         "Scoring failed for 2 answers of B, which count as wrong.",
         "They were scored in different ways: scorer of sums is gsm8k in A, own.py:compute_score "
         "in B.",
@@ -118,23 +118,23 @@ def test_the_sentence_claims_no_more_than_both_tests_show() -> None:
     generator = np.random.default_rng(0)
     hard = generator.uniform(0, 0.6, size=60)
     noise = generator.normal(0, 0.05, size=60)
-    assert verdict(paired(hard, hard + 0.2 + noise)).startswith("B is better: by 2")
-    assert verdict(paired(hard + 0.2 + noise, hard)).startswith("B is worse: by 2")
-    assert verdict(paired(hard, hard + noise)).startswith("Within noise: B is ")
-    assert verdict(paired(hard, hard)).startswith("No difference")
-    assert verdict(paired([0.0] * 5, [1.0] * 5)).startswith("Nothing can be said: 5 problems")
+    assert verdict(paired_test(hard, hard + 0.2 + noise)).startswith("B is better: by 2")
+    assert verdict(paired_test(hard + 0.2 + noise, hard)).startswith("B is worse: by 2")
+    assert verdict(paired_test(hard, hard + noise)).startswith("Within noise: B is ")
+    assert verdict(paired_test(hard, hard)).startswith("No difference")
+    assert verdict(paired_test([0.0] * 5, [1.0] * 5)).startswith("Nothing can be said: 5 problems")
     # One problem decides the mean: Student's t and the signs both call that luck.
-    lucky = paired([0.0] * 7, [1.0, *[0.0] * 6])
+    lucky = paired_test([0.0] * 7, [1.0, *[0.0] * 6])
     assert verdict(lucky).startswith("Within noise")
 
 
 def test_a_comparison_is_clear_for_both_tests_or_not_at_all() -> None:
     # All six point one way, but unlike in size: 2 of 64 signs, and an interval around 0.
-    skewed = paired([0.0] * 6, [0.01, 0.01, 0.01, 0.01, 0.02, 0.9])
+    skewed = paired_test([0.0] * 6, [0.01, 0.01, 0.01, 0.01, 0.02, 0.9])
     assert skewed.p_sign_flips == 2 / 64
     assert skewed.low < 0
-    assert not skewed.is_clear
+    assert not skewed.is_significant
     # All five the same: no spread for Student's t, but 2 of 32 signs are not rare enough.
-    alike = paired([0.0] * 5, [0.5] * 5)
+    alike = paired_test([0.0] * 5, [0.5] * 5)
     assert (alike.p_t, alike.low, alike.high, alike.p_sign_flips) == (0, 0.5, 0.5, 2 / 32)
-    assert not alike.is_clear
+    assert not alike.is_significant

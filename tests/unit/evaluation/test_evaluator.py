@@ -19,8 +19,8 @@ from winnow.config.root import ObserveConfig
 from winnow.config.trainer import EvaluationConfig
 from winnow.errors import TrainingError
 from winnow.evaluation import report
-from winnow.evaluation.evaluator import AskProgress, Evaluated, Evaluator, by_problem
-from winnow.evaluation.report import Report, print_report, progress_line, watched
+from winnow.evaluation.evaluator import EvalProgress, EvalResult, Evaluator, merge_by_problem
+from winnow.evaluation.report import Report, print_report, progress_line, run_with_progress
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest, SamplingParams
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
@@ -47,9 +47,9 @@ def group(
     return Group(number, Prompt(f"f:{number}", np.arange(2), asks, source, "4"), tuple(made))
 
 
-def evaluated(*groups: Group, greedy: Sequence[Group] = ()) -> Evaluated:
+def evaluated(*groups: Group, greedy: Sequence[Group] = ()) -> EvalResult:
     sources = frozenset(each.prompt.data_source for each in groups)
-    return Evaluated(by_problem(groups, greedy, sources - {"code"}), seed=0)
+    return EvalResult(merge_by_problem(groups, greedy, sources - {"code"}), seed=0)
 
 
 def test_rows_that_ask_the_same_are_one_problem() -> None:
@@ -64,8 +64,8 @@ def test_rows_that_ask_the_same_are_one_problem() -> None:
     assert record["eval/sums/unread"] == 0
     unread = evaluated(group(0, ["4", "", "5"]), group(1, ["7", "7"], asks="3 + 1?")).record()
     assert unread["eval/sums/unread"] == 1 / 5
-    report = Report.of(found)
-    assert report.everything is None, "one source needs no line for all"
+    report = Report.from_result(found)
+    assert report.overall is None, "one source needs no line for all"
     assert "all" not in json.loads(report.as_json({}))
     same, other = found.problems
     assert (len(same.accuracies), same.parsed) == (4, ["4", "5", "4", "4"])
@@ -135,7 +135,7 @@ def test_an_engine_is_told_that_no_answer_of_an_evaluation_is_trained_on() -> No
     prompt = Prompt("f:1", np.arange(2), "?", "sums", "4")
     evaluator = idle([prompt], None, EvaluationConfig(n=3), running=0, queued=0)
     with pytest.raises(TrainingError, match="fell idle with 3 answers missing"):
-        asyncio.run(evaluator.ask(0))
+        asyncio.run(evaluator.collect_answers(0))
     (asked,) = evaluator._engine.asked
     assert [answer.trained for answer in asked.answers] == [False] * 3
 
@@ -148,7 +148,7 @@ def test_a_report_holds_each_source_and_all_together() -> None:
     ]
     greedy = [group(0, ["4"]), group(1, ["4"], asks="1 + 3?"), group(2, ["7"], source="words")]
     found = evaluated(*groups, greedy=greedy)
-    report = Report.of(found)
+    report = Report.from_result(found)
     sums, words = report.sources["sums"], report.sources["words"]
     record = found.record()
     assert (record["eval/sums/greedy"], record["eval/words/greedy"]) == (1, 0)
@@ -161,11 +161,11 @@ def test_a_report_holds_each_source_and_all_together() -> None:
     assert sums.greedy.mean == 1
     assert words.greedy is not None
     assert words.greedy.mean == 0
-    assert report.everything is not None
-    assert len(report.everything.prompts) == 3
-    assert report.everything.average.mean == pytest.approx((0.5 + 0 + 1) / 3)
-    assert report.everything.greedy is not None
-    assert report.everything.greedy.mean == pytest.approx(2 / 3)
+    assert report.overall is not None
+    assert len(report.overall.prompts) == 3
+    assert report.overall.average.mean == pytest.approx((0.5 + 0 + 1) / 3)
+    assert report.overall.greedy is not None
+    assert report.overall.greedy.mean == pytest.approx(2 / 3)
     body = json.loads(report.as_json({"title": "t"}))
     assert body["sources"]["words"]["avg@2"]["standard_error"] is None, "JSON has no NaN"
     assert body["all"]["problems"] == 3
@@ -189,7 +189,7 @@ def test_the_tables_fit_and_lose_no_figure(width: int) -> None:
         group(1, ["4"] * 32, asks="?", source="AIME-2024-30"),
     ]
     out = io.StringIO()
-    report = Report.of(evaluated(*groups, greedy=groups))
+    report = Report.from_result(evaluated(*groups, greedy=groups))
     print_report(report, Console(file=out, width=width), {})
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
@@ -204,7 +204,7 @@ def test_progress_counts_what_is_written_and_scored() -> None:
     prompts = [Prompt(f"f:{i}", np.arange(2), "?", "sums", "4") for i in range(4)]
     evaluator = idle(prompts, None, EvaluationConfig(n=2, greedy=True), running=3, queued=5)
     evaluator._requested = 8
-    assert evaluator.progress == AskProgress(answers=12, written=0, scored=0, tokens=70)
+    assert evaluator.progress == EvalProgress(answers=12, written=0, scored=0, tokens=70)
     evaluator._engine.told = {"running": 1, "queued": 0}
     assert evaluator.progress.written == 7
 
@@ -216,14 +216,14 @@ class Watched:
         self.times, self.now = times, 0.0
 
     @property
-    def progress(self) -> AskProgress:
-        return AskProgress(3840, 1234, 17, int(512 * self.now))
+    def progress(self) -> EvalProgress:
+        return EvalProgress(3840, 1234, 17, int(512 * self.now))
 
-    async def ask(self, step: int) -> Evaluated:
+    async def collect_answers(self, step: int) -> EvalResult:
         for now in self.times:
             self.now = now
             await asyncio.sleep(0)
-        return Evaluated([], step)
+        return EvalResult([], step)
 
 
 def shown(console: Console, mode: Any, *times: float) -> str:
@@ -231,7 +231,7 @@ def shown(console: Console, mode: Any, *times: float) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "_EVERY_S", 0)
         evaluator: Any = Watched(*times)
-        done = watched(evaluator, 7, console, mode, clock=lambda: evaluator.now)
+        done = run_with_progress(evaluator, 7, console, mode, clock=lambda: evaluator.now)
         assert asyncio.run(done).seed == 7
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -248,4 +248,4 @@ def test_a_terminal_is_told_live_and_off_means_silence() -> None:
     live = Console(file=io.StringIO(), width=80, force_terminal=True)
     assert "1,234 of 3,840 answers" in shown(live, "auto", 0, 0, 0)
     assert shown(Console(file=io.StringIO(), width=80), "off", 0, 100, 100) == ""
-    assert progress_line(AskProgress(10, 4, 0, 100), 0.0) == "4 of 10 answers, 0 tokens/s, 0:00"
+    assert progress_line(EvalProgress(10, 4, 0, 100), 0.0) == "4 of 10 answers, 0 tokens/s, 0:00"

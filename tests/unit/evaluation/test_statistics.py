@@ -12,15 +12,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from winnow.evaluation.compare import EXACT_FLIPS, FLIPS, paired, sign_flip_p
+from winnow.evaluation.compare import EXACT_FLIPS, FLIPS, paired_test, sign_flip_p
 from winnow.evaluation.statistics import (
     EXACT_ANSWERS,
     PromptAnswers,
     default_ks,
-    estimate,
+    finite_numbers,
     maj_at_k,
-    majority,
-    numbers,
+    majority_accuracy,
+    mean_estimate,
     pass_at_k,
     summarise,
     two_sided_bound,
@@ -74,7 +74,7 @@ def test_maj_at_k_by_hand() -> None:
 def test_the_majority_of_all_is_maj_at_n(answers: list[tuple[str | None, float]]) -> None:
     parsed, accuracies = [p for p, _ in answers], [a for _, a in answers]
     wanted = maj_at_k(accuracies, parsed, [len(answers)])[0]
-    assert majority(accuracies, parsed) == pytest.approx(wanted, abs=1e-12)
+    assert majority_accuracy(accuracies, parsed) == pytest.approx(wanted, abs=1e-12)
 
 
 @settings(max_examples=25)
@@ -105,7 +105,7 @@ def test_many_answers_are_exact_up_to_the_limit() -> None:
 
 
 def test_an_estimate_by_hand() -> None:
-    found = estimate([1.0, 0.0, 0.5, 0.5])
+    found = mean_estimate([1.0, 0.0, 0.5, 0.5])
     assert found.mean == 0.5
     # Sample variance 1/6, over 4 prompts.
     assert found.standard_error == pytest.approx(math.sqrt(1 / 6 / 4))
@@ -117,23 +117,23 @@ def test_the_interval_is_wilsons_where_each_prompt_has_one_answer() -> None:
     p, z = right / n, 1.959963984540054
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    low, high = estimate([1.0] * right + [0.0] * (n - right)).interval
+    low, high = mean_estimate([1.0] * right + [0.0] * (n - right)).interval
     assert (low, high) == pytest.approx((centre - half, centre + half), abs=1e-4)
 
 
 def test_all_right_is_not_certain() -> None:
-    low, high = estimate([1.0] * 30).interval
+    low, high = mean_estimate([1.0] * 30).interval
     assert low == pytest.approx(30 / (30 + 2.045229642132703**2))  # Student's bound, 29
     assert high == pytest.approx(1.0)
-    assert estimate([0.0] * 30).interval[0] == pytest.approx(0, abs=1e-12)
+    assert mean_estimate([0.0] * 30).interval[0] == pytest.approx(0, abs=1e-12)
 
 
 def test_one_prompt_has_no_standard_error_and_none_is_refused() -> None:
-    found = estimate([0.5])
+    found = mean_estimate([0.5])
     assert math.isnan(found.standard_error)
     assert 0 <= found.interval[0] < 0.5 < found.interval[1] <= 1
     with pytest.raises(AssertionError, match="at least one prompt"):
-        estimate([])
+        mean_estimate([])
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(200, 4), (30, 1)])
@@ -141,7 +141,7 @@ def test_the_interval_covers_the_truth_about_95_times_of_100(prompts: int, n: in
     generator = np.random.default_rng(0)
     rates = generator.beta(0.5, 2, size=(1000, prompts))  # evaluations of unlike prompts
     scores = generator.binomial(n, rates) / n
-    intervals = [estimate(row).interval for row in scores]
+    intervals = [mean_estimate(row).interval for row in scores]
     covered = np.mean([low <= 0.2 <= high for low, high in intervals])
     assert 0.93 <= covered <= 0.975
 
@@ -214,9 +214,9 @@ def test_the_ends_of_students_distribution() -> None:
 
 
 def test_only_numbers_throughout_are_a_scorers_own_numbers() -> None:
-    assert numbers([1, 0.5, True]) == [1.0, 0.5, 1.0]
+    assert finite_numbers([1, 0.5, True]) == [1.0, 0.5, 1.0]
     for odd in ("4", None, float("nan"), float("inf")):
-        assert numbers([1.0, odd]) is None
+        assert finite_numbers([1.0, odd]) is None
 
 
 FEW = st.lists(st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=8)
@@ -231,7 +231,7 @@ def counted(differences: list[float]) -> float:
 
 
 def test_a_comparison_by_hand() -> None:
-    found = paired([0.5, 0.5, 0.0, 1.0], [1.0, 0.5, 0.5, 0.75])
+    found = paired_test([0.5, 0.5, 0.0, 1.0], [1.0, 0.5, 0.5, 0.75])
     assert (found.problems, found.won, found.tied, found.lost) == (4, 2, 1, 1)
     assert (found.a, found.b, found.difference) == (0.5, 0.6875, 0.1875)
     # Differences .5 0 .5 -.25: variance .140625 (n - 1), over 4 problems.
@@ -243,19 +243,19 @@ def test_a_comparison_by_hand() -> None:
     # t = 1 with 3 degrees of freedom; signs of .5 .5 -.25: 4 of 8 go as far as .75.
     assert found.p_t == pytest.approx(0.391002, abs=1e-6)
     assert found.p_sign_flips == 0.5
-    assert not found.is_clear
+    assert not found.is_significant
 
 
 def test_students_example_of_two_drugs_for_sleep() -> None:
     # Student 1908; t = 4.0621, 9 degrees of freedom, p = 0.00283 (as R's t.test says).
     a = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
     b = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
-    found = paired(a, b)
+    found = paired_test(a, b)
     assert found.p_t == pytest.approx(0.002833, abs=1e-6)
     assert (found.low, found.high) == pytest.approx((0.7001142, 2.4598858), abs=1e-6)
     # All nine differences that are not 0 point one way: 2 of 512 patterns.
     assert found.p_sign_flips == 2 / 512
-    assert found.is_clear
+    assert found.is_significant
 
 
 @settings(max_examples=25)
@@ -279,7 +279,7 @@ def test_alike_evaluations_are_called_different_five_times_of_a_hundred() -> Non
     generator = np.random.default_rng(0)
     rates = generator.beta(0.5, 1, size=(400, 12))
     a, b = (generator.binomial(8, rates) / 8 for _ in range(2))
-    found = [paired(x, y) for x, y in zip(a, b, strict=True)]
+    found = [paired_test(x, y) for x, y in zip(a, b, strict=True)]
     covered = np.mean([f.low <= 0 <= f.high for f in found])
     assert 0.92 <= covered <= 0.98
     for p in ([f.p_t for f in found], [f.p_sign_flips for f in found]):
@@ -289,16 +289,21 @@ def test_alike_evaluations_are_called_different_five_times_of_a_hundred() -> Non
 def test_the_difference_called_visible_is_seen_four_times_of_five() -> None:
     generator = np.random.default_rng(1)
     noise = generator.normal(0, 0.1, size=(60, 40))
-    shift = paired(np.zeros(40), noise[0] / noise[0].std(ddof=1) * 0.1).visible
-    clear = [paired(np.zeros(40), row + shift).p_t < 0.05 for row in noise]
+    shift = paired_test(np.zeros(40), noise[0] / noise[0].std(ddof=1) * 0.1).detectable
+    clear = [paired_test(np.zeros(40), row + shift).p_t < 0.05 for row in noise]
     assert 0.7 <= np.mean(clear) <= 0.9
 
 
 def test_the_same_everywhere_and_a_single_problem() -> None:
-    same = paired([0.1 + 0.2, 0.5], [0.3, 0.5])
+    same = paired_test([0.1 + 0.2, 0.5], [0.3, 0.5])
     assert (same.p_t, same.p_sign_flips, same.tied, (same.low, same.high)) == (1, 1, 2, (0, 0))
-    one = paired([0.0], [1.0])
+    one = paired_test([0.0], [1.0])
     assert math.isnan(one.standard_error)
-    assert (one.p_t, one.p_sign_flips, (one.low, one.high), one.is_clear) == (1, 1, (-1, 1), False)
-    constant = paired([0.0] * 10, [0.5] * 10)
-    assert (constant.p_t, constant.p_sign_flips, constant.is_clear) == (0, 2 / 1024, True)
+    assert (one.p_t, one.p_sign_flips, (one.low, one.high), one.is_significant) == (
+        1,
+        1,
+        (-1, 1),
+        False,
+    )
+    constant = paired_test([0.0] * 10, [0.5] * 10)
+    assert (constant.p_t, constant.p_sign_flips, constant.is_significant) == (0, 2 / 1024, True)

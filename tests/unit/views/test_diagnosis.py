@@ -21,7 +21,7 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.metric_names import find_metric
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.observe.sinks import RunInfo
-from winnow.views.diagnosis import RULES, Diagnosis, RunFinding, list_skipped_rules
+from winnow.views.diagnosis import RULES, Diagnosis, RunFinding, skipped_rules_note
 from winnow.views.doctor import LiveDiagnosis, describe_wrong_answers, diagnose_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -241,13 +241,13 @@ def test_a_run_that_is_dead_from_its_first_step_says_so_at_once(steps: int) -> N
 
 
 def test_rules_say_how_many_steps_they_need() -> None:
-    assert list_skipped_rules(6) == (
+    assert skipped_rules_note(6) == (
         f"6 steps: too few for 4 of {len(RULES)} rules (entropy_collapse, clip_never, "
         "length_hacking, reward_hacking need 10)"
     )
-    assert " need 5; entropy_blow_up, gradient_spikes need 6; " in list_skipped_rules(4)
-    assert list_skipped_rules(10) == ""
-    assert "not_comparable" not in list_skipped_rules(1)
+    assert " need 5; entropy_blow_up, gradient_spikes need 6; " in skipped_rules_note(4)
+    assert skipped_rules_note(10) == ""
+    assert "not_comparable" not in skipped_rules_note(1)
     assert names(lambda step: {"mismatch/abs_delta": math.nan}, steps=1) == ["not_comparable"]
     extreme = {"reward_flat_wrong", "reward_flat_right", "filtered", "cut_off", "clip_often",
                "gradient_spikes", "scoring_fails"}  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from winnow.observe.figures import count, duration, number, percent, printable, shorten
+from winnow.observe.format import count, duration, number, percent, printable, shorten
 from winnow.observe.jsonl import Evaluation, evaluations, running_total, seconds_by_phase, series
 from winnow.observe.metrics import SFT_S, START_S
 from winnow.observe.rollouts import RolloutGroup, write_rollouts

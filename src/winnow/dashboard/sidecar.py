@@ -29,7 +29,7 @@ def serve_dashboard(folder: Path) -> Iterator[str]:
     try:
         listener = _listener()
         with closing(listener):
-            arguments = ["dashboard", str(folder.parent), "--beside", str(listener.fileno())]
+            arguments = ["dashboard", str(folder.parent), "--listen-fd", str(listener.fileno())]
             process = subprocess.Popen(
                 [sys.executable, "-m", "winnow.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -62,7 +62,7 @@ def _listener() -> socket.socket:
     return listener
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Have this process, which gives way to a run's, end as by SIGTERM when its parent does."""
     parent = os.getppid()
     os.nice(_NICENESS)

@@ -47,12 +47,12 @@ class MetricsColumns:
 
     def __init__(self, files: RunFiles) -> None:
         self._files, self._lock = files, RLock()
-        self.beginnings = 0
+        self.rereads = 0
         """Times that the file was read from its beginning."""
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self.beginnings += 1
+    def _reset(self) -> None:
+        self.rereads += 1
         self._offset, self._proof, self._line = 0, b"", 0
         self._steps: list[int] = []
         self._columns: dict[str, Column] = {}
@@ -74,15 +74,15 @@ class MetricsColumns:
             content = self._files.read(METRICS_FILE, before, size) if size > before else b""
             seen = self._offset - before
             if size < self._offset or content[:seen] != self._proof:
-                self._forget()
+                self._reset()
                 content, seen = self._files.read(METRICS_FILE, 0, size), 0
             lines, newline, _ = content[seen:].rpartition(b"\n")
             if newline:
-                self._add(lines.split(b"\n"))
+                self._add_lines(lines.split(b"\n"))
                 self._offset += len(lines) + 1
                 self._proof = content[: seen + len(lines) + 1][-_PROOF_BYTES:]
 
-    def _add(self, lines: Iterable[bytes]) -> None:
+    def _add_lines(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             self._line += 1
             try:
@@ -153,7 +153,7 @@ class MetricsColumns:
 
         def up_to(name: str) -> list[float | None]:
             sums = list(accumulate(value or 0.0 for value in self.column(name)))
-            return [short(sums[row], 15) for row in lasts]
+            return [round_to(sums[row], 15) for row in lasts]
 
         return {
             "step": [steps[row] for row in lasts],
@@ -162,19 +162,21 @@ class MetricsColumns:
             "tokens": up_to(GENERATED_TOKENS),
             "time_s": up_to(STEP_S),
             "every": every,
-            "values": {name: [short(v) for v in self._bins(name, starts)] for name in names},
+            "values": {
+                name: [round_to(v) for v in self._bin_values(name, starts)] for name in names
+            },
             "totals": {
-                name: short(sum(value or 0.0 for value in self.column(name)), 15)
+                name: round_to(sum(value or 0.0 for value in self.column(name)), 15)
                 for name in names
-                if _reduction(name) == "sum"
+                if _reduction_of(name) == "sum"
             },
         }
 
-    def _bins(self, name: str, starts: list[int]) -> Iterable[float | None]:
+    def _bin_values(self, name: str, starts: list[int]) -> Iterable[float | None]:
         """Put the rows from each start to the next together."""
         if len(starts) == len(self._steps):
             return self.column(name)
-        how, values = _reduction(name), np.array(self.column(name), float)
+        how, values = _reduction_of(name), np.array(self.column(name), float)
         if how in ("max", "min"):
             extreme = np.fmax if how == "max" else np.fmin
             return map(float, extreme.reduceat(values, starts))
@@ -188,18 +190,18 @@ class MetricsColumns:
             return map(float, totals / divisor)
 
 
-def _reduction(name: str) -> str:
+def _reduction_of(name: str) -> str:
     return next((how for pattern, how in _REDUCTIONS if fnmatchcase(name, pattern)), "mean")
 
 
-def short(value: float | None, digits: int = 6) -> float | None:
+def round_to(value: float | None, digits: int = 6) -> float | None:
     """Round to some digits, of which a page shows six at most; None where it is no number."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
 
 
-def last_record(files: RunFiles, size: int) -> Mapping[str, float]:
+def read_last_record(files: RunFiles, size: int) -> Mapping[str, float]:
     """Read the last whole line of metrics.jsonl; empty where there is none.
 
     The figures of the last evaluation are among them, if a line shortly before has them.

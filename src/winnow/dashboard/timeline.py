@@ -9,7 +9,7 @@ from contextlib import suppress
 from threading import RLock
 from typing import Any
 
-from winnow.dashboard.runs import Entry, RunFiles
+from winnow.dashboard.runs import FileEntry, RunFiles
 
 TRACE, LOG = "trace.json", "log.txt"
 _MARK = re.compile(
@@ -26,14 +26,14 @@ _MOST_SLICES = 3000
 _BLOCK = 1 << 20
 
 
-class Timeline:
+class TraceWindows:
     """Windows of a run's trace.json; the places of its marks are found once, as it grows."""
 
     def __init__(self, files: RunFiles) -> None:
         self._files, self._lock = files, RLock()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._offset, self._head = 0, b""
         self._tracks: dict[int, str] = {}
         self._marks: list[tuple[str, int, int]] = []
@@ -48,7 +48,7 @@ class Timeline:
         with self._lock:
             head = self._files.read(TRACE, 0, min(size, 1024)) if size else b""
             if size < self._offset or not head.startswith(self._head[: len(head)]):
-                self._forget()
+                self._reset()
             self._head = head
             while self._offset < size:
                 block = self._files.read(TRACE, self._offset, min(self._offset + _BLOCK, size))
@@ -127,7 +127,7 @@ class Timeline:
                     yield json.loads(line.rstrip(b","))
 
 
-def log_lines(files: RunFiles, entry: Entry | None) -> dict[str, Any]:
+def read_log_tail(files: RunFiles, entry: FileEntry | None) -> dict[str, Any]:
     """Read the end of log.txt: its lines, of a level each, the newest last.
 
     Returns:
