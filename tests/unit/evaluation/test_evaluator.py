@@ -100,7 +100,7 @@ def test_only_scorers_that_read_an_answer_give_votes(source: str, votes: bool) -
     try:
         prompt = Prompt("f:1", np.arange(2), "?", source, "4")
         evaluator = idle([prompt], rewards, EvaluationConfig(), running=0, queued=0)
-        assert (source in evaluator._votes()) == votes
+        assert (source in evaluator._voting_sources()) == votes
     finally:
         rewards.close()
 
