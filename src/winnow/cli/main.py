@@ -496,7 +496,7 @@ def main() -> None:
     gc_tuning.leave_at_exit()
     code = _run()
     sinks = sys.modules.get("winnow.observe.sinks")
-    hangs = sinks is not None and sinks.hangs()
+    hangs = sinks is not None and sinks.has_hanging_sink()
     if code == _INTERRUPTED or hangs:
         from winnow.workers.threads import end_process
 

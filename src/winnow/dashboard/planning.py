@@ -26,7 +26,7 @@ from winnow.user_code import refuse_user_code
 MOST_BYTES = 10_000
 """Most bytes of a request's body."""
 _PROGRAM = (
-    "from winnow.dashboard.planning import confine; confine(); "
+    "from winnow.dashboard.planning import limit_process; limit_process(); "
     "from winnow.cli.main import main; raise SystemExit(main())"
 )
 _MOST_MEMORY, _MOST_SECONDS = 16 << 30, 1800

@@ -280,7 +280,7 @@ def test_events_name_the_run_that_changed(make_run: MakeRun) -> None:
 
     async def told() -> list[Any]:
         dashboard = Dashboard([str(a.path.parent)])
-        events = dashboard._changes()
+        events = dashboard._change_events()
         found = [json.loads((await anext(events)).removeprefix("data: "))]
         with a.metrics.open("a") as file:
             file.write('{"step":5}\n')
