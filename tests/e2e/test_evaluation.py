@@ -133,14 +133,14 @@ def test_two_evaluations_are_compared_on_what_both_answered(place: Path, both: O
     ]
     assert failed[0] > 0
     assert body["notes"] == [
-        "5 problems of A alone are left out.",
+        "5 problems are only in A and are left out.",
         *(
             f"Scoring failed for {number} answers of {name}, which count as wrong."
             for name, number in zip("AB", failed, strict=True)
             if number
         ),
-        "They were asked in different ways: n is 6 in A, 1 in B.",
-        "They were asked in different ways: temperature is 1.0 in A, 0.0 in B.",
+        "A and B were sampled differently: n is 6 in A, 1 in B.",
+        "A and B were sampled differently: temperature is 1.0 in A, 0.0 in B.",
     ]
     shown = winnow(place, "compare", "both/answers.parquet", "greedy").check().out
     assert " ".join(body["verdict"].split()) in " ".join(shown.split())
@@ -158,7 +158,7 @@ WRONG = {
     f"eval both {DATA}": "both is neither a run's folder (no config.yaml) nor a model's (no",
     f"eval model {DATA} evaluation.max_response_tokens=12": "no scorer",
     TOO_LONG: "evaluation.max_response_tokens 300 does not fit the model's 256 positions",
-    "compare both others": "have no problem in common: other data, or asked with another",
+    "compare both others": "have no problem in common: the data or data.prompt_template differs",
 }
 
 

@@ -151,7 +151,7 @@ def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(home: Path) -
         *("reward.function.path=going.py", "reward.workers=0"),
     )
     assert (said.code, said.err.count("\n")) == (1, 1)
-    assert "runs/gone is no longer there: it was deleted, moved or renamed" in said.err
+    assert "run folder runs/gone was deleted, moved or renamed" in said.err
     assert not (home / "runs/gone").exists()
 
 

@@ -130,7 +130,7 @@ def test_an_adapter_imitates_in_a_process_of_its_own(home: Path, server: Server)
     more = ("trainer.profile.steps=[2,7]", OWN)
     said = winnow(home, "sft", "sft", "run.name=one", *SFT, *lora, *more).check().out
     assert (home / "complete").exists()
-    assert "No profile of step 7: the run goes from step 1 to 2 (trainer.profile.steps)" in said
+    assert "No profile of step 7: the run trains steps 1 to 2 (trainer.profile.steps)" in said
     with gzip.open(home / "runs/one/profile/driver-0-step-2.json.gz", "rt") as trace:
         names = {event.get("name") for event in json.load(trace)["traceEvents"]}
     assert {"winnow.update", "aten::mm"} <= names

@@ -72,7 +72,7 @@ def test_a_sink_that_hangs_is_told_of_and_costs_the_run_nothing(
     outcome.check()
     records = read_metrics(home / "runs/mine/metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
-    warning = "observe.sinks[0].path hangs.py:Hangs does not end within 1 s"
+    warning = "observe.sinks[0].path hangs.py:Hangs did not close within 1 s"
     assert " ".join(outcome.out.split()).count(warning) == 1
     assert (home / "runs/mine/log.txt").read_text().count(warning) == 1
 

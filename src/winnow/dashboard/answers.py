@@ -171,7 +171,7 @@ def read_group_answers(
         table = file.read_row_groups(parts)
         table = table.filter(pc.equal(table["group"], group))
     if not len(table):
-        raise UnreadableError(f"{name} of {files.name} has no group {group}; choose another one")
+        raise UnreadableError(f"{name} of {files.name} has no group {group}; choose another")
     return [_answer_json(row, pieces) for row in table.to_pylist()]
 
 
@@ -281,7 +281,7 @@ def require_columns(table: pa.Table, name: str, *columns: str) -> None:
     """
     for column in columns:
         if column not in table.column_names:
-            raise UnreadableError(f"{name} has no column {column}: not a file of answers")
+            raise UnreadableError(f"{name} has no column {column}: not a rollout file")
 
 
 def float_column(table: pa.Table, column: str) -> np.ndarray:

@@ -89,7 +89,7 @@ class MetricsColumns:
                 record = parse_record(line)
             except ValueError as error:
                 self._problems.append(
-                    f"{METRICS_FILE} line {self._line} is left out: not a line of metrics ({error})"
+                    f"{METRICS_FILE} line {self._line} was skipped: not a metrics record ({error})"
                 )
                 continue
             row = len(self._steps)

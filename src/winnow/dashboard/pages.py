@@ -245,8 +245,8 @@ class RunPages:
         entry = self.files.entries().get(TRACE)
         if entry is None:
             raise UnreadableError(
-                f"{self.files.name} has no {TRACE}: observe.trace is false, or its first step is "
-                "not done"
+                f"{self.files.name} has no {TRACE}: observe.trace is false, or no step has "
+                "finished yet"
             )
         with self.files.explain_errors(TRACE):
             self._timeline.refresh(entry.size)
@@ -338,7 +338,7 @@ class RunPages:
             saved = [n for n in self.files.entries("checkpoints") if n.startswith("step-")]
             if not saved:
                 raise UnreadableError(
-                    f"{self.files.name} has no {TOKENIZER}, so texts are shown without their tokens"
+                    f"{self.files.name} has no {TOKENIZER}, so tokens are not shown"
                 )
             name = stamp = f"checkpoints/{max(saved, key=len)}/model/{TOKENIZER}"
 
@@ -391,7 +391,7 @@ class Pages:
         requested = list(names)
         for name in requested:
             if name not in everything:
-                raise RunNotFoundError(f"there is no run {name} (any more); choose another one")
+                raise RunNotFoundError(f"run {name} does not exist or was removed; choose another")
         return [everything[name] for name in requested]
 
     def rows(self) -> list[dict[str, Any]]:

@@ -102,9 +102,7 @@ class Planner:
             `{"told": …}` as it goes on, then `{"plan": …}` or `{"error": …}`.
         """
         if self._turn.locked():
-            yield _json_line(
-                told="another plan is being made by this dashboard; waiting for its end"
-            )
+            yield _json_line(told="another plan is running; waiting for it to finish")
         async with self._turn:
             try:
                 with TemporaryDirectory(prefix="winnow-plan-") as name:
@@ -134,7 +132,7 @@ class Planner:
             told = each.decode("utf-8", "replace").strip().removeprefix("winnow: ")
             yield _json_line(told=told)
         if await process.wait():
-            yield _json_line(error=told or "the plan was ended")
+            yield _json_line(error=told or "the plan was terminated")
         else:
             yield _json_line(plan=json.loads((folder / "plan.json").read_bytes()))
 

@@ -176,10 +176,10 @@ def _open_place(place: str) -> tuple[Any, str]:
         path = str(path).rstrip("/")
         exists = system.exists(path)
     except Exception as error:  # each file system has its own errors
-        raise UnreadableError(f"{place} cannot be looked at: {_error_text(error)}") from error
+        raise UnreadableError(f"cannot open {place}: {_error_text(error)}") from error
     if not exists:
         raise UnreadableError(
-            f"{place} is not there; name a run's folder, a folder of runs, or the URL of one"
+            f"{place} does not exist; give a run's folder, a folder of runs, or the URL of one"
         )
     return system, path
 

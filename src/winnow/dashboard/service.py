@@ -120,7 +120,9 @@ class Dashboard:
         site = request.headers.get("sec-fetch-site", "same-origin")
         kind = request.headers.get("content-type", "")
         if site != "same-origin" or kind != "application/json":
-            return _respond({"error": "a plan is asked for by the dashboard's page, as JSON"}, 403)
+            return _respond(
+                {"error": "plans are accepted from the dashboard's own page only, as JSON"}, 403
+            )
         try:
             form = PlanForm.read(await _read_body(request))
             runs = await anyio.to_thread.run_sync(self._pages.of, [_Query(request).text("run")])
@@ -146,7 +148,7 @@ class Dashboard:
 
         if self._streams < self.connections // 2:
             return StreamingResponse(counted(), media_type=kind)
-        line = f"{self._streams} pages are open already, which is the limit; close one"
+        line = f"{self._streams} pages are open, which is the limit; close one"
         return _respond({"error": line}, 503)
 
     async def _change_events(self) -> AsyncGenerator[str]:
@@ -188,7 +190,7 @@ class _Query:
 
     def text(self, name: str) -> str:
         if name not in self._params:
-            raise WinnowError(f"{name} is missing in the address")
+            raise WinnowError(f"query parameter {name} is missing")
         return str(self._params[name])
 
     def names(self, name: str) -> list[str]:
@@ -201,12 +203,12 @@ class _Query:
         try:
             return int(value)
         except ValueError:
-            raise WinnowError(f"{name} must be a whole number, got {value[:40]}") from None
+            raise WinnowError(f"{name} must be an integer, got {value[:40]}") from None
 
     def required(self, name: str) -> int:
         number = self.number(name)
         if number is None:
-            raise WinnowError(f"{name} is missing in the address")
+            raise WinnowError(f"query parameter {name} is missing")
         return number
 
 
@@ -260,7 +262,7 @@ class _AccessGuard:
         if self._token is None:
             if is_local_host(request.headers.get("host", "")):
                 return None
-            return _respond({"error": "without a token the dashboard is asked as localhost alone; "
+            return _respond({"error": "without a token the dashboard answers on localhost only; "
                           "start it with --token-env"}, 421)  # fmt: skip
         token = request.query_params.get("token")
         if token is not None and request.url.path == "/" and self._token_matches(token):
@@ -273,7 +275,7 @@ class _AccessGuard:
             return None
         if request.url.path.startswith("/api/"):
             return _respond({"error": "the token is missing or wrong"}, 401)
-        wrong = "" if token is None else "<p>That is not the token.</p>"
+        wrong = "" if token is None else "<p>Wrong token.</p>"
         return HTMLResponse(_ASK.format(wrong=wrong), 401)
 
     def _token_matches(self, token: str) -> bool:
@@ -283,6 +285,6 @@ class _AccessGuard:
 
 
 _ASK = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Winnow</title>
-<h1>Winnow</h1>{wrong}<p>This dashboard asks for the token that it was started with.</p>
+<h1>Winnow</h1>{wrong}<p>Enter the token that the dashboard was started with.</p>
 <form action="/"><input type="password" name="token" autofocus aria-label="Token">
 <button>Open</button></form></html>"""

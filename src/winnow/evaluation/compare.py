@@ -191,8 +191,8 @@ def compare(a: HeldOutAnswers, b: HeldOutAnswers) -> Comparison:
     shared = [problem for problem in a.sources if problem in b.sources]
     if not shared:
         raise DataError(
-            f"{a.file} and {b.file} have no problem in common: other data, or asked with another "
-            "data.prompt_template; evaluate both on one file in the same way"
+            f"{a.file} and {b.file} have no problem in common: the data or "
+            "data.prompt_template differs; evaluate both on the same file with the same template"
         )
     by_source = grouped((a.sources[problem], problem) for problem in shared)
     sources = {source: _test_problems(a, b, members) for source, members in by_source.items()}
@@ -222,12 +222,12 @@ def parse_answers(file: Path, table: pa.Table, settings: Mapping[str, Any] = {})
     missing = [name for name in _COLUMNS if name not in table.column_names]
     if missing:
         raise DataError(
-            f"{file}: no column {missing[0]}; give what winnow eval writes (evaluate again, if an "
+            f"{file}: no column {missing[0]}; give a file of winnow eval (evaluate again if an "
             "older version wrote it)"
         )
     rows = [row for row in table.select(_COLUMNS).to_pylist() if row["outcome"] == "held_out"]
     if not rows:
-        raise DataError(f"{file} holds no held-out answers; give what winnow eval writes")
+        raise DataError(f"{file} has no held-out answers; give a file that winnow eval wrote")
     accuracies = grouped((row["problem"], row["accuracy"]) for row in rows)
     return HeldOutAnswers(
         file,
@@ -246,7 +246,7 @@ def _find_file(path: str) -> Path:
         return place / ANSWERS
     if not (place / "config.yaml").is_file():
         raise WinnowError(
-            f"{place} holds no evaluation (no {ANSWERS}) and is no run's folder; "
+            f"{place} has no {ANSWERS} and is not a run folder; "
             f"give a folder that winnow eval wrote, its {ANSWERS}, or runs/NAME"
         )
     candidates = [
@@ -255,7 +255,7 @@ def _find_file(path: str) -> Path:
         if (match := _OF_STEP.fullmatch(file.name))
     ]
     if not candidates:
-        raise WinnowError(f"{place} has no evaluation yet; make one: winnow eval {place}")
+        raise WinnowError(f"{place} has no evaluation yet; run winnow eval {place}")
     return max(candidates)[2]
 
 
@@ -266,7 +266,7 @@ def _read_settings(file: Path) -> Mapping[str, Any]:
     try:
         settings = json.loads(report.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{report}: not a report of winnow eval; delete it to go on") from error
+        raise DataError(f"{report}: not a report of winnow eval; delete it to continue") from error
     return settings if isinstance(settings, dict) else {}
 
 
@@ -302,7 +302,7 @@ def comparison_notes(compared: Comparison) -> list[str]:
     for name, mine, other in (("A", compared.a, compared.b), ("B", compared.b, compared.a)):
         alone = len([problem for problem in mine.sources if problem not in other.sources])
         if alone:
-            lines.append(f"{alone:,} problems of {name} alone are left out.")
+            lines.append(f"{alone:,} problems are only in {name} and are left out.")
         if mine.failed:
             lines.append(
                 f"Scoring failed for {mine.failed:,} answers of {name}, which count as wrong."
@@ -310,9 +310,9 @@ def comparison_notes(compared: Comparison) -> list[str]:
     for key in compared.a.settings.keys() & compared.b.settings.keys() - {"seed"}:
         value_a, value_b = compared.a.settings[key], compared.b.settings[key]
         if value_a != value_b:
-            how = "scored" if key.startswith(SCORED) else "asked"
+            how = "scored" if key.startswith(SCORED) else "sampled"
             what = f"{key.removeprefix(SCORED)} is {value_a} in A, {value_b} in B"
-            lines.append(f"They were {how} in different ways: {what}.")
+            lines.append(f"A and B were {how} differently: {what}.")
     return sorted(lines)
 
 
@@ -325,21 +325,20 @@ def verdict(pair: PairedTest) -> str:
         return f"No difference: A and B did equally well on each of the {problems}."
     if pair.problems < _LEAST_PROBLEMS:
         return (
-            f"Nothing can be said: {problems} are too few to tell a difference from luck "
-            f"(at least {_LEAST_PROBLEMS})."
+            f"Inconclusive: {problems} are too few for a significance test (at least "
+            f"{_LEAST_PROBLEMS})."
         )
     p = _format_p(pair.p_sign_flips)
     kind = "all" if pair.problems - pair.tied <= EXACT_FLIPS else "random"
     by = f"p {p if p.startswith('<') else f'= {p}'} by {kind} sign flips"
     if not pair.is_significant:
         return (
-            f"Within noise: B is {points} {better} on these {problems}, which may well be luck "
-            f"({by}); a difference below about {100 * pair.detectable:.1f} points would often be "
-            "missed here."
+            f"Not significant: B is {points} {better} on these {problems} ({by}); differences "
+            f"below about {100 * pair.detectable:.1f} points are often missed at this sample size."
         )
     low, high = sorted((abs(100 * pair.low), abs(100 * pair.high)))
     return (
-        f"B is {better}: by {points} on these {problems}, most likely {low:.1f} to {high:.1f} "
+        f"B is {better} by {points} on these {problems}, 95 % interval {low:.1f} to {high:.1f} "
         f"({by})."
     )
 

@@ -119,7 +119,7 @@ def _choose_metrics(requested: Sequence[str], curves: Sequence[_Curve]) -> list[
             raise ConfigError(f"--metrics: no run has the figure {name!r}; {hint}")
     chosen = [*dict.fromkeys(requested or (name for name in DEFAULT_METRICS if name in available))]
     if not chosen:
-        raise ConfigError("the runs have no step yet; name figures with --metrics, or wait")
+        raise ConfigError("the runs have no steps yet; name figures with --metrics, or wait")
     return chosen
 
 

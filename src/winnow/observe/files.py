@@ -28,7 +28,7 @@ _PASSING = {
 """Errors of disks and file servers that may be over with the next try."""
 _REMEDIES = (
     ({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}, "free some space, or put the run on another disk"),
-    ({errno.EACCES, errno.EPERM, errno.EROFS}, "choose a folder that you may write to"),
+    ({errno.EACCES, errno.EPERM, errno.EROFS}, "choose a writable folder"),
     (_PASSING, "try again, or put the run on another disk"),
 )
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -230,7 +230,7 @@ class RunFolder:
         self.evaluations = path / "eval"  # answers to held-out prompts
         self.log = path / "log.txt"
         self.trace = path / "trace.json"  # who did what when
-        self.findings = path / "findings.jsonl"  # diseases, when they were found
+        self.findings = path / "findings.jsonl"  # findings of the rules of winnow doctor
         self.curve = path / "curve.png"
         self.trackers = path / "trackers"  # which runs of trackers are this one, and their files
 
@@ -248,8 +248,8 @@ class RunFolder:
             is_taken = any(path.iterdir())
         if is_taken:
             raise ConfigError(
-                f"run.name={path.name}: {path} holds a run already; "
-                "choose another run.name, or delete that folder"
+                f"run.name={path.name}: {path} already contains a run; "
+                "choose another run.name or delete the folder"
             )
         write_atomic(cls(path).log, b"")  # says now, not after the first step, that it can
         return cls(path)
@@ -265,7 +265,7 @@ class RunFolder:
         with explain_disk_errors(folder.path):
             is_run = folder.config.is_file()
         if not is_run:
-            raise WinnowError(f"{path} is not a run's folder (no config.yaml); look in runs/")
+            raise WinnowError(f"{path} is not a run folder (no config.yaml); see runs/")
         return folder
 
     def check_exists(self) -> RunFolder:
@@ -276,9 +276,8 @@ class RunFolder:
         """
         if not self.path.is_dir():
             raise FolderGoneError(
-                f"{self.path} is no longer there: it was deleted, moved or renamed while the run "
-                "trained, which stops here; put it back, and go on from its last checkpoint with "
-                f"winnow resume {self.path}"
+                f"run folder {self.path} was deleted, moved or renamed during the run; restore it "
+                f"and continue from the last checkpoint: winnow resume {self.path}"
             )
         return self
 
@@ -309,11 +308,10 @@ class RunFolder:
         try:
             tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
             if not isinstance(tree, dict):
-                raise ValueError("it holds no recipe")
+                raise ValueError("not a recipe")
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise WinnowError(
-                f"cannot read {self.config}: {one_line(error)}; put back the config.yaml of a "
-                "checkpoint"
+                f"cannot read {self.config}: {one_line(error)}; restore it from a checkpoint"
             ) from error
         return tree
 

@@ -59,8 +59,8 @@ class MetricsLog(AppendFile):
         """
         if offset and self.path.read_bytes()[offset - 1 : offset] != b"\n":
             raise CheckpointError(
-                f"{self.path} has {self.size} bytes and no line that ends at {offset}, where the "
-                "checkpoint continues: it was changed since; put it back, or start a new run"
+                f"{self.path} has {self.size} bytes and no line ending at byte {offset}, the "
+                "offset in the checkpoint: it was modified; restore it, or start a new run"
             )
         super().truncate(offset)
 
@@ -75,14 +75,14 @@ def read_metrics(path: Path) -> list[dict[str, Number]]:
         content = path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise WinnowError(f"cannot read {path}: {reason}; name the folder of a run") from error
+        raise WinnowError(f"cannot read {path}: {reason}; give the folder of a run") from error
     records: list[dict[str, Number]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             records.append(parse_record(line))
         except ValueError as error:
             raise WinnowError(
-                f"{path} line {number} is not a line of metrics ({error}); delete that line"
+                f"{path} line {number} is not a metrics record ({error}); delete that line"
             ) from error
     return records
 
@@ -96,16 +96,16 @@ def parse_record(line: bytes) -> dict[str, Number]:
     try:
         record = json.loads(line)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("no step")
     odd = record.pop(_NON_FINITE, {})
     if not isinstance(odd, dict):
-        raise ValueError(f"{_NON_FINITE} is no object")
+        raise ValueError(f"{_NON_FINITE} is not an object")
     figures = record | {name: float(str(text)) for name, text in odd.items()}
     for name, value in figures.items():
         if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 1e300):
-            raise ValueError(f"{name} is no number")
+            raise ValueError(f"{name} is not a number")
     return figures
 
 

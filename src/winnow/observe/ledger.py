@@ -103,14 +103,14 @@ def read_ledger(folder: RunFolder) -> pa.Table:
     parts = list_step_files(folder.ledger)
     if not parts:
         raise WinnowError(
-            f"{folder.path} has no {folder.ledger.name}: its first step is not done, or an older "
-            "winnow made it; give a run that has one"
+            f"{folder.path} has no {folder.ledger.name}: no step has finished yet, or an older "
+            "winnow wrote the run; choose another run"
         )
     for number, (step, _) in enumerate(parts, start=1):
         if step != number:
             raise WinnowError(
-                f"{folder.ledger} lacks step {number} of {parts[-1][0]}: the file was removed, or "
-                "an older winnow did that step; put it back, or give a run that has them all"
+                f"{folder.ledger} has no file for step {number} of {parts[-1][0]}: it was removed, "
+                "or an older winnow ran that step; restore it, or choose another run"
             )
     tables = [_read_part(path) for _, path in parts]
     return pa.concat_tables(tables).sort_by([("group", "ascending"), ("step", "ascending")])
@@ -126,7 +126,7 @@ def _read_part(path: Path) -> pa.Table:
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise WinnowError(
-            f"cannot read {path}: {reason}; take it from a copy of the run, or resume the run from "
+            f"cannot read {path}: {reason}; restore it from a copy of the run, or resume from "
             "a checkpoint before that step"
         ) from error
 

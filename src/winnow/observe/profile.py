@@ -100,7 +100,7 @@ def check_profile(config: ProfileConfig, has_gpu: bool) -> None:
     """
     if config.steps and config.tool != "torch" and not has_gpu:
         raise ConfigError(
-            f"trainer.profile.tool={config.tool} records GPUs, and this run has none; set it to "
+            f"trainer.profile.tool={config.tool} requires a GPU, and the run has none; set it to "
             "torch"
         )
 
@@ -109,14 +109,14 @@ def profile_notes(config: ProfileConfig, first: int, last: int) -> list[str]:
     """Return what the user should read before a profiled run trains its steps first to last."""
     notes, never = [], [str(step) for step in config.steps if not first <= step <= last]
     if never:
-        which = f"the run goes from step {first} to {last} (trainer.profile.steps)"
+        which = f"the run trains steps {first} to {last} (trainer.profile.steps)"
         notes.append(f"No profile of step {', '.join(never)}: {which}")
     if config.steps and config.tool == "nsight" and "NSYS_PROFILING_SESSION_ID" not in os.environ:
         options = [f"--{name}={value}" for name, value in nsight_options(config).items()]
         command = " ".join(["nsys", "profile", *options])
         notes.append(
-            "Warning: trainer.profile.tool=nsight, and this process does not run under nsys, so "
-            f"only workers on Ray are recorded; begin the command with: {command}"
+            "Warning: trainer.profile.tool=nsight, but this process does not run under nsys: only "
+            f"Ray workers are profiled; prefix the command with: {command}"
         )
     return notes
 

@@ -138,14 +138,14 @@ def read_rollouts(path: Path) -> pa.Table:
     """
     files = [path] if path.is_file() else [file for _, file in list_step_files(path)]
     if not files:
-        raise WinnowError(f"no rollouts at {path}; name a run's rollouts folder or a file in it")
+        raise WinnowError(f"no rollouts at {path}; give a run's rollouts folder or a file in it")
     tables = []
     for file in files:
         try:
             tables.append(pq.ParquetFile(file).read())
         except (OSError, pa.ArrowException) as error:
             reason = str(error).splitlines()[0]
-            raise WinnowError(f"cannot read {file}: {reason}; delete it to go on") from error
+            raise WinnowError(f"cannot read {file}: {reason}; delete it to continue") from error
     text = {field.name for table in tables for field in table.schema if field.type == _TEXT}
     alike = [
         table.cast(pa.schema([f.with_type(_TEXT) if f.name in text else f for f in table.schema]))

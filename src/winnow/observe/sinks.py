@@ -165,7 +165,7 @@ class BackgroundSink:
         since = self._busy_since or math.inf
         if not self._is_over and time.monotonic() - since > self._tracking.timeout_s:
             seconds = f"{self._tracking.timeout_s:g} s (observe.tracking.timeout_s)"
-            self._drop(f"has not answered for {seconds}; it gets no more records")
+            self._drop(f"is disabled: no response within {seconds}")
         record = dict(record)
         try:
             if not self._is_over:
@@ -174,8 +174,8 @@ class BackgroundSink:
             self._missed += 1
             if self._missed == 1:
                 self._messages.put(
-                    f"Warning: {self._label} is {MOST_WAITING} records behind; it misses what "
-                    "comes until it has caught up, and metrics.jsonl has everything"
+                    f"Warning: {self._label} is {MOST_WAITING} records behind; new records are "
+                    "dropped until it catches up, and metrics.jsonl is complete"
                 )
         self._deliver_messages()
 
@@ -198,10 +198,10 @@ class BackgroundSink:
             if self._thread.is_alive():
                 seconds = f"{self._tracking.close_s:g} s (observe.tracking.close_s)"
                 rest = self._calls.qsize()
-                self._drop(f"does not end within {seconds}, with {rest} records still to be sent")
+                self._drop(f"did not close within {seconds}; {rest} records were not sent")
         if self._missed:
             missed, self._missed = self._missed, 0
-            self._messages.put(f"Warning: {self._label} missed {missed} records: it was too slow")
+            self._messages.put(f"Warning: {self._label} was too slow and lost {missed} records")
         self._deliver_messages()
 
     def _run_thread(self) -> None:
@@ -215,8 +215,7 @@ class BackgroundSink:
             self._call_timed(sink.close)
         except BaseException as error:  # also SystemExit, by a library without its key
             if not self._is_over:
-                cause = f"fails with {type(error).__name__}: {one_line(error)}"
-                self._drop(f"{cause}; it gets no more records")
+                self._drop(f"is disabled: {type(error).__name__}: {one_line(error)}")
             if sink is not None:
                 self._close_failed(sink)
         finally:
@@ -239,13 +238,13 @@ class BackgroundSink:
         try:
             sink.close()
         except BaseException as error:
-            log.info("%s cannot be closed either: %s", self._label, one_line(error))
+            log.info("closing %s failed, too: %s", self._label, one_line(error))
 
     def _drop(self, reason: str) -> None:
         self._is_over = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             _abandoned.append(self._thread)
-        self._messages.put(f"Warning: {self._label} {reason}, and the run goes on")
+        self._messages.put(f"Warning: {self._label} {reason} (training continues)")
 
     def _deliver_messages(self) -> None:
         while not self._messages.empty():

@@ -97,7 +97,9 @@ def draw_curve(folder: Path) -> Path:
     """
     records = read_metrics(folder / METRICS_FILE)
     if not records:
-        raise WinnowError(f"{folder / METRICS_FILE} holds no step yet; wait for the run's first")
+        raise WinnowError(
+            f"{folder / METRICS_FILE} has no steps yet; wait until the first step has finished"
+        )
     target = folder / "curve.png"
     with saved_figure(target, SIZE_INCHES) as figure:
         axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 3))

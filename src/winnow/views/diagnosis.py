@@ -1,9 +1,9 @@
-"""Diseases of a run, found by rules over its record: figures, likely cause and remedy of each.
+"""Rules that find problems of a run in its metrics: evidence, likely cause and remedy of each.
 
 A rule is a pure function of the figures up to a step (`RunHistory`): it returns evidence, or None.
 `Diagnosis` asks all rules of `RULES` after each step, while a run goes on or over metrics.jsonl
 afterwards (`winnow.views.doctor`), so that both say the same. benchmarks/doctor.py measures what
-they find in runs made sick on purpose, and how often they are wrong about healthy ones.
+they find in runs broken on purpose, and their false positives in healthy ones.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ _LARGEST = 1e100
 
 @dataclass(frozen=True)
 class RunFinding:
-    """A disease that a rule has found in a run."""
+    """A problem that a rule found in a run."""
 
     name: str
     """The rule's; docs/troubleshooting.md has a section for each."""
     severity: Literal["critical", "warning", "note"]
-    """critical: nothing is learnt, or nothing true; warning: learning suffers; note: time is lost.
-    """
+    """critical: learning is broken; warning: learning is impaired; note: time is wasted."""
     first_step: int
     last_step: int
     """The last step after which the rule held."""
@@ -53,7 +52,7 @@ class RunFinding:
 
 
 class RunHistory:
-    """The figures of a run up to a step, as rules ask for them; absent and NaN ones are left out.
+    """The metrics of a run up to a step, as rules read them; absent and NaN values are skipped.
 
     Args:
         settings: the resolved recipe as a tree of plain values.
@@ -71,7 +70,7 @@ class RunHistory:
         """Accuracy of each evaluation, and its standard error."""
 
     def add(self, record: Record) -> None:
-        """Take in the record of the next step."""
+        """Append the record of the next step."""
         figures = {name: value for name, value in record.items() if name.startswith(_PARTS)}
         penalty = record.get("score/parts/overlong/mean", 0.0)
         figures[_SHAPELESS] = record.get(metrics.REWARD, math.nan) - penalty
@@ -99,34 +98,32 @@ class RunHistory:
         return self._first[name][:count]
 
     def mean(self, name: str, last: int = WINDOW) -> float:
-        """Return the mean of the newest values; NaN, which no bound is met by, without any."""
+        """Return the mean of the newest values; NaN, which meets no bound, if there are none."""
         return _mean(self.latest(name, last))
 
     def share_of_step(self, name: str) -> float:
-        """Return the share of the seconds of steps, evaluation and saving left out, over a window;
+        """Return a figure's share of step time, without evaluation and saving, over the last window;
         NaN before there is one."""
         spent, total = (math.fsum(self.latest(each)) for each in (name, _WORK))
         return spent / total if total > 0 and self.seen[name] >= WINDOW else math.nan
 
     def is_sufficient(self, values: Sequence[float]) -> bool:
-        """Return whether values alike, one a step, are a window, or of many answers from the first
-        step on."""
+        """Return whether equal values, one a step, fill a window or stand for enough answers."""
         answers = self.setting("sampling.groups_per_step", 64) * self.setting("rollout.n", 8)
         return len(values) == WINDOW or len(values) * answers >= _PROOF
 
     def setting(self, key: str, default: Any) -> Any:
-        """Return a key of the recipe; what an older recipe lacks, or has as another type, is the
-        default."""
+        """Return a key of the recipe, or the default if it is missing or of another type."""
         value = self._settings.get(key)
         return value if isinstance(value, type(default)) else default
 
 
 Check = Callable[[RunHistory], str | None]
-"""Returns the evidence of a disease, or None where there is none."""
+"""Returns the evidence of a problem, or None."""
 
 
 class Rule(NamedTuple):
-    """A disease that can be found."""
+    """A problem that can be found."""
 
     name: str
     severity: Literal["critical", "warning", "note"]
@@ -134,7 +131,7 @@ class Rule(NamedTuple):
     cause: str
     remedy: str
     steps: int = WINDOW
-    """Steps of a run before it can be found, but for extremes."""
+    """Steps before the rule can fire, except in extreme cases."""
 
 
 # Rewards and groups
@@ -171,7 +168,7 @@ def _check_filtered(course: RunHistory) -> str | None:
     groups = {kind: math.fsum(course.latest(f"sampling/groups/{kind}")) for kind in kinds}
     passed = f"{_mean(keep):.1%} of the groups passed the filter" if keep else "no group passed"
     counted = ", ".join(f"{n:,.0f} {kind.replace('_', ' ')}" for kind, n in groups.items())
-    return f"{passed} in the last steps; of the others: {counted}"
+    return f"{passed} in the last steps; rejected: {counted}"
 
 
 def _check_cut_off(course: RunHistory) -> str | None:
@@ -180,7 +177,7 @@ def _check_cut_off(course: RunHistory) -> str | None:
     bound = 0.1 + 2 * math.sqrt(0.09 / max(answers * WINDOW, 1))  # beyond chance
     limit, length = course.setting("rollout.max_response_tokens", 0), course.mean(metrics.LENGTH)
     evidence = (
-        f"{_mean(shares):.1%} of the answers trained on were ended by the limit of {limit:,} tokens"
+        f"{_mean(shares):.1%} of the answers trained on reached the limit of {limit:,} tokens"
     )
     is_sick = len(shares) == WINDOW and _mean(shares) > bound
     is_sick = is_sick or (course.is_sufficient(shares) and min(shares) == 1)
@@ -242,7 +239,7 @@ def _check_gradient_spikes(course: RunHistory) -> str | None:
         course.mean("actor/skipped_updates", 1),
     )
     if skipped > 0:
-        return f"{skipped:,.0f} updates were left out: their gradient was not finite"
+        return f"{skipped:,.0f} updates were skipped: their gradient was not finite"
     if len(norms) < 6 or not norms[-1] > 10 * (usual := statistics.median(norms[:-1])) > 0:
         return None
     times = norms[-1] / usual
@@ -253,8 +250,7 @@ def _check_gradient_spikes(course: RunHistory) -> str | None:
 
 
 def _significant_rise(course: RunHistory, name: str) -> tuple[float, float] | None:
-    """Return the means of the first and the last window, where the second is higher beyond
-    chance."""
+    """Return the means of the first and the last window if the rise is significant, else None."""
     before, now = course.earliest(name), course.latest(name)
     if course.seen[name] < _ENOUGH:
         return None
@@ -264,8 +260,8 @@ def _significant_rise(course: RunHistory, name: str) -> tuple[float, float] | No
 
 
 def _stalled_held_out(course: RunHistory) -> tuple[float, float] | None:
-    """Return the first and the newest held-out accuracy, where it has not risen, and where accuracy
-    in training has not either, or by much more than chance allows."""
+    """Return the first and the newest held-out accuracy if it stalled while training accuracy did
+    not rise either, or rose by far more."""
     if len(course.held_out) < 3:
         return None
     (before, error), now = course.held_out[0], _mean([v for v, _ in course.held_out[-2:]])
@@ -315,7 +311,7 @@ def _check_mismatch(course: RunHistory) -> str | None:
 
 def _check_stale(course: RunHistory) -> str | None:
     age, ess = course.mean("sampling/staleness/mean"), course.mean("mismatch/ess")
-    evidence = f"groups trained on were begun {age:.1f} weight versions before"
+    evidence = f"groups trained on were started {age:.1f} weight versions earlier"
     is_sick = course.seen["sampling/staleness/mean"] >= WINDOW and age > 2.5
     size = "" if math.isnan(ess) else f"; effective sample size {ess:.0%}"
     return evidence + size if is_sick else None
@@ -323,7 +319,7 @@ def _check_stale(course: RunHistory) -> str | None:
 
 def _check_slow_scoring(course: RunHistory) -> str | None:
     busy, seconds = course.share_of_step("scoring/busy_s"), course.mean("scoring/mean_s")
-    evidence = f"a score took {seconds:.2g} s, and scores were waited for {busy:.0%} of the time"
+    evidence = f"a score took {seconds:.2g} s, and waiting for scores took {busy:.0%} of the time"
     return evidence if busy > 0.7 and seconds > 0.25 * course.mean(_WORK) else None
 
 
@@ -338,70 +334,71 @@ def _wait_check(figure: str, event: str) -> Check:
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("reward_flat_wrong", "critical", _flat_check(False),
-         "the scorer wants another format than the model writes, or the task is too hard",
-         "ask `winnow reward try FILE --row 1 --answer TEXT` with a right answer; if it scores as "
-         "wrong, mend the scorer or the prompt, else use easier prompts or a stronger model", 1),
+         "the scorer expects another answer format, or the task is too hard",
+         "run `winnow reward try FILE --row 1 --answer TEXT` with a correct answer; if it is "
+         "scored as wrong, fix the scorer or the prompt, else use easier prompts or a stronger model", 1),
     Rule("reward_flat_right", "critical", _flat_check(True),
-         "the scorer finds any answer right, or the task is solved",
-         "ask `winnow reward try FILE --row 1 --answer nonsense`; if that scores as right, mend "
+         "the scorer accepts any answer, or the task is solved",
+         "run `winnow reward try FILE --row 1 --answer nonsense`; if it is scored as right, fix "
          "the scorer (reward.function.path, reward.scorers), else use harder prompts", 1),
     Rule("filtered", "critical", _check_filtered,
-         "answers to a prompt rarely differ: it is too hard or too easy, or labels are wrong",
-         "all wrong: easier prompts, a right answer tried with `winnow reward try`; all right: "
-         "harder ones; raise rollout.n so that answers differ more often"),
+         "answers to a prompt rarely differ: prompts are too hard or too easy, or labels are wrong",
+         "all wrong: use easier prompts, and check a correct answer with `winnow reward try`; all "
+         "right: use harder prompts; raise rollout.n so that answers differ more often"),
     Rule("scoring_fails", "warning", _check_scoring,
-         "the scorer raises, runs out of time or memory, or a sandbox or service is not there",
-         "read the error in the column scorer_error of rollouts/, then mend the scorer, or raise "
-         "reward.timeout_s; reward.on_failure says what becomes of such groups", 1),
+         "the scorer raises, exceeds its time or memory, or a sandbox or service is unreachable",
+         "read the error in the column scorer_error of rollouts/, then fix the scorer or raise "
+         "reward.timeout_s; reward.on_failure sets how such groups are handled", 1),
     Rule("cut_off", "warning", _check_cut_off,
-         "answers are longer than the limit, or the model does not end them",
-         "raise rollout.max_response_tokens; if answers go round in circles, penalise length "
-         "(reward.overlong.enabled=true) and look for a missing end token (rollout.stop)"),
+         "answers exceed the limit, or the model emits no end token",
+         "raise rollout.max_response_tokens; if answers loop, penalise length "
+         "(reward.overlong.enabled=true) and check for a missing end token (rollout.stop)"),
     Rule("entropy_collapse", "warning", _check_entropy_collapse,
-         "the policy writes the same answer again and again, so that groups say ever less",
+         "the policy repeats the same answers, so groups carry less and less signal",
          "raise algorithm.policy_loss.clip_high (0.28 in DAPO), lower optim.lr, or set "
          "algorithm.entropy_coef to a small positive number", _ENOUGH),
     Rule("entropy_blow_up", "warning", _check_entropy_blow_up,
-         "the policy comes apart: updates are too large, or entropy is paid for",
+         "the policy diverges: updates are too large, or the entropy bonus is too high",
          "lower optim.lr and algorithm.entropy_coef, or set algorithm/kl/loss=fixed", 6),
     Rule("clip_never", "warning", _check_clip_never,
-         "updates are so small that the policy stays where it is",
-         "raise optim.lr; look at optim.grad_clip, and whether rewards differ within groups",
+         "updates are so small that the policy hardly changes",
+         "raise optim.lr; check optim.grad_clip, and that rewards differ within groups",
          _ENOUGH),
     Rule("clip_often", "warning", _check_clip_often,
-         "updates are too large for the clip range: most of a step's gradient is thrown away",
+         "updates are too large for the clip range: most of the gradient is discarded",
          "lower optim.lr or trainer.epochs, or raise trainer.mini_batch_groups"),
     Rule("gradient_spikes", "warning", _check_gradient_spikes,
-         "rewards with outliers and without normalisation, or a learning rate that is too high",
+         "reward outliers without normalisation, or a learning rate that is too high",
          "bound the reward, set algorithm.advantage.std_normalization=group, lower optim.lr", 6),
     Rule("length_hacking", "critical", _check_length_hacking,
-         "the reward pays for length, or the loss favours long answers",
-         "take length out of the score, set reward.overlong.enabled=true, try another "
+         "the reward or the loss favours long answers",
+         "remove length from the score, set reward.overlong.enabled=true, try another "
          "algorithm.aggregation", _ENOUGH),
     Rule("reward_hacking", "critical", _check_reward_hacking,
-         "the reward pays for something other than right answers, or prompts are known by heart",
-         "read the best rewarded answers; weigh the parts of the reward anew (reward.weights.task) "
-         "or use more prompts if the data has been round often (data/epoch)", _ENOUGH),
+         "the reward favours something other than correct answers, or prompts are memorised",
+         "read the answers with the highest reward; change the weights of its parts "
+         "(reward.weights.task), or add prompts if the data was repeated often (data/epoch)",
+         _ENOUGH),
     Rule("not_comparable", "critical", _check_not_comparable,
-         "the engine or the trainer gives log-probs that are not finite: their weights or logits "
-         "are NaN or infinite",
-         "try `winnow check-engine`; go on from a checkpoint before these steps with a lower "
-         "optim.lr, or another model.dtype", 1),
+         "log-probs of the engine or the trainer are not finite: weights or logits are NaN or "
+         "infinite",
+         "run `winnow check-engine`; resume from a checkpoint before these steps with a lower "
+         "optim.lr or another model.dtype", 1),
     Rule("mismatch", "warning", _check_mismatch,
-         "the engine samples from another policy: precision, kernels, cut sampling, old weights",
-         "set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0, try `winnow check-engine`, or "
-         "weigh by it: algorithm/correction/weight=truncated"),
+         "the engine samples from another policy: precision, kernels, top-p/top-k, stale weights",
+         "set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0, run `winnow check-engine`, or "
+         "correct for it: algorithm/correction/weight=truncated"),
     Rule("stale", "warning", _check_stale,
-         "answers wait long before they are learnt",
+         "answers wait too long before they are trained on",
          "lower sampling.lookahead and sampling.max_staleness, or rollout.engine.slots"),
     Rule("slow_scoring", "warning", _check_slow_scoring,
-         "scores are waited for more than tokens",
-         "raise reward.workers or reward.processes, lower reward.timeout_s, make scorers fast"),
-    Rule("learner_starves", "note", _wait_check("time/wait_s", "learning waited for groups"),
-         "groups come more slowly than they are learnt",
+         "scoring takes longer than generation",
+         "raise reward.workers or reward.processes, lower reward.timeout_s, speed up the scorers"),
+    Rule("learner_starves", "note", _wait_check("time/wait_s", "the learner waited for groups"),
+         "groups are generated more slowly than they are learnt",
          "raise rollout.engine.processes, rollout.engine.slots or sampling.lookahead"),
-    Rule("engine_starves", "note", _wait_check("overlap/engines_wait_s", "engines had to wait"),
-         "groups are written faster than they are learnt",
+    Rule("engine_starves", "note", _wait_check("overlap/engines_wait_s", "engines were idle"),
+         "groups are generated faster than they are learnt",
          "raise trainer.strategy.ranks, trainer.microbatch_tokens or sampling.max_staleness"),
 )
 # fmt: on
@@ -409,7 +406,7 @@ _ORDER = ("critical", "warning", "note")
 
 
 class Diagnosis:
-    """The findings in a run up to now.
+    """The findings of all rules in a run so far.
 
     Args:
         settings: the resolved recipe as a tree of plain values.
@@ -423,7 +420,7 @@ class Diagnosis:
             self.add(int(record["step"]), record)
 
     def add(self, step: int, record: Record) -> list[RunFinding]:
-        """Look at a further step; returns what is found for the first time."""
+        """Check the rules after another step; returns findings that are new."""
         self._course.add(record)
         new = []
         for rule in RULES:
@@ -438,12 +435,12 @@ class Diagnosis:
         return new
 
     def findings(self) -> list[RunFinding]:
-        """Return all findings, the gravest first."""
+        """Return all findings, the most severe first."""
         return sorted(self._cases.values(), key=lambda f: (_ORDER.index(f.severity), f.first_step))
 
 
 def skipped_rules_note(steps: int) -> str:
-    """Say which rules a run is too short for, and how many steps they need; empty if for none."""
+    """Describe the rules that need more steps than the run has; empty if none do."""
     names: defaultdict[int, list[str]] = defaultdict(list)
     for rule in RULES:
         if rule.steps > steps:
@@ -459,7 +456,7 @@ def remedy_of(name: str) -> str:
 
 
 def _accuracy_and_error(figures: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the accuracy of an evaluation and its standard error; NaN is none."""
+    """Return the accuracy of an evaluation and its standard error; None without a finite one."""
     for name, value in figures.items():
         if name.startswith("avg@") and not name.endswith("_se") and math.isfinite(value):
             error = figures.get(f"{name}_se", 0.0)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class LiveDiagnosis:
-    """A sink that says each disease once, when it is found, and keeps it in findings.jsonl.
+    """A sink that reports each finding once, when a rule first fires, and writes findings.jsonl.
 
     Args:
         tell: takes a line for the terminal and the log.
@@ -43,7 +43,7 @@ class LiveDiagnosis:
         self._lines: list[str] = []
 
     def start(self, info: RunInfo) -> None:
-        """Look at what a resumed run has behind it; that has been said already."""
+        """Replay the metrics of a resumed run without reporting its findings again."""
         if info.first_step > 1 and self._folder.metrics.is_file():
             for record in read_metrics(self._folder.metrics):
                 self._add(int(record["step"]), record)
@@ -74,7 +74,7 @@ class LiveDiagnosis:
 
 
 def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
-    """Look at the record of a run: metrics.jsonl, config.yaml and the newest rollouts.
+    """Diagnose a run from metrics.jsonl, config.yaml and its newest rollouts.
 
     Returns:
         The number of its steps, and the findings.
@@ -98,7 +98,7 @@ def findings_with_answers(
     answers_step: int,
     read_answers: Callable[[], Sequence[Mapping[str, Any]]],
 ) -> list[RunFinding]:
-    """Return findings with what only answers tell: of a step without a line, and why wrong.
+    """Return the findings, extended by what the newest answers show.
 
     Args:
         diagnosis: of all lines of metrics.jsonl; it stays as it is.
@@ -121,9 +121,10 @@ def findings_with_answers(
 
 
 def describe_wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Say of the all-wrong groups whose text was kept whether their answers agree with each other:
-    a model that says the same each time is rather misread than lost. Empty without such groups,
-    else a clause to put behind others.
+    """Describe how often the answers of all-wrong groups agree with each other, as a clause.
+
+    A model that repeats one answer is more likely misread by the scorer than wrong. Empty without
+    such groups.
 
     Args:
         rows: of rollouts.
@@ -135,16 +136,16 @@ def describe_wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     )
     votes = {key: Counter(each).most_common(1)[0] for key, each in endings.items() if each[1:]}
     agreed = [key for key, (_, count) in votes.items() if 2 * count > len(endings[key])]
-    clause = f"; in {len(agreed)} of {len(votes)} wrong groups most answers end alike"
+    clause = f"; in {len(agreed)} of {len(votes)} wrong groups most answers agree"
     if not agreed:
-        return f"{clause}: rather a hard task than a misread format" if votes else ""
+        return f"{clause}: a hard task is more likely than a misread format" if votes else ""
     key = max(agreed, key=lambda each: votes[each][1] / len(endings[each]))
     example = f"{key[1][-60:]!r}, answered {votes[key][0][-40:]!r}"
-    return f"{clause}, such as {example}: if that is right, the scorer misreads it"
+    return f"{clause}, such as {example}: if that is correct, the scorer misreads it"
 
 
 def make_record_from_answers(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:
-    """Make the record of a step that sampling could not fill, from its answers."""
+    """Make the metrics record of a step that sampling could not fill, from its answers."""
     fates = Counter({row["group"]: row["outcome"] for row in rows}.values())
     rights = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     record = {f"sampling/groups/{fate}": float(number) for fate, number in fates.items()}

@@ -144,7 +144,7 @@ def open_ledger(path: str | Path, until: int | None = None) -> LedgerRun:
         row["turn"] = row["group"] if row["turn"] is None else row["turn"]
     last = max((row["step"] for row in rows), default=0)
     if until is not None and until > last:
-        raise WinnowError(f"{folder.path} has no step {until} yet: its last is {last}")
+        raise WinnowError(f"{folder.path} has no step {until} yet; the last step is {last}")
     last = last if until is None else until
     records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
     settings = flat(folder.read_recipe())
@@ -174,7 +174,7 @@ def check_ledger(run: LedgerRun) -> LedgerReport:
             faults.append(_difference("groups without a fate", [detail]))
     faults += [
         _check_totals(run),
-        _difference("groups unlike rollouts/", [*_rollout_mismatches(run)]),
+        _difference("groups that differ from rollouts/", [*_rollout_mismatches(run)]),
     ]
     tokens = {fate: [row["tokens"] for row in run.rows if row["fate"] == fate] for fate in FATES}
     return LedgerReport(
@@ -227,7 +227,7 @@ def _compare_groups(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
         )
 
     differences = [
-        _numbered(f"groups of {name} alone", sorted(mine.keys() - other.keys()), "turn")
+        _numbered(f"groups only in {name}", sorted(mine.keys() - other.keys()), "turn")
         for name, mine, other in (("A", rows_a, rows_b), ("B", rows_b, rows_a))
     ]
     for aspect, columns in {**ASPECTS, "times": TIMES}.items():
@@ -273,8 +273,8 @@ def _check_turns(run: LedgerRun) -> Iterator[Difference]:
     wrong = list[str]()
     for row in run.rows:
         if (due := first.setdefault(row["turn"], row["prompt_uid"])) != (uid := row["prompt_uid"]):
-            wrong.append(f"group {row['group']} has {uid}, but {due} was given back and is due")
-    yield _difference("prompts given back that did not come next", wrong)
+            wrong.append(f"group {row['group']} has {uid}, but the returned prompt {due} was due")
+    yield _difference("returned prompts that were not served next", wrong)
     turns = [row["turn"] for row in run.consumed]
     yield _numbered("prompts in more than one group", _duplicates(turns), "turn")
     if run.in_order:
@@ -288,7 +288,7 @@ def _check_order(run: LedgerRun, groups: Sequence[int]) -> Iterator[Difference]:
         return
     learnt = [(row["learnt_step"], row["group"]) for row in run.rows if row["fate"] == "trained"]
     back = [group for (before, _), (step, group) in pairwise(learnt) if step < before]
-    yield _numbered("groups learnt before an earlier one", back)
+    yield _numbered("groups learnt out of order", back)
     reached = max((group for _, group in learnt), default=0)
     yield _numbered("groups lost", sorted({*range(reached)}.difference(groups)))
 
@@ -305,7 +305,7 @@ def _check_totals(run: LedgerRun) -> Difference:
             noted = int(record.get(f"sampling/{what}/{fate}", booked))
             if noted != booked:
                 unlike.append(f"step {step}: {booked} {what} {fate}, {noted} in metrics.jsonl")
-    return _difference("sums that metrics.jsonl has otherwise", unlike)
+    return _difference("sums that differ from metrics.jsonl", unlike)
 
 
 def _rollout_mismatches(run: LedgerRun) -> Iterator[str]:

@@ -43,7 +43,7 @@ _TOKEN_CLASSES = {
 }
 
 _ADVANTAGE = "score/advantage/"
-_NOTHING_LEARNT = "Nothing was learnt: no answer was better than another (see winnow doctor RUN)"
+_NOTHING_LEARNT = "Nothing was learnt: all advantages were 0 (see winnow doctor RUN)"
 
 
 @dataclass(frozen=True)

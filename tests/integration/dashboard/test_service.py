@@ -72,7 +72,7 @@ def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) 
         ("series?runs=a&runs=..", 404, "there is no run .."),
         ("run/groups?run=a&kind=training&step=99", 422, "a has no rollouts/step-99.parquet"),
         ("run/groups?run=a&kind=../..&step=1", 422, "kind must be one of training, held_out"),
-        ("run/groups?run=a&kind=training&step=1/../2", 422, "step must be a whole number"),
+        ("run/groups?run=a&kind=training&step=1/../2", 422, "step must be an integer"),
         ("run/groups?run=a&kind=training", 422, "step is missing"),
         ("run/group?run=a&kind=training&step=1&group=99999", 422, "has no group 99999"),
         ("run/timeline?run=a", 422, "a has no trace.json"),
@@ -185,7 +185,7 @@ def test_pages_that_stay_open_leave_room_for_others(make_run: MakeRun) -> None:
             assert [next(each)[:6] for each in lines] == ["data: "] * 3
             refused = asked.get("/api/events")
             assert refused.status_code == 503
-            assert refused.json()["error"].startswith("3 pages are open already")
+            assert refused.json()["error"].startswith("3 pages are open, which")
             assert get(asked, "/api/runs")["runs"]
         while dashboard._streams:  # until it notices
             time.sleep(0.05)

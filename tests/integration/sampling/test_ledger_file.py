@@ -282,7 +282,7 @@ def test_a_resume_that_forgets_what_was_given_back_is_found_in_one_run(tmp_path:
     course.steps(4, 5)
     found = ledger("check", "a", folder=tmp_path)
     assert found.code == 1
-    assert "prompts given back that did not come next" in found.out
+    assert "returned prompts that were not served next" in found.out
 
 
 def test_another_number_of_slots_consumes_the_same_where_nothing_is_carried(tmp_path: Path) -> None:
@@ -333,10 +333,10 @@ def repeat_prompt(rows: Rows) -> Rows:
         (lambda rows: [rows[0], *rows], ["groups with more than one row: 1"]),
         (lambda rows: [rows[0] | {"turn": -1}, *rows[1:]], ["prompts lost: 1"]),
         (repeat_prompt, ["prompts in more than one group: 1"]),
-        (learn_late, ["groups learnt before an earlier one: 1"]),
+        (learn_late, ["groups learnt out of order: 1"]),
         (
             lambda rows: [rows[0] | {"tokens": rows[0]["tokens"] - 1}, *rows[1:]],
-            ["sums that metrics.jsonl has otherwise: 1"],
+            ["sums that differ from metrics.jsonl: 1"],
         ),
     ],
 )
@@ -426,11 +426,11 @@ BAD = {
     "no run": (lambda run: (run / "config.yaml").unlink(), "is not a run's folder"),
     "no ledger": (
         lambda run: shutil.rmtree(run / "ledger.parquet"),
-        "a has no ledger.parquet: its first step is not done, or an older winnow made it",
+        "a has no ledger.parquet: no step has finished yet, or an older winnow wrote the run",
     ),
     "a step missing": (
         lambda run: (run / "ledger.parquet" / "step-1.parquet").unlink(),
-        "ledger.parquet lacks step 1 of 2",
+        "ledger.parquet has no file for step 1 of 2",
     ),
     "a damaged part": (
         lambda run: (run / "ledger.parquet" / "step-2.parquet").write_bytes(b"PAR1"),

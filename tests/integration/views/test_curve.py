@@ -87,5 +87,5 @@ def test_low_accuracies_fill_the_scale(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_is_named(tmp_path: Path) -> None:
     MetricsLog(tmp_path / "metrics.jsonl").close()
-    with pytest.raises(WinnowError, match="holds no step yet"):
+    with pytest.raises(WinnowError, match="has no steps yet"):
         draw_curve(tmp_path)

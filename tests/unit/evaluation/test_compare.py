@@ -59,9 +59,9 @@ def test_problems_are_paired_whatever_their_place_and_others_are_counted(tmp_pat
     assert found.pooled.problems == 2
     assert found.pooled.difference == 0.75
     assert comparison_notes(found) == [
-        "1 problems of A alone are left out.",
-        "2 problems of B alone are left out.",
-        "They were asked in different ways: n is 2 in A, 1 in B.",
+        "1 problems are only in A and are left out.",
+        "2 problems are only in B and are left out.",
+        "A and B were sampled differently: n is 2 in A, 1 in B.",
     ]
 
 
@@ -74,8 +74,7 @@ def test_what_scored_them_is_compared_and_failed_scorings_are_counted(tmp_path: 
     assert (a.failed, b.failed) == (0, 2)
     assert comparison_notes(compare(a, b)) == [
         "Scoring failed for 2 answers of B, which count as wrong.",
-        "They were scored in different ways: scorer of sums is gsm8k in A, own.py:compute_score "
-        "in B.",
+        "A and B were scored differently: scorer of sums is gsm8k in A, own.py:compute_score in B.",
     ]
 
 
@@ -100,7 +99,7 @@ def test_of_a_run_the_latest_evaluation_counts(tmp_path: Path) -> None:
 
 
 def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WinnowError, match="holds no evaluation"):
+    with pytest.raises(WinnowError, match="and is not a run folder"):
         read_answers(str(tmp_path))
     write_rollouts(
         tmp_path / "trained.parquet", 1, [RolloutGroup(group(1, [1.0]), "surplus")],
@@ -120,12 +119,12 @@ def test_the_sentence_claims_no_more_than_both_tests_show() -> None:
     noise = generator.normal(0, 0.05, size=60)
     assert verdict(paired_test(hard, hard + 0.2 + noise)).startswith("B is better: by 2")
     assert verdict(paired_test(hard + 0.2 + noise, hard)).startswith("B is worse: by 2")
-    assert verdict(paired_test(hard, hard + noise)).startswith("Within noise: B is ")
+    assert verdict(paired_test(hard, hard + noise)).startswith("Not significant: B is ")
     assert verdict(paired_test(hard, hard)).startswith("No difference")
-    assert verdict(paired_test([0.0] * 5, [1.0] * 5)).startswith("Nothing can be said: 5 problems")
+    assert verdict(paired_test([0.0] * 5, [1.0] * 5)).startswith("Inconclusive: 5 problems")
     # One problem decides the mean: Student's t and the signs both call that luck.
     lucky = paired_test([0.0] * 7, [1.0, *[0.0] * 6])
-    assert verdict(lucky).startswith("Within noise")
+    assert verdict(lucky).startswith("Not significant")
 
 
 def test_a_comparison_is_clear_for_both_tests_or_not_at_all() -> None:

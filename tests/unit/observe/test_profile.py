@@ -144,10 +144,10 @@ def test_nsights_command_and_what_is_told_of_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     assert profile_notes(config, 1, 8) == []
     assert profile_notes(config, 4, 7) == [
-        "No profile of step 3, 8: the run goes from step 4 to 7 (trainer.profile.steps)"
+        "No profile of step 3, 8: the run trains steps 4 to 7 (trainer.profile.steps)"
     ]
     for tool in ("nsight", "memory"):
-        with pytest.raises(ConfigError, match=rf"trainer\.profile\.tool={tool} records GPUs"):
+        with pytest.raises(ConfigError, match=rf"trainer\.profile\.tool={tool} requires a GPU"):
             check_profile(config.model_copy(update={"tool": tool}), has_gpu=False)
     check_profile(config, has_gpu=True)
     check_profile(ProfileConfig(tool="nsight"), has_gpu=False)

@@ -100,8 +100,8 @@ def test_a_sink_that_raises_is_dropped_with_one_warning_and_the_others_go_on(
     run(Sinks([UserSink(each, i, warnings.append) for i, each in enumerate([bad, good])]))
     assert (tmp_path / "table.txt").read_text() == "run 2\n1 0.5\n2 1.0\n"
     assert warnings == [
-        f"Warning: observe.sinks[0].path {bad.path} fails with {error}: no network in {where}; it "
-        "gets no more records, and the run goes on"
+        f"Warning: observe.sinks[0].path {bad.path} is disabled: {error}: no network in {where} "
+        "(training continues)"
     ]
 
 
@@ -162,8 +162,8 @@ def test_a_sink_that_hangs_is_dropped_and_neither_a_step_nor_the_end_waits_for_i
     assert module.has_hanging_sink()
     assert stuck.steps == []
     assert said == [
-        "Warning: mine has not answered for 0.05 s (observe.tracking.timeout_s); it gets no more "
-        "records, and the run goes on"
+        "Warning: mine is disabled: no response within 0.05 s (observe.tracking.timeout_s) "
+        "(training continues)"
     ]
     stuck.may_go.set()
     for thread in module._abandoned:
@@ -206,9 +206,9 @@ def test_a_sink_that_is_behind_misses_records_until_it_has_caught_up(
     sink.close()
     assert stuck.steps == [1, 2, 3, 7]
     assert said == [
-        "Warning: mine is 2 records behind; it misses what comes until it has caught up, and "
-        "metrics.jsonl has everything",
-        "Warning: mine missed 3 records: it was too slow",
+        "Warning: mine is 2 records behind; new records are dropped until it catches up, and "
+        "metrics.jsonl is complete",
+        "Warning: mine was too slow and lost 3 records",
     ]
 
 

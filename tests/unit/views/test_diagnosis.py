@@ -267,7 +267,7 @@ def test_a_finding_has_the_steps_and_figures_of_what_it_found() -> None:
     records = [{**healthy(s), "length/truncated": 0.2 if s < 10 else 0.0} for s in range(1, 31)]
     (finding,) = Diagnosis(SETTINGS, records).findings()
     assert (finding.severity, finding.first_step, finding.last_step) == ("warning", 5, 10)
-    assert finding.evidence.startswith("16.0% of the answers trained on were ended by the limit of")
+    assert finding.evidence.startswith("16.0% of the answers trained on reached the limit of")
     assert "128 tokens" in finding.evidence
     assert "rollout.max_response_tokens" in finding.remedy
 
@@ -424,11 +424,12 @@ def row(group: int, response: str | None, accuracy: float = 0.0) -> dict[str, An
 def test_wrong_answers_that_agree_are_shown_and_others_are_called_hard() -> None:
     agree = [row(group, f"I think it is {group + 1}.") for group in range(3) for _ in range(4)]
     said = describe_wrong_answers(agree)
-    assert said.startswith("; in 3 of 3 wrong groups most answers end alike")
-    assert "'0+1:', answered '1': if that is right, the scorer misreads it" in said
+    assert said.startswith("; in 3 of 3 wrong groups most answers agree")
+    assert "'0+1:', answered '1': if that is correct, the scorer misreads it" in said
     differ = [row(group, f"it is {n}") for group in range(3) for n in range(4)]
     assert describe_wrong_answers(differ) == (
-        "; in 0 of 3 wrong groups most answers end alike: rather a hard task than a misread format"
+        "; in 0 of 3 wrong groups most answers agree: a hard task is more likely than a misread "
+        "format"
     )
     for nothing in ([], [row(0, None)], [row(0, "1", 1.0), row(0, "1", 1.0)], [row(0, "…")]):
         assert describe_wrong_answers(nothing) == ""

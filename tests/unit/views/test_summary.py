@@ -97,7 +97,7 @@ def test_a_run_in_which_nothing_had_signal_does_not_read_as_a_success() -> None:
     flat = {f"score/advantage/{end}": 0.0 for end in ("min", "max", "mean")}
     records = [{"step": 0}, *({"step": n, "sampling/tokens/trained": 500, **flat} for n in (1, 2))]
     text = shown(records)
-    assert "Nothing was learnt: no answer was better than another" in text
+    assert "Nothing was learnt: all advantages were 0" in text
     assert row(text, "trained on, no signal")[:2] == ["1,000", "100.0"]
     assert row(text, "trained on  ")[0] == "0"
     records[1]["score/advantage/max"] = 1.0
