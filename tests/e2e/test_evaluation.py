@@ -139,8 +139,8 @@ def test_two_evaluations_are_compared_on_what_both_answered(place: Path, both: O
             for name, number in zip("AB", failed, strict=True)
             if number
         ),
-        "A and B were sampled differently: n is 6 in A, 1 in B.",
-        "A and B were sampled differently: temperature is 1.0 in A, 0.0 in B.",
+        "The evaluations were sampled differently: n is 6 in A, 1 in B.",
+        "The evaluations were sampled differently: temperature is 1.0 in A, 0.0 in B.",
     ]
     shown = winnow(place, "compare", "both/answers.parquet", "greedy").check().out
     assert " ".join(body["verdict"].split()) in " ".join(shown.split())

@@ -39,7 +39,7 @@ FULL = (
 )
 ONLINE = {"HF_HUB_OFFLINE": "0"}
 """As in the server: a tokenizer's folder tells which."""
-READ_ONLY = "Read-only file system; choose a folder that you may write to with run.dir=FOLDER"
+READ_ONLY = "Read-only file system; choose a writable folder with run.dir=FOLDER"
 
 
 pytestmark = [

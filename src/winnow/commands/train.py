@@ -41,7 +41,7 @@ from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.metrics import SFT_S, START_S, Record, no_timeline
 from winnow.observe.profile import profile_notes
 from winnow.observe.rollouts import RolloutGroup
-from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, UserSink
+from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, load_user_sink
 from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
 from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
@@ -229,7 +229,7 @@ def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Si
     if not isinstance(config.sft, Demonstrations):  # which has none of the curve's figures
         sinks += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
     sinks += [
-        UserSink(section, number, warn, tracking)
+        load_user_sink(section, number, warn, tracking)
         for number, section in enumerate(config.observe.sinks)
     ]
     if config.observe.trackers:

@@ -53,7 +53,8 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
         table = file.read(columns=[each for each in NUMBERS if each in available])
         require_columns(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
         sampled = _equals_text(table, "kind", "sampled")
-        by = GroupedRows(table, sampled if sampled.any() else ~sampled)
+        table = table.filter(sampled) if sampled.any() else table
+        by = GroupedRows(table)
 
     def means(values: np.ndarray) -> list[float | None]:
         return [round_to(each) for each in by.sums(values) / by.counts]
@@ -62,7 +63,7 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
         return [round_to(each) for each in by.largest(float_column(table, column))]
 
     def count(marks: np.ndarray) -> list[int]:
-        return by.sums(marks).astype(int).tolist()  # type: ignore[no-any-return]
+        return by.sums(marks.astype(int)).tolist()  # type: ignore[no-any-return]
 
     reward = float_column(table, "reward")
     rewards, squares = means(reward), means(reward * reward)
@@ -75,7 +76,7 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
         "uid": by.firsts("prompt_uid"),
         "source": by.firsts("data_source"),
         "outcome": by.firsts("outcome"),
-        "answers": by.counts.astype(int).tolist(),
+        "answers": by.counts.tolist(),
         "accuracy": means(float_column(table, "accuracy")),
         "reward": rewards,
         "reward_std": [
@@ -94,40 +95,28 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
 
 
 class GroupedRows:
-    """The rows of a table by their group, and figures of each group in the order of their numbers.
+    """The rows of a table by their group, and figures of each group in the order of their ids."""
 
-    Args:
-        is_counted: the rows that sums and largest values are taken over.
-    """
-
-    def __init__(self, table: pa.Table, is_counted: np.ndarray) -> None:
+    def __init__(self, table: pa.Table) -> None:
         ids = table["group"].to_numpy()
         self._table, self._order = table, np.argsort(ids, kind="stable")
-        self._is_counted = is_counted[self._order]
-        self.groups, self._first = np.unique(ids[self._order], return_index=True)
-        self.counts = np.maximum(self.sums(np.ones(len(ids))), 1)
-        """Rows of each group that are counted, at least 1."""
+        self.groups, self._first, self.counts = np.unique(
+            ids[self._order], return_index=True, return_counts=True
+        )
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Sum the values, one a row."""
-        return self._reduced(np.add, values, self._is_counted, 0.0)
+        return np.add.reduceat(values[self._order], self._first)
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """Return the largest values, those that are NaN left out; -inf where there is none."""
-        is_valid = self._is_counted & ~np.isnan(values[self._order])
-        return self._reduced(np.maximum, values, is_valid, -np.inf)
+        """Return the largest values; NaN where a group has no other."""
+        return np.fmax.reduceat(values[self._order], self._first)
 
     def firsts(self, column: str) -> list[Any]:
-        """Return what the first row of each group has in a column; None where there is none."""
+        """Return the values of each group's first row in a column; None if it is absent."""
         if column not in self._table.column_names:
             return [None] * len(self.groups)
         return list(self._table[column].take(pa.array(self._order[self._first])).to_pylist())
-
-    def _reduced(
-        self, how: np.ufunc, values: np.ndarray, chosen: np.ndarray, otherwise: float
-    ) -> np.ndarray:
-        values = np.where(chosen, values[self._order], otherwise)
-        return np.asarray(how.reduceat(values, self._first) if len(values) else values)
 
 
 def search_texts(files: RunFiles, name: str, text: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class AnswerIndex:
 
 
 def _make_digest(table: pa.Table, longest: int) -> StepDigest:
-    by = GroupedRows(table, np.ones(len(table), bool))
+    by = GroupedRows(table)
     names = ("accuracy", "reward", "response_tokens")
     accuracy, reward, length = (
         (by.sums(float_column(table, name)) / by.counts).astype(np.float32) for name in names

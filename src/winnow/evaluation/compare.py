@@ -312,7 +312,7 @@ def comparison_notes(compared: Comparison) -> list[str]:
         if value_a != value_b:
             how = "scored" if key.startswith(SCORED) else "sampled"
             what = f"{key.removeprefix(SCORED)} is {value_a} in A, {value_b} in B"
-            lines.append(f"A and B were {how} differently: {what}.")
+            lines.append(f"The evaluations were {how} differently: {what}.")
     return sorted(lines)
 
 

@@ -17,13 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from winnow.evaluation.evaluator import EvalProgress, EvalResult, Evaluator
-from winnow.evaluation.statistics import (
-    Estimate,
-    SourceFigures,
-    compute_figures,
-    default_ks,
-    summarise,
-)
+from winnow.evaluation.statistics import Estimate, SourceFigures, default_ks, summarise
 from winnow.observe.format import (
     WIDTH,
     count,
@@ -60,7 +54,8 @@ class Report:
         """Compute the figures of an evaluation's answers."""
         sources = summarise(evaluated.problems, evaluated.seed)
         members = list(enumerate(evaluated.problems))
-        return cls(sources, compute_figures(members, evaluated.seed) if len(sources) > 1 else None)
+        overall = SourceFigures.compute(members, evaluated.seed) if len(sources) > 1 else None
+        return cls(sources, overall)
 
     @property
     def rows(self) -> dict[str, SourceFigures]:

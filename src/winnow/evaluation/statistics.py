@@ -214,7 +214,7 @@ def _multiply(polynomials: Floats, factor: Floats) -> Floats:
     return np.array([np.convolve(row, factor)[: row.size] for row in polynomials])
 
 
-def mean_estimate(per_prompt: ArrayLike) -> Estimate:
+def mean_of(per_prompt: ArrayLike) -> Estimate:
     """Average over prompts, of which there is at least one, with the standard error of the mean."""
     values = np.asarray(per_prompt, dtype=np.float64)
     assert values.size, "an evaluation needs at least one prompt"
@@ -236,6 +236,28 @@ class SourceFigures:
     figures: Mapping[str, Estimate]
     """`avg@N`, `std@N`, `pass@K`, `maj@K`."""
 
+    @classmethod
+    def compute(cls, members: Sequence[tuple[int, PromptAnswers]], seed: int) -> SourceFigures:
+        """Compute the figures of prompts taken as one source, each given with its place."""
+        accuracies = [np.asarray(prompt.accuracies, dtype=np.float64) for _, prompt in members]
+        sizes = np.array([len(values) for values in accuracies])
+        correct = np.array([int((values >= 1).sum()) for values in accuracies])
+        n = int(sizes.min())
+        ks = default_ks(n)
+        figures = {
+            f"avg@{n}": mean_of([values.mean() for values in accuracies]),
+            f"std@{n}": mean_of([values.std() for values in accuracies]),
+            **{f"pass@{k}": mean_of(pass_at_k(sizes, correct, k)) for k in ks},
+        }
+        if all(prompt.parsed is not None for _, prompt in members):
+            majorities = [
+                maj_at_k(prompt.accuracies, prompt.parsed or (), ks[1:], [seed, place])
+                for place, prompt in members
+            ]
+            columns = zip(*majorities, strict=True)
+            figures |= {f"maj@{k}": mean_of(c) for k, c in zip(ks[1:], columns, strict=True)}
+        return cls([prompt for _, prompt in members], figures)
+
     @property
     def answers(self) -> int:
         """Answers to each prompt; to the one with the fewest, where they differ."""
@@ -251,17 +273,17 @@ class SourceFigures:
         """The share of prompts whose greedy answer is right; None where none was asked for."""
         if not all(prompt.greedy for prompt in self.prompts):
             return None
-        return mean_estimate([np.mean(np.asarray(prompt.greedy) >= 1) for prompt in self.prompts])
+        return mean_of([np.mean(np.asarray(prompt.greedy) >= 1) for prompt in self.prompts])
 
     @property
     def truncated(self) -> Estimate:
         """The share of answers that the limit ended."""
-        return mean_estimate([np.mean(prompt.truncated) for prompt in self.prompts])
+        return mean_of([np.mean(prompt.truncated) for prompt in self.prompts])
 
     @property
     def tokens(self) -> Estimate:
         """The mean length of an answer."""
-        return mean_estimate([np.mean(prompt.tokens) for prompt in self.prompts])
+        return mean_of([np.mean(prompt.tokens) for prompt in self.prompts])
 
 
 def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, SourceFigures]:
@@ -272,30 +294,7 @@ def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, Sour
     `seed` and its place alone.
     """
     by_source = grouped((prompt.data_source, (n, prompt)) for n, prompt in enumerate(prompts))
-    return {source: compute_figures(members, seed) for source, members in by_source.items()}
-
-
-def compute_figures(members: Sequence[tuple[int, PromptAnswers]], seed: int) -> SourceFigures:
-    """Compute the figures of prompts taken as one source, each given with its place."""
-    accuracies = [np.asarray(prompt.accuracies, dtype=np.float64) for _, prompt in members]
-    sizes = np.array([len(values) for values in accuracies])
-    correct = np.array([int((values >= 1).sum()) for values in accuracies])
-    n = int(sizes.min())
-    ks = default_ks(n)
-    figures = {
-        f"avg@{n}": mean_estimate([values.mean() for values in accuracies]),
-        f"std@{n}": mean_estimate([values.std() for values in accuracies]),
-        **{f"pass@{k}": mean_estimate(pass_at_k(sizes, correct, k)) for k in ks},
-    }
-    if all(prompt.parsed is not None for _, prompt in members):
-        votes = [
-            maj_at_k(prompt.accuracies, prompt.parsed or (), ks[1:], [seed, place])
-            for place, prompt in members
-        ]
-        figures |= {
-            f"maj@{k}": mean_estimate([row[i] for row in votes]) for i, k in enumerate(ks[1:])
-        }
-    return SourceFigures([prompt for _, prompt in members], figures)
+    return {source: SourceFigures.compute(members, seed) for source, members in by_source.items()}
 
 
 # Student's t without scipy, which transformers imports wherever it is installed: 0.37 s of CPU and

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ConsoleColumn:
+class FigureColumn:
     """One figure of the view: its title, where it is found, and how it is written."""
 
     title: str
@@ -49,26 +49,24 @@ class ConsoleColumn:
         return self.show(record.get(self.name))
 
 
-_LOSS = ConsoleColumn("loss", metrics.SFT_LOSS, lambda v: number(v, 3), 7)
-_STEP_S = ConsoleColumn("s/step", metrics.STEP_S, number, 6)
-COLUMNS: dict[Kind, tuple[ConsoleColumn, ...]] = {
+_LOSS = FigureColumn("loss", metrics.SFT_LOSS, lambda v: number(v, 3), 7)
+_STEP_S = FigureColumn("s/step", metrics.STEP_S, number, 6)
+COLUMNS: dict[Kind, tuple[FigureColumn, ...]] = {
     "train": (
-        ConsoleColumn("accuracy", metrics.ACCURACY, percent, 8),
-        ConsoleColumn("reward", metrics.REWARD, number, 6),
-        ConsoleColumn("kept", metrics.KEEP_RATE, percent, 5),
-        ConsoleColumn(
-            "length", metrics.LENGTH, lambda v: number(v, 0 if v and v >= 1000 else 1), 6
-        ),
-        ConsoleColumn("cut off", metrics.TRUNCATED, percent, 7),
-        ConsoleColumn("entropy", metrics.ENTROPY, number, 7),
-        ConsoleColumn("tokens/s", metrics.TOKENS_PER_S, count, 8),
+        FigureColumn("accuracy", metrics.ACCURACY, percent, 8),
+        FigureColumn("reward", metrics.REWARD, number, 6),
+        FigureColumn("kept", metrics.KEEP_RATE, percent, 5),
+        FigureColumn("length", metrics.LENGTH, lambda v: number(v, 0 if v and v >= 1000 else 1), 6),
+        FigureColumn("cut off", metrics.TRUNCATED, percent, 7),
+        FigureColumn("entropy", metrics.ENTROPY, number, 7),
+        FigureColumn("tokens/s", metrics.TOKENS_PER_S, count, 8),
         _STEP_S,
     ),
     "warm_up": (_LOSS,),
     "sft": (
         _LOSS,
-        ConsoleColumn("held out", metrics.HELD_OUT_LOSS, lambda v: number(v, 3), 8),
-        ConsoleColumn("tokens", "sft/tokens", count, 8),
+        FigureColumn("held out", metrics.HELD_OUT_LOSS, lambda v: number(v, 3), 8),
+        FigureColumn("tokens", "sft/tokens", count, 8),
         _STEP_S,
     ),
 }
@@ -127,7 +125,7 @@ class ConsoleSink:
         width = max(2 * len(str(self._info.steps)) + 1, len("step"))
         columns = list(COLUMNS[self._info.kind])
         room = self._console.width - width - 1 - _REMAINING_WIDTH
-        while columns and self._console.is_terminal and _total_width(columns) > room:
+        while columns and self._console.is_terminal and sum(1 + c.width for c in columns) > room:
             columns.pop()  # the last ones can be done without
         if not self._has_header:
             titles = "".join(f" {column.title:>{column.width}}" for column in columns)
@@ -217,10 +215,6 @@ class LiveConsole(ConsoleSink):
             return False
         every = max(self._info.steps // _LINES_OF_A_RUN, 1)
         return step % every == 0 or step in (self._info.first_step, self._info.steps)
-
-
-def _total_width(columns: Sequence[ConsoleColumn]) -> int:
-    return sum(1 + column.width for column in columns)
 
 
 def evaluation_lines(step: int, record: Record) -> list[str]:

@@ -265,7 +265,7 @@ class RunFolder:
         with explain_disk_errors(folder.path):
             is_run = folder.config.is_file()
         if not is_run:
-            raise WinnowError(f"{path} is not a run folder (no config.yaml); see runs/")
+            raise WinnowError(f"{path} is not a run's folder (no config.yaml); see runs/")
         return folder
 
     def check_exists(self) -> RunFolder:

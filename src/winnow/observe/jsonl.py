@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,7 +126,7 @@ class Evaluation:
     """Share of the answers cut off at the limit."""
     unread: float | None = None
     """Share of the answers in which the scorer found nothing to compare."""
-    prompts: int | None = None
+    prompts: float | None = None
 
     @classmethod
     def from_figures(cls, figures: Record) -> Evaluation | None:
@@ -134,17 +134,10 @@ class Evaluation:
         accuracy = figures.get("pass@1", (_at_largest_k(figures, "avg@", 1) or (0, None))[1])
         if accuracy is None:
             return None
-        prompts = figures.get("prompts")
-        return cls(
-            accuracy=accuracy,
-            greedy=figures.get("greedy"),
-            best_pass=_at_largest_k(figures, "pass@", 2),
-            best_maj=_at_largest_k(figures, "maj@", 2),
-            length=figures.get("length"),
-            truncated=figures.get("truncated"),
-            unread=figures.get("unread"),
-            prompts=None if prompts is None else int(prompts),
-        )
+        best_pass, best_maj = (_at_largest_k(figures, f"{kind}@", 2) for kind in ("pass", "maj"))
+        names = ("greedy", "length", "truncated", "unread", "prompts")
+        rest = {name: figures.get(name) for name in names}
+        return cls(accuracy=accuracy, best_pass=best_pass, best_maj=best_maj, **rest)
 
 
 def evaluations(record: Record) -> dict[str, Evaluation]:
@@ -201,9 +194,7 @@ def running_total(
     return [0, *steps], np.cumsum([0.0, *values])
 
 
-def _at_largest_k(
-    figures: Mapping[str, float], prefix: str, least: int
-) -> tuple[int, float] | None:
+def _at_largest_k(figures: Record, prefix: str, least: int) -> tuple[int, float] | None:
     candidates = []
     for name, value in figures.items():
         k = name.removeprefix(prefix)

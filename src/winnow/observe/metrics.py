@@ -158,16 +158,11 @@ def no_timeline(actor: str, phase: str, began_s: float, ended_s: float) -> None:
     """Keep no timeline."""
 
 
+@dataclass
 class PhaseRanges:
     """Marks phases in a profile, while one is made of this process (`winnow.observe.profile`)."""
 
-    def __init__(self) -> None:
-        self.make: Callable[[str], contextlib.AbstractContextManager[Any]]
-        self.reset()
-
-    def reset(self) -> None:
-        """Mark nothing."""
-        self.make = contextlib.nullcontext
+    make: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 PHASE_RANGES = PhaseRanges()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,7 @@ class StepProfiler:
         self._step = step
         if step in self._steps and self._finish is None:
             self._first = step
-            with explain_write_errors(
-                self.folder
-            ):  # first, as a profile that is begun has to be ended
+            with explain_write_errors(self.folder):  # first: a profile that began must be ended
                 self.folder.mkdir(parents=True, exist_ok=True)
             self._finish = _BEGIN[self.config.tool]()
 
@@ -158,7 +157,7 @@ def _begin_torch() -> Finish:
     PHASE_RANGES.make = lambda name: torch_profiler.record_function(f"winnow.{name}")
 
     def finish(file: Path) -> None:
-        PHASE_RANGES.reset()
+        PHASE_RANGES.make = nullcontext
         profiler.stop()
         draft = f"{file}{PARTIAL}.gz"  # by this ending it is packed
         profiler.export_chrome_trace(draft)
@@ -191,7 +190,7 @@ def _begin_nsight() -> Finish:
     PHASE_RANGES.make = lambda name: cuda.nvtx.range(f"winnow.{name}")
 
     def finish(file: Path) -> None:
-        PHASE_RANGES.reset()
+        PHASE_RANGES.make = nullcontext
         cuda.synchronize()
         cuda.profiler.stop()
 

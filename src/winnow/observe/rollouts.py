@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from winnow.config.root import ObserveConfig
 from winnow.errors import WinnowError
-from winnow.observe.files import PARTIAL, disk_error, write_atomic
+from winnow.observe.files import PARTIAL, explain_write_errors, write_atomic
 from winnow.types import Answer, Fate, FloatArray, Group, IntArray, Prompt
 
 Decode = Callable[[IntArray], str]
@@ -170,10 +170,8 @@ def delete_rollouts_after(folder: Path, step: int) -> None:
     """
     late = [file for number, file in list_step_files(folder) if number > step]
     for file in [*late, *folder.glob(f"*{PARTIAL}")]:
-        try:
+        with explain_write_errors(file):
             file.unlink()
-        except OSError as error:
-            raise disk_error(file, error) from error
 
 
 def _answer_rows(
@@ -203,11 +201,8 @@ def _answer_rows(
             for name in ("trainer_logprobs", "entropies") if is_shown else ():
                 if (values := getattr(entry, name)) is not None:
                     row[name] = values[index].astype(np.float32)
-        yield {
-            **row,
-            **_score_columns(answer, version),
-            **(_text_columns(answer, decode) if is_shown else {}),
-        }
+        texts = _text_columns(answer, decode) if is_shown else {}
+        yield {**row, **_score_columns(answer, version), **texts}
 
 
 def _score_columns(answer: Answer, version: int) -> dict[str, Any]:

@@ -260,25 +260,22 @@ def has_hanging_sink() -> bool:
     return any(thread.is_alive() for thread in _abandoned)
 
 
-class UserSink(BackgroundSink):
-    """A user's own sink: whatever it raises drops it with a warning, and stops no run."""
+def load_user_sink(
+    section: CustomSink, number: int, warn: Warn, tracking: TrackingConfig = _TRACKING
+) -> BackgroundSink:
+    """Load the class of the section `observe.sinks[number]`; its sink runs in the background.
 
-    def __init__(
-        self, section: CustomSink, number: int, warn: Warn, tracking: TrackingConfig = _TRACKING
-    ) -> None:
-        """Load the class of the section `observe.sinks[number]`.
+    Raises:
+        ConfigError: the class is not there, or lacks a method.
+    """
+    from winnow.user_code import load_user_object
 
-        Raises:
-            ConfigError: the class is not there, or lacks a method.
-        """
-        from winnow.user_code import load_user_object
-
-        field = f"observe.sinks[{number}].path"
-        label = f"{field} {section.path}"
-        sink_class = load_user_object(section.path, field, ConfigError)
-        missing = [name for name in ("start", "log", "close") if not hasattr(sink_class, name)]
-        if missing:
-            raise ConfigError(
-                f"{label} has no method {missing[0]}; a sink is a class with start, log and close"
-            )
-        super().__init__(label, partial(sink_class, **section.options), tracking, warn)
+    field = f"observe.sinks[{number}].path"
+    label = f"{field} {section.path}"
+    sink_class = load_user_object(section.path, field, ConfigError)
+    missing = [name for name in ("start", "log", "close") if not hasattr(sink_class, name)]
+    if missing:
+        raise ConfigError(
+            f"{label} has no method {missing[0]}; a sink is a class with start, log and close"
+        )
+    return BackgroundSink(label, partial(sink_class, **section.options), tracking, warn)

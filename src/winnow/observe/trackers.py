@@ -19,7 +19,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from winnow.config.load import flat, plain_values
-from winnow.config.root import Config, TrackerName
+from winnow.config.root import Config, ObserveConfig, TrackerName
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, one_line, write_atomic
 from winnow.observe.metrics import EVAL, REWARD, TRAINED_ACCURACY, Record
@@ -42,44 +41,12 @@ _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM, _MOST_TABLES = 1000, 100, 6000, 50
 """Bounds of MLflow: of a request, of a value, and of the tables that its page lists."""
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run, as its trackers know it."""
-
-    folder: RunFolder
-    config: Config
-
-    @property
-    def name(self) -> str:
-        """The run's name in the trackers."""
-        return self.config.observe.tracking.name or self.folder.name
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """The resolved recipe, in sections."""
-        return plain_values(self.config)
-
-    @property
-    def init_arguments(self) -> dict[str, Any]:
-        """The arguments that a tracker's `init` takes of any run."""
-        tracking = self.config.observe.tracking
-        return {
-            "project": tracking.project,
-            "name": self.name,
-            "group": tracking.group,
-            "config": self.recipe,
-        }
-
-    def flat_recipe(self) -> dict[str, str | int | float | bool]:
-        """Return the recipe as flat hyper-parameters, such as `optim.lr`."""
-        return {
-            key: value if isinstance(value, str | int | float) else json.dumps(value)
-            for key, value in flat(self.recipe).items()
-        }
-
-
 class Tracker(ABC):
-    """The part that all trackers share: which run it is, which steps are sent, sample answers."""
+    """The part that all trackers share: which run it is, which steps are sent, sample answers.
+
+    Args:
+        folder: the run's folder.
+    """
 
     name: TrackerName
     where_to_look = ""
@@ -87,9 +54,10 @@ class Tracker(ABC):
     purges_repeated_steps = False
     """True where it drops the steps that a resumed run repeats, and takes them anew."""
 
-    def __init__(self, run: TrackedRun) -> None:
-        self.run, self.tracking = run, run.config.observe.tracking
-        self._state_file = run.folder.trackers / f"{self.name}.json"
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        self.folder, self.options, self.tracking = folder, config.observe, config.observe.tracking
+        self.run_name, self.recipe = self.tracking.name or folder.name, plain_values(config)
+        self._state_file = folder.trackers / f"{self.name}.json"
         self._id, self._last = "", -1
         self._is_open = self._is_complete = False
 
@@ -97,7 +65,7 @@ class Tracker(ABC):
         """Begin the tracker's run, or go on with the one that this run had."""
         state = self._read_state()
         self._last = -1 if self.purges_repeated_steps else state.get("step", -1)
-        self.run.folder.trackers.mkdir(exist_ok=True)
+        self.folder.trackers.mkdir(exist_ok=True)
         # Without a checkpoint the evaluation before the first step is made again, too.
         first = info.first_step if info.first_step > 1 else 0
         self._id = self.open(state.get("id"), first)
@@ -134,6 +102,19 @@ class Tracker(ABC):
     def end(self, is_done: bool) -> None:
         """End the tracker's run; unless `is_done` it may go on later."""
 
+    def init_arguments(self) -> dict[str, Any]:
+        """Return the arguments that each tracker's `init` takes."""
+        tracking = self.tracking
+        named = {"project": tracking.project, "name": self.run_name, "group": tracking.group}
+        return {**named, "config": self.recipe}
+
+    def flat_recipe(self) -> dict[str, str | int | float | bool]:
+        """Return the recipe as flat hyper-parameters, such as `optim.lr`."""
+        return {
+            key: value if isinstance(value, str | int | float) else json.dumps(value)
+            for key, value in flat(self.recipe).items()
+        }
+
     def _read_state(self) -> dict[str, Any]:
         if not self._state_file.is_file():
             return {}
@@ -150,7 +131,7 @@ class Tracker(ABC):
 
     def _read_sample_tables(self, step: int, record: Record) -> dict[str, Rows]:
         """Read the sample answers that are due: of training now and then, of each evaluation."""
-        folder, every = self.run.folder, self.tracking.answers_every
+        folder, every = self.folder, self.tracking.answers_every
         files = {}
         if step == 1 or (step and step % every == 0):
             files["answers/train"] = folder.rollout_file(step)
@@ -186,17 +167,17 @@ class Tensorboard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        base = self.run.config.observe.tensorboard.dir
-        folder = Path(base) / self.run.name if base else self.run.folder.trackers / "tensorboard"
+        base = self.options.tensorboard.dir
+        folder = Path(base) / self.run_name if base else self.folder.trackers / "tensorboard"
         purge = None if run_id is None else first_step
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge)
         if run_id is None:
             start, session, _ = hparams(
-                self.run.flat_recipe(), dict.fromkeys((REWARD, TRAINED_ACCURACY), 0.0)
+                self.flat_recipe(), dict.fromkeys((REWARD, TRAINED_ACCURACY), 0.0)
             )
             for summary in (start, session):
                 self._writer.file_writer.add_summary(summary)
-            recipe = yaml.safe_dump(self.run.recipe, sort_keys=False)
+            recipe = yaml.safe_dump(self.recipe, sort_keys=False)
             self._writer.add_text("recipe", f"```yaml\n{recipe}```")
         self.where_to_look = f"tensorboard --logdir {folder.parent if base else folder.parents[2]}"
         return str(folder)
@@ -223,6 +204,9 @@ class LogTracker(Tracker):
         shown = {name: self._show(rows) for name, rows in tables.items()}
         self._run.log({**record, **shown}, step=step)
 
+    def end(self, is_done: bool) -> None:
+        self._run.finish()
+
 
 class Wandb(LogTracker):
     """Weights & Biases. A step that its server has already is ignored there."""
@@ -234,16 +218,16 @@ class Wandb(LogTracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        options, tracking = self.run.config.observe.wandb, self.tracking
+        options = self.options.wandb
         self._show = lambda rows: wandb.Table(**_table_arguments(rows))
         self._run = wandb.init(
-            **self.run.init_arguments,
+            **self.init_arguments(),
             entity=options.entity,
             mode=options.mode,
-            tags=tracking.tags,
+            tags=self.tracking.tags,
             id=run_id or uuid.uuid4().hex[:8],
             resume="allow",
-            dir=str(self.run.folder.trackers),
+            dir=str(self.folder.trackers),
             # Its own console would be drawn over ours, and it would ask for a key in between.
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -264,8 +248,8 @@ class Mlflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 
-        self._metric, folder = Metric, self.run.folder.path.absolute().parent / "mlflow"
-        uri = mlflow_uri(self.run.config, folder)
+        self._metric, folder = Metric, self.folder.path.absolute().parent / "mlflow"
+        uri = mlflow_uri(self.options, folder)
         is_local = uri == _local_database(folder)
         if is_local:
             folder.mkdir(exist_ok=True)
@@ -278,8 +262,8 @@ class Mlflow(Tracker):
         place = str(folder / "artifacts") if is_local else None
         number = experiment.experiment_id if experiment else None
         number = number or self._client.create_experiment(tracking.project, place)
-        run_id = str(self._client.create_run(number, run_name=self.run.name).info.run_id)
-        settings = self.run.flat_recipe().items()
+        run_id = str(self._client.create_run(number, run_name=self.run_name).info.run_id)
+        settings = self.flat_recipe().items()
         params = [Param(_mlflow_name(key), str(value)[:_LONGEST_PARAM]) for key, value in settings]
         for begin in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(run_id, params=params[begin : begin + _MOST_PARAMS])
@@ -313,10 +297,10 @@ class Trackio(LogTracker):
     def open(self, run_id: str | None, first_step: int) -> str:
         import trackio
 
-        options = self.run.config.observe.trackio
+        options = self.options.trackio
         self._show = lambda rows: trackio.Table(**_table_arguments(rows))
         self._run = trackio.init(
-            **self.run.init_arguments,
+            **self.init_arguments(),
             space_id=options.space_id,
             private=options.private,
             resume="never" if run_id is None else "allow",
@@ -324,9 +308,6 @@ class Trackio(LogTracker):
             auto_log_cpu=False,
         )
         return str(self._run.id)
-
-    def end(self, is_done: bool) -> None:
-        self._run.finish()
 
 
 class Swanlab(LogTracker):
@@ -337,17 +318,17 @@ class Swanlab(LogTracker):
     def open(self, run_id: str | None, first_step: int) -> str:
         import swanlab
 
-        options, tracking = self.run.config.observe.swanlab, self.tracking
+        options = self.options.swanlab
         self._show = lambda rows: [swanlab.Text(_markdown_table([row])) for row in rows]
         run_id = run_id or uuid.uuid4().hex[:16]
         self._run = swanlab.init(
-            **self.run.init_arguments,
+            **self.init_arguments(),
             workspace=options.workspace,
             mode=options.mode,
-            tags=[*tracking.tags] or None,
+            tags=[*self.tracking.tags] or None,
             id=run_id,
             resume="allow",
-            log_dir=str(self.run.folder.trackers / "swanlab"),
+            log_dir=str(self.folder.trackers / "swanlab"),
             # It asks for no key on the terminal, and leaves what is printed alone.
             settings=swanlab.Settings(
                 interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")
@@ -366,11 +347,9 @@ TRACKERS: dict[TrackerName, type[Tracker]] = {
 
 def make_trackers(config: Config, folder: RunFolder, warn: Warn) -> list[BackgroundSink]:
     """Make the sinks of `observe.trackers`, each in its own thread."""
-    run, tracking = TrackedRun(folder, config), config.observe.tracking
-    return [
-        BackgroundSink(f"observe.trackers: {name}", partial(TRACKERS[name], run), tracking, warn)
-        for name in config.observe.trackers
-    ]
+    names, tracking = config.observe.trackers, config.observe.tracking
+    makers = {name: partial(TRACKERS[name], folder, config) for name in names}
+    return [BackgroundSink(f"observe.trackers: {n}", makers[n], tracking, warn) for n in names]
 
 
 def check_tracker_packages(config: Config) -> None:
@@ -381,7 +360,7 @@ def check_tracker_packages(config: Config) -> None:
     """
     for name in config.observe.trackers:
         needed: dict[str, str] = {name: name}
-        if name == "mlflow" and mlflow_uri(config, Path()).startswith("sqlite:"):
+        if name == "mlflow" and mlflow_uri(config.observe, Path()).startswith("sqlite:"):
             needed |= {"sqlalchemy": "SQLAlchemy", "alembic": "alembic"}
         for module, package in needed.items():
             spec = importlib.util.find_spec(module)
@@ -392,9 +371,9 @@ def check_tracker_packages(config: Config) -> None:
                 )
 
 
-def mlflow_uri(config: Config, folder: Path) -> str:
+def mlflow_uri(config: ObserveConfig, folder: Path) -> str:
     """Return where MLflow's runs go: as set, as its variable says, or a data base in `folder`."""
-    uri = config.observe.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = config.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
     return uri or _local_database(folder)
 
 

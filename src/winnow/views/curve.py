@@ -97,9 +97,7 @@ def draw_curve(folder: Path) -> Path:
     """
     records = read_metrics(folder / METRICS_FILE)
     if not records:
-        raise WinnowError(
-            f"{folder / METRICS_FILE} has no steps yet; wait until the first step has finished"
-        )
+        raise WinnowError(f"{folder / METRICS_FILE} has no steps yet; wait for the first one")
     target = folder / "curve.png"
     with saved_figure(target, SIZE_INCHES) as figure:
         axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 3, 3))
@@ -107,7 +105,7 @@ def draw_curve(folder: Path) -> Path:
         _paint_line(axes[1], series(records, metrics.REWARD), _REWARD, "reward")
         axes[1].set_ylabel("mean reward", color=_REWARD)
         _paint_length(axes[2], records)
-        _finish_axes(figure, axes[0], axes[2], folder.name, records)
+        _label_axes(figure, axes[0], axes[2], folder.name, records)
     return target
 
 
@@ -166,9 +164,7 @@ def _paint_length(axis: Any, records: Sequence[Record]) -> None:
     cut.set_ylim(0, max(cut.get_ylim()[1], 0.05))
 
 
-def _finish_axes(
-    figure: Any, above: Any, below: Any, title: str, records: Sequence[Record]
-) -> None:
+def _label_axes(figure: Any, above: Any, below: Any, title: str, records: Sequence[Record]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color="#111827")

@@ -60,6 +60,8 @@ class RunHistory:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = flat(settings)
+        groups, answers = ("sampling.groups_per_step", 64), ("rollout.n", 8)
+        self.answers_per_step = self.setting(*groups) * self.setting(*answers)
         self._first: defaultdict[str, list[float]] = defaultdict(list)
         self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_DEPTH))
         self.seen = Counter[str]()
@@ -82,9 +84,7 @@ class RunHistory:
                 self.seen[name] += 1
                 self._last[name].append(_clamp(value))
                 self._first[name] += [_clamp(value)] * (self.seen[name] <= WINDOW)
-        accuracies = [
-            _accuracy_and_error(figures) for figures in metrics.eval_by_source(record).values()
-        ]
+        accuracies = map(_accuracy_and_error, metrics.eval_by_source(record).values())
         if valid := [each for each in accuracies if each is not None]:
             error = math.hypot(*(error for _, error in valid)) / len(valid)
             self.held_out.append((_mean([value for value, _ in valid]), error))
@@ -102,15 +102,14 @@ class RunHistory:
         return _mean(self.latest(name, last))
 
     def share_of_step(self, name: str) -> float:
-        """Return a figure's share of step time, without evaluation and saving, over the last window;
+        """Return a figure's share of step time (less evaluation and saving) over the last window;
         NaN before there is one."""
         spent, total = (math.fsum(self.latest(each)) for each in (name, _WORK))
         return spent / total if total > 0 and self.seen[name] >= WINDOW else math.nan
 
     def is_sufficient(self, values: Sequence[float]) -> bool:
         """Return whether equal values, one a step, fill a window or stand for enough answers."""
-        answers = self.setting("sampling.groups_per_step", 64) * self.setting("rollout.n", 8)
-        return len(values) == WINDOW or len(values) * answers >= _PROOF
+        return len(values) == WINDOW or len(values) * self.answers_per_step >= _PROOF
 
     def setting(self, key: str, default: Any) -> Any:
         """Return a key of the recipe, or the default if it is missing or of another type."""
@@ -138,106 +137,96 @@ class Rule(NamedTuple):
 
 
 def _flat_check(counts_as_right: bool) -> Check:
-    def check(course: RunHistory) -> str | None:
-        task = "score/task_reward" if course.seen["score/task_reward/min"] else "score/reward"
-        lows, highs = course.latest(f"{task}/min"), course.latest(f"{task}/max")
-        if len(lows) != len(highs) or not course.is_sufficient(lows):
+    def check(run: RunHistory) -> str | None:
+        task = "score/task_reward" if run.seen["score/task_reward/min"] else "score/reward"
+        lows, highs = run.latest(f"{task}/min"), run.latest(f"{task}/max")
+        if len(lows) != len(highs) or not run.is_sufficient(lows):
             return None
         if max(highs) - min(lows) > 1e-9 * max(1.0, abs(lows[0])):
             return None
         steps = f"last {len(lows)} steps" if len(lows) > 1 else "first step"
         text = f"every answer of the {steps} has the reward {lows[0]:g}"
-        accuracy = course.mean("sampling/accuracy", len(lows))
-        return (
-            f"{text}; {accuracy:.0%} count as right"
-            if (accuracy >= 0.5) == counts_as_right
-            else None
-        )
+        accuracy = run.mean("sampling/accuracy", len(lows))
+        fires = (accuracy >= 0.5) == counts_as_right
+        return f"{text}; {accuracy:.0%} count as right" if fires else None
 
     return check
 
 
-def _check_filtered(course: RunHistory) -> str | None:
-    keep, is_empty = (
-        course.latest("sampling/keep_rate"),
-        course.mean("sampling/empty_bounds", 1) > 0,
-    )
+def _check_filtered(run: RunHistory) -> str | None:
+    keep, is_empty = run.latest("sampling/keep_rate"), run.mean("sampling/empty_bounds", 1) > 0
     if not is_empty and (len(keep) < WINDOW or _mean(keep) >= 0.1):
         return None
     kinds = ("all_wrong", "all_right", "failed")
-    groups = {kind: math.fsum(course.latest(f"sampling/groups/{kind}")) for kind in kinds}
+    groups = {kind: math.fsum(run.latest(f"sampling/groups/{kind}")) for kind in kinds}
     passed = f"{_mean(keep):.1%} of the groups passed the filter" if keep else "no group passed"
     counted = ", ".join(f"{n:,.0f} {kind.replace('_', ' ')}" for kind, n in groups.items())
     return f"{passed} in the last steps; rejected: {counted}"
 
 
-def _check_cut_off(course: RunHistory) -> str | None:
-    shares = course.latest("length/truncated")
-    answers = course.setting("sampling.groups_per_step", 64) * course.setting("rollout.n", 8)
-    bound = 0.1 + 2 * math.sqrt(0.09 / max(answers * WINDOW, 1))  # beyond chance
-    limit, length = course.setting("rollout.max_response_tokens", 0), course.mean(metrics.LENGTH)
+def _check_cut_off(run: RunHistory) -> str | None:
+    shares = run.latest("length/truncated")
+    bound = 0.1 + 2 * math.sqrt(0.09 / max(run.answers_per_step * WINDOW, 1))  # beyond chance
+    limit, length = run.setting("rollout.max_response_tokens", 0), run.mean(metrics.LENGTH)
     evidence = (
         f"{_mean(shares):.1%} of the answers trained on reached the limit of {limit:,} tokens"
     )
-    is_sick = len(shares) == WINDOW and _mean(shares) > bound
-    is_sick = is_sick or (course.is_sufficient(shares) and min(shares) == 1)
-    return f"{evidence}; mean length {length:,.0f}" if is_sick else None
+    fires = len(shares) == WINDOW and _mean(shares) > bound
+    fires = fires or (run.is_sufficient(shares) and min(shares) == 1)
+    return f"{evidence}; mean length {length:,.0f}" if fires else None
 
 
-def _check_scoring(course: RunHistory) -> str | None:
-    failed, answers = (math.fsum(course.latest(f"scoring/{n}")) for n in ("failed", "answers"))
+def _check_scoring(run: RunHistory) -> str | None:
+    failed, answers = (math.fsum(run.latest(f"scoring/{n}")) for n in ("failed", "answers"))
     return f"scoring failed for {failed:,.0f} of {answers:,.0f} answers" if failed > 0 else None
 
 
 # The policy
 
 
-def _check_entropy_collapse(course: RunHistory) -> str | None:
-    before, now = _mean(course.earliest("actor/entropy", 3)), course.mean("actor/entropy")
-    was_right, right = _mean(course.earliest(metrics.ACCURACY, 3)), course.mean(metrics.ACCURACY)
+def _check_entropy_collapse(run: RunHistory) -> str | None:
+    before, now = _mean(run.earliest("actor/entropy", 3)), run.mean("actor/entropy")
+    was_right, right = _mean(run.earliest(metrics.ACCURACY, 3)), run.mean(metrics.ACCURACY)
     # A policy that is wrong half as often may be twice as sure; one that hardly ever is, surer.
     has_reason = now * (1 - was_right) >= before * (1 - right) or right >= 0.75
     fall = f"entropy fell from {before:.3g} to {now:.3g} nats"
     gain = f"accuracy went from {was_right:.0%} to {right:.0%}"
-    is_sick = course.seen["actor/entropy"] >= _ENOUGH and now < before / 2 and not has_reason
-    return f"{fall}, while {gain}" if is_sick else None
+    fires = run.seen["actor/entropy"] >= _ENOUGH and now < before / 2 and not has_reason
+    return f"{fall}, while {gain}" if fires else None
 
 
-def _check_entropy_blow_up(course: RunHistory) -> str | None:
-    before, now = _mean(course.earliest("actor/entropy", 3)), course.mean("actor/entropy", 3)
-    is_sick = course.seen["actor/entropy"] >= 6 and now > max(2 * before, before + 0.15)
-    return f"entropy rose from {before:.3g} to {now:.3g} nats" if is_sick else None
+def _check_entropy_blow_up(run: RunHistory) -> str | None:
+    before, now = _mean(run.earliest("actor/entropy", 3)), run.mean("actor/entropy", 3)
+    fires = run.seen["actor/entropy"] >= 6 and now > max(2 * before, before + 0.15)
+    return f"entropy rose from {before:.3g} to {now:.3g} nats" if fires else None
 
 
-def _clip_shares(course: RunHistory, count: int) -> list[float]:
-    if course.seen["actor/clip"]:
-        return course.latest("actor/clip", count)
-    pairs = (course.latest(f"actor/clip_{side}", count) for side in ("low", "high"))
+def _clip_shares(run: RunHistory, count: int) -> list[float]:
+    if run.seen["actor/clip"]:
+        return run.latest("actor/clip", count)
+    pairs = (run.latest(f"actor/clip_{side}", count) for side in ("low", "high"))
     return [low + high for low, high in zip(*pairs, strict=False)]
 
 
-def _check_clip_never(course: RunHistory) -> str | None:
-    clipped, updates = _clip_shares(course, _ENOUGH), course.mean("actor/updates")
-    moved = max(map(abs, course.latest("actor/approx_kl", _ENOUGH)), default=math.nan)
+def _check_clip_never(run: RunHistory) -> str | None:
+    clipped, updates = _clip_shares(run, _ENOUGH), run.mean("actor/updates")
+    moved = max(map(abs, run.latest("actor/approx_kl", _ENOUGH)), default=math.nan)
     is_still = len(clipped) == _ENOUGH and not any(clipped) and updates >= 2 and moved < 1e-5
     evidence = f"no token was clipped in {_ENOUGH} steps; KL within a step was {moved:.1g} nats"
     return evidence if is_still else None
 
 
-def _check_clip_often(course: RunHistory) -> str | None:
-    clipped = _clip_shares(course, WINDOW)
-    bound = 0.5 if course.setting("algorithm.policy_loss.name", "") == "gspo" else 0.15
-    kl = course.mean("actor/approx_kl", 1)
+def _check_clip_often(run: RunHistory) -> str | None:
+    clipped = _clip_shares(run, WINDOW)
+    bound = 0.5 if run.setting("algorithm.policy_loss.name", "") == "gspo" else 0.15
+    kl = run.mean("actor/approx_kl", 1)
     is_clipped = len(clipped) == WINDOW and _mean(clipped) > bound
     evidence = f"{_mean(clipped):.1%} of the tokens were clipped; KL within a step {kl:.2g} nats"
     return evidence if is_clipped or kl > 0.1 else None
 
 
-def _check_gradient_spikes(course: RunHistory) -> str | None:
-    norms, skipped = (
-        course.latest("actor/grad_norm", _DEPTH),
-        course.mean("actor/skipped_updates", 1),
-    )
+def _check_gradient_spikes(run: RunHistory) -> str | None:
+    norms, skipped = run.latest("actor/grad_norm", _DEPTH), run.mean("actor/skipped_updates", 1)
     if skipped > 0:
         return f"{skipped:,.0f} updates were skipped: their gradient was not finite"
     if len(norms) < 6 or not norms[-1] > 10 * (usual := statistics.median(norms[:-1])) > 0:
@@ -249,43 +238,41 @@ def _check_gradient_spikes(course: RunHistory) -> str | None:
 # Reward against held-out accuracy
 
 
-def _significant_rise(course: RunHistory, name: str) -> tuple[float, float] | None:
+def _significant_rise(run: RunHistory, name: str) -> tuple[float, float] | None:
     """Return the means of the first and the last window if the rise is significant, else None."""
-    before, now = course.earliest(name), course.latest(name)
-    if course.seen[name] < _ENOUGH:
+    before, now = run.earliest(name), run.latest(name)
+    if run.seen[name] < _ENOUGH:
         return None
     low, high = _mean(before), _mean(now)
     noise = math.hypot(*(statistics.stdev(each) / math.sqrt(len(each)) for each in (before, now)))
     return (low, high) if high - low > max(3 * noise, 0.05 * abs(low), 1e-9) else None
 
 
-def _stalled_held_out(course: RunHistory) -> tuple[float, float] | None:
+def _stalled_held_out(run: RunHistory) -> tuple[float, float] | None:
     """Return the first and the newest held-out accuracy if it stalled while training accuracy did
     not rise either, or rose by far more."""
-    if len(course.held_out) < 3:
+    if len(run.held_out) < 3:
         return None
-    (before, error), now = course.held_out[0], _mean([v for v, _ in course.held_out[-2:]])
-    gain, trained = now - before, _significant_rise(course, metrics.ACCURACY)
+    (before, error), now = run.held_out[0], _mean([v for v, _ in run.held_out[-2:]])
+    gain, trained = now - before, _significant_rise(run, metrics.ACCURACY)
     is_less = trained is None or gain + 2 * error < (trained[1] - trained[0]) / 2
     return (before, now) if gain <= max(error, 0.01) and is_less else None
 
 
-def _check_length_hacking(course: RunHistory) -> str | None:
-    reward, held_out = _significant_rise(course, _SHAPELESS), _stalled_held_out(course)
-    length = _significant_rise(course, metrics.LENGTH)
+def _check_length_hacking(run: RunHistory) -> str | None:
+    reward, held_out = _significant_rise(run, _SHAPELESS), _stalled_held_out(run)
+    length = _significant_rise(run, metrics.LENGTH)
     if not (reward and held_out and length and length[1] > 1.25 * length[0]):
         return None
-    return (
-        f"length {length[0]:,.0f} to {length[1]:,.0f} tokens, {_describe_hacking(reward, held_out)}"
-    )
+    return f"length {length[0]:,.0f} to {length[1]:,.0f} tokens, {_describe(reward, held_out)}"
 
 
-def _check_reward_hacking(course: RunHistory) -> str | None:
-    reward, held_out = _significant_rise(course, _SHAPELESS), _stalled_held_out(course)
-    return _describe_hacking(reward, held_out) if reward and held_out else None
+def _check_reward_hacking(run: RunHistory) -> str | None:
+    reward, held_out = _significant_rise(run, _SHAPELESS), _stalled_held_out(run)
+    return _describe(reward, held_out) if reward and held_out else None
 
 
-def _describe_hacking(reward: tuple[float, float], held_out: tuple[float, float]) -> str:
+def _describe(reward: tuple[float, float], held_out: tuple[float, float]) -> str:
     pairs = {"reward": reward, "held-out accuracy": held_out}
     return ", ".join(f"{name} {a:.3g} to {b:.3g}" for name, (a, b) in pairs.items())
 
@@ -293,39 +280,39 @@ def _describe_hacking(reward: tuple[float, float], held_out: tuple[float, float]
 # Sampler, trainer, and who waits for whom
 
 
-def _check_not_comparable(course: RunHistory) -> str | None:
-    steps = course.not_finite["mismatch/abs_delta"]
+def _check_not_comparable(run: RunHistory) -> str | None:
+    steps = run.not_finite["mismatch/abs_delta"]
     evidence = f"mismatch/abs_delta was NaN or infinite in {steps} step{'s' * (steps > 1)}"
     return evidence if steps else None
 
 
-def _check_mismatch(course: RunHistory) -> str | None:
+def _check_mismatch(run: RunHistory) -> str | None:
     fresh = "mismatch/age_0/abs_delta"  # older tokens differ because the policy has moved on
-    name = fresh if course.seen[fresh] else "mismatch/abs_delta"
-    before, now = _mean(course.earliest(name, 3)), course.mean(name)
-    is_high = course.seen[name] >= WINDOW and now > 0.05
-    is_rising = course.seen[name] >= _ENOUGH and now > max(3 * before, 0.02)
+    name = fresh if run.seen[fresh] else "mismatch/abs_delta"
+    before, now = _mean(run.earliest(name, 3)), run.mean(name)
+    is_high = run.seen[name] >= WINDOW and now > 0.05
+    is_rising = run.seen[name] >= _ENOUGH and now > max(3 * before, 0.02)
     evidence = f"log-probs of sampler and trainer differ by {now:.2g} nats a token"
     return f"{evidence}; by {before:.2g} in the first steps" if is_high or is_rising else None
 
 
-def _check_stale(course: RunHistory) -> str | None:
-    age, ess = course.mean("sampling/staleness/mean"), course.mean("mismatch/ess")
+def _check_stale(run: RunHistory) -> str | None:
+    age, ess = run.mean("sampling/staleness/mean"), run.mean("mismatch/ess")
     evidence = f"groups trained on were started {age:.1f} weight versions earlier"
-    is_sick = course.seen["sampling/staleness/mean"] >= WINDOW and age > 2.5
+    fires = run.seen["sampling/staleness/mean"] >= WINDOW and age > 2.5
     size = "" if math.isnan(ess) else f"; effective sample size {ess:.0%}"
-    return evidence + size if is_sick else None
+    return evidence + size if fires else None
 
 
-def _check_slow_scoring(course: RunHistory) -> str | None:
-    busy, seconds = course.share_of_step("scoring/busy_s"), course.mean("scoring/mean_s")
+def _check_slow_scoring(run: RunHistory) -> str | None:
+    busy, seconds = run.share_of_step("scoring/busy_s"), run.mean("scoring/mean_s")
     evidence = f"a score took {seconds:.2g} s, and waiting for scores took {busy:.0%} of the time"
-    return evidence if busy > 0.7 and seconds > 0.25 * course.mean(_WORK) else None
+    return evidence if busy > 0.7 and seconds > 0.25 * run.mean(_WORK) else None
 
 
 def _wait_check(figure: str, event: str) -> Check:
-    def check(course: RunHistory) -> str | None:
-        waits = course.share_of_step(figure)
+    def check(run: RunHistory) -> str | None:
+        waits = run.share_of_step(figure)
         return f"{event} {waits:.0%} of the time" if waits > 0.6 else None
 
     return check
@@ -335,11 +322,11 @@ def _wait_check(figure: str, event: str) -> Check:
 RULES: tuple[Rule, ...] = (
     Rule("reward_flat_wrong", "critical", _flat_check(False),
          "the scorer expects another answer format, or the task is too hard",
-         "run `winnow reward try FILE --row 1 --answer TEXT` with a correct answer; if it is "
-         "scored as wrong, fix the scorer or the prompt, else use easier prompts or a stronger model", 1),
+         "run `winnow reward try FILE --row 1 --answer TEXT` with a correct answer; if scored as "
+         "wrong, fix the scorer or the prompt, else use easier prompts or a stronger model", 1),
     Rule("reward_flat_right", "critical", _flat_check(True),
          "the scorer accepts any answer, or the task is solved",
-         "run `winnow reward try FILE --row 1 --answer nonsense`; if it is scored as right, fix "
+         "run `winnow reward try FILE --row 1 --answer nonsense`; if it is scored right, fix "
          "the scorer (reward.function.path, reward.scorers), else use harder prompts", 1),
     Rule("filtered", "critical", _check_filtered,
          "answers to a prompt rarely differ: prompts are too hard or too easy, or labels are wrong",
@@ -414,17 +401,17 @@ class Diagnosis:
     """
 
     def __init__(self, settings: Mapping[str, Any], records: Iterable[Record] = ()) -> None:
-        self._course = RunHistory(settings)
+        self._history = RunHistory(settings)
         self._cases: dict[str, RunFinding] = {}
         for record in records:
             self.add(int(record["step"]), record)
 
     def add(self, step: int, record: Record) -> list[RunFinding]:
         """Check the rules after another step; returns findings that are new."""
-        self._course.add(record)
+        self._history.add(record)
         new = []
         for rule in RULES:
-            evidence = rule.check(self._course)
+            evidence = rule.check(self._history)
             if evidence is None:
                 continue
             name, severity, _, cause, remedy, _ = rule

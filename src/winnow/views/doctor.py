@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,6 +25,9 @@ WRONG = ("reward_flat_wrong", "filtered")
 _WORD = re.compile(r"\w(?:[\w.,/-]*\w)?")
 ROLLOUT_COLUMNS = ["group", "outcome", "accuracy", "prompt", "response"]
 """Columns of a file of answers that findings are made from."""
+
+AnswerRows = Sequence[Mapping[str, Any]]
+"""Rows of a file of answers, with `ROLLOUT_COLUMNS`."""
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +96,7 @@ def diagnose_run(folder: RunFolder) -> tuple[int, list[RunFinding]]:
 
 
 def findings_with_answers(
-    diagnosis: Diagnosis,
-    steps: int,
-    answers_step: int,
-    read_answers: Callable[[], Sequence[Mapping[str, Any]]],
+    diagnosis: Diagnosis, steps: int, answers_step: int, read_rows: Callable[[], AnswerRows]
 ) -> list[RunFinding]:
     """Return the findings, extended by what the newest answers show.
 
@@ -104,12 +104,12 @@ def findings_with_answers(
         diagnosis: of all lines of metrics.jsonl; it stays as it is.
         steps: the last step that has a line.
         answers_step: the last step that has answers; 0 without any.
-        read_answers: reads the rows of these answers.
+        read_rows: reads the rows of these answers.
     """
     has_line = answers_step <= steps  # a step in which nothing could be learnt has none
     if has_line and not (answers_step and any(each.name in WRONG for each in diagnosis.findings())):
         return diagnosis.findings()
-    rows = read_answers()
+    rows = read_rows()
     if not has_line:
         diagnosis = deepcopy(diagnosis)
         diagnosis.add(answers_step, make_record_from_answers(answers_step, rows))
@@ -120,7 +120,7 @@ def findings_with_answers(
     ]
 
 
-def describe_wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
+def describe_wrong_answers(rows: AnswerRows) -> str:
     """Describe how often the answers of all-wrong groups agree with each other, as a clause.
 
     A model that repeats one answer is more likely misread by the scorer than wrong. Empty without
@@ -144,7 +144,7 @@ def describe_wrong_answers(rows: Iterable[Mapping[str, Any]]) -> str:
     return f"{clause}, such as {example}: if that is correct, the scorer misreads it"
 
 
-def make_record_from_answers(step: int, rows: Sequence[Mapping[str, Any]]) -> Record:
+def make_record_from_answers(step: int, rows: AnswerRows) -> Record:
     """Make the metrics record of a step that sampling could not fill, from its answers."""
     fates = Counter({row["group"]: row["outcome"] for row in rows}.values())
     rights = [row["accuracy"] for row in rows if row["accuracy"] is not None]

@@ -205,9 +205,8 @@ def diff_ledgers(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> Ledge
     else:
         diffs.append(_compare_prompts(a, b))
     diffs = [difference for difference in diffs if difference.count]
-    return LedgerDiff(
-        check_ledger(a), check_ledger(b), exact, tuple(diffs), times, _compare_returned(a, b), blind
-    )
+    reports, returned = (check_ledger(a), check_ledger(b)), _compare_returned(a, b)
+    return LedgerDiff(*reports, exact, tuple(diffs), times, returned, blind)
 
 
 def _compare_groups(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
@@ -322,9 +321,7 @@ def _rollout_mismatches(run: LedgerRun) -> Iterator[str]:
                 yield f"group {row['group']} (step {step}): {', '.join(unlike)}"
 
 
-def _answer_mismatches(
-    row: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
+def _answer_mismatches(row: Row, answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if row["answers"] != len(answers):
         yield f"answers {row['answers']} | {len(answers)}"
         return

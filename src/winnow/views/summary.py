@@ -126,7 +126,7 @@ def print_summary(
         *(_sample_table(sample, console.encoding) for sample in samples),
         *_cost_tables(console, tokens, seconds_by_phase(records), width),
         *_two_columns(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
-        *_command_list(console, commands or {}, width),
+        *_next_steps(console, commands or {}, width),
     ]
     console.print(Group(*parts), width=width, crop=False)
 
@@ -202,13 +202,11 @@ def _share_table(
     return spaced(table)
 
 
-def _command_list(
-    console: Console, commands: Mapping[str, str], width: int
-) -> Sequence[RenderableType]:
+def _next_steps(console: Console, commands: Mapping[str, str], width: int) -> list[RenderableType]:
     """Make the list of commands; one that is longer than the screen stays whole, to be copied."""
     columns = (max(map(len, texts), default=0) for texts in (commands, commands.values()))
     if sum(columns) < width - 3:
-        return _two_columns(console, "Next", commands)
+        return [*_two_columns(console, "Next", commands)]
     lines = [f"{command}  # {meaning}" for command, meaning in commands.items()]
     return [Text("Next", style="bold"), *(Text(x, no_wrap=True, overflow="ignore") for x in lines)]
 

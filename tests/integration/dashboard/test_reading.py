@@ -79,7 +79,7 @@ def test_damaged_lines_are_told_and_the_others_read(make_run: MakeRun) -> None:
     assert columns.steps == [1, 2, 3, 4, 5]
     assert columns.column("sampling/accuracy")[-1] is None
     assert [problem.split(":")[0] for problem in columns.problems] == [
-        "metrics.jsonl line 5 is left out", "metrics.jsonl line 7 is left out",
+        "metrics.jsonl line 5 was skipped", "metrics.jsonl line 7 was skipped",
     ]  # fmt: skip
 
 

@@ -67,16 +67,16 @@ def test_settings_that_differ_are_listed_by_their_full_names(make_run: MakeRun) 
 @pytest.mark.parametrize(
     ("path", "status", "told"),
     [
-        ("run/steps?run=nobody", 404, "there is no run nobody"),
-        ("run/steps?run=" + quote("../../etc", safe=""), 404, "there is no run ../../etc"),
-        ("series?runs=a&runs=..", 404, "there is no run .."),
+        ("run/steps?run=nobody", 404, "run nobody does not exist"),
+        ("run/steps?run=" + quote("../../etc", safe=""), 404, "run ../../etc does not exist"),
+        ("series?runs=a&runs=..", 404, "run .. does not exist"),
         ("run/groups?run=a&kind=training&step=99", 422, "a has no rollouts/step-99.parquet"),
         ("run/groups?run=a&kind=../..&step=1", 422, "kind must be one of training, held_out"),
         ("run/groups?run=a&kind=training&step=1/../2", 422, "step must be an integer"),
         ("run/groups?run=a&kind=training", 422, "step is missing"),
         ("run/group?run=a&kind=training&step=1&group=99999", 422, "has no group 99999"),
         ("run/timeline?run=a", 422, "a has no trace.json"),
-        ("comparison?a=a&b=nobody", 404, "there is no run nobody"),
+        ("comparison?a=a&b=nobody", 404, "run nobody does not exist"),
     ],
 )
 def test_what_is_not_there_is_told_in_a_line(
@@ -254,7 +254,7 @@ def test_with_a_token_each_client_needs_it(make_run: MakeRun) -> None:
     assert asked.get("/api/runs", headers={"Authorization": "Bearer s3cret"}).status_code == 200
     assert asked.get("/api/runs", headers={"Cookie": "winnow-token=no"}).status_code == 401
     assert "password" in asked.get("/").text
-    assert "not the token" in asked.get("/?token=wrong").text
+    assert "Wrong token" in asked.get("/?token=wrong").text
     opened = asked.get("/?token=s3cret", follow_redirects=False)
     assert (opened.status_code, opened.headers["location"]) == (303, "/")
     assert "httponly" in opened.headers["set-cookie"].lower()

@@ -125,7 +125,7 @@ def test_what_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -
     for request, said in (
         (PlotRequest([run], ["score/reward/men"], tmp_path / "a.png"), f"did you mean {REWARD}"),
         (PlotRequest([run], [], tmp_path / "a.jpg"), "--out must end in .png or .svg, got"),
-        (PlotRequest([empty], [], tmp_path / "a.png"), "no step yet"),
+        (PlotRequest([empty], [], tmp_path / "a.png"), "no steps yet"),
         (PlotRequest([f"{tmp_path}/torn"], [], tmp_path / "a.png"), "cannot read .*config.yaml"),
         (PlotRequest([str(tmp_path)], [], tmp_path / "a.png"), "not a run's folder"),
     ):

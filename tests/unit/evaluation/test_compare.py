@@ -61,7 +61,7 @@ def test_problems_are_paired_whatever_their_place_and_others_are_counted(tmp_pat
     assert comparison_notes(found) == [
         "1 problems are only in A and are left out.",
         "2 problems are only in B and are left out.",
-        "A and B were sampled differently: n is 2 in A, 1 in B.",
+        "The evaluations were sampled differently: n is 2 in A, 1 in B.",
     ]
 
 
@@ -74,7 +74,8 @@ def test_what_scored_them_is_compared_and_failed_scorings_are_counted(tmp_path: 
     assert (a.failed, b.failed) == (0, 2)
     assert comparison_notes(compare(a, b)) == [
         "Scoring failed for 2 answers of B, which count as wrong.",
-        "A and B were scored differently: scorer of sums is gsm8k in A, own.py:compute_score in B.",
+        "The evaluations were scored differently: scorer of sums is gsm8k in A, "
+        "own.py:compute_score in B.",
     ]
 
 
@@ -89,7 +90,7 @@ def test_of_a_run_the_latest_evaluation_counts(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "eval").mkdir(parents=True)
     (run / "config.yaml").touch()
-    with pytest.raises(WinnowError, match="has no evaluation yet; make one: winnow eval"):
+    with pytest.raises(WinnowError, match="has no evaluation yet; run winnow eval"):
         read_answers(str(run))
     for name in ("step-0", "checkpoint-8", "step-8", "checkpoint-x"):
         write(run / "eval" / f"{name}.parquet", [group(1, [1.0])])
@@ -105,7 +106,7 @@ def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
         tmp_path / "trained.parquet", 1, [RolloutGroup(group(1, [1.0]), "surplus")],
         version=0, text_groups=(), decode=str,
     )  # fmt: skip
-    with pytest.raises(WinnowError, match=r"trained\.parquet holds no held-out answers"):
+    with pytest.raises(WinnowError, match=r"trained\.parquet has no held-out answers"):
         read_answers(str(tmp_path / "trained.parquet"))
     file = write(tmp_path / "answers.parquet", [group(1, [1.0])])
     (tmp_path / "report.json").write_text("{}")
@@ -117,8 +118,8 @@ def test_the_sentence_claims_no_more_than_both_tests_show() -> None:
     generator = np.random.default_rng(0)
     hard = generator.uniform(0, 0.6, size=60)
     noise = generator.normal(0, 0.05, size=60)
-    assert verdict(paired_test(hard, hard + 0.2 + noise)).startswith("B is better: by 2")
-    assert verdict(paired_test(hard + 0.2 + noise, hard)).startswith("B is worse: by 2")
+    assert verdict(paired_test(hard, hard + 0.2 + noise)).startswith("B is better by 2")
+    assert verdict(paired_test(hard + 0.2 + noise, hard)).startswith("B is worse by 2")
     assert verdict(paired_test(hard, hard + noise)).startswith("Not significant: B is ")
     assert verdict(paired_test(hard, hard)).startswith("No difference")
     assert verdict(paired_test([0.0] * 5, [1.0] * 5)).startswith("Inconclusive: 5 problems")

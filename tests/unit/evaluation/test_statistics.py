@@ -20,7 +20,7 @@ from winnow.evaluation.statistics import (
     finite_numbers,
     maj_at_k,
     majority_accuracy,
-    mean_estimate,
+    mean_of,
     pass_at_k,
     summarise,
     two_sided_bound,
@@ -105,7 +105,7 @@ def test_many_answers_are_exact_up_to_the_limit() -> None:
 
 
 def test_an_estimate_by_hand() -> None:
-    found = mean_estimate([1.0, 0.0, 0.5, 0.5])
+    found = mean_of([1.0, 0.0, 0.5, 0.5])
     assert found.mean == 0.5
     # Sample variance 1/6, over 4 prompts.
     assert found.standard_error == pytest.approx(math.sqrt(1 / 6 / 4))
@@ -117,23 +117,23 @@ def test_the_interval_is_wilsons_where_each_prompt_has_one_answer() -> None:
     p, z = right / n, 1.959963984540054
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    low, high = mean_estimate([1.0] * right + [0.0] * (n - right)).interval
+    low, high = mean_of([1.0] * right + [0.0] * (n - right)).interval
     assert (low, high) == pytest.approx((centre - half, centre + half), abs=1e-4)
 
 
 def test_all_right_is_not_certain() -> None:
-    low, high = mean_estimate([1.0] * 30).interval
+    low, high = mean_of([1.0] * 30).interval
     assert low == pytest.approx(30 / (30 + 2.045229642132703**2))  # Student's bound, 29
     assert high == pytest.approx(1.0)
-    assert mean_estimate([0.0] * 30).interval[0] == pytest.approx(0, abs=1e-12)
+    assert mean_of([0.0] * 30).interval[0] == pytest.approx(0, abs=1e-12)
 
 
 def test_one_prompt_has_no_standard_error_and_none_is_refused() -> None:
-    found = mean_estimate([0.5])
+    found = mean_of([0.5])
     assert math.isnan(found.standard_error)
     assert 0 <= found.interval[0] < 0.5 < found.interval[1] <= 1
     with pytest.raises(AssertionError, match="at least one prompt"):
-        mean_estimate([])
+        mean_of([])
 
 
 @pytest.mark.parametrize(("prompts", "n"), [(200, 4), (30, 1)])
@@ -141,7 +141,7 @@ def test_the_interval_covers_the_truth_about_95_times_of_100(prompts: int, n: in
     generator = np.random.default_rng(0)
     rates = generator.beta(0.5, 2, size=(1000, prompts))  # evaluations of unlike prompts
     scores = generator.binomial(n, rates) / n
-    intervals = [mean_estimate(row).interval for row in scores]
+    intervals = [mean_of(row).interval for row in scores]
     covered = np.mean([low <= 0.2 <= high for low, high in intervals])
     assert 0.93 <= covered <= 0.975
 

@@ -36,7 +36,9 @@ def test_a_run_without_a_name_is_called_after_recipe_date_and_time_and_a_number_
 def test_a_name_that_holds_a_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "mine", "quickstart")
     folder.save_config("seed: 1\n")
-    with pytest.raises(ConfigError, match=r"run\.name=mine: .*holds a run already; choose another"):
+    with pytest.raises(
+        ConfigError, match=r"run\.name=mine: .*already contains a run; choose another"
+    ):
         RunFolder.create(tmp_path, "mine", "quickstart")
     assert folder.config.read_text() == "seed: 1\n"
 
@@ -60,7 +62,7 @@ def test_a_run_that_may_not_be_looked_at_is_no_missing_one(tmp_path: Path) -> No
         folder.path.chmod(0o700)
     assert str(caught.value) == (
         f"cannot use {folder.config}: Permission denied; "
-        "choose a folder that you may write to with run.dir=FOLDER"
+        "choose a writable folder with run.dir=FOLDER"
     )
 
 

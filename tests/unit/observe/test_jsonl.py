@@ -62,7 +62,7 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path: Path, line: bytes) -> N
     log_steps(path, 1).close()
     with path.open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(WinnowError, match=r"m\.jsonl line 2 is not a line of metrics"):
+    with pytest.raises(WinnowError, match=r"m\.jsonl line 2 is not a metrics record"):
         read_metrics(path)
 
 

@@ -16,12 +16,7 @@ import torch
 from winnow.config.trainer import ProfileConfig
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.metrics import PHASE_RANGES, Stopwatch
-from winnow.observe.profile import (
-    StepProfiler,
-    check_profile,
-    nsight_options,
-    profile_notes,
-)
+from winnow.observe.profile import StepProfiler, check_profile, nsight_options, profile_notes
 
 
 def work() -> None:
@@ -138,7 +133,7 @@ def test_nsights_command_and_what_is_told_of_it(monkeypatch: pytest.MonkeyPatch)
     together = config.model_copy(update={"continuous": True})
     assert nsight_options(together)["capture-range-end"] == "repeat:2"
     monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
-    command = profile_notes(config, 1, 8)[0].partition("begin the command with: ")[2].split()
+    command = profile_notes(config, 1, 8)[0].partition("prefix the command with: ")[2].split()
     assert command[:3] == ["nsys", "profile", "--trace=cuda,nvtx,osrt,cublas"]
     assert "--capture-range=cudaProfilerApi" in command
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")

@@ -366,7 +366,7 @@ def kept(folder: RunFolder) -> list[dict[str, Any]]:
 
 def test_a_run_says_each_disease_once_and_keeps_it(folder: RunFolder) -> None:
     (line,) = live(folder, 1, range(1, 20))
-    assert line.startswith("Warning: step 5: cut_off: 50.0% of the answers trained on were ended")
+    assert line.startswith("Warning: step 5: cut_off: 50.0% of the answers trained on reached")
     assert line.endswith(f"winnow doctor {folder.path})")
     (event,) = kept(folder)
     assert (event["name"], event["first_step"], event["severity"]) == ("cut_off", 5, "warning")
