@@ -155,13 +155,7 @@ def read_group_answers(
     Raises:
         UnreadableError: the file is missing or damaged, or has no such group.
     """
-    with files.parquet(name) as file:
-        parts = [n for n in range(file.num_row_groups) if _may_contain(file, n, group)]
-        table = file.read_row_groups(parts)
-        table = table.filter(pc.equal(table["group"], group))
-    if not len(table):
-        raise UnreadableError(f"{name} of {files.name} has no group {group}; choose another")
-    return [_answer_json(row, pieces) for row in table.to_pylist()]
+    return [_answer_json(row, pieces) for row in iter_answers(files, name, [group])]
 
 
 def iter_answers(files: RunFiles, name: str, groups: Collection[int]) -> Iterator[dict[str, Any]]:
@@ -173,12 +167,14 @@ def iter_answers(files: RunFiles, name: str, groups: Collection[int]) -> Iterato
     ids, count = pa.array(sorted(groups), pa.int64()), 0
     with files.parquet(name) as file:
         for part in range(file.num_row_groups):
+            if not any(_may_contain(file, part, group) for group in groups):
+                continue
             table = file.read_row_group(part)
             rows = table.filter(pc.is_in(table["group"], ids)).to_pylist()
             count += len(rows)
             yield from rows
     if groups and not count:
-        raise UnreadableError(f"{name} of {files.name} has no group {min(groups)}")
+        raise UnreadableError(f"{name} of {files.name} has no group {min(groups)}; choose another")
 
 
 def _may_contain(file: pq.ParquetFile, part: int, group: int) -> bool:

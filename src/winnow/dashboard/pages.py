@@ -134,15 +134,15 @@ class RunPages:
             "step": step,
             "steps": steps,
             "state": "done" if steps and step >= steps else "live" if is_live else "idle",
-            "waiting": None if record else self._waiting_reason(root, config, is_live),
+            "waiting": None if record else self._wait_reason(root, config, is_live),
             "changed_s": changed,
             "accuracy": round_to(record.get(metrics.ACCURACY)),
             "held_out": held_out,
             "problem": None,
         }
 
-    def _waiting_reason(
-        self, root: Mapping[str, FileEntry], config: Mapping[str, Any], is_live: bool
+    def _wait_reason(
+        self, root: dict[str, FileEntry], config: dict[str, Any], is_live: bool
     ) -> str:
         """Say what a run without a record does, or where it stopped."""
         # The tokenizer is written when the model is loaded.

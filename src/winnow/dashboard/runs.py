@@ -122,9 +122,7 @@ class RunFiles:
             raise
         # Each file system has its own errors, and a file may hold anything.
         except (Exception, pa.ArrowException) as error:
-            raise UnreadableError(
-                f"cannot read {name} of {self.name}: {_error_text(error)}"
-            ) from error
+            raise UnreadableError(f"cannot read {name} of {self.name}: {_reason(error)}") from error
 
 
 class RunSet:
@@ -176,7 +174,7 @@ def _open_place(place: str) -> tuple[Any, str]:
         path = str(path).rstrip("/")
         exists = system.exists(path)
     except Exception as error:  # each file system has its own errors
-        raise UnreadableError(f"cannot open {place}: {_error_text(error)}") from error
+        raise UnreadableError(f"cannot open {place}: {_reason(error)}") from error
     if not exists:
         raise UnreadableError(
             f"{place} does not exist; give a run's folder, a folder of runs, or the URL of one"
@@ -206,7 +204,7 @@ def _list_entries(system: Any, path: str) -> dict[str, FileEntry]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except Exception as error:  # each file system has its own errors
-        raise UnreadableError(f"cannot list {path}: {_error_text(error)}") from error
+        raise UnreadableError(f"cannot list {path}: {_reason(error)}") from error
     return {PurePosixPath(each["name"]).name: _make_entry(each) for each in listed}
 
 
@@ -245,5 +243,5 @@ def _unique_name(name: str, taken: set[str]) -> str:
     return free
 
 
-def _error_text(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return one_line(error)[:300]

@@ -73,6 +73,12 @@ class Dashboard:
         def run(ask: _Query) -> RunPages:
             return pages.of([ask.text("run")])[0]
 
+        def pair(ask: _Query) -> tuple[str, str]:
+            return ask.text("a"), ask.text("b")
+
+        def step(ask: _Query) -> tuple[str, int]:
+            return ask.text("kind"), ask.required("step")
+
         routes: dict[str, Callable[[_Query], Any]] = {
             "runs": lambda ask: {"runs": (rows := pages.rows()), "first": choose_first_run(rows)},
             "series": lambda ask: pages.curves(ask.names("runs"), ask.names("names")),
@@ -80,18 +86,12 @@ class Dashboard:
                 {name for run in pages.of(ask.names("runs")) for name in run.columns().names}
             ),
             "gpus": lambda ask: GPU_NAMES,
-            "difference": lambda ask: pages.difference(ask.text("a"), ask.text("b")),
-            "comparison": lambda ask: pages.comparison(
-                ask.text("a"), ask.text("b"), ask.number("step")
-            ),
+            "difference": lambda ask: pages.difference(*pair(ask)),
+            "comparison": lambda ask: pages.comparison(*pair(ask), ask.number("step")),
             "run/steps": lambda ask: run(ask).steps(),
-            "run/groups": lambda ask: run(ask).groups(ask.text("kind"), ask.required("step")),
-            "run/search": lambda ask: run(ask).search_texts(
-                ask.text("kind"), ask.required("step"), ask.text("q")
-            ),
-            "run/group": lambda ask: run(ask).group(
-                ask.text("kind"), ask.required("step"), ask.required("group")
-            ),
+            "run/groups": lambda ask: run(ask).groups(*step(ask)),
+            "run/search": lambda ask: run(ask).search_texts(*step(ask), ask.text("q")),
+            "run/group": lambda ask: run(ask).group(*step(ask), ask.required("group")),
             "run/prompt": lambda ask: run(ask).prompt_history(ask.text("kind"), ask.text("uid")),
             "run/spread": lambda ask: run(ask).histograms(),
             "run/timeline": lambda ask: run(ask).timeline(ask.number("step")),

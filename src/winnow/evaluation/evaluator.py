@@ -93,49 +93,43 @@ class EvalProgress:
     """Tokens written so far."""
 
 
+@dataclass(eq=False)
 class Evaluator:
-    """Asks the held-out prompts and scores the answers, without shaping.
+    """Asks the held-out prompts and scores the answers, without shaping."""
 
-    Args:
-        rewards: for this evaluator alone, because it counts failures.
-        rollout: sampling in training, whose stop conditions and limit hold here, too.
-        observe: says of how many prompts the answers are kept with their text.
-        filtered: number of held-out rows that were too long for the prompt limit.
-    """
+    engine: Engine
+    prompts: Sequence[Prompt]
+    rewards: Rewards
+    """For this evaluator alone, because it counts failures."""
+    config: EvaluationConfig
+    rollout: SamplingParams
+    """Sampling in training, whose stop conditions and limit hold here, too."""
+    seed: int
+    decode: Decode
+    path_of_step: Callable[[int], Path]
+    observe: ObserveConfig
+    """Sets for how many prompts the answers are kept with their text."""
+    filtered: int = 0
+    """Number of held-out rows that were too long for the prompt limit."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: Sequence[Prompt],
-        rewards: Rewards,
-        config: EvaluationConfig,
-        rollout: SamplingParams,
-        seed: int,
-        decode: Decode,
-        path_of_step: Callable[[int], Path],
-        observe: ObserveConfig,
-        filtered: int = 0,
-    ) -> None:
-        self._engine, self.prompts, self._rewards = engine, tuple(prompts), rewards
-        self._config, self._seed = config, seed
+    def __post_init__(self) -> None:
+        config = self.config
         self._sampling = replace(
-            rollout,
-            max_tokens=config.max_response_tokens or rollout.max_tokens,
+            self.rollout,
+            max_tokens=config.max_response_tokens or self.rollout.max_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=0.0,
         )
-        self._decode, self._path_of_step, self.filtered = decode, path_of_step, filtered
-        self._observe = observe
         self._requested = self._scorings = self._tokens_before = 0
 
     @property
     def progress(self) -> EvalProgress:
         """The progress of the evaluation under way."""
-        status = self._engine.status()
+        status = self.engine.status()
         return EvalProgress(
-            answers=len(self.prompts) * (self._config.n + self._config.greedy),
+            answers=len(self.prompts) * (self.config.n + self.config.greedy),
             written=self._requested - status.running - status.queued,
             scored=self._scorings,
             tokens=status.generated_tokens - self._tokens_before,
@@ -159,39 +153,39 @@ class Evaluator:
         Raises:
             RewardError: scoring failed for more than `reward.max_failure_share` of them.
         """
-        self._requested, self._tokens_before = 0, self._engine.status().generated_tokens
-        groups = await self._generate_groups(self._sampling, self._config.n)
+        self._requested, self._tokens_before = 0, self.engine.status().generated_tokens
+        groups = await self._generate_groups(self._sampling, self.config.n)
         greedy: list[Group] = []
-        if self._config.greedy:
+        if self.config.greedy:
             greedy = await self._generate_groups(replace(self._sampling, temperature=0.0), 1)
         entries = [
             *(RolloutGroup(group, "held_out") for group in groups),
             *(RolloutGroup(group, "held_out_greedy") for group in greedy),
         ]
         write_rollouts(
-            self._path_of_step(step),
+            self.path_of_step(step),
             step,
             entries,
             version=step,
             # The same prompts in each evaluation, so that one can be followed through the run.
-            text_groups=choose_text_groups(entries, self._observe, self._seed, step=0),
-            decode=self._decode,
+            text_groups=choose_text_groups(entries, self.observe, self.seed, step=0),
+            decode=self.decode,
         )
         try:
-            self._rewards.end_step()
+            self.rewards.end_step()
         finally:
             self._scorings = 0
-        return EvalResult(merge_by_problem(groups, greedy, self._voting_sources()), self._seed)
+        return EvalResult(merge_by_problem(groups, greedy, self._voting_sources()), self.seed)
 
     async def _generate_groups(self, sampling: SamplingParams, n: int) -> list[Group]:
         fresh: Mapping[int, Any] = dict.fromkeys(range(n))
-        seed = self._seed ^ _SEED_STREAM
+        seed = self.seed ^ _SEED_STREAM
         requests = [
             group_request(place, prompt, fresh, sampling, seed, trained=False)
             for place, prompt in enumerate(self.prompts)
         ]
         self._requested += n * len(requests)
-        done = await generate(self._engine, requests)
+        done = await generate(self.engine, requests)
 
         async def scored(place: int, prompt: Prompt) -> Group:
             answers = (self._score(prompt, done[place, index]) for index in range(n))
@@ -201,13 +195,13 @@ class Evaluator:
         return await asyncio.gather(*(scored(*each) for each in enumerate(self.prompts)))
 
     async def _score(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
-        score = await self._rewards.score(prompt, trajectory, None, training=False)
+        score = await self.rewards.score(prompt, trajectory, None, training=False)
         self._scorings += 1
         return Answer(trajectory, score)
 
     def _voting_sources(self) -> frozenset[str]:
         sources = {prompt.data_source for prompt in self.prompts}
-        metrics = {source: self._rewards.supported_metrics([source]) for source in sources}
+        metrics = {source: self.rewards.supported_metrics([source]) for source in sources}
         return frozenset(s for s in sources if SCORES_CASES not in (metrics[s] or ()))
 
 

@@ -45,15 +45,13 @@ def disk_error(path: Path, error: OSError) -> WinnowError:
     return disk_error_type(error)(f"cannot write {path}: {reason_and_remedy(error)}")
 
 
-def disk_error_type(
-    error: OSError, otherwise: type[WinnowError] = WinnowError
-) -> type[WinnowError]:
+def disk_error_type(error: OSError, default: type[WinnowError] = WinnowError) -> type[WinnowError]:
     """Return the type of the error for a system's error: `PassingError` where it may be over soon.
 
     Args:
-        otherwise: the type of all others.
+        default: the type of all others.
     """
-    return PassingError if error.errno in _PASSING else otherwise
+    return PassingError if error.errno in _PASSING else default
 
 
 def reason_and_remedy(error: OSError) -> str:

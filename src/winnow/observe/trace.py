@@ -66,7 +66,7 @@ class TraceFile:
         """The last slice of each actor, to which another may be added: name, begin, end."""
         self._flushed_s = time.perf_counter()
         self._file: AppendFile | None = None
-        self._is_logged = False  # else events wait for the file
+        self._is_logged = self._is_ended = False  # until a step is logged, events are queued
 
     def __call__(self, actor: str, phase: str, began_s: float, ended_s: float) -> None:
         """Note what an actor did, and from when to when by `time.perf_counter`."""
@@ -90,28 +90,22 @@ class TraceFile:
         kinds = ("qualified", "open")
         waiting = {kind: record.get(f"sampling/groups/carried_{kind}", 0) for kind in kinds}
         with self._lock:
-            self._add_event("groups that wait", "C", time.perf_counter(), args=waiting)
-            if not self._is_logged:
-                self._is_logged = True
-                self._open()
+            self._emit("groups that wait", "C", time.perf_counter(), args=waiting)
+            self._is_logged = True
         self._add_mark(f"step {step}")
 
     def close(self) -> None:
         """Write what is left and the end of the array; a second time does nothing."""
         with self._lock:
             self._flush(_END)
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._end()
 
     def _add_mark(self, name: str) -> None:
         with self._lock:
-            self._add_event(name, "i", time.perf_counter(), s="p")
+            self._emit(name, "i", time.perf_counter(), s="p")
             self._flush()
 
-    def _add_event(
-        self, name: str, kind: str, at_s: float, actor: str = "trainer", **data: Any
-    ) -> None:
+    def _emit(self, name: str, kind: str, at_s: float, actor: str = "trainer", **data: Any) -> None:
         track = _track_id(actor)
         if actor not in self._named:
             self._named.add(actor)
@@ -128,13 +122,12 @@ class TraceFile:
     def _close_slice(self, actor: str) -> None:
         if actor in self._slices:
             name, began_s, ended_s = self._slices.pop(actor)
-            self._add_event(name, "X", began_s, actor, dur=round((ended_s - began_s) * 1e6))
+            self._emit(name, "X", began_s, actor, dur=round((ended_s - began_s) * 1e6))
 
-    def _open(self) -> None:
-        try:
-            self._file = _open_to_append(self._path)
-        except WinnowError as error:
-            log.warning("%s (no timeline)", error)
+    def _end(self) -> None:
+        self._is_ended = True
+        if self._file is not None:
+            self._file.close()
 
     def _flush(self, end: bytes = b"") -> None:
         if not self._is_logged:
@@ -143,17 +136,17 @@ class TraceFile:
             self._close_slice(actor)
         events, self._events = self._events, []
         self._flushed_s = time.perf_counter()
-        if self._file is None:
+        if self._is_ended:
             return
         try:
+            self._file = self._file or _open_to_append(self._path)
             lines = (json.dumps(each, separators=(",", ":")) for each in events)
             self._file.append("".join(f"{line},\n" for line in lines).encode() + end)
             if self._file.size > self._limit and not end:
                 self._rotate()
         except WinnowError as error:
             log.warning("%s (no timeline)", error)
-            self._file.close()
-            self._file = None
+            self._end()
 
     def _rotate(self) -> None:
         assert self._file is not None

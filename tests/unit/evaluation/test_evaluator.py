@@ -136,7 +136,7 @@ def test_an_engine_is_told_that_no_answer_of_an_evaluation_is_trained_on() -> No
     evaluator = idle([prompt], None, EvaluationConfig(n=3), running=0, queued=0)
     with pytest.raises(TrainingError, match="fell idle with 3 answers missing"):
         asyncio.run(evaluator.collect_answers(0))
-    (asked,) = evaluator._engine.asked
+    (asked,) = evaluator.engine.asked
     assert [answer.trained for answer in asked.answers] == [False] * 3
 
 
@@ -205,7 +205,7 @@ def test_progress_counts_what_is_written_and_scored() -> None:
     evaluator = idle(prompts, None, EvaluationConfig(n=2, greedy=True), running=3, queued=5)
     evaluator._requested = 8
     assert evaluator.progress == EvalProgress(answers=12, written=0, scored=0, tokens=70)
-    evaluator._engine.told = {"running": 1, "queued": 0}
+    evaluator.engine.told = {"running": 1, "queued": 0}
     assert evaluator.progress.written == 7
 
 
