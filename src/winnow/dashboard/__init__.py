@@ -9,7 +9,6 @@ copy, and on a remote URL.
 | metrics_columns | metrics.jsonl as columns, read as it grows |
 | answers | the answers of a step, and of one group with their tokens |
 | index | sums over all answers of a run, made in the background |
-| alarms | what the rules of `winnow doctor` find |
 | timeline | the timeline, the log and the checkpoints |
 | pages | the data of each page |
 | planning | a run's recipe on other GPUs: `winnow plan` as a process |

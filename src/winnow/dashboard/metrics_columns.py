@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from winnow.dashboard.runs import RunFiles
+from winnow.dashboard.runs import GrowingFile, RunFiles
 from winnow.observe.jsonl import METRICS_FILE, parse_record
 from winnow.observe.metrics import EVAL, GENERATED_TOKENS, STEP_S
 
@@ -38,22 +38,20 @@ _REDUCTIONS = (
 sum, maximum, minimum or mean, or by the mean that another figure of the record weighs. All others
 by their mean."""
 _TAIL_BYTES = 1 << 16
-_PROOF_BYTES = 256
-"""Bytes before the end of the last reading, by which a file that was cut back is noticed."""
 
 
 class MetricsColumns:
     """The figures of a run by name, as of the last `refresh`."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._files, self._lock = files, RLock()
+        self._file, self._lock = GrowingFile(files, METRICS_FILE), RLock()
         self.rereads = 0
         """Times that the file was read from its beginning."""
         self._reset()
 
     def _reset(self) -> None:
         self.rereads += 1
-        self._offset, self._proof, self._line = 0, b"", 0
+        self._line = 0
         self._steps: list[int] = []
         self._columns: dict[str, Column] = {}
         self._problems: list[str] = []
@@ -68,19 +66,10 @@ class MetricsColumns:
             UnreadableError: the file cannot be read.
         """
         with self._lock:
-            before = max(self._offset - _PROOF_BYTES, 0)
-            if size == self._offset == 0:
-                return
-            content = self._files.read(METRICS_FILE, before, size) if size > before else b""
-            seen = self._offset - before
-            if size < self._offset or content[:seen] != self._proof:
+            lines, is_new = self._file.read_lines(size)
+            if is_new:
                 self._reset()
-                content, seen = self._files.read(METRICS_FILE, 0, size), 0
-            lines, newline, _ = content[seen:].rpartition(b"\n")
-            if newline:
-                self._add_lines(lines.split(b"\n"))
-                self._offset += len(lines) + 1
-                self._proof = content[: seen + len(lines) + 1][-_PROOF_BYTES:]
+            self._add_lines(lines.split(b"\n")[:-1])
 
     def _add_lines(self, lines: Iterable[bytes]) -> None:
         for line in lines:

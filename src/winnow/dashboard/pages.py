@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from winnow.config.load import flat
 from winnow.config.roles import ROLES, Roles
 from winnow.config.root import Config
 from winnow.dashboard import answers
-from winnow.dashboard.alarms import DoctorFindings
 from winnow.dashboard.index import LENGTH_BINS, RATES, AnswerIndex, prompt_history
 from winnow.dashboard.metrics_columns import MetricsColumns, read_last_record, round_to
 from winnow.dashboard.runs import (
@@ -36,7 +35,8 @@ from winnow.errors import ConfigError
 from winnow.observe import metrics
 from winnow.observe.files import TOKENIZER
 from winnow.observe.jsonl import METRICS_FILE, evaluations
-from winnow.views.diagnosis import skipped_rules_note
+from winnow.views.diagnosis import Diagnosis, skipped_rules_note
+from winnow.views.doctor import ROLLOUT_COLUMNS, findings_with_answers
 
 KINDS = {"training": "rollouts", "held_out": "eval"}
 """Folders of answers by what they were written for."""
@@ -75,9 +75,9 @@ class RunPages:
     def __init__(self, files: RunFiles) -> None:
         self.files = files
         self._columns, self._timeline = MetricsColumns(files), TraceWindows(files)
-        self._cache, self._alarms = StampedCache(), DoctorFindings(files)
+        self._cache = StampedCache()
         self._indexes: dict[str, AnswerIndex] = {}
-        self._index_lock = Lock()
+        self._lock = Lock()
 
     def columns(self) -> MetricsColumns:
         """Return the figures as they stand in the file now.
@@ -261,10 +261,22 @@ class RunPages:
             UnreadableError: a file is damaged.
         """
         stamp = self.files.entries().get(CONFIG, ABSENT).stamp
-        columns = self.columns()
+        columns, tree = self.columns(), self._tree(stamp)
         steps = max(columns.steps, default=0)
+        newest = max(self.files.steps(KINDS["training"]), default=0)
+
+        def read_rows() -> list[dict[str, Any]]:
+            with self.files.parquet(self.answers_file("training", newest)) as file:
+                return list(file.read(columns=ROLLOUT_COLUMNS).to_pylist())
+
+        with self._lock:
+            key = f"{stamp} {columns.rereads}"
+            diagnosis = self._cache.get("diagnosis", key, lambda: Diagnosis(tree))
+            for step, record in columns.records(diagnosis.records):
+                diagnosis.add(step, record)
+            findings = findings_with_answers(diagnosis, steps, newest, read_rows)
         return {
-            "findings": self._alarms.findings(columns, self._tree(stamp), stamp),
+            "findings": [asdict(each) for each in findings],
             "steps": steps,
             "too_short": skipped_rules_note(steps),
             "problems": columns.problems,
@@ -324,7 +336,7 @@ class RunPages:
         return f"{_answers_folder(kind)}/step-{step}.parquet"
 
     def _answer_index(self, kind: str) -> AnswerIndex:
-        with self._index_lock:
+        with self._lock:
             if kind not in self._indexes:
                 longest = _positive_int(self.config(), "rollout.max_response_tokens", 1024)
                 self._indexes[kind] = AnswerIndex(self.files, _answers_folder(kind), longest)

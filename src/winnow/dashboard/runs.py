@@ -20,6 +20,8 @@ from winnow.observe.files import one_line
 from winnow.observe.rollouts import STEP_FILE
 
 CONFIG = "config.yaml"
+_TAIL_BYTES = 256
+"""Bytes before the end of the last reading, by which a file that was cut back is noticed."""
 
 
 class UnreadableError(WinnowError):
@@ -123,6 +125,39 @@ class RunFiles:
         # Each file system has its own errors, and a file may hold anything.
         except (Exception, pa.ArrowException) as error:
             raise UnreadableError(f"cannot read {name} of {self.name}: {_reason(error)}") from error
+
+
+class GrowingFile:
+    """A file that a run appends to, and cuts back or replaces when it is resumed."""
+
+    def __init__(self, files: RunFiles, name: str) -> None:
+        self._files, self._name = files, name
+        self.offset = 0
+        """Bytes of the lines that were read."""
+        self._tail = b""
+
+    def read_lines(self, size: int) -> tuple[bytes, bool]:
+        """Read the whole lines that were added.
+
+        Args:
+            size: bytes of the file now.
+
+        Returns:
+            The lines, and True if they are those of another file, from its beginning.
+
+        Raises:
+            UnreadableError: the file cannot be read.
+        """
+        start = max(self.offset - _TAIL_BYTES, 0)
+        seen = self.offset - start
+        content = self._files.read(self._name, start, size) if size > start else b""
+        is_new = size < self.offset or content[:seen] != self._tail
+        if is_new:
+            content, seen, self.offset = self._files.read(self._name, 0, size), 0, 0
+        lines = content[seen : content.rfind(b"\n") + 1]
+        self.offset += len(lines)
+        self._tail = content[: seen + len(lines)][-_TAIL_BYTES:]
+        return lines, is_new
 
 
 class RunSet:

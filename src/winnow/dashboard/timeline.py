@@ -9,7 +9,7 @@ from contextlib import suppress
 from threading import RLock
 from typing import Any
 
-from winnow.dashboard.runs import FileEntry, RunFiles
+from winnow.dashboard.runs import FileEntry, GrowingFile, RunFiles
 
 TRACE, LOG = "trace.json", "log.txt"
 _MARK = re.compile(
@@ -23,18 +23,16 @@ _STEP = re.compile(r"step (\d+)")
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ ([A-Z]+) ([\w.]+): (.*)")
 _LOG_BYTES = 1 << 18
 _MOST_SLICES = 3000
-_BLOCK = 1 << 20
 
 
 class TraceWindows:
     """Windows of a run's trace.json; the places of its marks are found once, as it grows."""
 
     def __init__(self, files: RunFiles) -> None:
-        self._files, self._lock = files, RLock()
+        self._files, self._file, self._lock = files, GrowingFile(files, TRACE), RLock()
         self._reset()
 
     def _reset(self) -> None:
-        self._offset, self._head = 0, b""
         self._tracks: dict[int, str] = {}
         self._marks: list[tuple[str, int, int]] = []
         """Name, microseconds since 1970, and place in the file."""
@@ -46,21 +44,15 @@ class TraceWindows:
             UnreadableError: the file cannot be read.
         """
         with self._lock:
-            head = self._files.read(TRACE, 0, min(size, 1024)) if size else b""
-            if size < self._offset or not head.startswith(self._head[: len(head)]):
+            lines, is_new = self._file.read_lines(size)
+            if is_new:
                 self._reset()
-            self._head = head
-            while self._offset < size:
-                block = self._files.read(TRACE, self._offset, min(self._offset + _BLOCK, size))
-                end = block.rfind(b"\n") + 1
-                if not end:
-                    break
-                for match in _TRACK.finditer(block, 0, end):
-                    self._tracks[int(match[1])] = json.loads(match[2])
-                for match in _MARK.finditer(block, 0, end):
-                    name = match[1].decode("utf-8", "replace")
-                    self._marks.append((name, int(match[2]), self._offset + match.start()))
-                self._offset += end
+            start = self._file.offset - len(lines)
+            for match in _TRACK.finditer(lines):
+                self._tracks[int(match[1])] = json.loads(match[2])
+            for match in _MARK.finditer(lines):
+                name = match[1].decode("utf-8", "replace")
+                self._marks.append((name, int(match[2]), start + match.start()))
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -97,7 +89,7 @@ class TraceWindows:
         at = places[-1]  # the last time that it was done
         start_name, began, start = self._marks[at - 1] if at else ("", self._marks[at][1], 0)
         ended = self._marks[at][1]
-        later = self._marks[at + 1][2] if at + 1 < len(self._marks) else self._offset
+        later = self._marks[at + 1][2] if at + 1 < len(self._marks) else self._file.offset
         tracks: dict[str, list[tuple[str, float, float]]] = {}
         for event in self._slices(start, later):
             first, last = event["ts"], event["ts"] + event["dur"]

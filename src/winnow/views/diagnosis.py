@@ -403,12 +403,15 @@ class Diagnosis:
     def __init__(self, settings: Mapping[str, Any], records: Iterable[Record] = ()) -> None:
         self._history = RunHistory(settings)
         self._cases: dict[str, RunFinding] = {}
+        self.records = 0
+        """Records that were added."""
         for record in records:
             self.add(int(record["step"]), record)
 
     def add(self, step: int, record: Record) -> list[RunFinding]:
         """Check the rules after another step; returns findings that are new."""
         self._history.add(record)
+        self.records += 1
         new = []
         for rule in RULES:
             evidence = rule.check(self._history)
