@@ -7,8 +7,7 @@ it. A column that a run did not keep is absent, and the page says so.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,12 +18,27 @@ import pyarrow.parquet as pq
 
 from winnow.dashboard.metrics_columns import round_to
 from winnow.dashboard.runs import RunFiles, UnreadableError
+from winnow.observe.rollouts import COLUMNS
 
-NUMBERS = (
-    *("group", "answer", "kind", "prompt_uid", "data_source", "outcome", "prompt_tokens"),
-    *("response_tokens", "reward", "accuracy", "advantage", "staleness", "finish_reason"),
-    *("scorer_error", "part/overlong", "extra/overlong", "mismatch", "prompt"),
-)
+_TABLE = {
+    "uid": ("prompt_uid", "first"),
+    "source": ("data_source", "first"),
+    "outcome": ("outcome", "first"),
+    "answers": ("group", "count"),
+    "accuracy": ("accuracy", "mean"),
+    "reward": ("reward", "mean"),
+    "reward_std": ("reward", "stddev"),
+    "length": ("response_tokens", "mean"),
+    "longest": ("response_tokens", "max"),
+    "staleness": ("staleness", "max"),
+    "cut_off": ("cut_off", "sum"),
+    "overlong": ("overlong", "sum"),
+    "failed": ("failed", "sum"),
+    "mismatch": ("mismatch", "max"),
+    "prompt": ("prompt", "first"),
+}
+"""Columns of the table of groups: the column of the answers, and how it is reduced."""
+_FLAGS = ("finish_reason", "scorer_error", "part/overlong", "extra/overlong")
 TOKEN_COLUMNS = {
     "logprobs": "log-prob of the sampler, nats",
     "entropies": "entropy, nats",
@@ -48,75 +62,54 @@ def group_table(files: RunFiles, name: str) -> dict[str, Any]:
     Raises:
         UnreadableError: the file is missing or damaged.
     """
-    with files.parquet(name) as file:
-        available = set(file.schema_arrow.names)
-        table = file.read(columns=[each for each in NUMBERS if each in available])
-        require_columns(table, name, "group", "outcome", "reward", "accuracy", "response_tokens")
-        sampled = _equals_text(table, "kind", "sampled")
-        table = table.filter(sampled) if sampled.any() else table
-        by = GroupedRows(table)
-
-    def means(values: np.ndarray) -> list[float | None]:
-        return [round_to(each) for each in by.sums(values) / by.counts]
-
-    def most(column: str) -> list[float | None]:
-        return [round_to(each) for each in by.largest(float_column(table, column))]
-
-    def count(marks: np.ndarray) -> list[int]:
-        return by.sums(marks.astype(int)).tolist()  # type: ignore[no-any-return]
-
-    reward = float_column(table, "reward")
-    rewards, squares = means(reward), means(reward * reward)
-    is_scored = _equals_text(table, "scorer_error", "") | _equals_text(table, "scorer_error", None)
-    overlong = (float_column(table, "part/overlong") < 0) | (
-        float_column(table, "extra/overlong") > 0
-    )
+    table = read_sampled(files, name, [*(column for column, _ in _TABLE.values()), *_FLAGS])
+    finish_reason, error, penalty, excess = (table[column] for column in _FLAGS)
+    is_penalised = pc.less(pc.cast(penalty, pa.float64()), 0)
+    is_overlong = pc.greater(pc.cast(excess, pa.float64()), 0)
+    flags = {
+        "cut_off": pc.equal(finish_reason, "length"),
+        "overlong": pc.or_(pc.fill_null(is_penalised, False), pc.fill_null(is_overlong, False)),
+        "failed": pc.not_equal(error, ""),
+    }
+    for flag, values in flags.items():
+        at = table.column_names.index(flag)
+        table = table.set_column(at, flag, pc.fill_null(values, False).cast(pa.int32()))
+    groups = aggregate_groups(table, _TABLE.values())
+    shown = {key: groups[f"{column}_{how}"] for key, (column, how) in _TABLE.items()}
+    shown["prompt"] = pc.utf8_slice_codeunits(shown["prompt"], 0, _PREVIEW)
     return {
-        "group": by.groups.tolist(),
-        "uid": by.firsts("prompt_uid"),
-        "source": by.firsts("data_source"),
-        "outcome": by.firsts("outcome"),
-        "answers": by.counts.tolist(),
-        "accuracy": means(float_column(table, "accuracy")),
-        "reward": rewards,
-        "reward_std": [
-            round_to(math.sqrt(max((s or 0.0) - (m or 0.0) ** 2, 0.0)))
-            for s, m in zip(squares, rewards, strict=True)
-        ],
-        "length": means(float_column(table, "response_tokens")),
-        "longest": most("response_tokens"),
-        "staleness": most("staleness"),
-        "cut_off": count(_equals_text(table, "finish_reason", "length")),
-        "overlong": count(overlong),
-        "failed": count(~is_scored),
-        "mismatch": most("mismatch"),
-        "prompt": [None if p is None else p[:_PREVIEW] for p in by.firsts("prompt")],
+        "group": groups["group"].to_pylist(),
+        **{key: [_rounded(value) for value in each.to_pylist()] for key, each in shown.items()},
     }
 
 
-class GroupedRows:
-    """The rows of a table by their group, and figures of each group in the order of their ids."""
+def read_sampled(files: RunFiles, name: str, columns: Sequence[str]) -> pa.Table:
+    """Read columns of a step's answers without its baselines; those it lacks are null.
 
-    def __init__(self, table: pa.Table) -> None:
-        ids = table["group"].to_numpy()
-        self._table, self._order = table, np.argsort(ids, kind="stable")
-        self.groups, self._first, self.counts = np.unique(
-            ids[self._order], return_index=True, return_counts=True
-        )
+    Raises:
+        UnreadableError: the file is missing, damaged, or not one of answers.
+    """
+    with files.parquet(name) as file:
+        available = set(file.schema_arrow.names)
+        for column in ("group", "outcome", "reward", "accuracy", "response_tokens"):
+            if column not in available:
+                raise UnreadableError(f"{name} has no column {column}: not a rollout file")
+        names = dict.fromkeys(["group", "kind", *columns])
+        table = file.read(columns=[each for each in names if each in available])
+    for column in names.keys() - available:
+        kind = COLUMNS.get(column, pa.float64())
+        table = table.append_column(column, pa.nulls(len(table), kind))
+    sampled = pc.equal(table["kind"], "sampled")
+    return table.filter(sampled) if pc.any(sampled).as_py() else table
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """Sum the values, one a row."""
-        return np.add.reduceat(values[self._order], self._first)
 
-    def largest(self, values: np.ndarray) -> np.ndarray:
-        """Return the largest values; NaN where a group has no other."""
-        return np.fmax.reduceat(values[self._order], self._first)
+def aggregate_groups(table: pa.Table, columns: Iterable[tuple[str, str]]) -> pa.Table:
+    """Reduce the rows of each group to one, in the order of the groups' ids."""
+    return table.group_by("group", use_threads=False).aggregate([*columns]).sort_by("group")
 
-    def firsts(self, column: str) -> list[Any]:
-        """Return the values of each group's first row in a column; None if it is absent."""
-        if column not in self._table.column_names:
-            return [None] * len(self.groups)
-        return list(self._table[column].take(pa.array(self._order[self._first])).to_pylist())
+
+def _rounded(value: Any) -> Any:
+    return round_to(value) if isinstance(value, float) else value
 
 
 def search_texts(files: RunFiles, name: str, text: str) -> dict[str, Any]:
@@ -192,7 +185,7 @@ def _answer_json(row: dict[str, Any], pieces: TokenTexts | None) -> dict[str, An
         for each in TOKEN_COLUMNS
         if (values := row.pop(each, None)) is not None
     }
-    shown = {key: round_to(v) if isinstance(v, float) else v for key, v in row.items()}
+    shown = {key: _rounded(value) for key, value in row.items()}
     shown["columns"] = columns
     if pieces is not None and ids["token_ids"] is not None:
         shown["tokens"] = pieces.split(ids["token_ids"])
@@ -256,29 +249,3 @@ class TokenTexts:
                 start = None
         is_special = [each in self._special or not self._has_token(each) for each in ids]
         return {"texts": texts, "special": np.flatnonzero(is_special).tolist()}
-
-
-def require_columns(table: pa.Table, name: str, *columns: str) -> None:
-    """Check that a table has columns.
-
-    Raises:
-        UnreadableError: it lacks one.
-    """
-    for column in columns:
-        if column not in table.column_names:
-            raise UnreadableError(f"{name} has no column {column}: not a rollout file")
-
-
-def float_column(table: pa.Table, column: str) -> np.ndarray:
-    """Return a column as float64, NaN where it has nothing."""
-    if column not in table.column_names:
-        return np.full(len(table), np.nan)
-    return np.asarray(pc.cast(table[column], pa.float64()))
-
-
-def _equals_text(table: pa.Table, column: str, text: str | None) -> np.ndarray:
-    """Tell for each row if a column holds a text; None: nothing."""
-    if column not in table.column_names:
-        return np.full(len(table), text is None)
-    mask = table[column].is_null() if text is None else pc.equal(table[column], text)
-    return np.asarray(pc.fill_null(mask, False))

@@ -17,14 +17,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from winnow.dashboard.answers import GroupedRows, float_column, require_columns
+from winnow.dashboard.answers import aggregate_groups, read_sampled
 from winnow.dashboard.metrics_columns import round_to
 from winnow.dashboard.runs import RunFiles, UnreadableError
 
 LENGTH_BINS = 32
 RATES = ("0", "to 25 %", "to 50 %", "to 75 %", "below 100 %", "1")
 """Classes of the share of a prompt's answers that are right."""
-_COLUMNS = ("group", "kind", "prompt_uid", "outcome", "response_tokens", "reward", "accuracy")
+_MEANS = [
+    *((name, "first") for name in ("prompt_uid", "outcome")),
+    *((name, "mean") for name in ("accuracy", "reward", "response_tokens")),
+]
 _FIRST_LOOK_S = 0.15
 """A short run is whole when the first page asks."""
 
@@ -33,14 +36,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class StepDigest:
-    """The sums of a step; by group: admission number, hash of the prompt, means, outcome."""
+    """The sums of a step."""
 
-    groups: np.ndarray
-    prompts: np.ndarray
-    accuracy: np.ndarray
-    reward: np.ndarray
-    length: np.ndarray
-    outcomes: tuple[str, ...]
+    groups: pa.Table
+    """Groups by id, with prompt, outcome and means."""
     lengths: np.ndarray
     """Answers by length, `LENGTH_BINS` classes up to the longest that is allowed."""
     rates: np.ndarray
@@ -102,50 +101,33 @@ class AnswerIndex:
                 self._digests[step] = stamp, digest
 
     def _read_digest(self, name: str) -> StepDigest:
-        with self._files.parquet(name) as file:
-            available = set(file.schema_arrow.names)
-            table = file.read(columns=[each for each in _COLUMNS if each in available])
-            require_columns(table, name, *_COLUMNS)
-            is_sampled = pc.equal(table["kind"], "sampled")
-            if pc.any(is_sampled).as_py():
-                table = table.filter(is_sampled)
-            return _make_digest(table, self.longest)
-
-
-def _make_digest(table: pa.Table, longest: int) -> StepDigest:
-    by = GroupedRows(table)
-    names = ("accuracy", "reward", "response_tokens")
-    accuracy, reward, length = (
-        (by.sums(float_column(table, name)) / by.counts).astype(np.float32) for name in names
-    )
-    # Classes: 0 | (0, .25] | (.25, .5] | (.5, .75] | (.75, 1) | 1
-    classes = np.digitize(accuracy, [1e-6, 0.25 + 1e-6, 0.5 + 1e-6, 0.75 + 1e-6, 1 - 1e-6])
-    lengths = table["response_tokens"].to_numpy()
-    bins = np.minimum(lengths * LENGTH_BINS // (longest + 1), LENGTH_BINS - 1)
-    return StepDigest(
-        by.groups,
-        np.array([hash(uid) for uid in by.firsts("prompt_uid")], np.int64),
-        accuracy,
-        reward,
-        length,
-        tuple(by.firsts("outcome")),
-        np.bincount(bins, minlength=LENGTH_BINS),
-        np.bincount(classes, minlength=len(RATES)),
-    )
+        with self._files.explain_errors(name):
+            table = read_sampled(self._files, name, [column for column, _ in _MEANS])
+            groups = aggregate_groups(table, _MEANS)
+            # Classes: 0 | (0, .25] | (.25, .5] | (.5, .75] | (.75, 1) | 1
+            bounds = [1e-6, 0.25 + 1e-6, 0.5 + 1e-6, 0.75 + 1e-6, 1 - 1e-6]
+            classes = np.digitize(groups["accuracy_mean"].to_numpy(), bounds)
+            tokens = table["response_tokens"].to_numpy()
+            bins = np.minimum(tokens * LENGTH_BINS // (self.longest + 1), LENGTH_BINS - 1)
+            lengths = np.bincount(bins, minlength=LENGTH_BINS)
+            return StepDigest(groups, lengths, np.bincount(classes, minlength=len(RATES)))
 
 
 def prompt_history(digests: Mapping[int, StepDigest], prompt_uid: str) -> list[dict[str, Any]]:
     """List the outcomes of one prompt: a row for each group that was made of it."""
-    uid_hash = hash(prompt_uid)
+    rows = (
+        {"step": step, **row}
+        for step, digest in digests.items()
+        for row in digest.groups.filter(pc.field("prompt_uid_first") == prompt_uid).to_pylist()
+    )
     return [
         {
-            "step": step,
-            "group": int(digest.groups[at]),
-            "outcome": digest.outcomes[at],
-            "accuracy": round_to(float(digest.accuracy[at])),
-            "reward": round_to(float(digest.reward[at])),
-            "length": round_to(float(digest.length[at])),
+            "step": row["step"],
+            "group": row["group"],
+            "outcome": row["outcome_first"],
+            "accuracy": round_to(row["accuracy_mean"]),
+            "reward": round_to(row["reward_mean"]),
+            "length": round_to(row["response_tokens_mean"]),
         }
-        for step, digest in digests.items()
-        for at in np.flatnonzero(digest.prompts == uid_hash)
+        for row in rows
     ]

@@ -33,7 +33,7 @@ from winnow.dashboard.runs import (
 from winnow.dashboard.timeline import LOG, TRACE, TraceWindows, read_log_tail
 from winnow.errors import ConfigError
 from winnow.observe import metrics
-from winnow.observe.files import TOKENIZER
+from winnow.observe.files import TOKENIZER, one_line
 from winnow.observe.jsonl import METRICS_FILE, evaluations
 from winnow.views.diagnosis import Diagnosis, skipped_rules_note
 from winnow.views.doctor import ROLLOUT_COLUMNS, findings_with_answers
@@ -166,7 +166,9 @@ class RunPages:
         Raises:
             UnreadableError: the step has no file, or a damaged one.
         """
-        return answers.group_table(self.files, self.answers_file(kind, step))
+        name = self.answers_file(kind, step)
+        with self.files.explain_errors(name):
+            return answers.group_table(self.files, name)
 
     def search_texts(self, kind: str, step: int, text: str) -> dict[str, Any]:
         """Search the texts of a step.
@@ -358,8 +360,7 @@ class RunPages:
             try:
                 return answers.TokenTexts(self.files.read(name))
             except ValueError as error:
-                reason = " ".join(str(error).split())
-                raise UnreadableError(f"{name} of {self.files.name}: {reason}") from error
+                raise UnreadableError(f"{name} of {self.files.name}: {one_line(error)}") from error
 
         return self._cache.get("pieces", stamp, make)
 
