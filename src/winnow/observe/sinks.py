@@ -45,7 +45,6 @@ MOST_WAITING = 1000
 BEGIN_S = 20.0
 """Seconds that a run waits at its start for sinks in the background to be ready."""
 _POLL_S = 0.2
-_TRACKING = TrackingConfig()
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +260,7 @@ def has_hanging_sink() -> bool:
 
 
 def load_user_sink(
-    section: CustomSink, number: int, warn: Warn, tracking: TrackingConfig = _TRACKING
+    section: CustomSink, number: int, warn: Warn, tracking: TrackingConfig
 ) -> BackgroundSink:
     """Load the class of the section `observe.sinks[number]`; its sink runs in the background.
 

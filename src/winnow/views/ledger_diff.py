@@ -29,6 +29,8 @@ from winnow.types import FATES
 
 Row = Mapping[str, Any]
 """A group, by the columns of `winnow.observe.ledger`; its turn is its index where it has none."""
+Rows = Mapping[int, Row]
+"""Groups by their turns."""
 ASPECTS: Mapping[str, tuple[str, ...]] = {
     "prompts": ("prompt_uid", "problem"),
     "fates": ("fate",),
@@ -217,41 +219,35 @@ def _compare_groups(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
     """
     # Of a turn that comes twice, which is a fault, the first group counts.
     rows_a, rows_b = ({row["turn"]: row for row in reversed(run.consumed)} for run in (a, b))
-    shared = sorted(rows_a.keys() & rows_b.keys())
+    shared = rows_a.keys() & rows_b.keys()
     blind = {t for t in shared if None in (rows_a[t]["token_crc"], rows_b[t]["token_crc"])}
-
-    def is_unlike(turn: int, column: str) -> bool:
-        return rows_a[turn][column] != rows_b[turn][column] and (
-            column != "token_crc" or turn not in blind
-        )
-
     differences = [
         _numbered(f"groups only in {name}", sorted(mine.keys() - other.keys()), "turn")
         for name, mine, other in (("A", rows_a, rows_b), ("B", rows_b, rows_a))
     ]
     for aspect, columns in {**ASPECTS, "times": TIMES}.items():
-        unlike = [
-            f"turn {turn}: {_pick(rows_a[turn], columns)} | {_pick(rows_b[turn], columns)}"
-            for turn in shared
-            if any(is_unlike(turn, column) for column in columns)
-        ]
-        differences.append(_difference(aspect, unlike))
+        differences.append(_compare_turns(aspect, (rows_a, rows_b), columns, blind))
     return differences, len(blind)
-
-
-def _pick(row: Row, columns: Iterable[str]) -> str:
-    return ", ".join(f"{name} {row[name]}" for name in columns)
 
 
 def _compare_prompts(a: LedgerRun, b: LedgerRun) -> Difference:
     """Compare the prompts that the loaders gave out, as far as both runs have a row of them."""
-    prompts_a, prompts_b = ({row["turn"]: row["prompt_uid"] for row in run.rows} for run in (a, b))
-    unlike = [
-        f"turn {turn}: {prompts_a[turn]} | {prompts_b[turn]}"
-        for turn in sorted(prompts_a.keys() & prompts_b.keys())
-        if prompts_a[turn] != prompts_b[turn]
-    ]
-    return _difference("prompts", unlike)
+    rows_a, rows_b = ({row["turn"]: row for row in run.rows} for run in (a, b))
+    return _compare_turns("prompts", (rows_a, rows_b), ["prompt_uid"], set())
+
+
+def _compare_turns(
+    what: str, rows: tuple[Rows, Rows], columns: Sequence[str], blind: set[int]
+) -> Difference:
+    """Compare columns of the turns that both have; of `blind` ones not the token ids."""
+    unlike = []
+    for turn in sorted(rows[0].keys() & rows[1].keys()):
+        pair = [each[turn] for each in rows]
+        compared = [name for name in columns if name != "token_crc" or turn not in blind]
+        if any(pair[0][name] != pair[1][name] for name in compared):
+            texts = (", ".join(f"{name} {row[name]}" for name in columns) for row in pair)
+            unlike.append(f"turn {turn}: {' | '.join(texts)}")
+    return _difference(what, unlike)
 
 
 def _compare_returned(a: LedgerRun, b: LedgerRun) -> Difference:

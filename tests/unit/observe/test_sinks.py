@@ -97,7 +97,8 @@ def test_a_sink_that_raises_is_dropped_with_one_warning_and_the_others_go_on(
     bad = section(tmp_path, FAILING.replace("OSError", error), "Sink", where=where)
     good = section(tmp_path, EXAMPLE, "Table", file=str(tmp_path / "table.txt"))
     warnings: list[str] = []
-    run(Sinks([load_user_sink(each, i, warnings.append) for i, each in enumerate([bad, good])]))
+    sinks = enumerate([bad, good])
+    run(Sinks([load_user_sink(each, i, warnings.append, TrackingConfig()) for i, each in sinks]))
     assert (tmp_path / "table.txt").read_text() == "run 2\n1 0.5\n2 1.0\n"
     assert warnings == [
         f"Warning: observe.sinks[0].path {bad.path} is disabled: {error}: no network in {where} "
@@ -112,7 +113,7 @@ def test_a_sink_that_cannot_be_one_is_refused_before_the_run(tmp_path: Path) -> 
         ("import nothing_of_this_name", "importing it fails with ModuleNotFoundError"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load_user_sink(section(tmp_path, code, "Sink"), 0, print)
+            load_user_sink(section(tmp_path, code, "Sink"), 0, print, TrackingConfig())
 
 
 class Stuck:
