@@ -77,14 +77,14 @@ def make_warm_start(
     target = cache_folder(config)
     cached_note = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
     if not fresh and _is_whole(target):  # no lock: a shared cache may be read-only
-        sink.note(cached_note)
+        sink.print_line(cached_note)
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Whoever comes second waits, and then finds the start in the cache.
         with FileLock(target.with_name(f".{target.name}.partial.lock")):
             if not fresh and _is_whole(target):
-                sink.note(cached_note)
+                sink.print_line(cached_note)
                 return target
             # A disk that cannot be written to is met before the minute of training, not after it.
             with atomic_folder(target) as draft:

@@ -122,7 +122,7 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
         if is_finished:
             if opened.checkpoint is not None and opened.may_be_damaged:
                 verify(opened.checkpoint)  # as no ranks will
-            sink.note(_finished(config, folder))
+            sink.print_line(_finished(config, folder))
             _close(config, recipe, folder, console)
             return 0
         if options.companion is not None:
@@ -166,7 +166,7 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
 def _built(context: RunContext, data: PromptSource | Shown, sink: ConsoleSink) -> Run | Imitation:
     """Make the run that belongs to the data."""
     if isinstance(data, PromptSource):
-        return build(context, data, lambda ledger: sink.status(_describe(ledger)))
+        return build(context, data, lambda ledger: sink.show_status(_describe(ledger)))
     from winnow.builders.imitation import build_imitation
 
     return build_imitation(context, data)
@@ -252,7 +252,7 @@ def _start_sinks(
 def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
     """Show lines on the console and keep them in the log."""
     for line in lines:
-        sink.note(line)
+        sink.print_line(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
 
 
@@ -302,7 +302,7 @@ def _models(
         figures = {SFT_S: time.monotonic() - began}
     assert start is not None, "the configuration asks for a model or a warm start"
     if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
-        fetch_models(config, sink.note)
+        fetch_models(config, sink.print_line)
         _tell(sink, start_notes(config.model, start))
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
@@ -321,7 +321,7 @@ def _resume(
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
         if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
-            sink.note(_finished(config, opened.folder))
+            sink.print_line(_finished(config, opened.folder))
     opened.rewind(metrics)
     _tell(sink, _notes_of(config, run))
 

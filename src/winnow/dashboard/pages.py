@@ -377,7 +377,7 @@ class Pages:
         self._readers: dict[str, RunPages] = {}
         self._cache, self._lock = StampedCache(), Lock()
 
-    def all(self) -> dict[str, RunPages]:
+    def by_name(self) -> dict[str, RunPages]:
         """Return the pages of each run, by its name.
 
         Raises:
@@ -394,31 +394,39 @@ class Pages:
             }
             return self._readers
 
-    def of(self, names: Iterable[str]) -> list[RunPages]:
+    def select(self, names: Iterable[str]) -> list[RunPages]:
         """Return the pages of some runs.
 
         Raises:
             GoneError: there is no such run.
         """
-        everything = self.all()
+        everything = self.by_name()
         requested = list(names)
         for name in requested:
             if name not in everything:
                 raise RunNotFoundError(f"run {name} does not exist or was removed; choose another")
         return [everything[name] for name in requested]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each run; one that cannot be read has a line that says why."""
+    def overview(self) -> dict[str, Any]:
+        """Return a row for each run, and the run to show first: a live one, else the newest.
+
+        A run that cannot be read has a line that says why. Runs without metrics come last.
+        """
+
+        def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
+            return row["state"] == "live", not row["waiting"], row["changed_s"] or 0.0
+
         rows = []
-        for name, reader in self.all().items():
+        for name, reader in self.by_name().items():
             try:
                 with reader.files.explain_errors("a file"):
                     rows.append(reader.summary())
             except UnreadableError as error:
                 rows.append({"name": name, "place": reader.files.root, "problem": str(error)})
-        return rows
+        readable = [row for row in rows if not row["problem"]]
+        return {"runs": rows, "first": max(readable, key=rank)["name"] if readable else None}
 
-    def changes(self) -> dict[str, str]:
+    def folder_stamps(self) -> dict[str, str]:
         """Return a text for each run that changes when its folder does."""
         return {
             name: " ".join(f"{key}:{each.stamp}" for key, each in sorted(files.entries().items()))
@@ -432,7 +440,7 @@ class Pages:
             GoneError: there is no such run.
         """
         out: dict[str, Any] = {}
-        for reader in self.of(names):
+        for reader in self.select(names):
             try:
                 columns = reader.columns()
                 out[reader.files.name] = {**columns.curves(figures), "problems": columns.problems}
@@ -441,21 +449,21 @@ class Pages:
                 out[reader.files.name] = {**nothing, "problems": [str(error)]}
         return out
 
-    def difference(self, a: str, b: str) -> list[dict[str, Any]]:
+    def compare_settings(self, a: str, b: str) -> list[dict[str, Any]]:
         """List the settings in which two runs differ.
 
         Raises:
             GoneError: there is no such run.
             UnreadableError: a config.yaml is damaged.
         """
-        config_a, config_b = (reader.config() for reader in self.of((a, b)))
+        config_a, config_b = (reader.config() for reader in self.select((a, b)))
         return [
             {"key": key, "a": config_a.get(key), "b": config_b.get(key)}
             for key in dict.fromkeys([*config_a, *config_b])
             if config_a.get(key) != config_b.get(key)
         ]
 
-    def comparison(self, a: str, b: str, step: int | None) -> dict[str, Any]:
+    def compare_answers(self, a: str, b: str, step: int | None) -> dict[str, Any]:
         """Compare two runs on the held-out problems of a step, the last common one by default.
 
         Returns:
@@ -466,7 +474,7 @@ class Pages:
             GoneError: there is no such run.
             WinnowError: a file is damaged, or they answered different problems.
         """
-        readers = self.of((a, b))
+        readers = self.select((a, b))
         entries = [reader.files.steps(KINDS["held_out"]) for reader in readers]
         common = sorted(set(entries[0]) & set(entries[1]))
         if not common:
@@ -475,16 +483,6 @@ class Pages:
         stamp = " ".join(each[step].stamp for each in entries)
         figures = self._cache.get(f"{a}\n{b}\n{step}", stamp, lambda: _compare_step(readers, step))
         return {"step": step, "steps": common, **figures}
-
-
-def choose_first_run(rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """Name the run to show unasked: one that is live, else the newest that has a record."""
-
-    def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
-        return row["state"] == "live", not row["waiting"], row["changed_s"] or 0.0
-
-    readable = [row for row in rows if not row["problem"]]
-    return max(readable, key=rank)["name"] if readable else None
 
 
 def _compare_step(readers: Sequence[RunPages], step: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class PlanForm(BaseModel):
     price: float | None = Field(None, ge=0, le=1e6)
 
     @classmethod
-    def read(cls, body: bytes) -> PlanForm:
+    def parse(cls, body: bytes) -> PlanForm:
         """Read a request's body.
 
         Raises:
@@ -95,7 +95,7 @@ class Planner:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def lines(self, files: RunFiles, form: PlanForm) -> AsyncGenerator[str]:
+    async def stream(self, files: RunFiles, form: PlanForm) -> AsyncGenerator[str]:
         """Plan a run's recipe; yields lines of JSON, and ends the process if nobody reads on.
 
         Yields:

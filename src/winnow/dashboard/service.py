@@ -31,7 +31,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from winnow.dashboard.pages import Pages, RunPages, choose_first_run
+from winnow.dashboard.pages import Pages, RunPages
 from winnow.dashboard.planning import MOST_BYTES, PlanForm, Planner
 from winnow.dashboard.runs import RunNotFoundError, RunSet
 from winnow.errors import WinnowError
@@ -71,7 +71,7 @@ class Dashboard:
         pages = self._pages
 
         def run(ask: _Query) -> RunPages:
-            return pages.of([ask.text("run")])[0]
+            return pages.select([ask.text("run")])[0]
 
         def pair(ask: _Query) -> tuple[str, str]:
             return ask.text("a"), ask.text("b")
@@ -80,14 +80,14 @@ class Dashboard:
             return ask.text("kind"), ask.required("step")
 
         routes: dict[str, Callable[[_Query], Any]] = {
-            "runs": lambda ask: {"runs": (rows := pages.rows()), "first": choose_first_run(rows)},
+            "runs": lambda ask: pages.overview(),
             "series": lambda ask: pages.curves(ask.names("runs"), ask.names("names")),
             "names": lambda ask: sorted(
-                {name for run in pages.of(ask.names("runs")) for name in run.columns().names}
+                {name for run in pages.select(ask.names("runs")) for name in run.columns().names}
             ),
             "gpus": lambda ask: GPU_NAMES,
-            "difference": lambda ask: pages.difference(*pair(ask)),
-            "comparison": lambda ask: pages.comparison(*pair(ask), ask.number("step")),
+            "difference": lambda ask: pages.compare_settings(*pair(ask)),
+            "comparison": lambda ask: pages.compare_answers(*pair(ask), ask.number("step")),
             "run/steps": lambda ask: run(ask).steps(),
             "run/groups": lambda ask: run(ask).groups(*step(ask)),
             "run/search": lambda ask: run(ask).search_texts(*step(ask), ask.text("q")),
@@ -124,11 +124,11 @@ class Dashboard:
                 {"error": "plans are accepted from the dashboard's own page only, as JSON"}, 403
             )
         try:
-            form = PlanForm.read(await _read_body(request))
-            runs = await anyio.to_thread.run_sync(self._pages.of, [_Query(request).text("run")])
+            form = PlanForm.parse(await _read_body(request))
+            runs = await anyio.to_thread.run_sync(self._pages.select, [_Query(request).text("run")])
         except WinnowError as error:
             return _error_response(error)
-        lines = self._planner.lines(runs[0].files, form)
+        lines = self._planner.stream(runs[0].files, form)
         return self._stream(lines, "application/x-ndjson")
 
     async def _events(self, request: Request) -> Response:
@@ -157,7 +157,7 @@ class Dashboard:
         pause_s, quiet_s = _POLL_S[self._pages.runs.is_local], 0.0
         while not self._closing.is_set():
             try:
-                now = await anyio.to_thread.run_sync(self._pages.changes)
+                now = await anyio.to_thread.run_sync(self._pages.folder_stamps)
             except WinnowError as error:
                 yield f"event: problem\ndata: {json.dumps(str(error))}\n\n"
             else:

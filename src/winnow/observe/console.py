@@ -100,16 +100,16 @@ class ConsoleSink:
         elif self._prints_step(step):
             self._print_step(step, record)
         for line in evaluation_lines(step, record):
-            self.note(line)
+            self.print_line(line)
 
-    def note(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line for good: a warning, a result."""
         # A log is wider than rich believes: never fold.
         self._console.print(
             Text(safe_line(text, self._console.encoding)), soft_wrap=not self._console.is_terminal
         )
 
-    def status(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         """Show the progress within a step, where the view is live."""
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class LiveConsole(ConsoleSink):
             self._first_loss = record.get(metrics.SFT_LOSS, math.nan)
         super().log(step, record)
 
-    def status(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         self._status = text
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class LiveConsole(ConsoleSink):
             last = self._record.get(metrics.SFT_LOSS, math.nan)
             seconds = duration(self._clock() - self._began)
             fell = f"loss {number(self._first_loss, 3)} -> {number(last, 3)}"
-            self.note(f"warm-up: {self._step:,} steps in {seconds}, {fell}")
+            self.print_line(f"warm-up: {self._step:,} steps in {seconds}, {fell}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the bar, and below it the figures that fit."""

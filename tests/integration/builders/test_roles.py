@@ -65,7 +65,7 @@ def test_it_is_started() -> None:
 
 def test_a_page_lists_the_processes_of_every_role(tmp_path: Path) -> None:
     RunFolder(tmp_path / "runs" / "all").save_config(dump_config(recipe("quickstart", *ALL)))
-    (page,) = Pages(RunSet([str(tmp_path / "runs")])).all().values()
+    (page,) = Pages(RunSet([str(tmp_path / "runs")])).by_name().values()
     assert {each["name"]: each["count"] for each in page.system()["processes"]} == {
         "driver": 1,
         "ranks of the policy": 2,
@@ -84,6 +84,6 @@ def test_a_page_of_a_recipe_that_cannot_be_read_here_lists_what_its_keys_say(
     text = dump_config(recipe("quickstart", "trainer/strategy=fsdp2", "evaluation.n=3"))
     folder = RunFolder(tmp_path / "runs" / "other")
     folder.save_config(f"{text}\nnew_section: {{a: 1}}\n")
-    (page,) = Pages(RunSet([str(tmp_path / "runs")])).all().values()
+    (page,) = Pages(RunSet([str(tmp_path / "runs")])).by_name().values()
     found = {each["name"]: each["count"] for each in page.system()["processes"]}
     assert found == {"driver": 1, "ranks of the policy": 2}

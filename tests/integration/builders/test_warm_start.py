@@ -32,7 +32,7 @@ def make(config: Config) -> tuple[Path, list[float]]:
     folder = make_warm_start(config, False, shown)
     losses = [told.args[1]["sft/loss"] for told in shown.log.call_args_list]
     begun = [(told.args[0].kind, told.args[0].steps) for told in shown.start.call_args_list]
-    notes = [told.args[0] for told in shown.note.call_args_list]
+    notes = [told.args[0] for told in shown.print_line.call_args_list]
     was_cached = f"Warm start: taken from {folder} (made before; --fresh makes it anew)"
     assert (begun, notes) == (([("warm_up", 4)], []) if losses else ([], [was_cached]))
     assert shown.close.call_count == len(begun)

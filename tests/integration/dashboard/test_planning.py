@@ -64,7 +64,7 @@ def test_a_plan_is_made_of_copies_of_the_recipe_the_models_config_and_the_newest
     folder.mkdir()
     kept = RolloutGroup(group(1, "row-1", answer(3, 1.0), answer(15, 0.0)), "all_wrong")
     write_step(run, 1, [kept], "rollouts")
-    form = PlanForm.read(json.dumps({**ASKED, "lengths": "run", "price": 2.0}).encode())
+    form = PlanForm.parse(json.dumps({**ASKED, "lengths": "run", "price": 2.0}).encode())
     _write_inputs(RunFiles(fsspec.filesystem("file"), str(run), "copy"), form, folder)
     assert (folder / "config.yaml").read_bytes() == (run / "config.yaml").read_bytes()
     assert json.loads((folder / "config.json").read_text()) == MODEL

@@ -41,7 +41,7 @@ def console_to(file: Any, is_terminal: bool, width: int = 100) -> Console:
 def run(sink: ConsoleSink, records: Records, last: int = 80) -> None:
     sink.start(RunInfo("quickstart", last))
     for record in records:
-        sink.status("generating 3/64 groups")
+        sink.show_status("generating 3/64 groups")
         sink.log(int(record["step"]), record)
     sink.close()
 
@@ -147,7 +147,7 @@ def test_a_status_shows_before_the_figures_until_the_step_is_logged() -> None:
     console = console_to(io.StringIO(), True)
     sink = LiveConsole(console)
     sink.start(RunInfo("a", 3))
-    sink.status("generating 3/64 groups")
+    sink.show_status("generating 3/64 groups")
     assert "generating 3/64 groups" in live(sink, console)
     sink.log(1, {"sampling/accuracy": 0.5})
     shown = live(sink, console)
@@ -238,7 +238,7 @@ def test_notes_are_printed_whole_and_without_markup() -> None:
         file = io.StringIO()
         sink = make_console("auto", console_to(file, is_terminal, 40))
         sink.start(RunInfo("a", 1))
-        sink.note("[bold]all groups were all-wrong[/bold]: " + "x" * 60)
+        sink.print_line("[bold]all groups were all-wrong[/bold]: " + "x" * 60)
         sink.close()
         text = without_codes(file.getvalue()).replace("\n", "").replace("\r", "")
         assert "[bold]all groups were all-wrong[/bold]:" in text
