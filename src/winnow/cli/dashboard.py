@@ -27,7 +27,7 @@ def dashboard_command(
             "reach the server.",
         ),
     ] = None,
-    parent: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
+    listen_fd: Annotated[int | None, typer.Option("--listen-fd", hidden=True)] = None,
 ) -> None:
     """Show runs in a browser, live: curves, answers, tokens, times. It reads and never writes."""
     from winnow.dashboard.service import Dashboard
@@ -36,11 +36,10 @@ def dashboard_command(
     from winnow.http.service import address_of, listen, serve
 
     token = token_of(token_env, "--token-env")
-    if parent is not None:
+    if listen_fd is not None:
         exit_with_parent()
-    with closing(
-        listen(host, port, token) if parent is None else socket.socket(fileno=parent)
-    ) as listener:
+    inherited = None if listen_fd is None else socket.socket(fileno=listen_fd)
+    with closing(inherited or listen(host, port, token)) as listener:
         dashboard = Dashboard(runs or ["runs"], token)
         key = "" if token is None else f", with /?token=… as in {token_env}"
         line = f"Dashboard: {address_of(listener)}/{key} (Ctrl-C ends it)"

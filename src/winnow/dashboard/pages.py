@@ -50,14 +50,14 @@ T = TypeVar("T")
 
 
 class StampedCache:
-    """A value that is made again when the file that it is made of changes."""
+    """A cache of values, each with a stamp that changes with its source file."""
 
     def __init__(self) -> None:
         self._lock = RLock()  # one may be made of another
         self._values: dict[str, tuple[str, Any]] = {}
 
     def get(self, name: str, stamp: str, make: Callable[[], T]) -> T:
-        """Return the value under a name; `stamp` changes with what it is made of."""
+        """Return the value under a name, made anew if its stamp has changed."""
         with self._lock:
             if name not in self._values or self._values[name][0] != stamp:
                 self._values[name] = stamp, make()
@@ -144,7 +144,7 @@ class RunPages:
     def _wait_reason(
         self, root: dict[str, FileEntry], config: dict[str, Any], is_live: bool
     ) -> str:
-        """Say what a run without a record does, or where it stopped."""
+        """Describe where a run without metrics is, or where it stopped."""
         # The tokenizer is written when the model is loaded.
         is_warm = config.get("warm_start.name") != "sft" or TOKENIZER in root
         place = "first step" if is_warm else f"warm-up of {config.get('warm_start.steps')} steps"
@@ -320,7 +320,7 @@ class RunPages:
         return manifest if isinstance(manifest, dict) else {}
 
     def _read_config(self) -> dict[str, Any] | str:
-        """Read the recipe; returns what is wrong with one that is none, which is kept as well."""
+        """Read the recipe, or return the error message of an invalid one, which is cached, too."""
         content = self.files.read(CONFIG, 0, _MOST_CONFIG_BYTES + 1)
         if len(content) > _MOST_CONFIG_BYTES:
             return f"{CONFIG} of {self.files.name} has more than {_MOST_CONFIG_BYTES:,} bytes"

@@ -111,7 +111,7 @@ class RunFiles:
 
     @contextmanager
     def explain_errors(self, name: str) -> Iterator[None]:
-        """Report what goes wrong within the block as an error of one file.
+        """Raise errors within the block as `UnreadableError` of one file.
 
         Raises:
             UnreadableError: instead of any error of reading, or of what the file holds.
@@ -161,7 +161,7 @@ class GrowingFile:
 
 
 class RunSet:
-    """The runs under some places, found anew whenever they are listed.
+    """The runs under some places, searched again whenever they are listed.
 
     Args:
         places: run folders, folders that hold runs, or URLs of either.

@@ -152,7 +152,7 @@ class Dashboard:
         return _respond({"error": line}, 503)
 
     async def _change_events(self) -> AsyncGenerator[str]:
-        """Tell what changed since the last look, until the client goes or the server closes."""
+        """Yield events with the runs that changed, until the client leaves or the server closes."""
         seen: dict[str, str] | None = None
         pause_s, quiet_s = _POLL_S[self._pages.runs.is_local], 0.0
         while not self._closing.is_set():
@@ -183,7 +183,7 @@ async def _read_body(request: Request) -> bytes:
 
 
 class _Query:
-    """The words after `?` of a request."""
+    """The query parameters of a request."""
 
     def __init__(self, request: Request) -> None:
         self._params = request.query_params
@@ -235,7 +235,7 @@ def _error_response(error: WinnowError) -> Response:
 
 
 class _AccessGuard:
-    """Turns away strangers, and puts the headers on that keep a page to itself."""
+    """ASGI middleware that checks access and sets security headers."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token

@@ -1,4 +1,4 @@
-"""The dashboard as a child process of a run: it slows none, and ends with it."""
+"""The dashboard as a child process of a run, with low priority, that ends with it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _listener() -> socket.socket:
 
 
 def exit_with_parent() -> None:
-    """Have this process, which gives way to a run's, end as by SIGTERM when its parent does."""
+    """Lower the priority of this process, and end it by SIGTERM when its parent ends."""
     parent = os.getppid()
     os.nice(_NICENESS)
 

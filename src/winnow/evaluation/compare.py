@@ -1,4 +1,4 @@
-"""`winnow compare`: two files of held-out answers, paired by problem; is the difference luck?
+"""`winnow compare`: two files of held-out answers, paired by problem, with significance tests.
 
 Legend: `P` problems that both answered, `d` [P] the difference of their mean accuracies, B - A.
 
@@ -76,14 +76,14 @@ class PairedTest:
 
     @property
     def detectable(self) -> float:
-        """The true difference that a comparison of this noise shows four times of five."""
+        """The smallest true difference that is detected with a power of 80 %."""
         if self.problems < 2:
             return math.nan
         return (two_sided_bound(1 - LEVEL, self.problems - 1) + _POWER_BOUND) * self.standard_error
 
     @property
     def is_significant(self) -> bool:
-        """True if both tests tell the difference from luck, at 5 %."""
+        """True if both tests are significant at 5 %."""
         return self.p_sign_flips < 1 - LEVEL and not self.low <= 0 <= self.high
 
 
@@ -115,7 +115,7 @@ def paired_test(a: ArrayLike, b: ArrayLike, seed: int = 0) -> PairedTest:
 
 
 def sign_flip_p(differences: ArrayLike, seed: int = 0) -> float:
-    """Return the share of sign patterns whose sum is as far from 0 as the one there is.
+    """Return the share of sign patterns whose sum is at least as far from 0 as the observed one.
 
     All patterns of the differences that are not 0, where these are few; else random ones, among
     which the one there is counts, so that no p is 0 (Phipson and Smyth 2010).
@@ -317,7 +317,7 @@ def comparison_notes(compared: Comparison) -> list[str]:
 
 
 def verdict(pair: PairedTest) -> str:
-    """Sum a comparison up in one honest sentence."""
+    """Summarise a comparison in one sentence that claims no more than the tests show."""
     points = f"{100 * abs(pair.difference):.1f} points"
     better = "better" if pair.difference > 0 else "worse"
     problems = "1 problem" if pair.problems == 1 else f"{pair.problems:,} problems"

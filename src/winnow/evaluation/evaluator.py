@@ -95,7 +95,7 @@ class EvalProgress:
 
 @dataclass(eq=False)
 class Evaluator:
-    """Asks the held-out prompts and scores the answers, without shaping."""
+    """Generates answers to the held-out prompts and scores them, without reward shaping."""
 
     engine: Engine
     prompts: Sequence[Prompt]

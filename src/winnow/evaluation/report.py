@@ -1,4 +1,4 @@
-"""An evaluation for people: progress while it goes on, report.json, and tables in a terminal."""
+"""Output of an evaluation: progress, report.json, and tables on the terminal."""
 
 from __future__ import annotations
 

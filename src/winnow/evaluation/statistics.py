@@ -68,7 +68,7 @@ class PromptAnswers:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts and how sure it is."""
+    """A mean over prompts with its standard error."""
 
     mean: float
     standard_error: float
@@ -159,7 +159,7 @@ def vote_of(pred: object) -> str | None:
 
 
 def finite_numbers(values: Sequence[object]) -> list[float] | None:
-    """Return what scorers said of some answers as finite numbers; None where it is none of one."""
+    """Return values of a scorer as floats; None if any is not a finite number."""
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
         return None
     return [float(value) for value in values if isinstance(value, int | float)]

@@ -1,4 +1,4 @@
-"""The view of a run while it goes on: live on a terminal, plain lines elsewhere.
+"""Console output of a run: a live view on a terminal, plain lines elsewhere.
 
 The live view is a bar and the last step's figures at the bottom of the screen, with a line left
 above it every few steps. Only figures that steer a decision are shown; metrics.jsonl has the rest.
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FigureColumn:
-    """One figure of the view: its title, where it is found, and how it is written."""
+    """A metric in the console view: title, name, format and width."""
 
     title: str
     name: str
@@ -81,7 +81,7 @@ def make_console(mode: Literal["auto", "plain", "off"], console: Console) -> Con
 
 
 class ConsoleSink:
-    """A sink of one line a step (about ten for a warm-up), the column heads once."""
+    """A sink that prints one line a step (about ten for a warm-up) under a header."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -103,14 +103,14 @@ class ConsoleSink:
             self.print_line(line)
 
     def print_line(self, text: str) -> None:
-        """Print a line for good: a warning, a result."""
+        """Print a permanent line: a warning or a result."""
         # A log is wider than rich believes: never fold.
         self._console.print(
             Text(safe_line(text, self._console.encoding)), soft_wrap=not self._console.is_terminal
         )
 
     def show_status(self, text: str) -> None:
-        """Show the progress within a step, where the view is live."""
+        """Show the progress within a step in the live view."""
 
     def close(self) -> None:
         pass
@@ -190,7 +190,7 @@ class LiveConsole(ConsoleSink):
             self.print_line(f"warm-up: {self._step:,} steps in {seconds}, {fell}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the bar, and below it the figures that fit."""
+        """Draw the progress bar, and below it the figures that fit."""
         info = self._info
         step = max(self._step, 0)
         head = Table.grid(padding=(0, 1), expand=True)
@@ -218,7 +218,7 @@ class LiveConsole(ConsoleSink):
 
 
 def evaluation_lines(step: int, record: Record) -> list[str]:
-    """Write a line for each data source that was evaluated after the step."""
+    """Format a line for each data source that was evaluated after the step."""
     when = "start" if step == 0 else f"step {step}"
     return [
         f"held out, {when}: {source} {_format_evaluation(evaluation)}"
@@ -243,7 +243,7 @@ def _format_evaluation(evaluation: Evaluation) -> str:
 
 
 def _fit_to_line(pairs: list[tuple[str, str]], status: str, width: int) -> Text:
-    """Write as many figures as one line holds, the first ones first, behind a status."""
+    """Format the first figures that fit on one line, after the status."""
     line = Text(no_wrap=True, overflow="crop")
     if status:
         line.append(status, style="italic")

@@ -46,7 +46,7 @@ def disk_error(path: Path, error: OSError) -> WinnowError:
 
 
 def disk_error_type(error: OSError, default: type[WinnowError] = WinnowError) -> type[WinnowError]:
-    """Return the type of the error for a system's error: `PassingError` where it may be over soon.
+    """Return the error type for a system's error: `PassingError` if it may be temporary.
 
     Args:
         default: the type of all others.
@@ -55,7 +55,7 @@ def disk_error_type(error: OSError, default: type[WinnowError] = WinnowError) ->
 
 
 def reason_and_remedy(error: OSError) -> str:
-    """Say why the system refused, and what to do about it: `REASON; REMEDY`."""
+    """Describe a system's error as `REASON; REMEDY`."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     remedies = (remedy for codes, remedy in _REMEDIES if error.errno in codes)
     remedy = next(remedies, "check the path, or choose another folder")
@@ -68,7 +68,7 @@ def one_line(error: BaseException) -> str:
 
 
 def find_os_error(error: Exception) -> OSError | None:
-    """Find the system's error in one; libraries written in Rust word it as `(os error 28)`."""
+    """Find the OSError in an error; libraries in Rust report it as the text `(os error 28)`."""
     if isinstance(error, OSError):
         return error
     match = _OS_ERROR.search(str(error))
@@ -90,7 +90,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Tell a system's error within the block of the file it names, or else of `path`.
+    """Raise a system's error within the block as one of the file it names, else of `path`.
 
     Raises:
         WinnowError: instead of any OSError.
@@ -121,7 +121,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, draft: Path | None = None) -> None:
-    """Replace the content of `path` as one act: temporary file, fsync, rename.
+    """Replace the content of `path` atomically: temporary file, fsync, rename.
 
     Args:
         draft: the temporary file, on the same file system; None puts it beside `path`.
@@ -168,7 +168,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 class AppendFile:
-    """A file that takes each text whole or leaves it; errors name file and remedy."""
+    """An append-only file; a write succeeds completely or leaves nothing."""
 
     def __init__(self, path: Path) -> None:
         """Open for appending; made if absent.
@@ -187,7 +187,7 @@ class AppendFile:
         return os.fstat(self._file.fileno()).st_size
 
     def append(self, data: bytes) -> None:
-        """Append and hand it to the system at once; of a write that fails nothing is left."""
+        """Append without buffering; a write that fails is undone."""
         before, rest = self.size, memoryview(data)
         with explain_write_errors(self.path):
             try:
@@ -199,12 +199,12 @@ class AppendFile:
                 raise
 
     def sync(self) -> None:
-        """Wait until all is safely on disk."""
+        """Flush the file to disk."""
         with explain_write_errors(self.path):
             os.fsync(self._file.fileno())
 
     def truncate(self, offset: int) -> None:
-        """Forget everything after an offset."""
+        """Cut the file off at an offset."""
         with explain_write_errors(self.path):
             self._file.truncate(offset)
 
@@ -267,7 +267,7 @@ class RunFolder:
         return folder
 
     def check_exists(self) -> RunFolder:
-        """Return itself; refuse to make a folder anew that was taken away from its run.
+        """Return itself, or fail if the folder was removed during the run.
 
         Raises:
             FolderGoneError: it was deleted, moved or renamed since the run began.
@@ -288,7 +288,7 @@ class RunFolder:
         return self.evaluations / f"step-{step}.parquet"
 
     def save_config(self, text: str) -> None:
-        """Keep the resolved recipe.
+        """Write the resolved recipe.
 
         Raises:
             WinnowError: it cannot be written.
@@ -315,7 +315,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def logging_to_file(self) -> Iterator[None]:
-        """Send what the package logs, and Python's warnings, to log.txt while the block runs.
+        """Write the package's log and Python's warnings to log.txt within the block.
 
         Raises:
             WinnowError: log.txt cannot be opened.
@@ -342,10 +342,10 @@ class RunFolder:
 
 
 class _LogFile(logging.Handler):
-    """A log that a full disk silences: the figures, not the log, decide whether a run goes on."""
+    """A log handler that goes silent on a full disk, so that logging never stops a run."""
 
     write_error: WinnowError | None = None
-    """The first line's error of those that could not be written."""
+    """The error of the first line that could not be written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ def recipe_stem(recipe: str | Path) -> str:
 
 
 def unused_path(folder: Path, name: str) -> Path:
-    """Name a folder NAME-DATE-TIME that is not there yet."""
+    """Return a path NAME-DATE-TIME that does not exist yet."""
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     path, number = folder / stem, 1
     while path.exists():  # two within a second

@@ -43,7 +43,7 @@ class MetricsLog(AppendFile):
         self.append(text.encode() + b"\n")
 
     def synced_size(self) -> int:
-        """Return the bytes up to here, safely on disk: a checkpoint's manifest notes them.
+        """Flush the file to disk and return its size, which a checkpoint's manifest records.
 
         Raises:
             WinnowError: the disk refuses.
@@ -52,7 +52,7 @@ class MetricsLog(AppendFile):
         return self.size
 
     def truncate(self, offset: int) -> None:
-        """Forget every line after `offset`.
+        """Cut off every line after `offset`.
 
         Raises:
             CheckpointError: the file is shorter, or no line ends there.
@@ -66,7 +66,7 @@ class MetricsLog(AppendFile):
 
 
 def read_metrics(path: Path) -> list[dict[str, Number]]:
-    """Read the records of a run, in order; a last line without its end is still being written.
+    """Read the records of a run, in order; an incomplete last line is skipped.
 
     Raises:
         WinnowError: no such file, or a line that is none of ours.

@@ -1,4 +1,4 @@
-"""Figures that know how to reduce, so that micro-batches, ranks and phases can be merged.
+"""Figures with a reduction, so that micro-batches, ranks and phases can be merged.
 
 Each reduction gives the same answer however the parts are split: a mean carries its weight. Sinks
 take the flat record of a step, and metrics.jsonl is made of them.
@@ -51,7 +51,7 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number that knows how to merge with others of its name."""
+    """A number with its reduction, by which it merges with others of its name."""
 
     reduction: Reduction
     total: Number
@@ -129,12 +129,12 @@ class Metrics:
         self.min(f"{name}/min", float(array.min()))
 
     def merge(self, other: Metrics) -> None:
-        """Take in what another rank or phase collected."""
+        """Merge the figures of another rank or phase."""
         for name, figure in other._figures.items():
             self.add(name, figure)
 
     def update(self, record: Mapping[str, Number]) -> None:
-        """Take plain numbers, the latest of each name."""
+        """Set plain numbers; of each name the latest counts."""
         for name, value in record.items():
             self.last(name, value)
 
@@ -155,7 +155,7 @@ Timeline = Callable[[str, str, float, float], None]
 
 
 def no_timeline(actor: str, phase: str, began_s: float, ended_s: float) -> None:
-    """Keep no timeline."""
+    """Record no timeline."""
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Stopwatch:
 
 
 def eval_by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]:
-    """Pick the evaluation figures of a record: data source → figure → number.
+    """Return the evaluation figures of a record: data source → figure → number.
 
     A source may hold slashes (`openai/gsm8k`), a figure holds none.
     """
@@ -248,7 +248,7 @@ def eval_by_source(record: Mapping[str, Number]) -> dict[str, dict[str, Number]]
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """Collect values by their keys, both in the order of their coming.
+    """Group values by key, both in order of appearance.
 
     Example: `grouped([("a", 1), ("b", 2), ("a", 3)])` is `{"a": [1, 3], "b": [2]}`.
     """

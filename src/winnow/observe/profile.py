@@ -68,7 +68,7 @@ class StepProfiler:
             self.begin(step)
 
     def close(self) -> None:
-        """Write what is open.
+        """Write the open profile, if there is one.
 
         Raises:
             WinnowError: the disk refuses.
@@ -105,7 +105,7 @@ def check_profile(config: ProfileConfig, has_gpu: bool) -> None:
 
 
 def profile_notes(config: ProfileConfig, first: int, last: int) -> list[str]:
-    """Return what the user should read before a profiled run trains its steps first to last."""
+    """Return notes for the user about a profiled run that trains steps first to last."""
     notes, never = [], [str(step) for step in config.steps if not first <= step <= last]
     if never:
         which = f"the run trains steps {first} to {last} (trainer.profile.steps)"

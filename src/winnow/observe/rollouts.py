@@ -49,7 +49,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class RolloutGroup:
-    """A closed group and what became of it; its baseline, if there is one, has a row too."""
+    """A closed group with its outcome; its baseline, if there is one, is written, too."""
 
     group: Group
     outcome: Fate | Literal["held_out", "held_out_greedy"]

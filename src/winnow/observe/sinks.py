@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, as a sink gets it before the first record."""
+    """The description of a run that a sink receives before the first record."""
 
     name: str
     steps: int
@@ -62,7 +62,7 @@ class RunInfo:
 
 
 class Sink(Protocol):
-    """Takes one record a step."""
+    """The protocol of a sink, which receives one record a step."""
 
     def start(self, info: RunInfo) -> None:
         """Begin a run, or its warm-up."""
@@ -101,7 +101,7 @@ class Sinks:
             sink.log(step, record)
 
     def mark_complete(self) -> None:
-        """Say that the run came to its last step, which may be an earlier one than was planned."""
+        """Tell the sinks that the run reached its last step, which may be earlier than planned."""
         for sink in self._background:
             sink.mark_complete()
 
@@ -152,7 +152,7 @@ class BackgroundSink:
         self._thread.start()
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Wait until the sink has begun, or failed to, and hand over what it has to say.
+        """Wait until the sink has started or failed, and deliver its messages.
 
         Args:
             deadline: when to stop waiting, by `time.monotonic`.
@@ -179,12 +179,12 @@ class BackgroundSink:
         self._deliver_messages()
 
     def mark_complete(self) -> None:
-        """Pass it on to a sink that has a method `mark_complete`."""
+        """Call `mark_complete` of a sink that has this method."""
         with contextlib.suppress(queue.Full):
             self._calls.put_nowait(lambda sink: getattr(sink, "mark_complete", lambda: None)())
 
     def request_close(self) -> None:
-        """Ask for the end, and begin to count the seconds that it may take."""
+        """Request the end, and start the timeout of `close`."""
         if not self._is_ending:
             self._is_ending, self._deadline = True, time.monotonic() + self._tracking.close_s
             with contextlib.suppress(queue.Full):
@@ -233,7 +233,7 @@ class BackgroundSink:
             self._busy_since = None
 
     def _close_failed(self, sink: Sink) -> None:
-        """Have a sink that has failed give back what it holds."""
+        """Close a failed sink, so that it releases its resources."""
         try:
             sink.close()
         except BaseException as error:
@@ -254,8 +254,8 @@ _abandoned: list[threading.Thread] = []
 
 
 def has_hanging_sink() -> bool:
-    """Return whether a sink that was given up is still at work: what a library has left to do at
-    the process's end may then hang, too."""
+    """Return whether a dropped sink is still running: exit handlers of its library may then hang,
+    too."""
     return any(thread.is_alive() for thread in _abandoned)
 
 

@@ -69,7 +69,7 @@ class TraceFile:
         self._is_logged = self._is_ended = False  # until a step is logged, events are queued
 
     def __call__(self, actor: str, phase: str, began_s: float, ended_s: float) -> None:
-        """Note what an actor did, and from when to when by `time.perf_counter`."""
+        """Record a phase of an actor, with begin and end by `time.perf_counter`."""
         with self._lock:
             name, first_s, last_s = self._slices.get(actor, ("", 0.0, 0.0))
             if name == phase and 0 <= began_s - last_s < MERGE_S:
@@ -158,7 +158,7 @@ class TraceFile:
 
 
 class TimedScorer:
-    """A scorer that tells when scores are waited for, a millisecond or more, and how long."""
+    """Wraps a scorer and records how long scores take, and when any are pending."""
 
     def __init__(
         self, score: Callable[[Prompt, Trajectory], Score | Awaitable[Score]], tell: Timeline

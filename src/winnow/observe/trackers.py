@@ -62,7 +62,7 @@ class Tracker(ABC):
         self._is_open = self._is_complete = False
 
     def start(self, info: RunInfo) -> None:
-        """Begin the tracker's run, or go on with the one that this run had."""
+        """Start the tracker's run, or resume the one of this run."""
         state = self._read_state()
         self._last = -1 if self.purges_repeated_steps else state.get("step", -1)
         self.folder.trackers.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ class Tracker(ABC):
         self._write_state()
 
     def log(self, step: int, record: Record) -> None:
-        """Send a step, unless the tracker has it."""
+        """Send a step, unless it was sent before."""
         if step <= self._last:
             return
         self.write(step, record, self._read_sample_tables(step, record))
@@ -81,11 +81,11 @@ class Tracker(ABC):
         self._write_state()
 
     def mark_complete(self) -> None:
-        """Take note that the run came to its last step."""
+        """Record that the run reached its last step."""
         self._is_complete = True
 
     def close(self) -> None:
-        """Send what is left, and say whether the run came to its last step."""
+        """End the tracker's run, as complete if the run reached its last step."""
         if self._is_open:
             self._is_open = False
             self.end(self._is_complete)
@@ -353,7 +353,7 @@ def make_trackers(config: Config, folder: RunFolder, warn: Warn) -> list[Backgro
 
 
 def check_tracker_packages(config: Config) -> None:
-    """Look for the packages of the trackers, without importing them.
+    """Check that the packages of the trackers are installed, without importing them.
 
     Raises:
         ConfigError: one is not installed.

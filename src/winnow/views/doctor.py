@@ -17,7 +17,7 @@ from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record, grouped
 from winnow.observe.rollouts import list_step_files, read_rollouts
-from winnow.observe.sinks import RunInfo
+from winnow.observe.sinks import RunInfo, Warn
 from winnow.views.diagnosis import Diagnosis, RunFinding
 
 WRONG = ("reward_flat_wrong", "filtered")
@@ -36,12 +36,10 @@ class LiveDiagnosis:
     """A sink that reports each finding once, when a rule first fires, and writes findings.jsonl.
 
     Args:
-        tell: takes a line for the terminal and the log.
+        warn: takes a line for the terminal and the log.
     """
 
-    def __init__(
-        self, settings: Mapping[str, Any], folder: RunFolder, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any], folder: RunFolder, warn: Warn) -> None:
         self._diagnosis, self._folder, self._warn = Diagnosis(settings), folder, warn
         self._lines: list[str] = []
 

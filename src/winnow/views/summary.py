@@ -1,4 +1,4 @@
-"""The closing screen of a run: its gain, an example, its cost, and where to look next."""
+"""The summary printed at the end of a run: accuracy, an example, cost, and next commands."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def print_summary(
     paths: Mapping[str, Path] | None = None,
     commands: Mapping[str, str] | None = None,
 ) -> None:
-    """Print the closing screen, at most 100 columns wide; an empty part is left out.
+    """Print the summary of a run, at most 100 columns wide; empty parts are skipped.
 
     Args:
         records: the lines of metrics.jsonl.
