@@ -39,7 +39,7 @@ class StepDigest:
     """The sums of a step."""
 
     groups: pa.Table
-    """Groups by id, with prompt, outcome and means."""
+    """Groups by id, with step, prompt, outcome and means."""
     lengths: np.ndarray
     """Answers by length, `LENGTH_BINS` classes up to the longest that is allowed."""
     rates: np.ndarray
@@ -93,17 +93,19 @@ class AnswerIndex:
         for step, stamp in sorted(todo.items(), reverse=True):
             digest = None
             try:
-                digest = self._read_digest(f"{self._folder}/step-{step}.parquet")
+                digest = self._read_digest(step)
                 self.problems.pop(step, None)
             except UnreadableError as error:
                 self.problems[step] = str(error)
             with self._lock:
                 self._digests[step] = stamp, digest
 
-    def _read_digest(self, name: str) -> StepDigest:
+    def _read_digest(self, step: int) -> StepDigest:
+        name = f"{self._folder}/step-{step}.parquet"
         with self._files.explain_errors(name):
             table = read_sampled(self._files, name, [column for column, _ in _MEANS])
             groups = aggregate_groups(table, _MEANS)
+            groups = groups.append_column("step", pa.array([step] * len(groups), pa.int64()))
             # Classes: 0 | (0, .25] | (.25, .5] | (.5, .75] | (.75, 1) | 1
             bounds = [1e-6, 0.25 + 1e-6, 0.5 + 1e-6, 0.75 + 1e-6, 1 - 1e-6]
             classes = np.digitize(groups["accuracy_mean"].to_numpy(), bounds)
@@ -115,11 +117,11 @@ class AnswerIndex:
 
 def prompt_history(digests: Mapping[int, StepDigest], prompt_uid: str) -> list[dict[str, Any]]:
     """List the outcomes of one prompt: a row for each group that was made of it."""
-    rows = (
-        {"step": step, **row}
-        for step, digest in digests.items()
-        for row in digest.groups.filter(pc.field("prompt_uid_first") == prompt_uid).to_pylist()
-    )
+    if not digests:
+        return []
+    tables = [digest.groups for digest in digests.values()]
+    groups = pa.concat_tables(tables, promote_options="permissive")
+    rows = groups.filter(pc.equal(groups["prompt_uid_first"], prompt_uid)).to_pylist()
     return [
         {
             "step": row["step"],
