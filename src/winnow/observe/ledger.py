@@ -69,7 +69,7 @@ def write_ledger(
     settled = sorted(settled, key=lambda each: each.group.id)
     surplus = sum(each.fate == "surplus" for each in settled)
     later = set() if returned == surplus else {s.group.id for s in settled[-returned:]}
-    rows: list[tuple[Any, ...]] = []
+    rows: list[dict[str, Any]] = []
     for each in settled:
         group, fate = each.group, each.fate
         went_back = fate in ("surplus", "stale") or group.id in later
@@ -80,11 +80,9 @@ def write_ledger(
             *(_versions(group), each.staleness, len(group.scored), each.tokens),
             *(_token_crc(group), score_crc(scores)),
         )
-        rows.append(row)
-    columns = zip(*rows, strict=True) if rows else ([] for _ in SCHEMA)
-    arrays = [pa.array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
+        rows.append(dict(zip(SCHEMA.names, row, strict=True)))
     sink = pa.BufferOutputStream()
-    table = pa.Table.from_arrays(arrays, schema=SCHEMA)
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
     pq.write_table(table, sink, compression="zstd", use_dictionary=False)
     part = folder.ledger / f"step-{step}.parquet"
     # Beside the folder, of which a reader takes every file.

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
-from rich.measure import Measurement
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from winnow.observe.format import (
@@ -124,16 +123,14 @@ def print_summary(
             for source in dict.fromkeys([*before, *after])
         ),
         *(_sample_table(sample, console.encoding) for sample in samples),
-        *_cost_tables(console, tokens, seconds_by_phase(records), width),
+        _cost_tables(tokens, seconds_by_phase(records)),
         *_two_columns(console, "Look at", {k: str(v) for k, v in (paths or {}).items()}),
         *_next_steps(console, commands or {}, width),
     ]
     console.print(Group(*parts), width=width, crop=False)
 
 
-def _cost_tables(
-    console: Console, tokens: Mapping[str, int], seconds: Mapping[str, float], width: int
-) -> list[RenderableType]:
+def _cost_tables(tokens: Mapping[str, int], seconds: Mapping[str, float]) -> Columns:
     """Make the tables of tokens and time, side by side where they fit."""
     tables: list[RenderableType] = []
     if sum(tokens.values()):
@@ -142,11 +139,7 @@ def _cost_tables(
     if seconds:
         phases = {phase.replace("_", " "): value for phase, value in seconds.items()}
         tables.append(_share_table("Time", "min:s", phases, duration))
-    side_by_side = Table.grid(padding=(0, 3, 0, 0))
-    side_by_side.add_row(*tables)
-    unbounded = console.options.update(width=10 * WIDTH)
-    needed = Measurement.get(console, unbounded, side_by_side).maximum
-    return [side_by_side] if tables and needed <= width else tables
+    return Columns(tables, padding=(0, 3, 0, 0))
 
 
 def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | None) -> Padding:

@@ -36,7 +36,7 @@ def make(config: Config) -> tuple[Path, list[float]]:
     was_cached = f"Warm start: taken from {folder} (made before; --fresh makes it anew)"
     assert (begun, notes) == (([("warm_up", 4)], []) if losses else ([], [was_cached]))
     assert shown.close.call_count == len(begun)
-    assert not shown.status.called  # there is no state within a step
+    assert not shown.show_status.called  # there is no state within a step
     return folder, losses
 
 

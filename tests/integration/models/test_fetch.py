@@ -197,7 +197,7 @@ def test_what_cannot_be_fetched_costs_one_line(
         assert "0.0 GB do not fit into the 0.0 GB that it has left; free some space" in line
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as filled:
-        filled.setattr(fetch, "sync", lambda _: (_ for _ in ()).throw(full))
+        filled.setattr(fetch, "fsync_path", lambda _: (_ for _ in ()).throw(full))
         assert "No space left on device; free some space, or choose another" in refused(
             f"file://{disk}"
         )

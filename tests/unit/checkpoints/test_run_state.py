@@ -90,7 +90,9 @@ def test_what_the_checkpoint_refers_to_is_made_durable_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[tuple[str, list[int]]] = []
-    monkeypatch.setattr(module, "sync", lambda path: flushed.append((path.name, steps(tmp_path))))
+    monkeypatch.setattr(
+        module, "fsync_path", lambda path: flushed.append((path.name, steps(tmp_path)))
+    )
     (tmp_path / "rollouts").mkdir()
     with saving(tmp_path) as save:
         save(1)

@@ -65,7 +65,7 @@ def test_the_command_lists_the_figures_of_a_part(tmp_path: Path) -> None:
     said = in_this_process("metrics", "length", folder=tmp_path).check()
     assert said.out.splitlines()[:2] == [
         "length/response/SPREAD [tokens]",
-        "    of an answer; verl: response_length/SPREAD",
+        "    tokens of an answer; verl: response_length/SPREAD",
     ]
     assert in_this_process("metrics", "lenght", folder=tmp_path).err.startswith(
         "winnow: no figure's name begins with 'lenght'; the parts are score, "
