@@ -77,7 +77,7 @@ class Dashboard:
             return ask.text("a"), ask.text("b")
 
         def step(ask: _Query) -> tuple[str, int]:
-            return ask.text("kind"), ask.required("step")
+            return ask.text("kind"), ask.number("step")
 
         routes: dict[str, Callable[[_Query], Any]] = {
             "runs": lambda ask: pages.overview(),
@@ -87,14 +87,14 @@ class Dashboard:
             ),
             "gpus": lambda ask: GPU_NAMES,
             "difference": lambda ask: pages.compare_settings(*pair(ask)),
-            "comparison": lambda ask: pages.compare_answers(*pair(ask), ask.number("step")),
+            "comparison": lambda ask: pages.compare_answers(*pair(ask), ask.optional("step")),
             "run/steps": lambda ask: run(ask).steps(),
             "run/groups": lambda ask: run(ask).groups(*step(ask)),
             "run/search": lambda ask: run(ask).search_texts(*step(ask), ask.text("q")),
-            "run/group": lambda ask: run(ask).group(*step(ask), ask.required("group")),
+            "run/group": lambda ask: run(ask).group(*step(ask), ask.number("group")),
             "run/prompt": lambda ask: run(ask).prompt_history(ask.text("kind"), ask.text("uid")),
             "run/spread": lambda ask: run(ask).histograms(),
-            "run/timeline": lambda ask: run(ask).timeline(ask.number("step")),
+            "run/timeline": lambda ask: run(ask).timeline(ask.optional("step")),
             "run/system": lambda ask: run(ask).system(),
             "run/alarms": lambda ask: run(ask).alarms(),
         }
@@ -105,7 +105,8 @@ class Dashboard:
                     Route("/api/run/plan", self._plan, methods=["POST"]),
                     Route("/api/events", self._events),
                     Mount("/", StaticFiles(directory=STATIC, html=True)),
-                ]
+                ],
+                exception_handlers={WinnowError: _error_response},
             ),
             token,
         )
@@ -123,11 +124,8 @@ class Dashboard:
             return _respond(
                 {"error": "plans are accepted from the dashboard's own page only, as JSON"}, 403
             )
-        try:
-            form = PlanForm.parse(await _read_body(request))
-            runs = await anyio.to_thread.run_sync(self._pages.select, [_Query(request).text("run")])
-        except WinnowError as error:
-            return _error_response(error)
+        form = PlanForm.parse(await _read_body(request))
+        runs = await anyio.to_thread.run_sync(self._pages.select, [_Query(request).text("run")])
         lines = self._planner.stream(runs[0].files, form)
         return self._stream(lines, "application/x-ndjson")
 
@@ -196,32 +194,20 @@ class _Query:
     def names(self, name: str) -> list[str]:
         return [each for each in dict.fromkeys(self._params.getlist(name)) if each]
 
-    def number(self, name: str) -> int | None:
-        value = self._params.get(name, "")
-        if not value:
-            return None
+    def optional(self, name: str) -> int | None:
+        return self.number(name) if self._params.get(name) else None
+
+    def number(self, name: str) -> int:
+        value = self.text(name)
         try:
             return int(value)
         except ValueError:
             raise WinnowError(f"{name} must be an integer, got {value[:40]}") from None
 
-    def required(self, name: str) -> int:
-        number = self.number(name)
-        if number is None:
-            raise WinnowError(f"query parameter {name} is missing")
-        return number
 
-
-def _json_endpoint(make: Callable[[_Query], Any]) -> Callable[[Request], Any]:
+def _json_endpoint(make: Callable[[_Query], Any]) -> Callable[[Request], Response]:
     """Make an endpoint, which runs in a thread, of a function that returns plain data."""
-
-    def endpoint(request: Request) -> Response:
-        try:
-            return _respond(make(_Query(request)))
-        except WinnowError as error:
-            return _error_response(error)
-
-    return endpoint
+    return lambda request: _respond(make(_Query(request)))
 
 
 def _respond(body: Any, status: int = 200) -> Response:
@@ -230,7 +216,7 @@ def _respond(body: Any, status: int = 200) -> Response:
     return Response(content, status, media_type="application/json")
 
 
-def _error_response(error: WinnowError) -> Response:
+def _error_response(request: Request, error: Exception) -> Response:
     return _respond({"error": str(error)}, 404 if isinstance(error, RunNotFoundError) else 422)
 
 
