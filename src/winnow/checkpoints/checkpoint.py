@@ -8,7 +8,7 @@
         manifest.json   step, place in metrics.jsonl, machine, each file's size and checksum
 
 A checkpoint is written beside its place and renamed when it is whole, so that a folder with
-this name is a complete one. Names that begin with a dot are drafts; `clean` deals with those
+this name is a complete one. Names that begin with a dot are drafts; `clean_drafts` deals with those
 that a crash left.
 """
 
@@ -112,7 +112,7 @@ class Manifest:
     figures: Mapping[str, float] = field(default_factory=dict)
     """The evaluation of the step, if there was one."""
     machine: Mapping[str, str | int] = field(default_factory=dict)
-    """Versions and hardware that bits depend on: `this_machine`."""
+    """Versions and hardware that bits depend on: `describe_machine`."""
     code: Mapping[str, str] = field(default_factory=dict)
     """sha256 of the user's Python files, by the keys of the recipe that name them."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Snapshot:
     have hashed and brought to disk, by path in it; may be called in a thread."""
 
 
-def this_machine(device: torch.device) -> dict[str, str | int]:
+def describe_machine(device: torch.device) -> dict[str, str | int]:
     """Return what the bits of a run depend on, its recipe aside."""
     import transformers  # which takes a second, and the run has said where it goes by now
 
@@ -215,12 +215,12 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
 
 
 def newest_usable(
-    run: Path, checked_by: Collection[str] = ()
+    run: Path, rank_folders: Collection[str] = ()
 ) -> tuple[Checkpoint | None, list[str]]:
     """Find a run's newest checkpoint whose files are as written; return it with warnings of others.
 
     Args:
-        checked_by: as for `verify`.
+        rank_folders: as for `verify`.
 
     Raises:
         CheckpointError: there are some, and none of them is whole.
@@ -228,7 +228,7 @@ def newest_usable(
     faults: list[str] = []
     for checkpoint in reversed(checkpoints_in(run / "checkpoints")):
         try:
-            verify(checkpoint, checked_by)
+            verify(checkpoint, rank_folders)
         except CheckpointError as error:
             faults.append(str(error).partition(";")[0])
         else:
@@ -276,7 +276,7 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
         ):
             raise ValueError("an entry lacks its checksum")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: not a manifest; use another checkpoint"
@@ -291,18 +291,18 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def _unreadable(path: Path, error: OSError) -> WinnowError:
+def _unreadable_error(path: Path, error: OSError) -> WinnowError:
     # Of a bad sector the checkpoint before can take the place; a file server may be back.
     kind = CheckpointError if error.errno == errno.EIO else disk_errors(error, CheckpointError)
     return kind(f"{path} cannot be read: {error.strerror}; use another checkpoint")
 
 
-def verify(checkpoint: Checkpoint, checked_by: Collection[str] = ()) -> Manifest:
+def verify(checkpoint: Checkpoint, rank_folders: Collection[str] = ()) -> Manifest:
     """Check that every file is there and is what was written; return the manifest.
 
     Args:
-        checked_by: folders (`Role.saved_in`) of ranks that check the content of what they read
-            (`verify_share`), where this process checks its size.
+        rank_folders: folders (`Role.saved_in`) of ranks that check the content of what they read
+            (`verify_rank_share`), where this process checks its size.
 
     Raises:
         CheckpointError: names the file.
@@ -310,17 +310,21 @@ def verify(checkpoint: Checkpoint, checked_by: Collection[str] = ()) -> Manifest
     manifest, path = read_manifest(checkpoint), checkpoint.path
     files = {str(p.relative_to(path)): p for p in path.rglob("*") if not p.is_dir()}
     for name in sorted(manifest.files.keys() - files.keys()):
-        raise _unreadable(path / name, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        raise _unreadable_error(
+            path / name, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        )
     for name in sorted(files.keys() - manifest.files.keys() - {MANIFEST}):
         if not files[name].name.startswith(".nfs"):  # a file server's, of one still open
             raise CheckpointError(
                 f"{files[name]} was added to the checkpoint; remove it, or use another checkpoint"
             )
-    _check_files(path, manifest.files, checked_by)
+    _check_files(path, manifest.files, rank_folders)
     return manifest
 
 
-def verify_share(checkpoint: Path, rank: int, ranks: int, folder: str = POLICY_STATE) -> None:
+def verify_rank_share(
+    checkpoint: Path, rank: int, world_size: int, folder: str = POLICY_STATE
+) -> None:
     """Check the weights and shards that fall to one of a role's ranks, as many bytes as to others.
 
     Args:
@@ -330,9 +334,9 @@ def verify_share(checkpoint: Path, rank: int, ranks: int, folder: str = POLICY_S
         CheckpointError: names a file that is not what was written.
     """
     files = read_manifest(Checkpoint(checkpoint, 0)).files
-    shares: list[dict[str, FileEntry]] = [{} for _ in range(ranks)]
-    loads = [0] * ranks
-    theirs = (name for name in files if _is_read_by(folder, name))
+    shares: list[dict[str, FileEntry]] = [{} for _ in range(world_size)]
+    loads = [0] * world_size
+    theirs = (name for name in files if _is_read_by_ranks(folder, name))
     for name in sorted(theirs, key=lambda n: (-files[n]["bytes"], n)):
         least = loads.index(min(loads))
         shares[least][name] = files[name]
@@ -340,23 +344,23 @@ def verify_share(checkpoint: Path, rank: int, ranks: int, folder: str = POLICY_S
     _check_files(checkpoint, shares[rank])
 
 
-def _is_read_by(folder: str, name: str) -> bool:
+def _is_read_by_ranks(folder: str, name: str) -> bool:
     """Return whether the ranks whose state lies in a folder read a file."""
     model = r"|model/[^/]*\.safetensors" if folder == POLICY_STATE else ""
     return re.fullmatch(rf"{folder}/[^/]*\.distcp{model}", name) is not None
 
 
 def _check_files(
-    folder: Path, files: Mapping[str, FileEntry], checked_by: Collection[str] = ()
+    folder: Path, files: Mapping[str, FileEntry], rank_folders: Collection[str] = ()
 ) -> None:
     def check(name: str) -> None:
         part, entry = folder / name, files[name]
-        is_theirs = any(_is_read_by(each, name) for each in checked_by)
+        is_theirs = any(_is_read_by_ranks(each, name) for each in rank_folders)
         try:
             is_whole = part.is_file() and part.stat().st_size == entry["bytes"]
             is_whole = is_whole and (is_theirs or _sha256(part) == entry["sha256"])
         except OSError as error:
-            raise _unreadable(part, error) from error
+            raise _unreadable_error(part, error) from error
         if not is_whole:
             raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
 
@@ -379,7 +383,7 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
             shutil.rmtree(gone)
 
 
-def clean(folder: Path) -> None:
+def clean_drafts(folder: Path) -> None:
     """Undo what a crash, or an end at once, left half done.
 
     Raises:
@@ -398,33 +402,33 @@ def clean(folder: Path) -> None:
 
 
 def prune(
-    folder: Path, last: int | None, every: int | None = None, best: str | None = None
+    folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None
 ) -> None:
     """Delete checkpoints that need not stay. One that cannot be read stays for a person to see.
 
     Args:
-        last: number of the newest that stay; None keeps all.
-        every: steps that are a multiple of it stay for good.
-        best: figure of the evaluation, of which the largest value stays, or the smallest of a
+        keep_last: number of the newest that stay; None keeps all.
+        keep_every: steps that are a multiple of it stay for good.
+        keep_best: figure of the evaluation, of which the largest value stays, or the smallest of a
             loss; of equals the later one.
 
     Raises:
         WinnowError: the folder cannot be changed.
     """
-    if last is None:
+    if keep_last is None:
         return
     checkpoints = checkpoints_in(folder)
-    keep = set(checkpoints[-last:])
-    keep |= {c for c in checkpoints if every is not None and c.step % every == 0}
+    keep = set(checkpoints[-keep_last:])
+    keep |= {c for c in checkpoints if keep_every is not None and c.step % keep_every == 0}
     values: dict[Checkpoint, float] = {}
     for checkpoint in checkpoints:
         try:
-            value = read_manifest(checkpoint).figures.get(best or "", math.nan)
+            value = read_manifest(checkpoint).figures.get(keep_best or "", math.nan)
         except CheckpointError:
             keep.add(checkpoint)
             continue
         if not math.isnan(value):
-            values[checkpoint] = -value if best == HELD_OUT_LOSS else value
+            values[checkpoint] = -value if keep_best == HELD_OUT_LOSS else value
     if values:
         keep.add(max(values, key=lambda c: (values[c], c.step)))
     remove(c for c in checkpoints if c not in keep)

@@ -111,7 +111,7 @@ def read_state(folder: Path, classes: Iterable[type]) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         with safe_open(str(folder / TENSORS), framework="pt") as file:
-            state = _Reader(file, {each.__name__: each for each in classes}).decode(tree)
+            state = _StateReader(file, {each.__name__: each for each in classes}).decode(tree)
         if not isinstance(state, dict):
             raise TypeError("not a state")
     except (
@@ -192,7 +192,9 @@ class _StateWriter:
                 if each.init and not (kind is Score and each.name == "extra")
             }
             if isinstance(value, Score):
-                entries["extra"] = {"!dict": [[k, self._said(v)] for k, v in value.extra.items()]}
+                entries["extra"] = {
+                    "!dict": [[k, self._encode_extra(v)] for k, v in value.extra.items()]
+                }
             return {"!object": [kind.__name__, entries]}
         for tag, make in _SEQUENCES.items():
             if kind is make:
@@ -208,7 +210,7 @@ class _StateWriter:
             "keep: return numbers, texts, lists and dicts from your function, or such columns"
         )
 
-    def _said(self, value: Any) -> Any:
+    def _encode_extra(self, value: Any) -> Any:
         """Encode what a scorer said of an answer; objects of its own become their text."""
         try:
             return self.encode(value, "score")
@@ -242,7 +244,7 @@ class _StateWriter:
         return [array.dtype.str, list(array.shape), self._bytes - len(content)]
 
 
-class _Reader:
+class _StateReader:
     """Builds the values that a `_StateWriter` encoded."""
 
     def __init__(self, file: Any, classes: Mapping[str, type]) -> None:

@@ -35,14 +35,14 @@ _TRUST = "model.trust_remote_code"
 log = logging.getLogger(__name__)
 
 
-def mark_as_begun(folder: Path) -> None:
+def mark_as_local(folder: Path) -> None:
     """Note that this user began the run on this machine, where there is a place for the key.
 
     Raises:
         WinnowError: the run's folder cannot be written to.
     """
     try:
-        proof = _proof(folder)
+        proof = _folder_mac(folder)
     except (OSError, RuntimeError) as error:  # without a home
         log.warning("%s will count as a stranger's run: %s", folder, error)
         return
@@ -55,7 +55,7 @@ def is_local_run(folder: Path) -> bool:
     try:
         mark = folder / MARK
         is_plain = stat.S_ISREG(mark.lstat().st_mode)
-        return is_plain and hmac.compare_digest(mark.read_bytes(), _proof(folder))
+        return is_plain and hmac.compare_digest(mark.read_bytes(), _folder_mac(folder))
     except (OSError, RuntimeError):
         return False
 
@@ -63,26 +63,26 @@ def is_local_run(folder: Path) -> bool:
 def require_trust(
     folder: Path,
     config: Config | None,
-    typed: Sequence[str],
+    overrides: Sequence[str],
     trusts: bool,
-    keys: tuple[str, ...] = ("",),
+    key_prefixes: tuple[str, ...] = ("",),
 ) -> None:
     """Refuse what a stranger's folder would do outside itself, unless the user trusts it.
 
     Args:
         config: the recipe; None where only files are read.
-        typed: the overrides; the user answers for the keys in them.
-        keys: beginnings of the keys that matter.
+        overrides: the overrides; the user answers for the keys in them.
+        key_prefixes: beginnings of the keys that matter.
 
     Raises:
         ConfigError: names the key, the value and the file.
     """
     if trusts or is_local_run(folder):
         return
-    typed_keys = {word.lstrip("+~").partition("=")[0].replace("/", ".") for word in typed}
-    named = [] if config is None else list(_reaches(config))
-    risks = [what for key, what in named if key not in typed_keys and key.startswith(keys)]
-    risks += [f"{path} is no plain file or folder" for path in _odd_entries(folder)]
+    overridden = {word.lstrip("+~").partition("=")[0].replace("/", ".") for word in overrides}
+    named = [] if config is None else list(_outside_effects(config))
+    risks = [what for key, what in named if key not in overridden and key.startswith(key_prefixes)]
+    risks += [f"{path} is no plain file or folder" for path in _special_files(folder)]
     if risks:
         rest = f" (and {len(risks) - 1} more)" if len(risks) > 1 else ""
         raise ConfigError(
@@ -107,26 +107,26 @@ def require_trusted_start(
     """
     path, run = Path(recipe), config.run
     if path.name == _CONFIG and any((path.parent / name).exists() for name in _OF_RUNS):
-        require_trust(_run_of(path.parent), config, overrides, trusts)
+        require_trust(_run_folder(path.parent), config, overrides, trusts)
     named = run.resume if run.resume not in ("auto", "never") else None
     named = str(Path(run.dir) / run.name) if named is None and run.name is not None else named
     is_continued = named is not None and Path(named).expanduser().is_dir()
     if not is_continued and run.fork is not None:
         origin, _, step = run.fork.rpartition("@")
         named = origin if step.isdecimal() and origin else run.fork
-    folder = None if named is None else _run_of(Path(named).expanduser())
+    folder = None if named is None else _run_folder(Path(named).expanduser())
     if folder is not None and (folder / _CONFIG).is_file():
         require_trust(folder, config, overrides, trusts, (_TRUST,))
         if trusts and is_continued:
-            mark_as_begun(folder)
+            mark_as_local(folder)
 
 
-def _run_of(folder: Path) -> Path:
+def _run_folder(folder: Path) -> Path:
     """Return the folder of the run that a checkpoint lies in; any other as it is."""
     return folder.absolute().parent.parent if (folder / _MANIFEST).exists() else folder
 
 
-def _reaches(config: Config) -> Iterator[tuple[str, str]]:
+def _outside_effects(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what a recipe does outside its run's folder, by key, code first."""
     for key, value, reach in sorted(reaching(config), key=lambda each: each[2] != CODE):
         yield key, f"{key}={show(value)} {reach.effect}"
@@ -135,7 +135,7 @@ def _reaches(config: Config) -> Iterator[tuple[str, str]]:
         yield key, f"{key}={show(text)} reads a variable of your environment"
 
 
-def _odd_entries(folder: Path) -> Iterator[Path]:
+def _special_files(folder: Path) -> Iterator[Path]:
     """Yield the entries that are neither files nor folders: links, pipes, devices."""
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):
@@ -144,13 +144,13 @@ def _odd_entries(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _proof(folder: Path) -> bytes:
+def _folder_mac(folder: Path) -> bytes:
     """Return the mark of a folder, which only this user's key makes."""
     inode = str(folder.stat().st_ino).encode()
-    return hmac.new(_key(), inode, hashlib.sha256).hexdigest().encode()
+    return hmac.new(_user_key(), inode, hashlib.sha256).hexdigest().encode()
 
 
-def _key() -> bytes:
+def _user_key() -> bytes:
     """Return the key in this user's state directory, made if it is not there."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     file = Path(home, "winnow", "runs.key")

@@ -152,7 +152,7 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     if done.instructions_removed:
         lines.append(("with an instruction, taken off", done.instructions_removed, ""))
     lines.append(("rows written", done.written, done.out))
-    _print_lines(lines, console)
+    _print_table(lines, console)
     scorers = {source: _scorer_of(source) for source in done.data_sources}
     none = (
         "has NO built-in scorer yet: training on it stops before the first step unless the recipe "
@@ -161,14 +161,14 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     for source, scorer in scorers.items():
         console.print(f"data_source {source} {f'is scored by {scorer}.' if scorer else none}")
     unknown = [source for source, scorer in scorers.items() if scorer is None]
-    asking, training = _use(done, instruction, unknown)
+    asking, training = _usage_hint(done, instruction, unknown)
     if asking:
         console.print(asking)
     console.print(f"Next: winnow data check {shlex.quote(done.out)}")
     console.print(f"      {training}")
 
 
-def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
+def _usage_hint(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
     """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
     overrides, scorer = ["model.path=FOLDER"], "dapo_math"
     bare = "Prompts are bare questions: the recipe"
@@ -220,23 +220,23 @@ def _show_report(report: Mapping[str, Any], console: Console) -> None:
         lines.append(("Overlap", None, f"with {overlap['file']}"))
         lines += [(f"prompts of {name}", n, "") for name, n in overlap["shared_by_source"].items()]
         lines.append(("rows that hold them", overlap["rows_affected"], ""))
-    _print_lines(lines, console)
-    _show_examples("Conflicting labels", [_conflict(each) for each in conflicts], console)
-    shared = [] if overlap is None else [_shared(each) for each in overlap["shared"]]
+    _print_table(lines, console)
+    _show_examples("Conflicting labels", [_format_conflict(each) for each in conflicts], console)
+    shared = [] if overlap is None else [_format_overlap(each) for each in overlap["shared"]]
     _show_examples("In both files", shared, console)
 
 
-def _conflict(conflict: Mapping[str, Any]) -> str:
+def _format_conflict(conflict: Mapping[str, Any]) -> str:
     from winnow.data.columns import excerpt
 
     labels = " or ".join(excerpt(label, 40) for label in conflict["labels"])
-    return f"  {_rows(conflict['rows'])}: {labels}\n    {conflict['prompt']}"
+    return f"  {_format_rows(conflict['rows'])}: {labels}\n    {conflict['prompt']}"
 
 
-def _shared(shared: Mapping[str, Any]) -> str:
+def _format_overlap(shared: Mapping[str, Any]) -> str:
     differs = "" if shared["same_label"] else ", with another label: perhaps another problem"
     where = f"row {shared['evaluation_row']} of the other ({shared['source']}{differs})"
-    return f"  {_rows(shared['rows'])}: {where}\n    {shared['prompt']}"
+    return f"  {_format_rows(shared['rows'])}: {where}\n    {shared['prompt']}"
 
 
 def _show_examples(title: str, examples: list[str], console: Console) -> None:
@@ -249,12 +249,12 @@ def _show_examples(title: str, examples: list[str], console: Console) -> None:
         console.print(f"  … and {len(examples) - _SHOWN} more; --json lists them all")
 
 
-def _rows(numbers: Sequence[int]) -> str:
+def _format_rows(numbers: Sequence[int]) -> str:
     some = ", ".join(str(number) for number in numbers[:_SHOWN])
     return f"row{'s' if len(numbers) > 1 else ''} {some}{', …' if len(numbers) > _SHOWN else ''}"
 
 
-def _print_lines(lines: list[_Line], console: Console) -> None:
+def _print_table(lines: list[_Line], console: Console) -> None:
     """Print names to the left, numbers to the right and remarks behind, in one table."""
     from rich.text import Text
 

@@ -68,7 +68,7 @@ def print_report(runs: str) -> bool:
         runs: the folder of runs.
     """
     states = []
-    for finding in _examine(Path(runs)):
+    for finding in _run_checks(Path(runs)):
         states.append(finding.state)
         typer.echo(f"{finding.state:<5}  {finding.name:<19}  {finding.text}")
         if finding.remedy:
@@ -110,20 +110,20 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
     return any(finding.severity == "critical" for finding in findings)
 
 
-def _examine(runs: Path) -> Iterator[Finding]:
+def _run_checks(runs: Path) -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Finding("python", f"{platform.python_version()} at {sys.executable}, on {system}")
     yield Finding("winnow", f"{__version__} at {Path(__file__).parent}")
-    yield from _packages()
-    yield from _torch()
-    yield _cores()
-    yield _memory()
-    yield from _sandboxes()
-    yield _runs_folder(runs)
-    yield from _caches()
+    yield from _check_packages()
+    yield from _check_torch()
+    yield _check_cores()
+    yield _check_memory()
+    yield from _check_sandboxes()
+    yield _check_runs_folder(runs)
+    yield from _check_caches()
 
 
-def _packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     """Check what Winnow always needs, and its optional parts."""
     try:
         extras = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
@@ -132,7 +132,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding("packages", text, "pip install -e . in its folder")
         return
     needed = list(_requirements(""))
-    if unmet := "; ".join(filter(None, map(_unmet, needed))):
+    if unmet := "; ".join(filter(None, map(_unmet_reason, needed))):
         remedy = "pip install -c constraints.txt -e . in Winnow's folder, or pip install -U "
         yield Finding("packages", unmet, remedy + _DISTRIBUTION, is_fault=True)
     else:
@@ -140,7 +140,7 @@ def _packages() -> Iterator[Finding]:
     for extra in (name for name in extras if name not in _NOT_FOR_USERS):
         needed = list(_requirements(extra))
         purpose = f" ({_PURPOSE[extra]})" if extra in _PURPOSE else ""
-        if unmet := "; ".join(filter(None, map(_unmet, needed))):
+        if unmet := "; ".join(filter(None, map(_unmet_reason, needed))):
             remedy = f"pip install '{_DISTRIBUTION}[{extra}]'"
             yield Finding(f"extra {extra}", f"{unmet}{purpose}", remedy)
         else:
@@ -160,7 +160,7 @@ def _requirements(extra: str) -> Iterator[Any]:
             yield requirement
 
 
-def _unmet(requirement: Any) -> str:
+def _unmet_reason(requirement: Any) -> str:
     """Say why a requirement is not met; empty where it is."""
     try:
         version = metadata.version(requirement.name)
@@ -171,7 +171,7 @@ def _unmet(requirement: Any) -> str:
     return f"{requirement.name} is {version}, needed is {requirement.specifier}"
 
 
-def _torch() -> Iterator[Finding]:
+def _check_torch() -> Iterator[Finding]:
     """Try whether torch computes, and find its devices."""
     try:
         import torch
@@ -188,15 +188,17 @@ def _torch() -> Iterator[Finding]:
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"{torch.__version__}, {build}; {capability}, {torch.get_num_threads()} threads"
     yield Finding("torch", text)
-    yield from _devices(torch)
+    yield from _check_devices(torch)
 
 
-def _devices(torch: Any) -> Iterator[Finding]:
+def _check_devices(torch: Any) -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
-        yield Finding(f"gpu {number}", f"{name}, {_size(free)} of {_size(total)} free")
+        yield Finding(
+            f"gpu {number}", f"{name}, {_format_bytes(free)} of {_format_bytes(total)} free"
+        )
     has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
     if not count and not has_driver:
         yield Finding("gpu", "none: models run on the CPU (run.device=auto)")
@@ -209,7 +211,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
         yield Finding("gpu", text, "see nvidia-smi; in a container, start it with --gpus")
 
 
-def _cores() -> Finding:
+def _check_cores() -> Finding:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -222,29 +224,29 @@ def _cores() -> Finding:
 
 def _cgroup_cores(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
     """Read how many cores' worth of time a container has; None without a limit."""
-    fields = _first_line(file).split()
+    fields = _read_first_line(file).split()
     if len(fields) != 2 or fields[0] == "max":
         return None
     return int(fields[0]) / int(fields[1])
 
 
-def _memory() -> Finding:
+def _check_memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = f"{_size(total)} in all"
+    text = f"{_format_bytes(total)} in all"
     available = total
-    for line in _lines("/proc/meminfo"):
+    for line in _read_lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) << 10
-            text += f", {_size(available)} free"
-    limit = _first_line("/sys/fs/cgroup/memory.max")
+            text += f", {_format_bytes(available)} free"
+    limit = _read_first_line("/sys/fs/cgroup/memory.max")
     if limit.isdigit() and int(limit) < total:
-        text += f", this container may use {_size(int(limit))}"
+        text += f", this container may use {_format_bytes(int(limit))}"
         available = min(available, int(limit))
     remedy = "end other programs; the quickstart takes about 1 GiB"
     return Finding("memory", text, remedy if available < _LEAST_MEMORY else "")
 
 
-def _sandboxes() -> Iterator[Finding]:
+def _check_sandboxes() -> Iterator[Finding]:
     """Try each way to confine the programs that models write."""
     from winnow.sandbox.local import KINDS, LocalSandbox, NoSandboxError
 
@@ -293,11 +295,11 @@ def _sandbox_remedy(name: str) -> str:
         return "Linux 6.2 or newer with landlock in /sys/kernel/security/lsm (boot with lsm=…)"
     if shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin") is None:
         return "apt-get install bubblewrap"
-    blocks = [remedy for file, value, remedy in _BLOCKS if _first_line(file) == value]
+    blocks = [remedy for file, value, remedy in _BLOCKS if _read_first_line(file) == value]
     return "; ".join(blocks) or "allow user namespaces; in a container, ask for seccomp=unconfined"
 
 
-def _runs_folder(folder: Path) -> Finding:
+def _check_runs_folder(folder: Path) -> Finding:
     """Write a file where runs go, or where their folder would be made."""
     place = folder.absolute()
     while not place.exists():
@@ -309,12 +311,12 @@ def _runs_folder(folder: Path) -> Finding:
         text = f"{place} cannot be written: {error.strerror}"
         return Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
     free = shutil.disk_usage(place).free
-    text = f"{folder.absolute()}{'' if folder.is_dir() else ' (not made yet)'}, {_size(free)} free"
+    text = f"{folder.absolute()}{'' if folder.is_dir() else ' (not made yet)'}, {_format_bytes(free)} free"
     remedy = "make room, or set run.dir to another disk" if free < _LEAST_FREE else ""
     return Finding("runs", text, remedy)
 
 
-def _caches() -> Iterator[Finding]:
+def _check_caches() -> Iterator[Finding]:
     """Measure what is kept between runs."""
     caches = Path.home() / ".cache"
     hub = Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"
@@ -330,19 +332,21 @@ def _caches() -> Iterator[Finding]:
         size = sum(os.lstat(file).st_size for file in files if os.path.lexists(file))
         can_write = os.access(folder, os.W_OK | os.X_OK)
         remedy = "" if can_write else "it cannot be written: set WINNOW_CACHE or HF_HOME"
-        yield Finding(name, f"{folder}, {_size(size)}; may be deleted, and is made again", remedy)
+        yield Finding(
+            name, f"{folder}, {_format_bytes(size)}; may be deleted, and is made again", remedy
+        )
 
 
-def _lines(path: str) -> list[str]:
+def _read_lines(path: str) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
 
 
-def _first_line(path: str) -> str:
-    return next(iter(_lines(path)), "").strip()
+def _read_first_line(path: str) -> str:
+    return next(iter(_read_lines(path)), "").strip()
 
 
-def _size(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / _GIB:,.1f} GiB" if size >= _GIB / 10 else f"{size / (1 << 20):,.0f} MiB"

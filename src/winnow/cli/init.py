@@ -32,7 +32,7 @@ def init_command(
     files = {file.stem: file.read_text() for file in sorted(_TEMPLATES.glob("*.txt"))}
     shown = to_yaml({"path": path}).strip()
     files["recipe.yaml"] = files["recipe.yaml"].replace("path: MODEL", shown)
-    rows = [_row(number) for number in range(_TRAINED + _HELD_OUT)]
+    rows = [_make_row(number) for number in range(_TRAINED + _HELD_OUT)]
     files["train.jsonl"], files["held_out.jsonl"] = map(
         "".join, (rows[_HELD_OUT:], rows[:_HELD_OUT])
     )
@@ -55,7 +55,7 @@ def commands(folder: Path) -> dict[str, str]:
     }
 
 
-def _row(number: int) -> str:
+def _make_row(number: int) -> str:
     """Make a row in verl's schema; no two are the same sum."""
     a, b = 11 + 37 * number % 89, 10 + number
     row = {

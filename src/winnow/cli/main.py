@@ -83,7 +83,7 @@ HelpConfig = Annotated[
 ]
 
 
-def _version(show: bool) -> None:
+def _print_version(show: bool) -> None:
     if show:
         from winnow.version import __version__
 
@@ -95,7 +95,9 @@ def _version(show: bool) -> None:
 def winnow(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_version, help="Print the version."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Train language models by reinforcement learning from verifiable rewards."""
@@ -132,7 +134,7 @@ def train(
         from winnow.cli.sweep import run_sweep
 
         raise typer.Exit(run_sweep(recipe, overrides or [], jobs, _console()))
-    _train(recipe, overrides, continued, options, heartbeat)
+    _run_training(recipe, overrides, continued, options, heartbeat)
 
 
 @app.command(no_args_is_help=True)
@@ -143,7 +145,7 @@ def resume(
     from winnow.observe.files import RunFolder
 
     options = ["--dashboard"] * dashboard + ["--trust"] * trust
-    _train(str(RunFolder.open(run).config), overrides, run, options)
+    _run_training(str(RunFolder.open(run).config), overrides, run, options)
 
 
 @app.command(no_args_is_help=True)
@@ -163,7 +165,7 @@ def sft(
         return
     config = _load(recipe, overrides)
     if config.sft.name != "none":  # supervised, where the recipe asks for that
-        _train(recipe, overrides, None, ["--fresh"] * fresh + ["--trust"] * trust)
+        _run_training(recipe, overrides, None, ["--fresh"] * fresh + ["--trust"] * trust)
     _require_trust(config, recipe, overrides, trust)
     with gc_tuning.growing():
         from winnow.commands.train import run_sft
@@ -397,7 +399,7 @@ def recipes() -> None:
     typer.echo(f"\nFor winnow eval MODEL --recipe: {', '.join(evaluation_recipes())}")
 
 
-def _train(
+def _run_training(
     recipe: str,
     overrides: list[str] | None,
     folder: str | None,
@@ -494,7 +496,7 @@ def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
     gc_tuning.leave_at_exit()
-    code = _run()
+    code = _run_command()
     sinks = sys.modules.get("winnow.observe.sinks")
     hangs = sinks is not None and sinks.hangs()
     if code == _INTERRUPTED or hangs:
@@ -504,7 +506,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run() -> int:
+def _run_command() -> int:
     """Run the command that was typed; returns the exit code."""
     try:
         return app(prog_name="winnow", standalone_mode=False) or 0
@@ -532,7 +534,9 @@ def _usage_lines(error: Any) -> Iterator[str]:
     option, context = getattr(error, "param", None), error.ctx
     names = option.opts if isinstance(option, TyperOption) else ()
     typed = [
-        value if equals else after for name, equals, value, after in _arguments() if name in names
+        value if equals else after
+        for name, equals, value, after in _typed_arguments()
+        if name in names
     ]
     got = f", got {typed[0]!r}" if typed else ""
     command = "winnow" if context is None else context.command_path
@@ -554,7 +558,7 @@ def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
     from winnow.config.schema import all_keys
 
     keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
-    for name, equals, value, following in _arguments():
+    for name, equals, value, following in _typed_arguments():
         is_flag = name.startswith("-") and name not in taken
         if is_flag and not equals and not following.startswith("--"):
             value = following
@@ -566,7 +570,7 @@ def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, f"{fault}; {answer}{form}"
 
 
-def _arguments() -> Iterator[tuple[str, str, str, str]]:
+def _typed_arguments() -> Iterator[tuple[str, str, str, str]]:
     """Yield the words typed behind a command: name, equals sign, value, and the word behind it."""
     for word, following in itertools.pairwise([*sys.argv[2:], ""]):
         yield *word.partition("="), following

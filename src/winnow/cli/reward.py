@@ -77,31 +77,31 @@ def try_command(
     """
     from winnow.checkpoints.strangers import require_trusted_start
 
-    file, settings = _split(words or [])
+    file, settings = _split_words(words or [])
     if scorer is not None and function is not None:
         raise RewardError(f"--scorer is {scorer} and --function is {function}; give one of the two")
     if row is not None and file is None:
         raise DataError(f"--row is {row}, but there is no FILE; name the data file first")
-    config = _config(recipe, settings, scorer, function, tokens)
+    config = _resolve_config(recipe, settings, scorer, function, tokens)
     require_trusted_start(config, recipe or "", settings, trust)
     by_one = config.reward.function.path is not None
     any_source = by_one or config.reward.manager.name in ("remote", "custom")
     number = 1 if row is None else row
     data = config.data.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
-    prompt = _prompt(file, number, truth, source or scorer, data, any_source)
-    text = _from_stdin() if answer is None else answer
-    trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)
+    prompt = _make_prompt(file, number, truth, source or scorer, data, any_source)
+    text = _read_answer() if answer is None else answer
+    trial = _score_answer(config, prompt, text, tokens or 0, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(trial, ensure_ascii=False, default=str))
     else:
-        _show(trial, prompt, text)
+        _print_score(trial, prompt, text)
     if "error" in trial:
         raise RewardError(
             f"scoring this answer failed: {trial['error']}; mend the scorer, or the row"
         )
 
 
-def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+def _split_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The file, and the settings."""
     settings = [word for word in arguments if "=" in word and not os.path.exists(word)]
     files = [word for word in arguments if word not in settings]
@@ -110,13 +110,13 @@ def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), settings
 
 
-def _from_stdin() -> str:
+def _read_answer() -> str:
     if sys.stdin.isatty():
         typer.echo("Type the answer, then Ctrl-D on a line of its own:", err=True)
     return sys.stdin.read()
 
 
-def _config(
+def _resolve_config(
     recipe: str | None,
     settings: Sequence[str],
     scorer: str | None,
@@ -159,7 +159,7 @@ def _user_function(named: str, section: UserFunction) -> UserFunction:
     return section.model_copy(update={"path": path, "name": name})
 
 
-def _prompt(
+def _make_prompt(
     file: str | None,
     number: int,
     truth: str | None,
@@ -197,7 +197,9 @@ def _prompt(
     )
 
 
-def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> dict[str, Any]:
+def _score_answer(
+    config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool
+) -> dict[str, Any]:
     """Score an answer as in training, in one worker where scorers run apart; all that came of it.
 
     Args:
@@ -230,7 +232,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         service = make_rewards(config, "cpu")
         stack.callback(service.close)
         service.check_sources([prompt.data_source])
-        rule, scorer, sandbox = _who_scores(config.reward, prompt.data_source)
+        rule, scorer, sandbox = _resolve_scorer(config.reward, prompt.data_source)
         service.check_prompt(prompt)
         zeros = np.zeros(tokens, np.int64)
         answer = Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
@@ -257,7 +259,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
     }
 
 
-def _who_scores(config: RewardConfig, data_source: str) -> tuple[Scorer | None, str, str]:
+def _resolve_scorer(config: RewardConfig, data_source: str) -> tuple[Scorer | None, str, str]:
     """The built-in scorer if it is one, its name, and the sandbox where it has one."""
     from winnow.config.reward import CustomManager, RemoteManager
     from winnow.rewards.routing import Router
@@ -272,19 +274,19 @@ def _who_scores(config: RewardConfig, data_source: str) -> tuple[Scorer | None, 
     return scorer, scorer.name, current().description if scorer.sandboxed else ""
 
 
-def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
+def _print_score(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
     failed = " (scoring failed: a run leaves its group out, see reward.on_failure)"
     lines = [
         ("scorer", f"{trial['scorer']} (data source {prompt.data_source})"),
         ("sandbox", trial.get("sandbox", "")),
-        ("prompt", _short(prompt.text)),
-        ("ground truth", _short(str(prompt.ground_truth))),
-        ("answer", _short(text)),
+        ("prompt", _shorten(prompt.text)),
+        ("ground truth", _shorten(str(prompt.ground_truth))),
+        ("answer", _shorten(text)),
         ("reward", f"{trial['reward']:g}{failed if 'error' in trial else ''}"),
         ("accuracy", f"{trial['accuracy']:g}"),
-        ("reason", _short(trial.get("reason", ""))),
+        ("reason", _shorten(trial.get("reason", ""))),
         *((f"part {part}", f"{value:g}") for part, value in trial["parts"].items()),
-        *((str(key), _short(str(value))) for key, value in trial["extra"].items()),
+        *((str(key), _shorten(str(value))) for key, value in trial["extra"].items()),
         ("time", f"{trial['seconds']:.3g} s"),
     ]
     lines = [line for line in lines if line[1] or line[0] in ("ground truth", "answer")]
@@ -297,7 +299,7 @@ def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
         typer.echo(f"\n{trial['traceback']}", err=True)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """A text on one line; of a long one its two ends, because answers stand at the end."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     if len(shown) <= _SHOWN:

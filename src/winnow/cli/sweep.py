@@ -56,7 +56,10 @@ class Sweep:
 
     def command(self, name: str) -> list[str]:
         """Return the command line of a run."""
-        place = f"run.dir={_quoted(str(self.folder))}", f"run.name={_quoted(name)}"
+        place = (
+            f"run.dir={_quote_for_hydra(str(self.folder))}",
+            f"run.name={_quote_for_hydra(name)}",
+        )
         start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         return [*start, self.recipe, *self.runs[name], *place]
 
@@ -81,7 +84,7 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
         raise ConfigError("--multirun has nothing to vary; give a key several values: optim.lr=1,2")
     fixed = [w for w, each in zip(overrides, parsed, strict=True) if not each.is_sweep_override()]
     keys = [each.key_or_group for each in swept]
-    runs = {_name(overrides, keys): [*fixed, *overrides] for overrides in combined}
+    runs = {_run_name(overrides, keys): [*fixed, *overrides] for overrides in combined}
     *_, config = (load_recipe(recipe, overrides) for overrides in runs.values())
     run = config.run
     name = f"{recipe_stem(recipe)}-sweep"
@@ -109,7 +112,7 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
         }
     waiting = [name for name in runs if name not in sweep.codes]
     ready = len(runs) - len(waiting)
-    _say(
+    _print_line(
         f"{len(runs)} runs in {sweep.folder}{f', {ready} of them done' if ready else ''}; "
         "each one's output is in NAME.txt beside it",
         console,
@@ -124,7 +127,7 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
     for name, code in failed.items():
         output = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
         last = next((line for line in reversed(output) if line.strip()), "")
-        _say(f"{name} ended with exit code {code}: {last}", console)
+        _print_line(f"{name} ended with exit code {code}: {last}", console)
     return next(iter(failed.values()), 0)
 
 
@@ -158,7 +161,7 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
                 sweep.save()
                 state = "done" if code == 0 else f"exit code {sweep.codes[name]}"
                 took, remaining = duration(time.monotonic() - began), len(waiting) + len(running)
-                _say(f"{name}: {state} in {took}, {remaining} to go", console)
+                _print_line(f"{name}: {state} in {took}, {remaining} to go", console)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -216,11 +219,11 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     print_table(table, console)
 
 
-def _say(line: str, console: Console) -> None:
+def _print_line(line: str, console: Console) -> None:
     console.print(printable(line), soft_wrap=True, markup=False)
 
 
-def _name(overrides: list[str], keys: list[str]) -> str:
+def _run_name(overrides: list[str], keys: list[str]) -> str:
     """Name a run after its settings: by the ends of their keys where those differ."""
     short = [re.split(r"[./]", key)[-1] for key in keys]
     named = short if len(set(short)) == len(short) else keys
@@ -231,6 +234,6 @@ def _name(overrides: list[str], keys: list[str]) -> str:
     return f"{name[:_LONGEST_NAME]}-{zlib.crc32(text.encode()):08x}"
 
 
-def _quoted(text: str) -> str:
+def _quote_for_hydra(text: str) -> str:
     """Quote a value for Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -42,7 +42,7 @@ from winnow.checkpoints.checkpoint import (
     verify,
 )
 from winnow.checkpoints.strangers import require_trust
-from winnow.commands.engine_check import Witness
+from winnow.commands.engine_check import TrainerModel
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
 from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
@@ -116,7 +116,7 @@ class EvalRequest:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalSetup:
     """A model, how to ask it, and where the answers go."""
 
     title: str
@@ -131,7 +131,7 @@ class Subject:
     """A line for the user, shown before the first answer."""
 
 
-class _OtherWeights(ConfigError):
+class _WeightsChangedError(ConfigError):
     """Servers were given other weights while they wrote."""
 
 
@@ -144,12 +144,12 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
     """
     stop = ShutdownSignal(speaks=False)
     with stop.listening():
-        subject = subject_of(request)
+        subject = resolve_setup(request)
         folder = subject.answers.parent
         had_folder = folder.exists()
         try:
-            return _evaluation(subject, console, stop)
-        except (KeyboardInterrupt, Stopped, _OtherWeights):
+            return _evaluate(subject, console, stop)
+        except (KeyboardInterrupt, Stopped, _WeightsChangedError):
             for file in (subject.answers, subject.report):
                 file.unlink(missing_ok=True)
             if not had_folder and folder.exists():
@@ -161,14 +161,16 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
             raise RewardError(f"{error}; the answers are kept in {subject.answers}") from error
 
 
-def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Report:
+def _evaluate(subject: EvalSetup, console: Console, stop: ShutdownSignal) -> Report:
     began = time.monotonic()
-    evaluated, evaluator = _ask(subject, console, stop)
+    evaluated, evaluator = _generate_answers(subject, console, stop)
     report = Report.of(evaluated)
-    about = _about(subject, evaluator, time.monotonic() - began)
+    about = _report_header(subject, evaluator, time.monotonic() - began)
     write_atomic(subject.report, report.as_json(about))
     print_report(
-        report, console, {each: _rule(subject.config.reward, each) for each in report.sources}
+        report,
+        console,
+        {each: _scorer_summary(subject.config.reward, each) for each in report.sources},
     )
     if evaluator.filtered:
         console.print(
@@ -181,7 +183,9 @@ def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Rep
     return report
 
 
-def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Evaluated, Evaluator]:
+def _generate_answers(
+    subject: EvalSetup, console: Console, stop: ShutdownSignal
+) -> tuple[Evaluated, Evaluator]:
     config = subject.config
     check_engine(config)
     holds_none, roles = _holds_no_weights(config), Roles(config)
@@ -206,17 +210,17 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
         if not evaluator.prompts:
             raise DataError(_NO_PROMPTS)
         _check_template_once(config.data, evaluator)
-        console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
+        console.print(Text(_heading(subject, evaluator), style="bold"), soft_wrap=True)
         for line in (subject.note, *(f"Data: {line}" for line in held_out.layouts)):
             if line:
                 console.print(Text(line), soft_wrap=True)
 
         async def ask() -> Evaluated:
             try:
-                named = await _names_of_weights(engine)
-                await _settle_weights(subject, policy, engine)
+                named = await _weight_names(engine)
+                await _set_weights(subject, policy, engine)
                 evaluated = await watched(evaluator, subject.step, console, config.observe.console)
-                _check_same_weights(named, await _names_of_weights(engine))
+                _check_same_weights(named, await _weight_names(engine))
                 return evaluated
             finally:
                 await engine.close()
@@ -230,7 +234,7 @@ def _holds_no_weights(config: Config) -> bool:
     return is_vllm and not isinstance(config.model.adapter, LoraAdapter)
 
 
-async def _settle_weights(subject: Subject, policy: LoadedPolicy, engine: Engine) -> None:
+async def _set_weights(subject: EvalSetup, policy: LoadedPolicy, engine: Engine) -> None:
     """Tell the engine the version; give vLLM an adapter, and compare what servers hold.
 
     Raises:
@@ -242,7 +246,7 @@ async def _settle_weights(subject: Subject, policy: LoadedPolicy, engine: Engine
         await engine.load_weights(WeightUpdate(step))
         return
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)
-    witness = Witness.of(config, policy, policy.model)
+    witness = TrainerModel.of(config, policy, policy.model)
     is_alone = adapter_alone(config) is not None
     tensors = None if is_http else witness.strategy.export_weights(adapter_only=is_alone)
     await engine.load_weights(WeightUpdate(step, tensors))
@@ -257,7 +261,7 @@ async def _settle_weights(subject: Subject, policy: LoadedPolicy, engine: Engine
         ) from None
 
 
-async def _names_of_weights(engine: Engine) -> dict[str, str]:
+async def _weight_names(engine: Engine) -> dict[str, str]:
     """Ask servers for the names of their weights, by address; no other engine has any."""
     names = dict[str, str]()
     for url, server in engine.servers.items() if isinstance(engine, HttpEngine) else ():
@@ -269,13 +273,13 @@ async def _names_of_weights(engine: Engine) -> dict[str, str]:
 def _check_same_weights(before: Mapping[str, str], after: Mapping[str, str]) -> None:
     for url in before.keys() & after.keys():
         if before[url] != after[url]:
-            raise _OtherWeights(
+            raise _WeightsChangedError(
                 f"{url} was given other weights ({after[url]}) while it wrote, perhaps by a run "
                 "that trains with it; the answers are not kept. Ask a server that nobody else uses"
             )
 
 
-def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
+def _report_header(subject: EvalSetup, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
     config = subject.config
     section = config.evaluation
     return {
@@ -300,7 +304,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
             f"{SCORED}manager": config.reward.manager.name,
             f"{SCORED}judge": config.reward.judge.name,
             **{
-                f"{SCORED}scorer of {source}": _scorer(config.reward, source)
+                f"{SCORED}scorer of {source}": _scorer_name(config.reward, source)
                 for source in sorted({prompt.data_source for prompt in evaluator.prompts})
             },
         },
@@ -310,7 +314,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
     }
 
 
-def _scorer(reward: RewardConfig, source: str) -> str:
+def _scorer_name(reward: RewardConfig, source: str) -> str:
     if reward.function.path is not None:
         return f"{reward.function.path}:{reward.function.name}"
     try:
@@ -319,7 +323,7 @@ def _scorer(reward: RewardConfig, source: str) -> str:
         return reward.manager.name
 
 
-def _rule(reward: RewardConfig, source: str) -> str:
+def _scorer_summary(reward: RewardConfig, source: str) -> str:
     """Say what a scorer of Winnow's wants: the first line of its documentation."""
     with contextlib.suppress(RewardError):
         scorer = None if reward.function.path else Router(reward.scorers).scorer(source)
@@ -329,7 +333,7 @@ def _rule(reward: RewardConfig, source: str) -> str:
     return ""
 
 
-def _title(subject: Subject, evaluator: Evaluator) -> str:
+def _heading(subject: EvalSetup, evaluator: Evaluator) -> str:
     sampling = subject.config.evaluation
     how = [f"{len(evaluator.prompts):,} held-out prompts", f"temperature {sampling.temperature:g}"]
     how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
@@ -350,7 +354,7 @@ def _check_template_once(data: DataConfig, evaluator: Evaluator) -> None:
             )
 
 
-def subject_of(request: EvalRequest) -> Subject:
+def resolve_setup(request: EvalRequest) -> EvalSetup:
     """Find the model and settle the recipe; reads no weights.
 
     Raises:
@@ -367,29 +371,29 @@ def subject_of(request: EvalRequest) -> Subject:
                 f"--step is {request.step}, but {path} is of step {checkpoint.step}; leave one of "
                 "them out"
             )
-        return _of_run(request, RunFolder(path.absolute().parent.parent), checkpoint, path)
+        return _run_setup(request, RunFolder(path.absolute().parent.parent), checkpoint, path)
     if is_run:
         run = RunFolder.open(path)
-        return _of_run(request, run, find_checkpoint(run.path, request.step), path)
+        return _run_setup(request, run, find_checkpoint(run.path, request.step), path)
     if request.step is not None:
         raise ConfigError(
             f"--step is {request.step}, but {request.model} is a model, not a run; leave it out"
         )
-    config = _recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
+    config = _resolve_recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
     model = config.model.model_copy(update={"path": request.model})
     source = model.source or request.model
-    config, _ = _writing(_asking(request, config, model), True)
-    config, note = (config, "") if request.recipe else _as_recipes_ask(config)
-    answers, report = _places(request.out, None, path.absolute().name)
-    return Subject(source, source, config, 0, answers, report, note)
+    config, _ = _with_local_engine(_with_model_and_data(request, config, model), True)
+    config, note = (config, "") if request.recipe else _with_default_templates(config)
+    answers, report = _output_paths(request.out, None, path.absolute().name)
+    return EvalSetup(source, source, config, 0, answers, report, note)
 
 
-def _as_recipes_ask(config: Config) -> tuple[Config, str]:
+def _with_default_templates(config: Config) -> tuple[Config, str]:
     """Settle the templates of the default recipe; returns what to say of them.
 
     None is put around rows that hold an instruction, and a template of the user's replaces all.
     """
-    data, default = config.data, _recipe(DEFAULT_RECIPE, ()).data.prompt_template.items()
+    data, default = config.data, _resolve_recipe(DEFAULT_RECIPE, ()).data.prompt_template.items()
     custom = dict(data.prompt_template.items() - default)
     rows = [] if custom else read_rows(data.eval_files, data)
     instructed = {row.data_source.lower() for row in rows if without_instruction(row)[1]}
@@ -419,7 +423,9 @@ def _is_run(path: Path, name: str) -> bool:
     return True
 
 
-def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder: Path) -> Subject:
+def _run_setup(
+    request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder: Path
+) -> EvalSetup:
     """Settle the sampling of a run's model by the recipe in `folder`."""
     recipe, overrides = str(folder / CONFIG), request.overrides
     asks_alone = ["rollout.routing_replay=false"]  # of engines, too, that cannot return routes
@@ -427,26 +433,32 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder
         config = base = load_recipe(recipe, [*overrides, *asks_alone])
     else:
         # The run says which model and engine, the recipe how to ask it.
-        base = load_recipe(recipe, [*(o for o in overrides if _is_of(o, _OF_RUNS)), *asks_alone])
-        config = _recipe(request.recipe, [o for o in overrides if not _is_of(o, _OF_RUNS)])
+        base = load_recipe(
+            recipe, [*(o for o in overrides if _is_override_of(o, _OF_RUNS)), *asks_alone]
+        )
+        config = _resolve_recipe(
+            request.recipe, [o for o in overrides if not _is_override_of(o, _OF_RUNS)]
+        )
         rollout = config.rollout.model_copy(update={"engine": base.rollout.engine})
         config = config.model_copy(update={"rollout": rollout})
-    has_servers = any(_is_of(override, _OF_RUNS[1:]) for override in overrides)
-    config, note = _writing(_asking(request, config, base.model), has_servers)
+    has_servers = any(_is_override_of(override, _OF_RUNS[1:]) for override in overrides)
+    config, note = _with_local_engine(
+        _with_model_and_data(request, config, base.model), has_servers
+    )
     prefixes = ("rollout.", "data.task.", "reward.") if request.recipe is None else _ENGINE
     require_trust(run.path, config, overrides, request.trusts, ("model.", *prefixes))
     name = f"checkpoint-{checkpoint.step}"
-    answers, report = _places(request.out, run if run.config.is_file() else None, name)
+    answers, report = _output_paths(request.out, run if run.config.is_file() else None, name)
     title = f"{run.name}, step {checkpoint.step}"
-    return Subject(title, str(checkpoint.model), config, checkpoint.step, answers, report, note)
+    return EvalSetup(title, str(checkpoint.model), config, checkpoint.step, answers, report, note)
 
 
-def _recipe(name: str, overrides: Sequence[str]) -> Config:
+def _resolve_recipe(name: str, overrides: Sequence[str]) -> Config:
     """Resolve a recipe without the rules across sections: most of them are about training."""
     return resolve_recipe(evaluation_recipe(name), overrides)
 
 
-def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
+def _with_model_and_data(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
     """Settle model and data, room for the answers that are asked for, and that all are kept."""
     files = request.data or config.data.eval_files
     if not files and isinstance(config.data.task, NoTask):
@@ -469,7 +481,7 @@ def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
     )
 
 
-def _writing(config: Config, has_servers: bool) -> tuple[Config, str]:
+def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
     """Settle the engine, and leave out all other processes of a run; returns what to say of it.
 
     Args:
@@ -504,7 +516,7 @@ def _writing(config: Config, has_servers: bool) -> tuple[Config, str]:
     return config.model_copy(update={**settled, "cluster": LocalCluster()}), note
 
 
-def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:
+def _output_paths(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:
     """Say where answers and report go: to `--out`, among a run's evaluations, or to evals/."""
     if out is None and run is not None:
         answers, report = (run.evaluations / f"{name}{kind}" for kind in (".parquet", ".json"))
@@ -517,6 +529,6 @@ def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Pa
     return answers, report
 
 
-def _is_of(override: str, keys: Sequence[str]) -> bool:
+def _is_override_of(override: str, keys: Sequence[str]) -> bool:
     """Return whether an override is of one of these keys, or below it."""
     return re.match(rf"[+~]*({'|'.join(map(re.escape, keys))})([./=]|$)", override) is not None

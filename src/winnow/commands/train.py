@@ -22,7 +22,7 @@ from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build, use_machine, with_steps
 from winnow.builders.topology import placed_models, placed_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
-from winnow.checkpoints.opening import DamagedError, OpenedRun, opened_run, reporting_damage
+from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.load import dump_config
@@ -90,13 +90,13 @@ def run_training(config: Config, options: TrainOptions) -> int:
     check_start(config)
     options.heartbeat.watch(fetched_bytes)
     try:
-        return _run(config, options)
+        return _train_once(config, options)
     except DamagedError as damage:
         run = config.run.model_copy(update={"resume": str(damage.older.path)})
-        return _run(config.model_copy(update={"run": run}), options, damage.warnings)
+        return _train_once(config.model_copy(update={"run": run}), options, damage.warnings)
 
 
-def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
+def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
     """Do what `run_training` does, once.
 
     Raises:
@@ -108,30 +108,30 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
     seed_everything(config.run.seed)
     with (
         opened_run(config, recipe) as opened,
-        reporting_damage(opened) as has_begun,
-        _logged(opened) as stack,
+        detecting_damage(opened) as has_begun,
+        _logging_to_folder(opened) as stack,
     ):
         folder = opened.folder
-        config = _as_begun(config, opened)
+        config = _with_saved_sections(config, opened)
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
         is_finished = opened.is_finished(config.trainer.steps)
         if not is_finished:
             check_places(config, opened.checkpoint is not None)
-        _tell(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
+        _note_all(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
         if is_finished:
             if opened.checkpoint is not None and opened.may_be_damaged:
                 verify(opened.checkpoint)  # as no ranks will
-            sink.note(_finished(config, folder))
-            _close(config, recipe, folder, console)
+            sink.note(_finished_note(config, folder))
+            _show_results(config, recipe, folder, console)
             return 0
         if options.companion is not None:
-            _tell(sink, [stack.enter_context(options.companion(folder.path))])
-        path, first, figures = _models(config, opened, options.fresh, sink, heartbeat)
+            _note_all(sink, [stack.enter_context(options.companion(folder.path))])
+        path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config, roles))
         data, config, saved_config = _read_data(config, opened, policy)
         end = MachineEnd(config.trainer)
-        _tell(sink, [*end.notes, *starting(config, roles)])
+        _note_all(sink, [*end.notes, *starting(config, roles)])
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
@@ -147,26 +147,28 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
-            run = _built(context, data, sink)
-            _tell(sink, opened.differences(placed.machine))
-            _resume(config, replace(opened, config=saved_config), run, sink, metrics)
+            run = _build_run(context, data, sink)
+            _note_all(sink, opened.machine_changes(placed.machine))
+            _restore(config, replace(opened, config=saved_config), run, sink, metrics)
             has_begun.set()
-            _watch(heartbeat, run, rewards)
+            _watch_progress(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, options.began_s)
             stopped = _train(config, policy, run, options.stop, end)
         if stopped is not None:
-            _say(sink, _farewell(stopped, run.state.step, folder))
+            _note(sink, _stopped_note(stopped, run.state.step, folder))
             return stopped.exit_code
-        _tell(sink, run.passes.notes if isinstance(run, Run) else ())
-        _close(config, recipe, folder, console)
+        _note_all(sink, run.passes.notes if isinstance(run, Run) else ())
+        _show_results(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
 
 
-def _built(context: RunContext, data: PromptSource | Shown, sink: ConsoleSink) -> Run | Imitation:
+def _build_run(
+    context: RunContext, data: PromptSource | Shown, sink: ConsoleSink
+) -> Run | Imitation:
     """Make the run that belongs to the data."""
     if isinstance(data, PromptSource):
-        return build(context, data, lambda ledger: sink.status(_describe(ledger)))
+        return build(context, data, lambda ledger: sink.status(_describe_progress(ledger)))
     from winnow.builders.imitation import build_imitation
 
     return build_imitation(context, data)
@@ -178,7 +180,7 @@ def _read_data(
     """Read what is learnt from, put the steps that it fills into the recipe and the one that the
     folder keeps, and keep the tokenizer and the model's config there."""
     begun = opened.config
-    _keep_descriptions(policy, opened.folder)
+    _save_tokenizer_and_config(policy, opened.folder)
     if isinstance(config.sft, Demonstrations):
         from winnow.builders.imitation import read_shown
 
@@ -188,7 +190,7 @@ def _read_data(
     return source, with_steps(config, source), with_steps(begun, source)
 
 
-def _as_begun(config: Config, opened: OpenedRun) -> Config:
+def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:
     """Take over what the run settled at its start: commits of the hub, steps."""
     names = "model", "data", "trainer"
     config = config.model_copy(update={name: getattr(opened.config, name) for name in names})
@@ -198,12 +200,12 @@ def _as_begun(config: Config, opened: OpenedRun) -> Config:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
 
 
-def _finished(config: Config, folder: RunFolder) -> str:
+def _finished_note(config: Config, folder: RunFolder) -> str:
     length = "steps" if config.trainer.data_epochs is None else "data_epochs"
     return _FINISHED.format(folder.path, length)
 
 
-def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
+def _watch_progress(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
     """Have the heartbeat look at what moves while a run is well."""
     heartbeat.watch(
         lambda: run.engine.status().generated_tokens,
@@ -212,7 +214,7 @@ def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None
     )
 
 
-def _keep_descriptions(policy: LoadedPolicy, folder: RunFolder) -> None:
+def _save_tokenizer_and_config(policy: LoadedPolicy, folder: RunFolder) -> None:
     """Keep what token ids can be read by later, of a fast tokenizer, and the run be planned by."""
     if policy.tokenizer.is_fast and not folder.tokenizer.exists():
         text = policy.tokenizer.backend_tokenizer.to_str()
@@ -224,7 +226,7 @@ def _keep_descriptions(policy: LoadedPolicy, folder: RunFolder) -> None:
 def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
     """Make the diagnosis, the curve, the user's sinks and trackers; their warnings are shown as
     other lines."""
-    warn, tracking = partial(_say, sink), config.observe.tracking
+    warn, tracking = partial(_note, sink), config.observe.tracking
     sinks: list[Sink] = [LiveDiagnosis(config.model_dump(mode="json"), folder, warn)]
     if not isinstance(config.sft, Demonstrations):  # which has none of the curve's figures
         sinks += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
@@ -249,26 +251,26 @@ def _start_sinks(
     sinks.begin_with({**figures, START_S: start_s})
 
 
-def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
+def _note_all(sink: ConsoleSink, lines: Iterable[str]) -> None:
     """Show lines on the console and keep them in the log."""
     for line in lines:
         sink.note(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
 
 
-def _say(sink: ConsoleSink, line: str) -> None:
-    _tell(sink, [line])
+def _note(sink: ConsoleSink, line: str) -> None:
+    _note_all(sink, [line])
 
 
 @contextlib.contextmanager
-def _logged(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
+def _logging_to_folder(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
     """Keep a log, the error that ends the run in it; yields a stack for further contexts."""
-    with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as stack:
+    with opened.folder.logging_to_file(), _logging_errors(), contextlib.ExitStack() as stack:
         yield stack
 
 
 @contextlib.contextmanager
-def _errors_logged() -> Iterator[None]:
+def _logging_errors() -> Iterator[None]:
     """Log the error that ends a run."""
     try:
         yield
@@ -280,7 +282,7 @@ def _errors_logged() -> Iterator[None]:
         raise
 
 
-def _models(
+def _resolve_models(
     config: Config, opened: OpenedRun, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
 ) -> tuple[str, str | None, Record]:
     """Find the model to go on with, and the one that the run began from; make a warm start.
@@ -303,13 +305,13 @@ def _models(
     assert start is not None, "the configuration asks for a model or a warm start"
     if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
         fetch_models(config, sink.note)
-        _tell(sink, start_notes(config.model, start))
+        _note_all(sink, start_notes(config.model, start))
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
     return start, start if is_needed else None, figures
 
 
-def _resume(
+def _restore(
     config: Config, opened: OpenedRun, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
 ) -> None:
     """Set the run, the random states and the folder to the checkpoint, if there is one, and say
@@ -317,16 +319,16 @@ def _resume(
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
     if checkpoint is not None:
-        run.unfinished = run.state.restore(checkpoint, opened.state(config))
+        run.unfinished = run.state.restore(checkpoint, opened.load_state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
         if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
-            sink.note(_finished(config, opened.folder))
+            sink.note(_finished_note(config, opened.folder))
     opened.rewind(metrics)
-    _tell(sink, _notes_of(config, run))
+    _note_all(sink, _start_notes(config, run))
 
 
-def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
+def _start_notes(config: Config, run: Run | Imitation) -> list[str]:
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
     return [*run.notes, *profile, *_lag_notes(config, run)]
 
@@ -370,7 +372,7 @@ def _train(
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError) and isinstance(run, Run):
                 if config.sampling.on_bound == "stop":
-                    run.state.note_sampling()
+                    run.state.record_sampling()
                 # The answers that taught nothing are what there is to look at now.
                 seen = [
                     RolloutGroup(s.group, s.fate) for s in run.sampler.ledger.accounting.settled
@@ -390,7 +392,7 @@ def _train(
     return stopped
 
 
-def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
+def _stopped_note(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
     saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
     return (
         f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {quote(str(folder.path))}"
@@ -435,14 +437,14 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     return lines
 
 
-def _describe(ledger: Ledger) -> str:
+def _describe_progress(ledger: Ledger) -> str:
     return (
         f"{ledger.qualified}/{ledger.target} groups, {ledger.in_flight} in flight, "
         f"{ledger.account.generated:,} tokens"
     )
 
 
-def _close(
+def _show_results(
     config: Config,
     recipe: str,
     folder: RunFolder,

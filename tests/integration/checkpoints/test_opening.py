@@ -22,7 +22,7 @@ from winnow.checkpoints.checkpoint import (
     newest_usable,
     save_checkpoint,
     verify,
-    verify_share,
+    verify_rank_share,
 )
 from winnow.checkpoints.opening import OpenedRun, opened_run
 from winnow.checkpoints.recipe_changes import check_same
@@ -177,7 +177,7 @@ def test_steps_of_passes_over_the_data_are_known_only_while_what_they_follow_fro
     with pytest.raises(
         CheckpointError, match=r"made before passes were counted; set trainer\.data"
     ):
-        open_again(recipe(tmp_path, one)).state(recipe(tmp_path, one))
+        open_again(recipe(tmp_path, one)).load_state(recipe(tmp_path, one))
     fork = one, "sampling.groups_per_step=32", "trainer.mini_batch_groups=32", f"run.fork={run}"
     assert not open_again(recipe(tmp_path, *fork, "trainer.steps=3", name="b")).is_finished(STEPS)
 
@@ -256,7 +256,7 @@ def test_files_are_checked_once(
     monkeypatch.setattr(checkpoint, "_sha256", note)
     given = {"newest": "auto", "named": f"{run}/checkpoints/step-6"}[which]
     config = recipe(tmp_path, f"run.resume={given}")
-    open_again(config).state(config)
+    open_again(config).load_state(config)
     assert sorted(read) == ["config.yaml", "state.json", "state.safetensors"]
 
 
@@ -281,21 +281,21 @@ def test_ranks_check_what_they_read_as_many_bytes_each(
             return _sha256(path)
 
         monkeypatch.setattr(checkpoint, "_sha256", note)
-        verify_share(saved.path, rank, 3)
+        verify_rank_share(saved.path, rank, 3)
     assert sorted(chain(*read.values())) == sorted(SHARDS)
     loads = [sum(SHARDS[name] for name in names) for names in read.values()]
     assert max(loads) - min(loads) <= 1004
     shard = saved.path / "ranks/__3_0.distcp"
     shard.write_bytes(b"?" * 1003)
-    assert newest_usable(tmp_path, checked_by=["ranks"])[0] == saved
+    assert newest_usable(tmp_path, rank_folders=["ranks"])[0] == saved
     (owner,) = (rank for rank, names in read.items() if "ranks/__3_0.distcp" in names)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
-        verify_share(saved.path, owner, 3)
+        verify_rank_share(saved.path, owner, 3)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
         verify(saved)
     shard.write_bytes(b"?" * 1002)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
-        newest_usable(tmp_path, checked_by=["ranks"])
+        newest_usable(tmp_path, rank_folders=["ranks"])
 
 
 def _none(folder: Path) -> None:
@@ -339,8 +339,8 @@ def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
 def test_another_machine_is_told_apart(tmp_path: Path) -> None:
     run_to(tmp_path, 4)
     opened = open_again(recipe(tmp_path))
-    assert opened.differences({"threads": 1, "torch": "9"}) == []
-    assert opened.differences({"threads": 2}) == [
+    assert opened.machine_changes({"threads": 1, "torch": "9"}) == []
+    assert opened.machine_changes({"threads": 2}) == [
         "Warning: threads was 1 and is 2: the bits may differ from an undisturbed run's"
     ]
 

@@ -27,8 +27,8 @@ from winnow.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from winnow.checkpoints.opening import code_hashes, opened_run
-from winnow.checkpoints.strangers import MARK, is_local_run, mark_as_begun
-from winnow.commands.evaluate import EvalRequest, subject_of
+from winnow.checkpoints.strangers import MARK, is_local_run, mark_as_local
+from winnow.commands.evaluate import EvalRequest, resolve_setup
 from winnow.commands.export import run_export
 from winnow.config.load import dump_config, load_recipe, resolve_recipe
 from winnow.config.roles import Roles
@@ -201,14 +201,14 @@ def test_eval_and_export_of_a_strangers_run_ask(tmp_path: Path) -> None:
     checkpoint = made(tmp_path / "runs", TRUSTING)
     run = checkpoint.path.parent.parent
     request = EvalRequest(str(run))
-    subject_of(request)  # begun here: needs no leave
+    resolve_setup(request)  # begun here: needs no leave
     (run / MARK).unlink()
     refused = "config.yaml: model.trust_remote_code=true runs Python code"
     for model in (run, checkpoint.path):
         with pytest.raises(ConfigError, match=refused):
-            subject_of(EvalRequest(str(model)))
-    subject_of(EvalRequest(str(run), trusts=True))
-    subject_of(EvalRequest(str(run), overrides=(TRUSTING,)))
+            resolve_setup(EvalRequest(str(model)))
+    resolve_setup(EvalRequest(str(run), trusts=True))
+    resolve_setup(EvalRequest(str(run), overrides=(TRUSTING,)))
     base = digits_folder(tmp_path / "base")
     adapter = json.dumps({"base_model_name_or_path": str(base)}).encode()
     spoilt(checkpoint, "model/adapter_config.json", adapter)
@@ -287,7 +287,7 @@ def test_a_link_in_the_place_of_a_runs_file_is_not_written_through(tmp_path: Pat
     with pytest.raises(WinnowError, match=r"cannot write .*config.yaml"):
         write_atomic(tmp_path / "config.yaml", b"theirs")
     with pytest.raises(WinnowError, match=rf"cannot write .*{MARK}"):
-        mark_as_begun(tmp_path)
+        mark_as_local(tmp_path)
     assert not is_local_run(tmp_path)
     assert target.read_text() == "mine"
 

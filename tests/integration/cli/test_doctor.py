@@ -61,7 +61,7 @@ def test_a_machine_that_can_train_is_told_so(
 
 
 def test_each_extra_is_there_or_told_how_to_get() -> None:
-    found = {finding.name: finding for finding in doctor._packages()}
+    found = {finding.name: finding for finding in doctor._check_packages()}
     told = metadata.metadata("winnow-rl").get_all("Provides-Extra") or []
     assert set(found) == {"packages"} | {f"extra {name}" for name in told} - {
         f"extra {name}" for name in ("all", "dev", "browser", "trackers", "serve", "dashboard")
@@ -129,14 +129,14 @@ def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
 def test_a_requirement_is_held_against_what_is_installed() -> None:
     said = f"numpy is {metadata.version('numpy')}, needed is <1"
     wanted = {"numpy>=2": "", "numpy<1": said, "no-such-one>=1": "no-such-one is missing"}
-    assert {words: doctor._unmet(Requirement(words)) for words in wanted} == wanted
+    assert {words: doctor._unmet_reason(Requirement(words)) for words in wanted} == wanted
 
 
 def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
     with permissions_apply():
-        finding = doctor._runs_folder(closed / "runs")
+        finding = doctor._check_runs_folder(closed / "runs")
     text = f"{closed} cannot be written: Permission denied"
     assert finding == Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
     (tmp_path / "file").touch()

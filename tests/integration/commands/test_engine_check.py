@@ -23,7 +23,7 @@ from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 from transformers import AutoModelForCausalLM
 
-from winnow.commands.engine_check import ALPHA, _binomial_sides, rank_bias
+from winnow.commands.engine_check import ALPHA, _binomial_tails, tail_bias
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
 
@@ -172,7 +172,7 @@ def test_binomial_tails_equal_sums_in_whole_numbers() -> None:
     chance, count = Fraction(1, 50), 40
     each = [comb(count, k) * chance**k * (1 - chance) ** (count - k) for k in range(count + 1)]
     for hits in (0, 1, 5, 40):
-        below, above = _binomial_sides(hits, count, 0.02)
+        below, above = _binomial_tails(hits, count, 0.02)
         assert below == pytest.approx(float(sum(each[: hits + 1])), rel=1e-9)
         assert above == pytest.approx(float(sum(each[hits:])), rel=1e-9)
 
@@ -180,15 +180,15 @@ def test_binomial_tails_equal_sums_in_whole_numbers() -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_uniform_values_are_no_bias_and_a_lost_tail_is_one(seed: int) -> None:
     values = np.random.default_rng(seed).random(4096)
-    assert rank_bias(values)[0] > ALPHA
+    assert tail_bias(values)[0] > ALPHA
     lost = values * 0.995  # no token of the least likely 0.5 %
-    assert rank_bias(lost)[0] < ALPHA
+    assert tail_bias(lost)[0] < ALPHA
 
 
 def test_p_values_are_not_too_small() -> None:
     # Of 400 right engines about 1 % at most may have a p-value below 0.01.
     rng = np.random.default_rng(0)
-    found = [rank_bias(rng.random(256))[0] for _ in range(400)]
+    found = [tail_bias(rng.random(256))[0] for _ in range(400)]
     assert np.mean(np.array(found) < 0.01) < 0.02
     assert np.mean(np.array(found) < 0.1) < 0.13
 

@@ -22,7 +22,7 @@ from winnow.checkpoints.checkpoint import (
     Manifest,
     Snapshot,
     checkpoints_in,
-    clean,
+    clean_drafts,
     load_state,
     newest_usable,
     prune,
@@ -201,7 +201,7 @@ def test_a_crash_at_any_point_leaves_what_was_there(
             crashes += 1
         else:
             break
-        clean(folder)
+        clean_drafts(folder)
         assert [path.name for path in folder.iterdir() if path.name[0] == "."] == []
         assert 1 in steps(folder)
         assert 2 in steps(folder) or not existing

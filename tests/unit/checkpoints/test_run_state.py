@@ -64,7 +64,7 @@ def saving(run: Path, keep_last: int | None = None) -> Iterator[Callable[..., Ru
 
         def save(step: int, gate: threading.Event | None = None, error: str = "") -> RunState:
             weights.gate, weights.error = gate, error
-            s.note(step, None)
+            s.record_step(step, None)
             s.save()
             return s
 
