@@ -25,7 +25,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 
+from winnow import types
 from winnow.checkpoints.state_file import SHARD_INDEX, check_shards, read_state, write_state
 from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError, WinnowError
@@ -45,37 +46,19 @@ from winnow.observe.files import (
     system_error,
 )
 from winnow.observe.metrics import HELD_OUT_LOSS
-from winnow.sampling.accounting import (
-    StepAccounting,
-    StepCounts,
-    StepGroups,
-    Tally,
-    TokenAccount,
-    TokenCounts,
-)
-from winnow.sampling.admission import ClosedPrefix, QualifyRate
-from winnow.sampling.groups import AnswerState, GroupState, LiveGroups
-from winnow.types import (
-    Answer,
-    Group,
-    Prompt,
-    Score,
-    Segment,
-    SettledGroup,
-    Trajectory,
-    VersionSpan,
-)
+from winnow.sampling import accounting, admission, groups
 from winnow.version import __version__
 
 _NAME = re.compile(r"step-(\d+)$")
 _FORMAT = 4
 MANIFEST = "manifest.json"
-STATE_CLASSES = (
-    *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
-    *(AnswerState, GroupState, LiveGroups, QualifyRate, ClosedPrefix),
-    *(StepAccounting, TokenAccount, TokenCounts, Tally, SettledGroup, StepCounts, StepGroups),
+STATE_CLASSES = tuple(
+    each
+    for module in (types, accounting, admission, groups)
+    for each in vars(module).values()
+    if is_dataclass(each) and each.__module__ == module.__name__
 )
-"""Classes of which a state holds objects."""
+"""Classes of which a state may hold objects: the dataclasses of these modules."""
 
 CONFIG = "config.yaml"
 PATIENCE = 3

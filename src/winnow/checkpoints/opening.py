@@ -47,7 +47,7 @@ from winnow.checkpoints.checkpoint import (
     remove,
     verify,
 )
-from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_state
+from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_state, with_settings
 from winnow.checkpoints.strangers import MARK, mark_as_local
 from winnow.config.base import CODE, reaching
 from winnow.config.data import Demonstrations
@@ -283,8 +283,7 @@ def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> Opene
             (named.path / name).unlink(missing_ok=True)
     mark_as_local(named.path)
     fork = None if origin is None else f"{origin.run}@{origin.checkpoint.step}"
-    run_section = run.model_copy(update={"resume": "auto", "fork": fork})
-    saved_config = config.model_copy(update={"run": run_section})
+    saved_config = with_settings(config, run={"resume": "auto", "fork": fork})
     if origin is not None:
         with writing(named.path):
             origin.copy_to(named)
@@ -441,32 +440,29 @@ def _pin_commits(config: Config) -> Config:
     config = _with_hub_files(config, {})
     path, revision = config.model.path, config.model.revision
     is_local = path is None or "://" in path or Path(path).expanduser().exists()
-    if is_local and revision is None:
-        return config
-    if path is None or is_local or not may_be_hub_name(path):
-        if revision is None:  # no folder: its loader says so
-            return config
+    if path is not None and not is_local and may_be_hub_name(path):
+        snapshot = local_folder(f"{path}@{revision or 'main'}")
+        return with_settings(config, model={"revision": Path(snapshot).name})
+    if revision is not None:
         raise ConfigError(
             f"model.revision={revision} is of a model on the hub, and model.path={path} is a "
             "folder; set model.revision=null"
         )
-    snapshot = local_folder(f"{path}@{revision or 'main'}")
-    return _with_revision(config, Path(snapshot).name)
+    return config
 
 
 def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     """Give a recipe what the run began with: the steps of its passes, which are counted again once
     the data is read, the commit of a branch."""
     if config.trainer.data_epochs is not None:
-        trainer = config.trainer.model_copy(update={"steps": saved.trainer.steps})
-        config = config.model_copy(update={"trainer": trainer})
+        config = with_settings(config, trainer={"steps": saved.trainer.steps})
     config = _with_hub_files(config, saved.data.hub_files)
     was, now = saved.model.revision, config.model.revision
     is_commit = now is not None and _COMMIT.fullmatch(now)
     if was is None or is_commit or config.model.path != saved.model.path:
         return config, []
     note = f"{config.model.path} stays at revision {was}, which this run began with"
-    return _with_revision(config, was), [note] if now is not None else []
+    return with_settings(config, model={"revision": was}), [note] if now is not None else []
 
 
 def _changes_step_count(config: Config, saved: Config) -> bool:
@@ -482,13 +478,7 @@ def _with_hub_files(config: Config, pins: Mapping[str, tuple[str, ...]]) -> Conf
     urls = [url for url in chain(*named) if is_on_hub(url)]
     hub_files = {**config.data.hub_files, **pins}
     files = {url: hub_files[url] if url in hub_files else pinned(url) for url in urls}
-    data = config.data.model_copy(update={"hub_files": files})
-    return config.model_copy(update={"data": data}) if files else config
-
-
-def _with_revision(config: Config, commit: str) -> Config:
-    model = config.model.model_copy(update={"revision": commit})
-    return config.model_copy(update={"model": model})
+    return with_settings(config, data={"hub_files": files}) if files else config
 
 
 def code_hashes(config: Config) -> dict[str, str]:
@@ -507,11 +497,12 @@ def code_changes(config: Config, old_hashes: Mapping[str, str]) -> list[str]:
         old_hashes: `code_hashes` when the checkpoint was made.
     """
     now = code_hashes(config)
+    changed = {key for key in now if old_hashes.get(key, now[key]) != now[key]}
     return [
         f"Warning: {key}={path} is not what it was when the checkpoint was made: the run goes on "
         "with what it says now"
         for key, path in _user_code_paths(config)
-        if key in old_hashes and key in now and old_hashes[key] != now[key]
+        if key in changed
     ]
 
 

@@ -22,6 +22,14 @@ _MARKS = {".".join(key.path): key.change for key in all_keys()}
 _SHOWN = 4
 
 
+def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """Return a copy of a recipe with some fields of its sections replaced, without a check."""
+    changed = {
+        name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()
+    }
+    return config.model_copy(update=changed)
+
+
 def check_same(config: Config, saved: Config, subject: str, remedy: str) -> list[str]:
     """Refuse to go on with a recipe that gives other figures; return a line for each change.
 
@@ -86,8 +94,8 @@ def forked_state(
     if changed and (number or pending):
         open_work = f"{number} groups under way" if number else f"{pending} steps not learnt yet"
         raise CheckpointError(
-            f"{subject} holds {open_work}, sampled by other settings: {', '.join(changed)}; set that "
-            "back, or fork another step"
+            f"{subject} holds {open_work}, sampled by other settings: {', '.join(changed)}; set "
+            "that back, or fork another step"
         )
     kl = config.algorithm.kl.reward
     if kl == source.algorithm.kl.reward:

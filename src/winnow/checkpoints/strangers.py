@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -156,11 +157,10 @@ def _user_key() -> bytes:
     file = Path(home, "winnow", "runs.key")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
-        opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(opened, "wb") as out:
-            out.write(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):  # another run was first
-            os.link(draft, file)
-        draft.unlink()
+        with tempfile.NamedTemporaryFile(
+            dir=file.parent, buffering=0
+        ) as draft:  # its owner's alone
+            draft.write(secrets.token_bytes(32))
+            with contextlib.suppress(FileExistsError):  # another run was first
+                os.link(draft.name, file)
     return file.read_bytes()
