@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from winnow.cli.options import AsJson, PromptKey
 from winnow.errors import DataError, RewardError
 from winnow.observe.figures import figure_table, printable
 
@@ -34,40 +36,28 @@ _SHOWN = 5
 def prepare_command(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="NAME",
-            help="gsm8k, math, dapo-math-17k, aime-2024, aime-2025, amc, humaneval, mbpp, or made "
-            "on the spot: sort_digits, countdown, reasoning_gym/TASK.",
+            help="gsm8k, math, dapo-math-17k, aime-2024, aime-2025, amc, humaneval, mbpp, or "
+            "generated: sort_digits, countdown, reasoning_gym/TASK.",
         ),
     ],
     source: Annotated[
         list[str] | None,
-        typer.Option(
-            "--from",
-            metavar="PATH_OR_URL",
-            help="File or URL (file, hdfs, s3, gs, …) instead of the hub; may be repeated.",
-        ),
+        Option("--from", metavar="PATH_OR_URL", help="Read from here, not the hub; repeatable."),
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="File to write; data/NAME[-SPLIT].parquet by default.")
+        str | None, Option(help="Output file; default: data/NAME[-SPLIT].parquet.")
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="train or test, where the set has both; train by default.")
-    ] = None,
-    revision: Annotated[
-        str, typer.Option(help="Branch, tag or commit of the hub's data set.")
-    ] = "main",
+    split: Annotated[str | None, Option(help="Split, train or test; train by default.")] = None,
+    revision: Annotated[str, Option(help="Branch, tag or commit on the hub.")] = "main",
     instruction: Annotated[
-        str,
-        typer.Option(
-            help="none: bare questions, the recipe says how to ask. dapo: with the instruction "
-            "of the published DAPO files."
-        ),
+        str, Option(help="none: bare questions; dapo: with the instruction of DAPO's files.")
     ] = "none",
-    rows: Annotated[int | None, typer.Option(help="Problems of a set that is made.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a set that is made.")] = None,
+    rows: Annotated[int | None, Option(help="Number of problems to generate.")] = None,
+    seed: Annotated[int | None, Option(help="Seed for generated problems.")] = None,
 ) -> None:
-    """Write a data set as parquet in verl's schema, without copies of a row."""
+    """Convert a data set to Parquet in verl's schema, without duplicate rows."""
     from winnow.data.prepare import Request, prepare
 
     files = tuple(source or ())
@@ -77,30 +67,24 @@ def prepare_command(
 
 @app.command("check", no_args_is_help=True)
 def check_command(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet or JSONL, path or URL.")],
+    file: Annotated[str, Argument(metavar="FILE", help="Parquet or JSONL file, path or URL.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Settings of a run's data, such as data.columns.truth=label.",
-        ),
+        Argument(metavar="KEY=VALUE", help="Data settings, such as data.columns.truth=label."),
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Measure prompts in this model folder's tokens."),
+        str | None, Option(metavar="FOLDER", help="Model folder; report lengths in its tokens.")
     ] = None,
     evaluation: Annotated[
-        str | None,
-        typer.Option("--eval", metavar="FILE", help="Look for this file's prompts in FILE."),
+        str | None, Option("--eval", metavar="FILE", help="Held-out file to check for overlap.")
     ] = None,
     max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(help="Count longer prompts; data.max_prompt_tokens by default."),
+        int | None, Option(help="Count longer prompts; default: data.max_prompt_tokens.")
     ] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    prompt_key: PromptKey = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what a data file holds: sources, lengths, duplicates, conflicting labels, overlap."""
+    """Check a data file: sources, lengths, duplicates, conflicting labels, overlap."""
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise DataError(f"--max-prompt-tokens is {max_prompt_tokens}; it must be at least 1")
     if max_prompt_tokens is not None and tokenizer is None:

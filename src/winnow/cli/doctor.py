@@ -311,7 +311,8 @@ def _check_runs_folder(folder: Path) -> Finding:
         text = f"{place} cannot be written: {error.strerror}"
         return Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
     free = shutil.disk_usage(place).free
-    text = f"{folder.absolute()}{'' if folder.is_dir() else ' (not made yet)'}, {_format_bytes(free)} free"
+    pending = "" if folder.is_dir() else " (not created yet)"
+    text = f"{folder.absolute()}{pending}, {_format_bytes(free)} free"
     remedy = "make room, or set run.dir to another disk" if free < _LEAST_FREE else ""
     return Finding("runs", text, remedy)
 

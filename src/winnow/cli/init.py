@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from winnow.errors import ConfigError
 
@@ -16,9 +17,9 @@ _TRAINED, _HELD_OUT = 128, 32
 
 
 def init_command(
-    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    folder: Annotated[Path, Argument(help="Folder to create.")],
     model: Annotated[
-        str, typer.Option(help="Model to train: a folder, or a name on the Hugging Face hub.")
+        str, Option(help="Model to train: folder or Hugging Face name.")
     ] = "Qwen/Qwen2.5-0.5B-Instruct",
 ) -> None:
     """Write a folder with a recipe, a reward function, a test of it, and a little data."""

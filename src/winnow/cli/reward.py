@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from winnow.cli.options import AsJson, Host, Port, PromptKey, TokenEnv, Trust
 from winnow.errors import ConfigError, DataError, RewardError
 
 if TYPE_CHECKING:
@@ -38,40 +40,32 @@ _SHOWN = 300
 def try_command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="FILE|KEY=VALUE",
-            help="Data file whose row is answered (or give --truth), and settings of a run, "
-            "such as reward.timeout_s=2.",
+            help="Data file (or pass --truth), and settings such as reward.timeout_s=2.",
         ),
     ] = None,
-    row: Annotated[int | None, typer.Option(help="Row of FILE, from 1; 1 by default.")] = None,
-    answer: Annotated[
-        str | None, typer.Option(help="The answer; without it standard input is read.")
-    ] = None,
+    row: Annotated[int | None, Option(help="Row of FILE, from 1; 1 by default.")] = None,
+    answer: Annotated[str | None, Option(help="Answer to score; default: standard input.")] = None,
     truth: Annotated[
-        str | None, typer.Option(help="Ground truth, over that of the row; JSON for objects.")
+        str | None, Option(help="Ground truth, instead of the row's; JSON for objects.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option(help="Data source, over that of the row: it chooses the scorer.")
+        str | None, Option(help="Data source, instead of the row's; selects the scorer.")
     ] = None,
-    scorer: Annotated[str | None, typer.Option(help="Scorer by name, over the routing.")] = None,
+    scorer: Annotated[str | None, Option(help="Scorer name; overrides the routing.")] = None,
     function: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.py[:NAME]", help="Your reward function instead of a scorer."),
+        str | None, Option(metavar="FILE.py[:NAME]", help="Custom reward function.")
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="Take the settings of this recipe, or a run's config.yaml.")
-    ] = None,
+    recipe: Annotated[str | None, Option(help="Recipe or config.yaml with the settings.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of the answer, where its length is scored.")
+        int | None, Option(min=0, help="Answer length in tokens, for length penalties.")
     ] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the score as JSON.")] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run the code that a stranger's run names.")
-    ] = False,
+    prompt_key: PromptKey = None,
+    as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
-    """Score one answer as a run would, with its limits, and show all that came of it.
+    """Score one answer exactly as a run would, with its limits, and show the result.
 
     For instance: winnow reward try train.parquet --row 3 --answer "#### 42"
     """
@@ -124,6 +118,7 @@ def _resolve_config(
     tokens: int | None,
 ) -> Config:
     """The settings of a recipe, or the defaults, with those given here."""
+    from winnow.checkpoints.recipe_changes import with_settings
     from winnow.config.load import resolve_recipe
     from winnow.config.root import Config
 
@@ -142,14 +137,15 @@ def _resolve_config(
         changes["scorers"] = {"*": scorer}
     if function is not None:
         changes["function"] = _user_function(function, config.reward.function)
-    reward = config.reward.model_copy(update=changes)
+    config = with_settings(config, reward=changes)
+    reward = config.reward
     for name, shaping in (("overlong", reward.overlong), ("cosine", reward.cosine)):
         if tokens is None and shaping.enabled:
             raise ConfigError(
                 f"reward.{name}.enabled=true scores the length of an answer; give it in --tokens, "
                 f"or set reward.{name}.enabled=false"
             )
-    return config.model_copy(update={"reward": reward})
+    return config
 
 
 def _user_function(named: str, section: UserFunction) -> UserFunction:
@@ -213,12 +209,12 @@ def _score_answer(
     import numpy as np
 
     from winnow.builders.rewards import make_rewards
+    from winnow.checkpoints.recipe_changes import with_settings
     from winnow.types import Segment, Trajectory
 
     section = config.reward
     if section.workers or (section.workers is None and section.function.path is not None):
-        section = section.model_copy(update={"workers": 1})  # more would only load the file again
-        config = config.model_copy(update={"reward": section})
+        config = with_settings(config, reward={"workers": 1})  # more would only load the file again
     heard = logging.handlers.BufferingHandler(sys.maxsize)
     workers = logging.getLogger("winnow.rewards.pool")
     output = io.StringIO()
@@ -310,17 +306,14 @@ def _shorten(text: str) -> str:
 
 @app.command("serve", no_args_is_help=True)
 def serve_command(
-    function: Annotated[str, typer.Option(metavar="FILE.py[:NAME]", help="Your reward function.")],
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8090,
+    function: Annotated[str, Option(metavar="FILE.py[:NAME]", help="Custom reward function.")],
+    host: Host = "127.0.0.1",
+    port: Port = 8090,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that score; half of the cores by default.")
+        int | None, Option(min=1, help="Scoring processes; default: half of the cores.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds for one answer.")] = 10.0,
-    token_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
-    ] = None,
+    timeout_s: Annotated[float, Option(min=0.001, help="Timeout per answer, seconds.")] = 10.0,
+    token_env: TokenEnv = None,
 ) -> None:
     """Serve a reward function over HTTP for runs with reward/manager=remote."""
     from winnow.config.reward import RewardConfig, UserFunction

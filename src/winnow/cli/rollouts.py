@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from winnow.errors import WinnowError
 from winnow.observe.figures import DASH, WIDTH, count, number, printable, share
@@ -45,21 +45,23 @@ _CONTEXT_LINES = 8
 
 
 def rollouts_command(
-    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME, or its URL.")],
-    step: Annotated[int | None, typer.Option(
-        help="Step whose prompts to list; without it the steps are listed, or the newest one is "
-        "taken where another option says what of it.")] = None,
-    group: Annotated[int | None, typer.Option(help="Group of the step: its answers.")] = None,
-    only: Annotated[str, typer.Option(
-        "--filter", metavar="|".join(_KEEPS),
-        help="Groups without a right answer, with one cut off, penalised for its length or whose "
-        "scoring failed; mismatch: those trained on, the farthest log-probs first.")] = "all",
-    search: Annotated[str, typer.Option(help="Only groups with this text, in any case.")] = "",
-    held_out: Annotated[bool, typer.Option("--held-out", help="Held-out prompts.")] = False,
-    as_json: Annotated[bool, typer.Option(
-        "--json", help="Print all that is kept of each answer, one a line.")] = False,
-) -> None:  # fmt: skip
-    """Read what the model wrote: steps, prompts, answers; filtered, searched, or as JSON."""
+    run: Annotated[str, Argument(help="Run folder, such as runs/NAME, or its URL.")],
+    step: Annotated[int | None, Option(help="Step to show; default: a list of steps.")] = None,
+    group: Annotated[int | None, Option(help="Group of the step: show its answers.")] = None,
+    only: Annotated[
+        str,
+        Option(
+            "--filter",
+            metavar="|".join(_KEEPS),
+            help="Groups without a right answer, with a truncated or overlong answer, with failed "
+            "scoring; mismatch: trained groups, largest log-prob difference first.",
+        ),
+    ] = "all",
+    search: Annotated[str, Option(help="Groups that contain this text, ignoring case.")] = "",
+    held_out: Annotated[bool, Option("--held-out", help="Show held-out prompts.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON line per answer.")] = False,
+) -> None:
+    """Show what the model generated: steps, prompts, answers; with filter, search and JSON."""
     kind = "held_out" if held_out else "training"
     browser = Browser(_open_run(run), Console(highlight=False), kind, step, group, only, search)
     browser.lists_steps = step is None and group is None and only == "all" and not search
@@ -264,7 +266,7 @@ class Browser:
                 "failed" if each.get("scorer_error") else share(each["accuracy"]),
                 number(each["reward"]), number(each.get("advantage")),
                 count(each["response_tokens"]), _mean_entropy(each),
-                self._one_line(_ENDS.get(each.get("finish_reason"), str(each.get("finish_reason")))),
+                self._one_line(_ENDS.get(end := each.get("finish_reason"), str(end))),
                 self._one_line(each.get("pred") or DASH),
             )  # fmt: skip
         self._print_block(table)

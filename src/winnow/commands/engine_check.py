@@ -27,6 +27,7 @@ import torch
 from winnow.builders.engines import canary_of, check_engine, engine_of
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import use_machine
+from winnow.checkpoints.recipe_changes import with_settings
 from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import resolve_recipe
 from winnow.config.model import LoraAdapter, ReferenceConfig
@@ -120,19 +121,15 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
     is_server = target.startswith(("http://", "https://"))
     if is_server:
         defaults += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
-        defaults += [
-            f"data.max_prompt_tokens={_PROMPT_TOKENS}",
-            f"rollout.max_response_tokens={TOKENS}",
-        ]
+        defaults.append(f"data.max_prompt_tokens={_PROMPT_TOKENS}")
+        defaults.append(f"rollout.max_response_tokens={TOKENS}")
     config = resolve_recipe(None if is_server else target, [*defaults, *overrides])
-    nothing = {"model": NoRewardModel(), "judge": NoJudge()}
-    reward = config.reward.model_copy(update=nothing)  # nobody scores
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
-    config = config.model_copy(update={"reward": reward, **unused})
+    config = config.model_copy(update=unused)
+    config = with_settings(config, reward={"model": NoRewardModel(), "judge": NoJudge()})
     if isinstance(adapter := config.model.adapter, LoraAdapter):  # whole weights are compared
-        adapter = adapter.model_copy(update={"publish": "merged"})
-        model_section = config.model.model_copy(update={"adapter": adapter})
-        config = config.model_copy(update={"model": model_section})
+        merged = adapter.model_copy(update={"publish": "merged"})
+        config = with_settings(config, model={"adapter": merged})
     if config.model.path is None:
         raise ConfigError("there is no model to compare with; give its folder in --model FOLDER")
     return config

@@ -34,13 +34,8 @@ from winnow.builders.engines import (
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import make_evaluator, use_machine
 from winnow.builders.topology import placed_rewards
-from winnow.checkpoints.checkpoint import (
-    CONFIG,
-    MANIFEST,
-    Checkpoint,
-    find_checkpoint,
-    verify,
-)
+from winnow.checkpoints.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint, verify
+from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.strangers import require_trust
 from winnow.commands.engine_check import TrainerModel
 from winnow.config.data import DataConfig, NoTask
@@ -66,14 +61,7 @@ from winnow.errors import (
     WinnowError,
 )
 from winnow.evaluation.evaluator import Evaluated, Evaluator
-from winnow.evaluation.report import (
-    ANSWERS,
-    REPORT,
-    SCORED,
-    Report,
-    print_report,
-    watched,
-)
+from winnow.evaluation.report import ANSWERS, REPORT, SCORED, Report, print_report, watched
 from winnow.http.client import RemoteError
 from winnow.models.fetch import is_elsewhere, may_be_hub_name
 from winnow.models.folders import ADAPTER_CONFIG
@@ -398,12 +386,11 @@ def _with_default_templates(config: Config) -> tuple[Config, str]:
     rows = [] if custom else read_rows(data.eval_files, data)
     instructed = {row.data_source.lower() for row in rows if without_instruction(row)[1]}
     templates = custom or {name: text for name, text in default if name.lower() not in instructed}
-    data = data.model_copy(update={"prompt_template": templates})
     names = {name.lower() for name in templates}
     sources = dict.fromkeys(row.data_source for row in rows if row.data_source.lower() in names)
     note = "bare questions, asked as Winnow's recipes ask them (data.prompt_template)"
     note = f"{', '.join(sources)}: {note}" if sources else ""
-    return config.model_copy(update={"data": data}), note
+    return with_settings(config, data={"prompt_template": templates}), note
 
 
 def _is_run(path: Path, name: str) -> bool:
@@ -439,8 +426,7 @@ def _run_setup(
         config = _resolve_recipe(
             request.recipe, [o for o in overrides if not _is_override_of(o, _OF_RUNS)]
         )
-        rollout = config.rollout.model_copy(update={"engine": base.rollout.engine})
-        config = config.model_copy(update={"rollout": rollout})
+        config = with_settings(config, rollout={"engine": base.rollout.engine})
     has_servers = any(_is_override_of(override, _OF_RUNS[1:]) for override in overrides)
     config, note = _with_local_engine(
         _with_model_and_data(request, config, base.model), has_servers
@@ -471,13 +457,11 @@ def _with_model_and_data(request: EvalRequest, config: Config, model: ModelConfi
             "--data FILE"
         )
     limit = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
-    return config.model_copy(
-        update={
-            "model": model,
-            "data": config.data.model_copy(update={"eval_files": files}),
-            "rollout": config.rollout.model_copy(update={"max_response_tokens": limit}),
-            "observe": config.observe.model_copy(update={"rollout_text_groups": sys.maxsize}),
-        }
+    return with_settings(
+        config.model_copy(update={"model": model}),
+        data={"eval_files": files},
+        rollout={"max_response_tokens": limit},
+        observe={"rollout_text_groups": sys.maxsize},
     )
 
 
@@ -498,22 +482,21 @@ def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
             "The run's servers are not asked, as they may hold other weights: the torch engine "
             "writes (servers started with this checkpoint: rollout.engine.url=URL)"
         )
-    sections: dict[str, dict[str, Any]] = {
-        "rollout": {"engine": engine},
-        "trainer": {"mode": SyncMode(), "strategy": WholeModels()},
-        "reward": {"processes": 0},
-        "reference": {"strategy": WithPolicy()},
-        "critic": {"strategy": WithPolicy()},
-    }
+    reward: dict[str, Any] = {"processes": 0}
     if not getattr(config.reward.model, "in_evaluation", True):
-        sections["reward"]["model"] = NoRewardModel()
+        reward["model"] = NoRewardModel()
     judge = config.reward.judge
     if isinstance(judge, EngineJudge) and not judge.in_evaluation:
-        sections["reward"]["judge"] = NoJudge()
-    settled = {
-        name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
-    }
-    return config.model_copy(update={**settled, "cluster": LocalCluster()}), note
+        reward["judge"] = NoJudge()
+    config = with_settings(
+        config.model_copy(update={"cluster": LocalCluster()}),
+        rollout={"engine": engine},
+        trainer={"mode": SyncMode(), "strategy": WholeModels()},
+        reward=reward,
+        reference={"strategy": WithPolicy()},
+        critic={"strategy": WithPolicy()},
+    )
+    return config, note
 
 
 def _output_paths(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:

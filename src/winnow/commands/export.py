@@ -22,12 +22,7 @@ from winnow.ranks.models import load_policy_model
 
 
 def run_push(
-    run: str,
-    target: str,
-    step: int | None,
-    adapter: bool,
-    trusts: bool,
-    hub: HubTarget,
+    run: str, target: str, step: int | None, adapter: bool, trusts: bool, hub: HubTarget
 ) -> str:
     """Export a checkpoint's model and upload it; returns the address of the commit.
 

@@ -23,6 +23,7 @@ from winnow.builders.run import RunContext, build, use_machine, with_steps
 from winnow.builders.topology import placed_models, placed_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run
+from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.load import dump_config
@@ -92,8 +93,8 @@ def run_training(config: Config, options: TrainOptions) -> int:
     try:
         return _train_once(config, options)
     except DamagedError as damage:
-        run = config.run.model_copy(update={"resume": str(damage.older.path)})
-        return _train_once(config.model_copy(update={"run": run}), options, damage.warnings)
+        config = with_settings(config, run={"resume": str(damage.older.path)})
+        return _train_once(config, options, damage.warnings)
 
 
 def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
@@ -196,8 +197,9 @@ def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:
     config = config.model_copy(update={name: getattr(opened.config, name) for name in names})
     profile = config.trainer.profile
     path = profile.save_path or str(opened.folder.path.absolute() / "profile")
-    trainer = {"profile": profile.model_copy(update={"save_path": path})}
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
+    return with_settings(
+        config, trainer={"profile": profile.model_copy(update={"save_path": path})}
+    )
 
 
 def _finished_note(config: Config, folder: RunFolder) -> str:
@@ -444,12 +446,7 @@ def _describe_progress(ledger: Ledger) -> str:
     )
 
 
-def _show_results(
-    config: Config,
-    recipe: str,
-    folder: RunFolder,
-    console: Console,
-) -> None:
+def _show_results(config: Config, recipe: str, folder: RunFolder, console: Console) -> None:
     last = checkpoints_in(folder.checkpoints)[-1]
     if isinstance(config.sft, Demonstrations):
         if config.observe.console != "off":
