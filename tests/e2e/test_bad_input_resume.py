@@ -442,7 +442,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_and_costs_no_bi
     assert (said.code, said.err) == (0, "")
     warnings = [line for line in "".join(said.out).splitlines() if "Warning" in line]
     assert warnings == [
-        f"Warning: runs/{case.name}/{NEXT}/{file} {reason(file, damage)}; going on from step 1"
+        f"Warning: runs/{case.name}/{NEXT}/{file} {reason(file, damage)}; continuing from step 1"
     ]
     assert f"Continuing runs/{case.name} after step 1 of 2\n" in said.out
     assert differences(place / "runs" / BASE, run, steps=2) == []
@@ -482,7 +482,7 @@ python -m tests.e2e.test_bad_input_resume docs/bad_input.md
 and held against the program, word for word, by `tests/e2e/test_bad_input.py` (the first part) and
 `tests/e2e/test_bad_input_resume.py`. The second damages every file of a checkpoint in three ways;
 with an older checkpoint the run goes on from that, with
-`Warning: runs/NAME/checkpoints/step-2/FILE is damaged (checksum differs); going on from step 1`,
+`Warning: runs/NAME/checkpoints/step-2/FILE is damaged (checksum differs); continuing from step 1`,
 and ends with the bits of an undisturbed run; without one it stops and touches nothing.
 
 | kind | what is said |

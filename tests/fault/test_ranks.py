@@ -173,7 +173,9 @@ def test_damage_that_a_rank_finds_costs_one_step_and_no_bit(calm: Path, lab: Qui
     assert code_of(lab.start(run.name, *words), 240) == 2
     assert lab.start(run.name, *ON_RANKS).wait(240) == 0
     told = (run / "log.txt").read_text()
-    assert f"Warning: {path} is damaged (checksum differs); going on from step {older.step}" in told
+    assert (
+        f"Warning: {path} is damaged (checksum differs); continuing from step {older.step}" in told
+    )
     check_same(calm, run)
 
 

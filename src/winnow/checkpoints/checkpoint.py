@@ -215,13 +215,13 @@ def newest_usable(
         except CheckpointError as error:
             faults.append(str(error).partition(";")[0])
         else:
-            after = f"going on from step {checkpoint.step}"
+            after = f"continuing from step {checkpoint.step}"
             return checkpoint, [f"Warning: {fault}; {after}" for fault in faults]
     if faults:
         rest = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise CheckpointError(
-            f"{run} has no checkpoint that is whole: {faults[0]}{rest}; put that back, or choose "
-            "another run.name for a new run"
+            f"{run} has no intact checkpoint: {faults[0]}{rest}; restore that file, or choose "
+            "another run.name"
         )
     return None, []
 
@@ -266,8 +266,8 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
         ) from error
     if version != _FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {_FORMAT}; use the version of winnow "
-            "that wrote it, or the model folder beside it"
+            f"{path} has format {version}, this version reads {_FORMAT}; use the winnow version "
+            "that wrote it, or load only its model/ folder"
         )
     if manifest is None:
         raise CheckpointError(f"{path} is damaged (checksum differs); use another checkpoint")
@@ -299,7 +299,7 @@ def verify(checkpoint: Checkpoint, rank_folders: Collection[str] = ()) -> Manife
     for name in sorted(files.keys() - manifest.files.keys() - {MANIFEST}):
         if not files[name].name.startswith(".nfs"):  # a file server's, of one still open
             raise CheckpointError(
-                f"{files[name]} was added to the checkpoint; remove it, or use another checkpoint"
+                f"{files[name]} is not part of the checkpoint; remove it, or use another checkpoint"
             )
     _check_files(path, manifest.files, rank_folders)
     return manifest

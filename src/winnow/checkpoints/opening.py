@@ -116,8 +116,8 @@ class OpenedRun:
         epochs = config.trainer.data_epochs
         if epochs is not None and "sampler" in state and "passes" not in state:
             raise CheckpointError(
-                f"trainer.data_epochs={epochs:g}: {self.checkpoint.path} was made before passes "
-                "were counted; set trainer.data_epochs=null and trainer.steps"
+                f"trainer.data_epochs={epochs:g}: {self.checkpoint.path} predates the tracking of "
+                "epochs; set trainer.data_epochs=null and trainer.steps"
             )
         if self.fork_source is None:
             return state
@@ -131,8 +131,8 @@ class OpenedRun:
         """Say what of the machine is not as it was when the checkpoint was made."""
         was = self.manifest.machine
         return [
-            f"Warning: {name} was {was[name]} and is {now}: the bits may differ from an "
-            "undisturbed run's"
+            f"Warning: {name} changed from {was[name]} to {now}: results may differ in the last "
+            "bits"
             for name, now in machine.items()
             if name in was and was[name] != now
         ]
@@ -171,12 +171,12 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout:
         holder = path.read_text(errors="replace") or "another process"
         raise ConfigError(
-            f"{folder} is in use by {holder}; wait for it, end it, or choose another run.name"
+            f"{folder} is in use by {holder}; wait for it, stop it, or choose another run.name"
         ) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise disk_error(path, error) from error
-        log.warning("%s lies on a file system without locks: start one process only", folder)
+        log.warning("%s is on a file system without locks: start only one process", folder)
     try:
         # A full disk: only the message above would miss it.
         with contextlib.suppress(OSError), open_no_link(path, "wb") as file:
@@ -342,7 +342,7 @@ def _find_fork_source(config: Config, fork: str) -> ForkSource:
             verify(checkpoint)
     checkpoint, faults = (checkpoint, []) if checkpoint is not None else newest_usable(run)
     if checkpoint is None:
-        raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
+        raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; choose another run")
     manifest = read_manifest(checkpoint)
     has_steps = config.trainer.data_epochs is None
     if has_steps and config.trainer.steps <= checkpoint.step:
@@ -356,7 +356,7 @@ def _find_fork_source(config: Config, fork: str) -> ForkSource:
     changes = check_fork(config, recipe, str(checkpoint.path))
     code = code_changes(config, manifest.code)
     began = f"Forked from {run} after step {checkpoint.step}"
-    began += f" of now {config.trainer.steps}" if has_steps else ""
+    began += f", to be trained to step {config.trainer.steps}" if has_steps else ""
     return ForkSource(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
 
 
@@ -376,8 +376,8 @@ def resolve_run_path(key: str, value: str) -> tuple[Path, Checkpoint | None]:
         return place if place.name else path, None
     remedy = "or auto or never" if key == "run.resume" else "or runs/NAME@STEP"
     raise ConfigError(
-        f"{key}={value} is neither a run's folder nor a checkpoint in one; "
-        f"give runs/NAME or runs/NAME/checkpoints/step-N, {remedy}"
+        f"{key}={value} is neither a run folder nor a checkpoint; use runs/NAME or "
+        f"runs/NAME/checkpoints/step-N, {remedy}"
     )
 
 
@@ -387,12 +387,11 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
     except ConfigError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"{folder.config} does not load ({reason}); put back the config.yaml of one of the "
-            "run's checkpoints, or go on with the version of winnow that wrote it"
+            f"cannot load {folder.config} ({reason}); restore it from one of the run's "
+            "checkpoints, or use the winnow version that wrote it"
         ) from error
     remedy = (
-        "set that back, or choose another run.name for a new run (run.fork begins one from this "
-        "run's state)"
+        "revert it, or choose another run.name for a new run (run.fork starts one from this state)"
     )
     config, notes = _pin_as_saved(config, saved)
     changes = check_same(config, saved, str(folder.path), remedy)
@@ -408,18 +407,18 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
         checkpoint, faults = newest_usable(folder.path, rank_folders)
         notes += faults
     if checkpoint is None:
-        notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
+        notes.append(f"{folder.path} has no checkpoint yet: starting from scratch")
         return OpenedRun(folder, saved_config, (*notes, *changes))
     manifest = read_manifest(checkpoint)
     recipe = load_recipe(str(checkpoint.path / CONFIG))
     fork_source = recipe if recipe.run.fork != saved_config.run.fork else None
     if fork_source is None:
-        check_same(config, recipe, str(checkpoint.path), "delete it, or put back this run's own")
+        check_same(config, recipe, str(checkpoint.path), "delete it, or restore this run's own")
     steps, epochs = config.trainer.steps, config.trainer.data_epochs
     if epochs is None and steps < checkpoint.step:
         raise ConfigError(
-            f"trainer.steps={steps} is less than the {checkpoint.step} steps that {folder.path} "
-            "has trained; give more, or go on from an earlier checkpoint with run.resume=FOLDER"
+            f"trainer.steps={steps} is below the {checkpoint.step} steps that {folder.path} has "
+            "trained; increase it, or resume an earlier checkpoint with run.resume=FOLDER"
         )
     notes += code_changes(config, manifest.code)
     knows_steps = epochs is None or not _changes_step_count(config, recipe)
@@ -445,8 +444,8 @@ def _pin_commits(config: Config) -> Config:
         return with_settings(config, model={"revision": Path(snapshot).name})
     if revision is not None:
         raise ConfigError(
-            f"model.revision={revision} is of a model on the hub, and model.path={path} is a "
-            "folder; set model.revision=null"
+            f"model.revision={revision} only applies to models on the hub, and model.path={path} "
+            "is a folder; set model.revision=null"
         )
     return config
 
@@ -461,7 +460,7 @@ def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     is_commit = now is not None and _COMMIT.fullmatch(now)
     if was is None or is_commit or config.model.path != saved.model.path:
         return config, []
-    note = f"{config.model.path} stays at revision {was}, which this run began with"
+    note = f"{config.model.path} stays at revision {was}, pinned when the run started"
     return with_settings(config, model={"revision": was}), [note] if now is not None else []
 
 
@@ -499,8 +498,8 @@ def code_changes(config: Config, old_hashes: Mapping[str, str]) -> list[str]:
     now = code_hashes(config)
     changed = {key for key in now if old_hashes.get(key, now[key]) != now[key]}
     return [
-        f"Warning: {key}={path} is not what it was when the checkpoint was made: the run goes on "
-        "with what it says now"
+        f"Warning: {key}={path} has changed since the checkpoint was saved: the run uses the "
+        "current file"
         for key, path in _user_code_paths(config)
         if key in changed
     ]

@@ -44,12 +44,12 @@ def check_same(config: Config, saved: Config, subject: str, remedy: str) -> list
     _refuse_changes(
         [line for _, change, line in differing if change > Change.ON_RESUME], subject, remedy
     )
-    lines = [f"{line} from here on" for _, change, line in differing if change > Change.SILENTLY]
+    lines = [f"{line} from now on" for _, change, line in differing if change > Change.SILENTLY]
     length = {"trainer.steps", "trainer.data_epochs"}
     if length & {key for key, *_ in differing} and config.optim.schedule != "constant":
         lines.append(
-            f"Warning: optim.schedule={config.optim.schedule} follows trainer.steps: the learning "
-            "rate goes on by its new course"
+            f"Warning: optim.schedule={config.optim.schedule} depends on trainer.steps: the "
+            "learning rate follows the new schedule from now on"
         )
     return lines
 
@@ -64,15 +64,13 @@ def check_fork(config: Config, source: Config, subject: str) -> list[str]:
         ConfigError: names the keys.
     """
     differing = [each for each in _config_changes(config, source) if each[0] != "run.fork"]
-    remedy = (
-        "a fork takes over model, optimizer, data and groups: set that back, or start a new run"
-    )
+    remedy = "a fork inherits model, optimizer, data and groups: revert it, or start a new run"
     _refuse_changes(
         [line for _, change, line in differing if change is Change.NEVER], subject, remedy
     )
     if _has_critic(config) and not _has_critic(source):
         raise ConfigError(
-            f"algorithm/advantage=gae learns a critic, and {subject} holds none; choose another "
+            f"algorithm/advantage=gae needs a critic, and {subject} has none; choose another "
             "advantage, or start a new run"
         )
     return [line for _, change, line in differing if change > Change.SILENTLY]
@@ -92,10 +90,10 @@ def forked_state(
     differing = _config_changes(config, source)
     changed = [line for _, change, line in differing if change is Change.BETWEEN_GROUPS]
     if changed and (number or pending):
-        open_work = f"{number} groups under way" if number else f"{pending} steps not learnt yet"
+        open_work = f"{number} groups in flight" if number else f"{pending} untrained steps"
         raise CheckpointError(
-            f"{subject} holds {open_work}, sampled by other settings: {', '.join(changed)}; set "
-            "that back, or fork another step"
+            f"{subject} holds {open_work}, sampled with other settings: {', '.join(changed)}; "
+            "revert them, or fork another step"
         )
     kl = config.algorithm.kl.reward
     if kl == source.algorithm.kl.reward:

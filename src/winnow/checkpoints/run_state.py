@@ -193,7 +193,7 @@ class RunState:
         if figures and best is not None and best not in figures:
             names = ", ".join(sorted(figures))
             raise ConfigError(
-                f"trainer.keep_best={best} is no figure of the evaluation; there are {names}"
+                f"trainer.keep_best={best} is not an evaluation metric; available: {names}"
             )
         now = self.part_states(*(name for name in self._parts if name not in overrides))
         states = {**now, **overrides}
@@ -291,7 +291,7 @@ class RunState:
                 self._error = error
             else:
                 self._saved = None
-                log.warning("%s; the next checkpoint tries again", error)
+                log.warning("%s; retrying at the next checkpoint", error)
         except BaseException as error:  # handed over to the one that waits
             self._error = error
         finally:

@@ -127,9 +127,9 @@ def check_shards(folder: Path) -> None:
         entries = index.state_dict_metadata.values()
         names = {each.relative_path for each in index.storage_data.values()}
         if any(type(each).__name__ != "TensorStorageMetadata" for each in entries):
-            raise ValueError("it holds more than tensors")
+            raise ValueError("it contains entries that are not tensors")
         if any(name != PurePosixPath(name).name for name in names):
-            raise ValueError("it names files elsewhere")
+            raise ValueError("it references files outside its folder")
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ class _IndexUnpickler(pickle.Unpickler):
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise ValueError(f"it asks for {module}.{name}")
+        raise ValueError(f"it references {module}.{name}")
 
 
 class _StateWriter:
@@ -200,8 +200,9 @@ class _StateWriter:
             if isinstance(value, base):
                 return self.encode(base(value), place)
         raise CheckpointError(
-            f"{place} holds a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not "
-            "keep: return numbers, texts, lists and dicts from your function, or such columns"
+            f"{place} holds a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+            "store; use numbers, strings, lists and dicts in data columns and in results of your "
+            "functions"
         )
 
     def _encode_extra(self, value: Any) -> Any:
@@ -282,6 +283,6 @@ class _StateReader:
         dtype = np.dtype(kind)
         size = math.prod(shape) * dtype.itemsize
         if not 0 <= content <= content + size <= len(self._arrays):
-            raise ValueError(f"an array of {size} bytes lies outside {TENSORS}")
+            raise ValueError(f"an array of {size} bytes exceeds {TENSORS}")
         piece = self._arrays[content : content + size].tobytes()
         return np.frombuffer(piece, dtype).reshape(shape).copy()

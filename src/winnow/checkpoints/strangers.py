@@ -45,7 +45,7 @@ def mark_as_local(folder: Path) -> None:
     try:
         proof = _folder_mac(folder)
     except (OSError, RuntimeError) as error:  # without a home
-        log.warning("%s will count as a stranger's run: %s", folder, error)
+        log.warning("%s will be treated as a run of someone else: %s", folder, error)
         return
     with writing(folder / MARK), open_no_link(folder / MARK, "wb") as file:
         file.write(proof)
@@ -83,12 +83,12 @@ def require_trust(
     overridden = {word.lstrip("+~").partition("=")[0].replace("/", ".") for word in overrides}
     named = [] if config is None else list(_outside_effects(config))
     risks = [what for key, what in named if key not in overridden and key.startswith(key_prefixes)]
-    risks += [f"{path} is no plain file or folder" for path in _special_files(folder)]
+    risks += [f"{path} is not a regular file or folder" for path in _special_files(folder)]
     if risks:
         rest = f" (and {len(risks) - 1} more)" if len(risks) > 1 else ""
         raise ConfigError(
-            f"{folder / _CONFIG}: {risks[0]}{rest}, and you did not begin this run on this "
-            "machine; if you trust whoever did, add --trust"
+            f"{folder / _CONFIG}: {risks[0]}{rest}, and this run was not started by you on this "
+            "machine; if you trust its author, add --trust"
         )
 
 
@@ -133,7 +133,7 @@ def _outside_effects(config: Config) -> Iterator[tuple[str, str]]:
         yield key, f"{key}={show(value)} {reach.effect}"
     for path, (text, _) in config.from_environment.items():
         key = ".".join(path)
-        yield key, f"{key}={show(text)} reads a variable of your environment"
+        yield key, f"{key}={show(text)} reads an environment variable"
 
 
 def _special_files(folder: Path) -> Iterator[Path]:

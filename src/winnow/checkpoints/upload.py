@@ -33,8 +33,8 @@ class CheckpointUpload:
             self._files, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"trainer.checkpoint_url={url} cannot be used: {one_line(error)}; install what it "
-                "asks for, or give another URL"
+                f"trainer.checkpoint_url={url} cannot be used: {one_line(error)}; install the "
+                "package it needs, or use another URL"
             ) from error
         self._root = PurePosixPath(root) / folder.name
         self._sent: dict[Path, tuple[int, int]] = {}
@@ -53,9 +53,9 @@ class CheckpointUpload:
             message = f"cannot copy {checkpoint.path} to {self._url}: {one_line(error)}"
             if self._failures >= PATIENCE:
                 raise CheckpointError(
-                    f"{message}; mend the access, or set trainer.checkpoint_url=null"
+                    f"{message}; fix the access, or set trainer.checkpoint_url=null"
                 ) from error
-            log.warning("%s; the next checkpoint tries again", message)
+            log.warning("%s; retrying at the next checkpoint", message)
         else:
             self._failures = 0
 
@@ -72,14 +72,14 @@ class CheckpointUpload:
                 for name in self._files.find(str(self._root)):
                     place = PurePosixPath(name).relative_to(self._root)
                     if ".." in place.parts:
-                        raise ValueError(f"the key {name} leads out of the run's folder")
+                        raise ValueError(f"the key {name} points outside the run folder")
                     path = draft / place
                     path.parent.mkdir(parents=True, exist_ok=True)
                     self._files.get_file(name, str(path))
         except Exception as error:
             raise CheckpointError(
-                f"cannot fetch {self._root} from {self._url}: {one_line(error)}; mend the access, "
-                "or set trainer.checkpoint_url=null to begin anew"
+                f"cannot fetch {self._root} from {self._url}: {one_line(error)}; fix the access, "
+                "or set trainer.checkpoint_url=null to start from scratch"
             ) from error
         return True
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="Prepare known data sets, and check files before training on them.",
+    help="Prepare known data sets and check data files.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -86,11 +86,10 @@ def check_command(
 ) -> None:
     """Check a data file: sources, lengths, duplicates, conflicting labels, overlap."""
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise DataError(f"--max-prompt-tokens is {max_prompt_tokens}; it must be at least 1")
+        raise DataError(f"--max-prompt-tokens must be at least 1, got {max_prompt_tokens}")
     if max_prompt_tokens is not None and tokenizer is None:
         raise DataError(
-            f"--max-prompt-tokens is {max_prompt_tokens}, but tokens need a tokenizer; name a "
-            "model folder with --tokenizer"
+            f"--max-prompt-tokens {max_prompt_tokens} needs a tokenizer; add --tokenizer FOLDER"
         )
     from winnow.config.load import resolve_recipe
     from winnow.data.check import check
@@ -131,16 +130,16 @@ def _console() -> Console:
 def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     console.print(f"{done.name} ({done.split}) from {done.origin}")
     lines: list[_Line] = [("rows read", done.read, "")]
-    lines += [(f"left out, of source {name}", n, "") for name, n in done.other_sources.items()]
-    lines.append(("exact copies removed", done.copies, ""))
+    lines += [(f"skipped, of source {name}", n, "") for name, n in done.other_sources.items()]
+    lines.append(("exact duplicates removed", done.copies, ""))
     if done.instructions_removed:
-        lines.append(("with an instruction, taken off", done.instructions_removed, ""))
+        lines.append(("instruction removed", done.instructions_removed, ""))
     lines.append(("rows written", done.written, done.out))
     _print_table(lines, console)
     scorers = {source: _scorer_of(source) for source in done.data_sources}
     none = (
-        "has NO built-in scorer yet: training on it stops before the first step unless the recipe "
-        "names one in reward.scorers."
+        "has NO built-in scorer: training stops before the first step unless reward.scorers names "
+        "one."
     )
     for source, scorer in scorers.items():
         console.print(f"data_source {source} {f'is scored by {scorer}.' if scorer else none}")
@@ -155,21 +154,21 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
 def _usage_hint(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
     """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
     overrides, scorer = ["model.path=FOLDER"], "dapo_math"
-    bare = "Prompts are bare questions: the recipe"
+    bare = "Prompts have no instruction; the recipe"
     if done.name == "sort_digits":  # asked as it is, of a model that was warmed up on it
         asking, recipe, overrides, scorer = "", "quickstart", ["data/task=none"], "SCORER"
     elif done.ability != "math":
-        asking = "Prompts say how to answer: take the template out of recipes that have one."
+        asking = "Prompts contain the answer format; use recipes without data.prompt_template."
         recipe, scorer = "dapo-math", "SCORER"
         overrides.append('data.prompt_template={*:"{prompt}"}')
     elif done.name == "gsm8k":
-        asking, recipe = f"{bare} gsm8k says how to ask.", "gsm8k"
+        asking, recipe = f"{bare} gsm8k adds it.", "gsm8k"
     elif instruction == "dapo":
-        asking = "Prompts hold DAPO's instruction: for recipes without data.prompt_template."
+        asking = "Prompts contain DAPO's instruction; use recipes without data.prompt_template."
         recipe = "dapo_qwen2.5_32b"
     else:
         recipe = "dapo-math"
-        asking = f"{bare} {recipe} says how to ask; for dapo_qwen2.5_32b add --instruction dapo."
+        asking = f"{bare} {recipe} adds it; for dapo_qwen2.5_32b use --instruction dapo."
     if done.split == "test":
         overrides += ["data.train_files=[FILE]", f"data.eval_files=[{done.out}]"]
     else:
@@ -183,7 +182,7 @@ def _show_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(printable(f"Read as {report['schema']}"))
     lines: list[_Line] = [("Sources", None, "")]
     for source in report["sources"]:
-        scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER for it"
+        scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER"
         lines.append((source["source"], source["rows"], scorer))
     lengths = report["lengths"]
     lines.append((f"Prompts in {lengths['unit']}", None, ""))
@@ -196,8 +195,8 @@ def _show_report(report: Mapping[str, Any], console: Console) -> None:
     lines += [
         ("Duplicates", None, ""),
         ("unique prompts", report["unique_prompts"], ""),
-        ("copies", report["copies"], "rows that repeat another"),
-        ("alike", report["alike_prompts"], "prompts that differ from another in form only"),
+        ("copies", report["copies"], "duplicate rows"),
+        ("alike", report["alike_prompts"], "prompts that differ only in formatting"),
         ("conflicting labels", len(conflicts), "prompts with more than one label"),
     ]
     if overlap is not None:
@@ -218,7 +217,7 @@ def _format_conflict(conflict: Mapping[str, Any]) -> str:
 
 
 def _format_overlap(shared: Mapping[str, Any]) -> str:
-    differs = "" if shared["same_label"] else ", with another label: perhaps another problem"
+    differs = "" if shared["same_label"] else ", different label: possibly another problem"
     where = f"row {shared['evaluation_row']} of the other ({shared['source']}{differs})"
     return f"  {_format_rows(shared['rows'])}: {where}\n    {shared['prompt']}"
 

@@ -74,10 +74,10 @@ def print_report(runs: str) -> bool:
         if finding.remedy:
             typer.echo(f"{'':<5}  {'':<19}  -> {finding.remedy}")
     if faults := states.count("FAULT"):
-        typer.echo(f"\nMend what is marked FAULT ({faults}), then ask again.")
+        typer.echo(f"\nFix what is marked FAULT ({faults}), then run winnow doctor again.")
     else:
-        notes = "; the notes are about what only some recipes need" if "note" in states else ""
-        typer.echo(f"\nNothing stands in the way of training{notes}.")
+        notes = "; notes concern optional features" if "note" in states else ""
+        typer.echo(f"\nReady to train{notes}.")
     return bool(faults)
 
 
@@ -128,7 +128,7 @@ def _check_packages() -> Iterator[Finding]:
     try:
         extras = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
-        text = "winnow is on the path but not installed, so its needs are not known"
+        text = "winnow is importable but not installed, so its requirements cannot be checked"
         yield Finding("packages", text, "pip install -e . in its folder")
         return
     needed = list(_requirements(""))
@@ -136,7 +136,7 @@ def _check_packages() -> Iterator[Finding]:
         remedy = "pip install -c constraints.txt -e . in Winnow's folder, or pip install -U "
         yield Finding("packages", unmet, remedy + _DISTRIBUTION, is_fault=True)
     else:
-        yield Finding("packages", f"all {len(needed)} that every run needs")
+        yield Finding("packages", f"all {len(needed)} required packages")
     for extra in (name for name in extras if name not in _NOT_FOR_USERS):
         needed = list(_requirements(extra))
         purpose = f" ({_PURPOSE[extra]})" if extra in _PURPOSE else ""
@@ -168,7 +168,7 @@ def _unmet_reason(requirement: Any) -> str:
         return f"{requirement.name} is missing"
     if requirement.specifier.contains(version, prereleases=True):
         return ""
-    return f"{requirement.name} is {version}, needed is {requirement.specifier}"
+    return f"{requirement.name} is {version}, requires {requirement.specifier}"
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -180,7 +180,7 @@ def _check_torch() -> Iterator[Finding]:
         assert float((ones @ ones).sum()) == 64**3
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        remedy = "install it anew: pip install --force-reinstall -c constraints.txt torch"
+        remedy = "reinstall it: pip install --force-reinstall -c constraints.txt torch"
         yield Finding("torch", f"does not work: {reason}", remedy, is_fault=True)
         return
     cuda = torch.version.cuda
@@ -207,7 +207,7 @@ def _check_devices(torch: Any) -> Iterator[Finding]:
         remedy = "install torch from the index for your CUDA: https://pytorch.org/get-started"
         yield Finding("gpu", text, remedy)
     elif not count:
-        text = f"torch is built for CUDA {torch.version.cuda} and finds no GPU"
+        text = f"torch is built for CUDA {torch.version.cuda} but finds no GPU"
         yield Finding("gpu", text, "see nvidia-smi; in a container, start it with --gpus")
 
 
@@ -217,7 +217,7 @@ def _check_cores() -> Finding:
     )
     quota = _cgroup_cores()
     if quota is not None and quota < cores:
-        text = f"{cores} of {os.cpu_count()}, and this container may use {quota:g} of them"
+        text = f"{cores} of {os.cpu_count()}, limited to {quota:g} by the container"
         return Finding("cores", text, f"set run.threads={max(1, int(quota))}")
     return Finding("cores", f"{cores} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
 
@@ -240,9 +240,9 @@ def _check_memory() -> Finding:
             text += f", {_format_bytes(available)} free"
     limit = _read_first_line("/sys/fs/cgroup/memory.max")
     if limit.isdigit() and int(limit) < total:
-        text += f", this container may use {_format_bytes(int(limit))}"
+        text += f", limited to {_format_bytes(int(limit))} by the container"
         available = min(available, int(limit))
-    remedy = "end other programs; the quickstart takes about 1 GiB"
+    remedy = "free some memory; the quickstart needs about 1 GiB"
     return Finding("memory", text, remedy if available < _LEAST_MEMORY else "")
 
 
@@ -263,13 +263,13 @@ def _check_sandboxes() -> Iterator[Finding]:
             return
         sandbox.close()
         if in_force:
-            text = f"holds, and is not used while {in_force} does (reward.sandbox.backend={name})"
+            text = f"works, unused because {in_force} does, too (reward.sandbox.backend={name})"
         else:
-            in_force, text = name, f"in force: {sandbox.description.partition(', ')[2]}"
+            in_force, text = name, f"in use: {sandbox.description.partition(', ')[2]}"
         yield Finding(label, text)
     if not in_force:
         text = "none: recipes whose rewards run code are refused"
-        yield Finding("sandbox", text, "one of the two above is enough")
+        yield Finding("sandbox", text, "install one of the two above")
 
 
 # What keeps user namespaces from ordinary users: file, value that blocks, remedy.
@@ -309,11 +309,11 @@ def _check_runs_folder(folder: Path) -> Finding:
             file.write(b"x")
     except OSError as error:
         text = f"{place} cannot be written: {error.strerror}"
-        return Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
+        return Finding("runs", text, "set run.dir to a writable folder", is_fault=True)
     free = shutil.disk_usage(place).free
     pending = "" if folder.is_dir() else " (not created yet)"
     text = f"{folder.absolute()}{pending}, {_format_bytes(free)} free"
-    remedy = "make room, or set run.dir to another disk" if free < _LEAST_FREE else ""
+    remedy = "free some space, or set run.dir to another disk" if free < _LEAST_FREE else ""
     return Finding("runs", text, remedy)
 
 
@@ -332,10 +332,8 @@ def _check_caches() -> Iterator[Finding]:
         files = [os.path.join(where, file) for where, _, names in os.walk(folder) for file in names]
         size = sum(os.lstat(file).st_size for file in files if os.path.lexists(file))
         can_write = os.access(folder, os.W_OK | os.X_OK)
-        remedy = "" if can_write else "it cannot be written: set WINNOW_CACHE or HF_HOME"
-        yield Finding(
-            name, f"{folder}, {_format_bytes(size)}; may be deleted, and is made again", remedy
-        )
+        remedy = "" if can_write else "not writable: set WINNOW_CACHE or HF_HOME"
+        yield Finding(name, f"{folder}, {_format_bytes(size)}; safe to delete", remedy)
 
 
 def _read_lines(path: str) -> list[str]:

@@ -27,7 +27,7 @@ def init_command(
     from winnow.observe.files import writing
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty; name a folder that is not there yet")
+        raise ConfigError(f"{folder} is not empty; choose a new folder")
     local_model = Path(model).expanduser()
     path = str(local_model.resolve()) if local_model.is_dir() else model
     files = {file.stem: file.read_text() for file in sorted(_TEMPLATES.glob("*.txt"))}
@@ -50,9 +50,9 @@ def commands(folder: Path) -> dict[str, str]:
     """Return the commands that go on from a new folder, in order, with their meaning."""
     return {
         f"cd {quote(str(folder))}": "",
-        "python test_reward.py": "the tests of the reward; pytest takes them, too",
-        "winnow train recipe.yaml run.name=first": "train; the same line goes on where it stopped",
-        "winnow eval runs/first": "ask the trained model the held-out prompts",
+        "python test_reward.py": "test the reward, also with pytest",
+        "winnow train recipe.yaml run.name=first": "train; the same command resumes it",
+        "winnow eval runs/first": "evaluate on the held-out prompts",
     }
 
 

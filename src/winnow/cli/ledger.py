@@ -51,21 +51,21 @@ def diff_command(
     _print_differences(difference.differences)
     if difference.not_compared:
         typer.echo(
-            f"The token ids of {difference.not_compared:,} groups are not known and not compared"
+            f"Token ids of {difference.not_compared:,} groups were not recorded and are not "
+            "compared"
         )
     if difference.given_back.count:
         typer.echo(
-            f"Groups given back differ: {difference.given_back.count:,}; their prompts come again"
+            f"Returned groups differ: {difference.given_back.count:,}; their prompts are sampled "
+            "again"
         )
     if difference.times.count:
-        typer.echo(
-            f"Of {difference.times.count:,} groups the time of admission or of the end differs:"
-        )
+        typer.echo(f"Admission or end times differ for {difference.times.count:,} groups:")
         for example in difference.times.examples:
             typer.echo(f"      {printable(example)}")
     if difference.same:
         alike = "prompts, fates, learning steps, tokens, scores and weight versions of all groups"
-        summary = "no group lost, none twice, and the prompts in the loader's order"
+        summary = "no group lost or repeated, prompts in the loader's order"
         typer.echo(f"Same: {alike if difference.exact else summary}")
     else:
         typer.echo("Different")
@@ -85,7 +85,7 @@ def check_command(run: Run, until: _Until = None, as_json: AsJson = False) -> No
     else:
         _print_report("", report)
         if not report.faults:
-            typer.echo("Sound: no group lost, none twice, and the sums are those of metrics.jsonl")
+            typer.echo("Sound: no group lost or repeated, totals match metrics.jsonl")
     raise typer.Exit(bool(report.faults))
 
 

@@ -316,7 +316,7 @@ def metrics(
     ]
     if not rows:
         parts = ", ".join(dict.fromkeys(row.name.partition("/")[0] for row in every_metric()))
-        raise ConfigError(f"no figure's name begins with {part!r}; the parts are {parts}")
+        raise ConfigError(f"no metric starts with {part!r}; prefixes: {parts}")
     for row in rows:
         unit, verl = f" [{row.unit}]" if row.unit else "", f"; verl: {row.verl}" if row.verl else ""
         typer.echo(f"{row.name}{unit}\n    {row.meaning}{verl}")

@@ -42,7 +42,7 @@ def plan_command(
         from winnow.plan.plan import PlanRequest, as_text, make_plan
 
     if lengths is not None and mean_response is not None:
-        raise ConfigError("--lengths and --mean-response exclude each other; drop one of them")
+        raise ConfigError("--lengths and --mean-response exclude each other; drop one")
     machine = Machine(*find_gpu(gpu), nodes, gpus)
     tell = partial(typer.echo, err=True)
     settings = tuple(overrides or ())

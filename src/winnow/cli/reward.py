@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="reward",
-    help="Try what scores an answer, or serve it.",
+    help="Try or serve a reward function.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -73,9 +73,11 @@ def try_command(
 
     file, settings = _split_words(words or [])
     if scorer is not None and function is not None:
-        raise RewardError(f"--scorer is {scorer} and --function is {function}; give one of the two")
+        raise RewardError(
+            f"--scorer {scorer} and --function {function} exclude each other; drop one"
+        )
     if row is not None and file is None:
-        raise DataError(f"--row is {row}, but there is no FILE; name the data file first")
+        raise DataError(f"--row {row} needs a data file; add FILE")
     config = _resolve_config(recipe, settings, scorer, function, tokens)
     require_trusted_start(config, recipe or "", settings, trust)
     by_one = config.reward.function.path is not None
@@ -91,7 +93,7 @@ def try_command(
         _print_score(trial, prompt, text)
     if "error" in trial:
         raise RewardError(
-            f"scoring this answer failed: {trial['error']}; mend the scorer, or the row"
+            f"scoring this answer failed: {trial['error']}; fix the scorer or the row"
         )
 
 
@@ -100,13 +102,13 @@ def _split_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     settings = [word for word in arguments if "=" in word and not os.path.exists(word)]
     files = [word for word in arguments if word not in settings]
     if len(files) > 1:
-        raise DataError(f"there are {len(files)} files, {' and '.join(files)}; give one")
+        raise DataError(f"got {len(files)} files, {' and '.join(files)}; pass one")
     return (files[0] if files else None), settings
 
 
 def _read_answer() -> str:
     if sys.stdin.isatty():
-        typer.echo("Type the answer, then Ctrl-D on a line of its own:", err=True)
+        typer.echo("Type the answer, then press Ctrl-D on an empty line:", err=True)
     return sys.stdin.read()
 
 
@@ -130,8 +132,8 @@ def _resolve_config(
     if source is not None and manager in ("remote", "custom"):
         option = "--scorer" if scorer else "--function"
         raise RewardError(
-            f"{option} is {source} and reward/manager={manager}: only one of them can score; "
-            f"leave {option} out, or set reward/manager=auto"
+            f"{option} {source} conflicts with reward/manager={manager}; drop {option}, or set "
+            "reward/manager=auto"
         )
     if scorer is not None:
         changes["scorers"] = {"*": scorer}
@@ -142,8 +144,8 @@ def _resolve_config(
     for name, shaping in (("overlong", reward.overlong), ("cosine", reward.cosine)):
         if tokens is None and shaping.enabled:
             raise ConfigError(
-                f"reward.{name}.enabled=true scores the length of an answer; give it in --tokens, "
-                f"or set reward.{name}.enabled=false"
+                f"reward.{name}.enabled=true needs the answer's length; pass --tokens, or set "
+                f"reward.{name}.enabled=false"
             )
     return config
 
@@ -173,13 +175,12 @@ def _make_prompt(
     if file is None:
         if truth is None or (source is None and not any_source):
             raise DataError(
-                "there is nothing to compare with; give FILE and --row, or --truth with --source "
-                "or --scorer"
+                "no ground truth; pass FILE and --row, or --truth with --source or --scorer"
             )
         return Prompt("try", nothing, "", source or "try", structure(truth))
     rows = read_rows([file], data)
     if not 1 <= number <= len(rows):
-        raise DataError(f"--row is {number}, but {file} has rows 1 to {len(rows):,}; choose one")
+        raise DataError(f"--row must be 1 to {len(rows):,} for {file}, got {number}")
     row = rows[number - 1]
     gold = row.ground_truth if truth is None else structure(truth)
     return Prompt(
@@ -271,7 +272,7 @@ def _resolve_scorer(config: RewardConfig, data_source: str) -> tuple[Scorer | No
 
 
 def _print_score(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
-    failed = " (scoring failed: a run leaves its group out, see reward.on_failure)"
+    failed = " (scoring failed: a run drops the group, see reward.on_failure)"
     lines = [
         ("scorer", f"{trial['scorer']} (data source {prompt.data_source})"),
         ("sandbox", trial.get("sandbox", "")),

@@ -34,8 +34,8 @@ _KEEPS: dict[str, Callable[[Row], bool]] = {
     "mismatch": lambda group: group["mismatch"] is not None,
 }
 _HELP = (
-    "A number opens, Enter shows more, b goes back; n, p: the next, the one before; s 12: step 12, "
-    f"s: the newest; f {'|'.join(_KEEPS)}; /TEXT: with this text, /: all; q ends"
+    "NUMBER: open, Enter: more, b: back, n/p: next/previous, s 12: step 12, s: newest step; f "
+    f"{'|'.join(_KEEPS)}: filter, /TEXT: search, /: clear search, q: quit"
 )
 _ENDS = {None: DASH, "stop": "stop", "length": "cut off", "aborted": "aborted"}
 _LEAST_SURE = 5
@@ -168,7 +168,7 @@ class Browser:
             self.search = word[1:].strip()
             self._go_to(self.step)
         else:
-            self._print(f"{word[:40]} says nothing here. {_HELP}", "red")
+            self._print(f"unknown command {word[:40]!r}. {_HELP}", "red")
 
     def _go_to(self, step: int | None, group: int | None = None) -> None:
         self.step, self.group, self.answer, self.first = step, group, 1, 0
@@ -185,7 +185,7 @@ class Browser:
     def _steps(self) -> list[int]:
         steps: list[int] = self.run.steps()[self.kind]
         if not steps:
-            raise WinnowError(f"{self.run.files.name} has no answers yet; look again later")
+            raise WinnowError(f"{self.run.files.name} has no answers yet; try again later")
         return steps
 
     def _step(self) -> int:
@@ -211,7 +211,7 @@ class Browser:
     def _show_steps(self) -> None:
         """List the newest steps first, with what became of all their answers."""
         steps = self._steps()[::-1]
-        self._print_heading(f"{len(steps)} steps, the newest first")
+        self._print_heading(f"{len(steps)} steps, newest first")
         table = _table(
             "step", "prompts", "answers", "right", "reward", "tokens", "cut off", "failed"
         )
@@ -300,7 +300,7 @@ def _open_run(place: str) -> RunPages:
     runs = RunSet([place]).discover()
     if len(runs) != 1:
         names = ", ".join(runs) or "none"
-        raise WinnowError(f"{place} must be one run's folder, and holds {names}; name one")
+        raise WinnowError(f"{place} must be one run folder, found {names}; pass one")
     return RunPages(next(iter(runs.values())))
 
 

@@ -81,7 +81,7 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
     except HydraException as error:
         raise ConfigError(f"{str(error).splitlines()[0]}; write KEY=VALUE,VALUE") from None
     if not swept:
-        raise ConfigError("--multirun has nothing to vary; give a key several values: optim.lr=1,2")
+        raise ConfigError("--multirun needs a key with several values, such as optim.lr=1,2")
     fixed = [w for w, each in zip(overrides, parsed, strict=True) if not each.is_sweep_override()]
     keys = [each.key_or_group for each in swept]
     runs = {_run_name(overrides, keys): [*fixed, *overrides] for overrides in combined}
@@ -101,8 +101,8 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
         was = read_sweep(sweep.folder)
         if was.recipe != recipe:
             raise ConfigError(
-                f"run.name={sweep.folder.name} has a sweep of {was.recipe}, and this one is of "
-                f"{recipe}; give another run.name"
+                f"run.name={sweep.folder.name} is a sweep of {was.recipe}, not of {recipe}; choose "
+                "another run.name"
             )
         sweep.runs = {**was.runs, **runs}
         sweep.codes = {
@@ -113,15 +113,15 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
     waiting = [name for name in runs if name not in sweep.codes]
     ready = len(runs) - len(waiting)
     _print_line(
-        f"{len(runs)} runs in {sweep.folder}{f', {ready} of them done' if ready else ''}; "
-        "each one's output is in NAME.txt beside it",
+        f"{len(runs)} runs in {sweep.folder}{f', {ready} already done' if ready else ''}; output "
+        "in NAME.txt",
         console,
     )
     sweep.save()
     stopped = _train_all(sweep, list(waiting), jobs, console)
     print_sweep(sweep, console)
     if stopped:
-        console.print("Stopped; the same command goes on with the runs that are not done.")
+        console.print("Stopped; run the same command to continue.")
         return stopped
     failed = {name: sweep.codes[name] for name in waiting if sweep.codes[name]}
     for name, code in failed.items():
@@ -179,7 +179,7 @@ def read_sweep(folder: Path) -> Sweep:
         return Sweep(folder, **saved)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder} is no sweep ({SWEEP}: {error}); name the folder that --multirun made"
+            f"{folder} is not a sweep ({SWEEP}: {error}); pass the folder that --multirun created"
         ) from error
 
 

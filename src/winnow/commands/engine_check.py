@@ -131,7 +131,7 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
         merged = adapter.model_copy(update={"publish": "merged"})
         config = with_settings(config, model={"adapter": merged})
     if config.model.path is None:
-        raise ConfigError("there is no model to compare with; give its folder in --model FOLDER")
+        raise ConfigError("no model to compare with; pass --model FOLDER")
     return config
 
 
@@ -158,8 +158,8 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
     updated = None if update is None else witness(update)
     if updated is not None and _scores_alike(reference, updated):
         raise ConfigError(
-            f"--update {update}: its weights give the same log-probs as those of model.path "
-            f"{config.model.path}, so that no update could be seen; give other ones"
+            f"--update {update}: same log-probs as model.path {config.model.path}, so that an "
+            "update could not be detected; use other weights"
         )
     with worker_processes(config, Roles(config), policy, None) as start_workers:
         engine = engine_of(config, policy, start_workers())
@@ -212,9 +212,9 @@ def _support_finding(pits: FloatArray) -> EngineFinding:
     p_value, where = tail_bias(pits)
     figures = {"p_value": p_value, "tokens": float(len(pits))}
     if p_value < ALPHA:
-        summary = f"does not sample from the whole softmax: {where} (p = {p_value:.1g})"
+        summary = f"does not sample from the full softmax: {where} (p = {p_value:.1g})"
         return EngineFinding("support", "failed", summary, figures)
-    summary = f"{len(pits):,} tokens are drawn from the whole softmax (p = {p_value:.2g})"
+    summary = f"{len(pits):,} tokens match the full softmax (p = {p_value:.2g})"
     return EngineFinding("support", "passed", summary, figures)
 
 
@@ -225,12 +225,12 @@ def _logprobs_finding(reference: TrainerModel, gaps: FloatArray) -> EngineFindin
     figures = {"mean": mean, "largest": most, "allowed": allowed}
     if not mean <= allowed:
         summary = (
-            "its log-probs are not those of the distribution at temperature "
-            f"{reference.canary.temperature:g}: {numbers}, allowed is a mean of {allowed:.2g} "
-            "(vLLM: start it with --logprobs-mode processed_logprobs)"
+            "log-probs do not match the distribution at temperature "
+            f"{reference.canary.temperature:g}: {numbers}, limit of the mean {allowed:.2g} (vLLM: "
+            "start it with --logprobs-mode processed_logprobs)"
         )
         return EngineFinding("logprobs", "failed", summary, figures)
-    return EngineFinding("logprobs", "passed", f"those of the draws: {numbers}", figures)
+    return EngineFinding("logprobs", "passed", f"match the sampled tokens: {numbers}", figures)
 
 
 def score_draws(
@@ -283,8 +283,8 @@ def tail_bias(pits: FloatArray) -> tuple[float, str]:
             if p_value < worst:
                 worst = p_value
                 where = (
-                    f"the {name} {tail:.1%} of probability came {hit:,} times in {count:,} tokens, "
-                    f"expected are {tail * count:,.0f}"
+                    f"the {name} {tail:.1%} of probability was drawn {hit:,} times in {count:,} "
+                    f"tokens, expected {tail * count:,.0f}"
                 )
     return min(1.0, worst * 2 * len(TAILS)), where
 
@@ -303,22 +303,22 @@ async def _check_update(
     """Give the engine other weights, then the original ones again."""
     name = "update"
     if updated is None:
-        return EngineFinding(name, "not offered", "give other weights in --update FOLDER")
+        return EngineFinding(name, "not offered", "pass other weights with --update FOLDER")
     figures, faults = dict[str, float](), list[str]()
     for number, (witness, what) in enumerate([(updated, "new"), (reference, "first")], 1):
         try:
             await engine.load_weights(WeightUpdate(number, witness.strategy.export_weights()))
         except (ConfigError, PublicationError) as error:
-            faults.append(f"the {what} weights: {error}")
+            faults.append(f"{what} weights: {error}")
             break
         finding = await witness.compare(name, engine, number)
         if finding.state == "failed":
-            faults.append(f"the {what} weights: {finding.text}")
+            faults.append(f"{what} weights: {finding.text}")
         figures |= {f"{what} {key}": value for key, value in finding.figures.items()}
     if faults:
         return EngineFinding(name, "failed", "; ".join(faults), figures)
     summary = ", ".join(f"{key} {value:.2g}" for key, value in figures.items())
-    return EngineFinding(name, "passed", f"|Δlogp| in nats with the weights: {summary}", figures)
+    return EngineFinding(name, "passed", f"|Δlogp| in nats: {summary}", figures)
 
 
 async def _check_sleep(engine: Engine, reference: TrainerModel) -> EngineFinding:
@@ -329,7 +329,9 @@ async def _check_sleep(engine: Engine, reference: TrainerModel) -> EngineFinding
     except RemoteError as error:
         return EngineFinding("sleep", "failed", str(error))
     if not slept or not all(slept):
-        return EngineFinding("sleep", "not offered", "the engine has no sleep, or does not use it")
+        return EngineFinding(
+            "sleep", "not offered", "the engine does not support sleep, or sleep is off"
+        )
     return await reference.compare("sleep", engine, 3)
 
 

@@ -82,7 +82,7 @@ _LONG = 20
 _OF_RUNS = "model", "rollout/engine", "rollout.engine"
 """Settings that a run brings along although a recipe says how it is asked."""
 _ENGINE = ("rollout.engine.",)
-_NO_PROMPTS = "no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task"
+_NO_PROMPTS = "no held-out prompts; pass --data FILE, or set data.eval_files=[FILE] or a task"
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _evaluate(subject: EvalSetup, console: Console, stop: ShutdownSignal) -> Rep
     )
     if evaluator.filtered:
         console.print(
-            f"{evaluator.filtered:,} held-out rows are left out: longer than "
+            f"{evaluator.filtered:,} held-out rows skipped: longer than "
             f"data.max_prompt_tokens={subject.config.data.max_prompt_tokens}",
             markup=False,
         )
@@ -262,8 +262,8 @@ def _check_same_weights(before: Mapping[str, str], after: Mapping[str, str]) -> 
     for url in before.keys() & after.keys():
         if before[url] != after[url]:
             raise _WeightsChangedError(
-                f"{url} was given other weights ({after[url]}) while it wrote, perhaps by a run "
-                "that trains with it; the answers are not kept. Ask a server that nobody else uses"
+                f"{url} received other weights ({after[url]}) during the evaluation, perhaps from "
+                "a training run; the answers were discarded. Use a server that nothing else updates"
             )
 
 
@@ -336,9 +336,9 @@ def _check_template_once(data: DataConfig, evaluator: Evaluator) -> None:
     for prompt in evaluator.prompts:
         if any(len(start) >= _LONG and prompt.text.count(start) > 1 for start in starts):
             raise DataError(
-                f"{prompt.uid}: the row holds the instruction of data.prompt_template already, so "
-                "it would be given twice; add 'data.prompt_template={*:\"{prompt}\"}', or take "
-                "the bare questions of winnow data prepare"
+                f"{prompt.uid}: the row already contains the instruction of data.prompt_template; "
+                f"set 'data.prompt_template={{*:\"{{prompt}}\"}}', or use the bare questions of "
+                "winnow data prepare"
             )
 
 
@@ -356,8 +356,8 @@ def resolve_setup(request: EvalRequest) -> EvalSetup:
         checkpoint = Checkpoint(path, verify(Checkpoint(path, 0)).step)
         if request.step not in (None, checkpoint.step):
             raise CheckpointError(
-                f"--step is {request.step}, but {path} is of step {checkpoint.step}; leave one of "
-                "them out"
+                f"--step is {request.step}, but {path} is of step {checkpoint.step}; drop one of "
+                "them"
             )
         return _run_setup(request, RunFolder(path.absolute().parent.parent), checkpoint, path)
     if is_run:
@@ -365,7 +365,7 @@ def resolve_setup(request: EvalRequest) -> EvalSetup:
         return _run_setup(request, run, find_checkpoint(run.path, request.step), path)
     if request.step is not None:
         raise ConfigError(
-            f"--step is {request.step}, but {request.model} is a model, not a run; leave it out"
+            f"--step is {request.step}, but {request.model} is a model, not a run; drop --step"
         )
     config = _resolve_recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
     model = config.model.model_copy(update={"path": request.model})
@@ -388,7 +388,7 @@ def _with_default_templates(config: Config) -> tuple[Config, str]:
     templates = custom or {name: text for name, text in default if name.lower() not in instructed}
     names = {name.lower() for name in templates}
     sources = dict.fromkeys(row.data_source for row in rows if row.data_source.lower() in names)
-    note = "bare questions, asked as Winnow's recipes ask them (data.prompt_template)"
+    note = "bare questions; applying the prompt template of Winnow's recipes (data.prompt_template)"
     note = f"{', '.join(sources)}: {note}" if sources else ""
     return with_settings(config, data={"prompt_template": templates}), note
 
@@ -404,8 +404,8 @@ def _is_run(path: Path, name: str) -> bool:
         return False
     if not (path / CONFIG).is_file():
         raise WinnowError(
-            f"{path} is neither a run's folder (no config.yaml) nor a model's (no config.json); "
-            "give runs/NAME, a Hugging Face folder or a hub name"
+            f"{path} is neither a run folder (no config.yaml) nor a model folder (no config.json); "
+            "use runs/NAME, a Hugging Face folder or a hub name"
         )
     return True
 
@@ -453,7 +453,7 @@ def _with_model_and_data(request: EvalRequest, config: Config, model: ModelConfi
     missing = [f for f in files if "://" not in f and not Path(f).expanduser().exists()]
     if data_set is not None and missing and not request.data:
         raise DataError(
-            f"{missing[0]}: no such file; get it by `winnow data prepare {data_set}`, or give "
+            f"{missing[0]}: no such file; create it with `winnow data prepare {data_set}`, or pass "
             "--data FILE"
         )
     limit = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
@@ -479,8 +479,8 @@ def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
     elif isinstance(engine, HttpEngineConfig) and not has_servers:
         engine = TorchEngineConfig()
         note = (
-            "The run's servers are not asked, as they may hold other weights: the torch engine "
-            "writes (servers started with this checkpoint: rollout.engine.url=URL)"
+            "Not using the run's servers, which may hold other weights: generating with the torch "
+            "engine (for servers of this checkpoint, set rollout.engine.url=URL)"
         )
     reward: dict[str, Any] = {"processes": 0}
     if not getattr(config.reward.model, "in_evaluation", True):
@@ -508,7 +508,7 @@ def _output_paths(out: str | None, run: RunFolder | None, name: str) -> tuple[Pa
         answers, report = folder / ANSWERS, folder / REPORT
     for file in (answers.parent, answers, report):
         if file.is_file():
-            raise WinnowError(f"{file} is there already; name another folder with --out")
+            raise WinnowError(f"{file} already exists; choose another folder with --out")
     return answers, report
 
 

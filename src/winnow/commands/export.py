@@ -58,10 +58,10 @@ def run_export(
     folder = RunFolder.open(run).path
     checkpoint, path = find_checkpoint(folder, step), Path(target)
     if path.exists():
-        raise ConfigError(f"{target} exists already; name a folder that does not")
+        raise ConfigError(f"{target} already exists; choose another folder")
     base = adapter_base(checkpoint.model)
     if adapter and base is None:
-        raise ConfigError(f"{run} was trained without an adapter; leave --adapter out")
+        raise ConfigError(f"{run} was trained without an adapter; drop --adapter")
     merges = base is not None and not adapter
     config = load_recipe(str(checkpoint.path / CONFIG)) if merges else None
     require_trust(folder, config, (), trusts, ("model.trust_remote_code",))

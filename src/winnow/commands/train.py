@@ -60,8 +60,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FINISHED = "{} is finished: nothing to do (trainer.{}=N makes it longer, run.name a new run)"
-
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -204,7 +202,10 @@ def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:
 
 def _finished_note(config: Config, folder: RunFolder) -> str:
     length = "steps" if config.trainer.data_epochs is None else "data_epochs"
-    return _FINISHED.format(folder.path, length)
+    return (
+        f"{folder.path} is finished: nothing to do (raise trainer.{length} to train longer, or "
+        "set run.name for a new run)"
+    )
 
 
 def _watch_progress(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
@@ -280,7 +281,7 @@ def _logging_errors() -> Iterator[None]:
         log.error("%s", error)
         raise
     except Exception:
-        log.exception("this is a mistake of winnow's")
+        log.exception("this is a bug in winnow")
         raise
 
 
@@ -342,10 +343,10 @@ def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
     lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
     if config.sampling.score_lag_ticks is not None or not lag:
         return []
-    when = f", when the engines are next looked at (each {looks} ticks)" if looks > 1 else ""
+    when = f", when the engines are next polled (every {looks} ticks)" if looks > 1 else ""
     return [
-        f"Scorers run beside the engine: a score is seen {lag} decode ticks after its answer's "
-        f"end{when} (sampling.score_lag_ticks)"
+        f"Scorers run concurrently with the engine: a score arrives {lag} decode ticks after its "
+        f"answer ends{when} (sampling.score_lag_ticks)"
     ]
 
 
@@ -395,9 +396,9 @@ def _train(
 
 
 def _stopped_note(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
-    saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
+    saved = "before the first checkpoint" if step is None else f"after step {step}, saved"
     return (
-        f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {quote(str(folder.path))}"
+        f"Stopped by {stopped.reason} {saved}. Resume with: winnow resume {quote(str(folder.path))}"
     )
 
 
@@ -409,8 +410,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
     """
     if not isinstance(config.warm_start, SftWarmStart):
         raise ConfigError(
-            f"warm_start is {config.warm_start.name}: there is nothing to fine-tune; "
-            "choose warm_start=sft"
+            f"warm_start={config.warm_start.name}: nothing to fine-tune; set warm_start=sft"
         )
     from winnow.builders.warm_start import make_warm_start
 
@@ -422,7 +422,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     """Say what will happen, in the words of a newcomer."""
     kind = "sft" if isinstance(config.sft, Demonstrations) else "train"
-    lines = [f"winnow {kind} {recipe}: everything of this run goes to {folder.path}"]
+    lines = [f"winnow {kind} {recipe}: writing to {folder.path}"]
     lines += config.run.description
     if isinstance(config.sft, Demonstrations):
         return lines
@@ -432,9 +432,7 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
         f"{length} steps of {config.sampling.groups_per_step} prompts x {config.rollout.n} answers"
     )
     if isinstance(config.sampling.filter, VarianceFilter):
-        size += (
-            "; a prompt whose answers are all right or all wrong teaches nothing and is replaced"
-        )
+        size += "; prompts whose answers are all right or all wrong give no signal and are replaced"
     lines.append(f"{size}.")
     return lines
 
@@ -483,18 +481,18 @@ def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, s
     commands = {}
     if isinstance(config.sft, Demonstrations):
         model = quote(str(checkpoints_in(folder.checkpoints)[-1].model))
-        commands[f"winnow train RECIPE model.path={model}"] = "go on by rewards"
+        commands[f"winnow train RECIPE model.path={model}"] = "continue with reinforcement learning"
     if config.data.eval_files or not isinstance(config.data.task, NoTask):
-        commands[f"winnow eval {path}"] = "ask the trained model the held-out prompts again"
+        commands[f"winnow eval {path}"] = "evaluate the trained model on the held-out prompts"
     commands |= {
-        f"winnow rollouts {path}": "what the model wrote, and how it was scored",
-        f"winnow doctor {path}": "what is wrong with the run, if anything",
-        f"winnow dashboard {quote(str(folder.path.parent))}": "all of it in a browser",
+        f"winnow rollouts {path}": "read the answers and their scores",
+        f"winnow doctor {path}": "diagnose the run",
+        f"winnow dashboard {quote(str(folder.path.parent))}": "show all of it in a browser",
     }
     if config.run.fork is None:
-        commands[f"winnow train {new} seed={other}"] = "the same with other random numbers"
+        commands[f"winnow train {new} seed={other}"] = "repeat with another seed"
     return {
         **commands,
-        f"winnow train {quote(recipe)} --help-config": "every setting, with its meaning",
-        f"winnow export {path} {target}": "the model as a Hugging Face folder",
+        f"winnow train {quote(recipe)} --help-config": "list all settings",
+        f"winnow export {path} {target}": "export the model as a Hugging Face folder",
     }

@@ -175,7 +175,7 @@ def test_steps_of_passes_over_the_data_are_known_only_while_what_they_follow_fro
     ]
     save(run, STEPS, config=(run / "config.yaml").read_text(), offset=0, state={"sampler": None})
     with pytest.raises(
-        CheckpointError, match=r"made before passes were counted; set trainer\.data"
+        CheckpointError, match=r"predates the tracking of epochs; set trainer\.data"
     ):
         open_again(recipe(tmp_path, one)).load_state(recipe(tmp_path, one))
     fork = one, "sampling.groups_per_step=32", "trainer.mini_batch_groups=32", f"run.fork={run}"
@@ -341,7 +341,7 @@ def test_another_machine_is_told_apart(tmp_path: Path) -> None:
     opened = open_again(recipe(tmp_path))
     assert opened.machine_changes({"threads": 1, "torch": "9"}) == []
     assert opened.machine_changes({"threads": 2}) == [
-        "Warning: threads was 1 and is 2: the bits may differ from an undisturbed run's"
+        "Warning: threads changed from 1 to 2: results may differ in the last bits"
     ]
 
 
@@ -375,11 +375,11 @@ REFUSED = {
     "all runs": (without(0, ".."), "cannot use {run}: "),
     "the checkpoints' entries": (
         without(0o400, "checkpoints"),
-        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/manifest.json",
+        "{run} has no intact checkpoint: {run}/checkpoints/step-4/manifest.json",
     ),
     "the checkpoint's recipe": (
         without(0, "checkpoints/step-4/config.yaml", "checkpoints/step-2/config.yaml"),
-        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/config.yaml",
+        "{run} has no intact checkpoint: {run}/checkpoints/step-4/config.yaml",
     ),
     "a checkpoint to be put back": (half_replaced, "cannot use {run}/checkpoints/.step-4.replaced"),
     "a file half written": (

@@ -166,8 +166,7 @@ def test_a_strangers_setting_is_refused_by_its_field(
     said = in_this_process("resume", "theirs", folder=tmp_path)
     assert (said.code, said.out) == (2, "")
     assert said.err.startswith(f"winnow: theirs/config.yaml: {key}=")
-    assert said.err.endswith("did not begin this run on this machine; if you trust whoever did, "
-                             "add --trust\n")  # fmt: skip
+    assert said.err.endswith("this machine; if you trust its author, add --trust\n")
     assert said.err.count("\n") == 1
     assert sorted(os.listdir(run)) == ["config.yaml", "log.txt"]
 
@@ -270,9 +269,11 @@ def test_a_strangers_links_and_pipes_are_refused(name: str, tmp_path: Path) -> N
     ):
         said = in_this_process(*words, folder=tmp_path)
         assert (said.code, said.err.count("\n")) == (2, 1)
-        assert said.err.startswith(f"winnow: {config}: {run / name} is no plain file or folder,")
+        assert said.err.startswith(
+            f"winnow: {config}: {run / name} is not a regular file or folder,"
+        )
     if name != "checkpoints/step-3/model/a":  # which is no file of the checkpoint's either
-        with pytest.raises(ConfigError, match="is no plain file or folder"):
+        with pytest.raises(ConfigError, match="is not a regular file or folder"):
             run_export(str(run), str(tmp_path / "out"), None)
     assert (outside / "step-9.parquet").read_text() == "mine"
 
@@ -329,8 +330,8 @@ def test_a_users_file_that_changed_is_told_on_resuming(tmp_path: Path) -> None:
     assert notes() == []
     mine.write_text(SCORER.replace("1.0", "2.0"))
     assert notes() == [
-        f"Warning: reward.function.path={mine} is not what it was when the checkpoint was made: "
-        "the run goes on with what it says now"
+        f"Warning: reward.function.path={mine} has changed since the checkpoint was saved: the run "
+        "uses the current file"
     ]
     fork = load_recipe(
         str(checkpoint.path / "config.yaml"), ["run.name=b", f"run.fork={runs}/theirs"]

@@ -54,9 +54,9 @@ def test_a_machine_that_can_train_is_told_so(
     assert lines["sandbox bubblewrap"].startswith("in force: ")
     assert re.search(r"^[\d,.]+ GiB in all, [\d,.]+ GiB free", lines["memory"])
     assert lines["runs"].startswith(f"{tmp_path}/new/runs (not made yet), ")
-    assert lines["cache"] == f"{cache}, 3 MiB; may be deleted, and is made again"
+    assert lines["cache"] == f"{cache}, 3 MiB; safe to delete"
     assert lines["model cache"] == f"{tmp_path}/none, empty"
-    assert said.splitlines()[-1].startswith("Nothing stands in the way of training")
+    assert said.splitlines()[-1].startswith("Ready to train")
     assert list(tmp_path.iterdir()) == [cache]  # nothing is left behind
 
 
@@ -111,7 +111,7 @@ def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
     need_bubblewrap()
     both = sandboxes_where(block_nothing)
     assert [finding.state for finding in both] == ["ok", "ok"]
-    assert both[1].text.startswith("holds, and is not used while bubblewrap does")
+    assert both[1].text.startswith("works, unused because bubblewrap does, too")
     one = sandboxes_where(block_namespaces)
     assert [finding.state for finding in one] == ["note", "ok"]
     assert one[0].text.startswith("bwrap could not set the sandbox up")
@@ -145,7 +145,7 @@ def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
     assert (
         f"FAULT  runs                 {tmp_path}/file cannot be written: Not a directory\n" in said
     )
-    assert said.splitlines()[-1] == "Mend what is marked FAULT (1), then ask again."
+    assert said.splitlines()[-1] == "Fix what is marked FAULT (1), then run winnow doctor again."
 
 
 def test_a_torch_that_does_not_load_is_a_fault(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_torch_that_does_not_load_is_a_fault(tmp_path: Path) -> None:
     )
     assert (run.returncode, run.stderr) == (1, "")
     assert "FAULT  torch                does not work: libtorch.so: cannot open\n" in run.stdout
-    assert "-> install it anew: pip install --force-reinstall" in run.stdout
+    assert "-> reinstall it: pip install --force-reinstall" in run.stdout
     assert "sandbox" in run.stdout  # all else is looked at nevertheless
 
 

@@ -170,7 +170,9 @@ def test_parts_beside_the_rules_are_shown() -> None:
     assert said["parts"] == {"task": 1, "overlong": -0.5}
     assert shown(*words, "--tokens", "128")["part overlong"] == "-1"
     result = ask(*words)
-    assert str(result.exception).startswith("reward.overlong.enabled=true scores the length of")
+    assert str(result.exception).startswith(
+        "reward.overlong.enabled=true needs the answer's length"
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_of_a_function_that_fails_everything_is_told(
     assert (
         str(result.exception) == f"scoring this answer failed: {said}; mend the scorer, or the row"
     )
-    assert "\nreward        -1 (scoring failed: a run leaves its group out" in result.stdout
+    assert "\nreward        -1 (scoring failed: a run drops the group" in result.stdout
     assert f"It printed:\nloaded\nasked about {answer}\n" in result.stdout
     assert trace in result.stderr
     assert "winnow/rewards" not in result.stderr  # a user's traceback is of the user's code
@@ -236,9 +238,9 @@ def test_code_runs_in_the_sandbox_and_the_failing_case_is_told() -> None:
     [
         (["FILE", "--row", "4"], DataError, "--row is 4, but FILE has rows 1 to 3; choose one"),
         (["FILE", "--row", "0"], DataError, "--row is 0, but FILE has rows 1 to 3; choose one"),
-        (["--row", "2", "--truth", "1"], DataError, "--row is 2, but there is no FILE; name the"),
-        (["--truth", "1"], DataError, "there is nothing to compare with; give FILE and --row, or"),
-        (["--source", "gsm8k"], DataError, "there is nothing to compare with; give FILE and"),
+        (["--row", "2", "--truth", "1"], DataError, "--row 2 needs a data file; add"),
+        (["--truth", "1"], DataError, "no ground truth; pass FILE and --row, or"),
+        (["--source", "gsm8k"], DataError, "no ground truth; pass FILE and"),
         (["FILE", "--scorer", "a", "--function", "b"], RewardError, "--scorer is a and --functi"),
         (
             ["FILE", "--function", "OWN", "reward/manager=custom", "reward.manager.path=a:B"],

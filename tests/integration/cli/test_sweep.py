@@ -77,9 +77,7 @@ def test_a_request_to_stop_reaches_each_run_and_begins_no_other(
     assert signal.getsignal(signal.SIGTERM) is before
     assert said(folder) == dict.fromkeys(("lr=1", "lr=2"), "begun\ntold 15\n")
     assert json.loads((folder / "sweep.json").read_text())["codes"] == {"lr=1": 75, "lr=2": 75}
-    assert capsys.readouterr().out.endswith(
-        "Stopped; the same command goes on with the runs that are not done.\n"
-    )
+    assert capsys.readouterr().out.endswith("Stopped; run the same command to continue.\n")
     lasting(0, monkeypatch)
     assert swept(folder, "1,2,3") == 0
     assert said(folder) == {

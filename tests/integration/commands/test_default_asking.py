@@ -48,7 +48,7 @@ def test_bare_questions_are_asked_as_the_recipes_ask_them(folder: Path) -> None:
         dapo.replace("{prompt}", "3?"),
         "4?",
     ]
-    assert found.note.startswith("gsm8k, openai/gsm8k, aime-2024: bare questions, asked as ")
+    assert found.note.startswith("gsm8k, openai/gsm8k, aime-2024: bare questions; applying ")
 
 
 def test_rows_with_an_instruction_and_a_template_of_the_users_come_first(folder: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
     passed = dict.fromkeys(["weights", "support", "logprobs", "update"], "passed")
     assert states == {**passed, "sleep": "not offered"}
     assert code == 0
-    assert "4,096 tokens are drawn from the whole softmax" in found["support"][1]
+    assert "4,096 tokens match the full softmax" in found["support"][1]
     # It holds the first weights again, and temperatures other than 1 are right, too.
     words = ("--model", str(first), "--json", "rollout.temperature=0.7", "model.dtype=float32")
     said = in_this_process("check-engine", url, *words, folder=tmp_path)
@@ -159,11 +159,11 @@ def refused(said: Outcome, line: str) -> None:
 
 def test_bad_words_are_one_line_each(first: Path, tmp_path: Path) -> None:
     nowhere = ("check-engine", "http://127.0.0.1:1")
-    refused(in_this_process(*nowhere, folder=tmp_path), "give its folder in --model FOLDER")
+    refused(in_this_process(*nowhere, folder=tmp_path), "pass --model FOLDER")
     model = ("--model", str(first), "model.dtype=float32")
     refused(in_this_process(*nowhere, *model, folder=tmp_path), "start the server, or mend the")
     same = ("--update", str(first))
-    refused(in_this_process(*nowhere, *model, *same, folder=tmp_path), "its weights give the same")
+    refused(in_this_process(*nowhere, *model, *same, folder=tmp_path), "same log-probs as")
     absent = ("--model", "/absent", "model.dtype=float32")
     refused(in_this_process(*nowhere, *absent, folder=tmp_path), "/absent")
 
@@ -243,7 +243,7 @@ def test_a_run_is_evaluated_by_servers_only_if_they_are_named_and_hold_its_model
     def answers(out: str, *overrides: str) -> tuple[str, list[list[int]]]:
         words = ("eval", "runs/mine", "--out", out, *overrides)
         told = in_this_process(*words, folder=tmp_path).check()
-        assert ("servers are not asked" in told.out) == (out == "silent")
+        assert ("Not using the run's servers" in told.out) == (out == "silent")
         rows = read_rollouts(tmp_path / out / "answers.parquet").to_pylist()
         report = json.loads((tmp_path / out / "report.json").read_text())
         return report["engine"], [row["token_ids"] for row in rows]
@@ -274,5 +274,5 @@ def test_a_run_is_evaluated_by_servers_only_if_they_are_named_and_hold_its_model
     refused = in_this_process(*words, folder=tmp_path)
     process.kill()
     assert refused.code == 2
-    assert f"{url} was given other weights (newer) while it wrote" in refused.err
+    assert f"{url} received other weights (newer) during" in refused.err
     assert not (tmp_path / "changed").exists()

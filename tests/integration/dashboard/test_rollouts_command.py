@@ -245,7 +245,7 @@ def test_on_a_terminal_it_asks(make_run: MakeRun) -> None:
             while file.read(4096):
                 pass
     assert os.waitpid(child, 0)[1] == 0
-    assert b"a, 4 steps, the newest first" in seen
+    assert b"a, 4 steps, newest first" in seen
     assert b"step 2 of 4, 3 prompts" in seen
 
 

@@ -97,7 +97,7 @@ def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
         found, (warning,) = newest_usable(tmp_path)
         assert found == good
         assert part in warning
-        assert warning.endswith("; going on from step 1")
+        assert warning.endswith("; continuing from step 1")
         shutil.rmtree(bad.path)
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_was_added_to_a_checkpoint_is_found(tmp_path: Path) -> None:
     verify(saved)
     (saved.model / "modeling_x.py").touch()
     with pytest.raises(
-        CheckpointError, match=r"modeling_x\.py was added to the checkpoint; remove"
+        CheckpointError, match=r"modeling_x\.py is not part of the checkpoint; remove"
     ):
         verify(saved)
 

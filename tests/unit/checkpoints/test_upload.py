@@ -111,7 +111,7 @@ def test_a_copy_that_fails_is_tried_again_and_then_stops_the_run(
             patch.setattr(type(files), "put_file", fails)
             mirror.push(save(run, 1))
             mirror.push(save(run, 2))
-        assert "no credentials; the next checkpoint tries again" in caplog.text
+        assert "no credentials; retrying at the next checkpoint" in caplog.text
         mirror.push(save(run, 3))
     monkeypatch.setattr(type(files), "put_file", fails)
     mirror.push(save(run, 4))
