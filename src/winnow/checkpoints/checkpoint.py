@@ -226,17 +226,12 @@ def newest_usable(
     return None, []
 
 
-def load_state(checkpoint: Checkpoint, is_verified: bool = False) -> dict[str, Any]:
-    """Read the training state of a checkpoint, after a check of its files against the manifest.
-
-    Args:
-        is_verified: they have been checked.
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read the training state of a verified checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another format.
+        CheckpointError: it is damaged in a way that checksums do not show.
     """
-    if not is_verified:
-        verify(checkpoint)
     for index in checkpoint.path.rglob(SHARD_INDEX):
         check_shards(index.parent)
     return read_state(checkpoint.path, STATE_CLASSES)

@@ -112,7 +112,7 @@ class OpenedRun:
             CheckpointError: it is damaged, or too old for the recipe, or does not fit a fork's.
         """
         assert self.checkpoint is not None
-        state = load_state(self.checkpoint, is_verified=True)
+        state = load_state(self.checkpoint)
         epochs = config.trainer.data_epochs
         if epochs is not None and "sampler" in state and "passes" not in state:
             raise CheckpointError(

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
     from winnow.data.prepare import Prepared
 
-app = typer.Typer(
-    name="data",
-    help="Prepare known data sets and check data files.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(help="Prepare known data sets and check data files.", no_args_is_help=True)
 
 _Line = tuple[str, int | None, str]
 """A name, a number and a remark; without a number, a heading."""

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from winnow.views.ledger_diff import Difference, LedgerReport
 
 app = typer.Typer(
-    name="ledger",
-    help="Compare what runs consumed, group by group (exit code 0: same, 1: different).",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    help="Compare runs group by group (exit code 0: same, 1: different).", no_args_is_help=True
 )
 
 _Until = Annotated[int | None, Option(metavar="STEP", min=1, help="Ignore later steps.")]

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
     from winnow.rewards.scorers import Scorer
     from winnow.types import Prompt
 
-app = typer.Typer(
-    name="reward",
-    help="Try or serve a reward function.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(help="Try or serve a reward function.", no_args_is_help=True)
 _SHOWN = 300
 """Characters of a long text that are shown."""
 

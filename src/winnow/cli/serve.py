@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from winnow.cli.options import Host, Port, TokenEnv
 
-sandbox_app = typer.Typer(name="sandbox", no_args_is_help=True, pretty_exceptions_enable=False)
+sandbox_app = typer.Typer(help="Run programs written by a model.", no_args_is_help=True)
 
 
 def dashboard_command(
@@ -43,11 +43,6 @@ def dashboard_command(
         line = f"Dashboard: {address_of(listener)}/{key} (Ctrl-C to stop)"
         code = serve(Dashboard(runs or ["runs"], token), listener, line)
     raise typer.Exit(code)
-
-
-@sandbox_app.callback()
-def sandbox() -> None:
-    """Run programs written by a model."""
 
 
 @sandbox_app.command("serve")

@@ -82,6 +82,9 @@ _LONG = 20
 _OF_RUNS = "model", "rollout/engine", "rollout.engine"
 """Settings that a run brings along although a recipe says how it is asked."""
 _ENGINE = ("rollout.engine.",)
+_SAMPLING = "n", "temperature", "top_p", "top_k"
+_PROMPTING = "chat_template", "chat_template_kwargs", "system_prompt", "prompt_template"
+"""Settings of `evaluation` and of `data` that a report has."""
 _NO_PROMPTS = "no held-out prompts; pass --data FILE, or set data.eval_files=[FILE] or a task"
 
 
@@ -269,7 +272,6 @@ def _check_same_weights(before: Mapping[str, str], after: Mapping[str, str]) -> 
 
 def _report_header(subject: EvalSetup, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
     config = subject.config
-    section = config.evaluation
     return {
         "title": subject.title,
         "model": subject.model,
@@ -278,16 +280,10 @@ def _report_header(subject: EvalSetup, evaluator: Evaluator, seconds: float) -> 
         "engine": config.rollout.engine.name,
         "data": list(config.data.eval_files) or config.data.task.name,
         "settings": {
-            "n": section.n,
-            "temperature": section.temperature,
-            "top_p": section.top_p,
-            "top_k": section.top_k,
+            **{name: getattr(config.evaluation, name) for name in _SAMPLING},
             "max_response_tokens": config.rollout.max_response_tokens,
             "seed": config.run.seed,
-            "chat_template": config.data.chat_template,
-            "chat_template_kwargs": config.data.chat_template_kwargs,
-            "system_prompt": config.data.system_prompt,
-            "prompt_template": config.data.prompt_template,
+            **{name: getattr(config.data, name) for name in _PROMPTING},
             # For comparisons to see a change of them.
             f"{SCORED}manager": config.reward.manager.name,
             f"{SCORED}judge": config.reward.judge.name,

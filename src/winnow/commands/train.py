@@ -46,7 +46,6 @@ from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, Use
 from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
 from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
-from winnow.rewards.rewards import Rewards
 from winnow.run.loop import Run, train
 from winnow.run.shutdown import MachineEnd, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
@@ -117,7 +116,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         is_finished = opened.is_finished(config.trainer.steps)
         if not is_finished:
             check_places(config, opened.checkpoint is not None)
-        _note_all(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
+        _note(sink, *warnings, *(opened.notes or introduction(config, recipe, folder)))
         if is_finished:
             if opened.checkpoint is not None and opened.may_be_damaged:
                 verify(opened.checkpoint)  # as no ranks will
@@ -125,12 +124,12 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             _show_results(config, recipe, folder, console)
             return 0
         if options.companion is not None:
-            _note_all(sink, [stack.enter_context(options.companion(folder.path))])
+            _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config, roles))
         data, config, saved_config = _read_data(config, opened, policy)
         end = MachineEnd(config.trainer)
-        _note_all(sink, [*end.notes, *starting(config, roles)])
+        _note(sink, *end.notes, *starting(config, roles))
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
@@ -147,16 +146,20 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
             run = _build_run(context, data, sink)
-            _note_all(sink, opened.machine_changes(placed.machine))
+            _note(sink, *opened.machine_changes(placed.machine))
             _restore(config, replace(opened, config=saved_config), run, sink, metrics)
             has_begun.set()
-            _watch_progress(heartbeat, run, rewards)
+            heartbeat.watch(
+                lambda: run.engine.status().generated_tokens,
+                lambda: run.learner.progress,
+                rewards.count_offloaded,
+            )
             _start_sinks(sinks, run, folder, figures, options.began_s)
             stopped = _train(config, policy, run, options.stop, end)
         if stopped is not None:
             _note(sink, _stopped_note(stopped, run.state.step, folder))
             return stopped.exit_code
-        _note_all(sink, run.passes.notes if isinstance(run, Run) else ())
+        _note(sink, *(run.passes.notes if isinstance(run, Run) else ()))
         _show_results(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
@@ -208,15 +211,6 @@ def _finished_note(config: Config, folder: RunFolder) -> str:
     )
 
 
-def _watch_progress(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
-    """Have the heartbeat look at what moves while a run is well."""
-    heartbeat.watch(
-        lambda: run.engine.status().generated_tokens,
-        lambda: run.learner.progress,
-        rewards.count_offloaded,
-    )
-
-
 def _save_tokenizer_and_config(policy: LoadedPolicy, folder: RunFolder) -> None:
     """Keep what token ids can be read by later, of a fast tokenizer, and the run be planned by."""
     if policy.tokenizer.is_fast and not folder.tokenizer.exists():
@@ -254,35 +248,26 @@ def _start_sinks(
     sinks.begin_with({**figures, START_S: start_s})
 
 
-def _note_all(sink: ConsoleSink, lines: Iterable[str]) -> None:
-    """Show lines on the console and keep them in the log."""
+def _note(sink: ConsoleSink, *lines: str) -> None:
+    """Show lines on the console and log them."""
     for line in lines:
         sink.note(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
 
 
-def _note(sink: ConsoleSink, line: str) -> None:
-    _note_all(sink, [line])
-
-
 @contextlib.contextmanager
 def _logging_to_folder(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
-    """Keep a log, the error that ends the run in it; yields a stack for further contexts."""
-    with opened.folder.logging_to_file(), _logging_errors(), contextlib.ExitStack() as stack:
-        yield stack
-
-
-@contextlib.contextmanager
-def _logging_errors() -> Iterator[None]:
-    """Log the error that ends a run."""
-    try:
-        yield
-    except WinnowError as error:
-        log.error("%s", error)
-        raise
-    except Exception:
-        log.exception("this is a bug in winnow")
-        raise
+    """Log to the run's folder, also the error that ends the run; yields a stack of contexts."""
+    with opened.folder.logging_to_file():
+        try:
+            with contextlib.ExitStack() as stack:
+                yield stack
+        except WinnowError as error:
+            log.error("%s", error)
+            raise
+        except Exception:
+            log.exception("this is a bug in winnow")
+            raise
 
 
 def _resolve_models(
@@ -308,7 +293,7 @@ def _resolve_models(
     assert start is not None, "the configuration asks for a model or a warm start"
     if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
         fetch_models(config, sink.note)
-        _note_all(sink, start_notes(config.model, start))
+        _note(sink, *start_notes(config.model, start))
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
     return start, start if is_needed else None, figures
@@ -328,12 +313,8 @@ def _restore(
         if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
             sink.note(_finished_note(config, opened.folder))
     opened.rewind(metrics)
-    _note_all(sink, _start_notes(config, run))
-
-
-def _start_notes(config: Config, run: Run | Imitation) -> list[str]:
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
-    return [*run.notes, *profile, *_lag_notes(config, run)]
+    _note(sink, *run.notes, *profile, *_lag_notes(config, run))
 
 
 def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:

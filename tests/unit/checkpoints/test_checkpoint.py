@@ -23,7 +23,6 @@ from winnow.checkpoints.checkpoint import (
     Snapshot,
     checkpoints_in,
     clean_drafts,
-    load_state,
     newest_usable,
     prune,
     read_manifest,
@@ -92,7 +91,7 @@ def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
         bad = save(tmp_path / "checkpoints", 2, config="x: 1")
         DAMAGES[damage](bad.path / part)
         with pytest.raises(CheckpointError, match=part) as caught:
-            load_state(bad)
+            verify(bad)
         assert "\n" not in str(caught.value)
         found, (warning,) = newest_usable(tmp_path)
         assert found == good
