@@ -143,7 +143,7 @@ def test_a_fork_learns_by_its_own_settings_and_can_be_resumed(home: Path) -> Non
     [
         (["run.seed=1"], "run.seed was 0 and is 1"),
         (["model.dtype=bfloat16"], "model.dtype was 'float32' and is 'bfloat16'"),
-        (["algorithm/advantage=gae"], "holds none; choose another"),
+        (["algorithm/advantage=gae"], "has none; choose another"),
         (["trainer.steps=3"], "leaves nothing to train after step 3"),
         (["run.fork=runs/calm@99"], "has no checkpoint of step 99; there are: 1, 2,"),
         (

@@ -51,7 +51,7 @@ def test_a_machine_that_can_train_is_told_so(
     lines = {line[7:26].strip(): line[28:] for line in said.splitlines() if line[:2] == "ok"}
     assert lines["python"].startswith(f"{platform.python_version()} at {sys.executable}, on Linux")
     assert lines["torch"].startswith(f"{torch.__version__}, built for ")
-    assert lines["sandbox bubblewrap"].startswith("in force: ")
+    assert lines["sandbox bubblewrap"].startswith("in use: ")
     assert re.search(r"^[\d,.]+ GiB in all, [\d,.]+ GiB free", lines["memory"])
     assert lines["runs"].startswith(f"{tmp_path}/new/runs (not made yet), ")
     assert lines["cache"] == f"{cache}, 3 MiB; safe to delete"
@@ -116,7 +116,7 @@ def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
     assert [finding.state for finding in one] == ["note", "ok"]
     assert one[0].text.startswith("bwrap could not set the sandbox up")
     assert "sysctl user.max_user_namespaces" in one[0].remedy
-    assert one[1].text.startswith("in force: ")
+    assert one[1].text.startswith("in use: ")
     none = sandboxes_where(block_all)
     assert [finding.name for finding in none] == [
         "sandbox bubblewrap", "sandbox landlock", "sandbox",
@@ -127,7 +127,7 @@ def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
 
 
 def test_a_requirement_is_held_against_what_is_installed() -> None:
-    said = f"numpy is {metadata.version('numpy')}, needed is <1"
+    said = f"numpy is {metadata.version('numpy')}, requires <1"
     wanted = {"numpy>=2": "", "numpy<1": said, "no-such-one>=1": "no-such-one is missing"}
     assert {words: doctor._unmet_reason(Requirement(words)) for words in wanted} == wanted
 
@@ -138,7 +138,7 @@ def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
     with permissions_apply():
         finding = doctor._check_runs_folder(closed / "runs")
     text = f"{closed} cannot be written: Permission denied"
-    assert finding == Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
+    assert finding == Finding("runs", text, "set run.dir to a writable folder", is_fault=True)
     (tmp_path / "file").touch()
     code, said = ask("--runs", str(tmp_path / "file" / "runs"))
     assert code == 1

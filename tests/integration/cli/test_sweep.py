@@ -123,5 +123,5 @@ def test_other_values_run_alone_and_another_recipe_is_refused(
     saved = json.loads((folder / "sweep.json").read_text())
     assert list(saved["runs"]) == ["lr=1", "lr=2", "lr=3", "lr=4"]
     assert saved["codes"] == {"lr=1": 75, "lr=3": 0, "lr=4": 0}
-    with pytest.raises(ConfigError, match=r"has a sweep of quickstart, and this one is of rloo"):
+    with pytest.raises(ConfigError, match=r"is a sweep of quickstart, not of rloo"):
         swept(folder, "3,4", "rloo")

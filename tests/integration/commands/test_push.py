@@ -66,7 +66,7 @@ def test_a_push_that_breaks_off_says_how_to_go_on_and_a_taken_folder_makes_no_re
         patched.setattr(HfApi, "upload_folder", HfApi.dataset_info)  # takes no such arguments
         told = export(home, hub, "half", "owner/half", "--revision", "v2")
     assert told.code == 2
-    assert "the model is in half, and `hf upload owner/half half --revision v2` goes on" in told.err
+    assert "the model is in half; retry with `hf upload owner/half half --revision v2`" in told.err
     assert (home / "half" / "README.md").is_file()
     told = export(home, hub, "half", "owner/other")
     assert "half already exists; choose another folder" in told.err
