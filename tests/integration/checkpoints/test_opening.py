@@ -117,7 +117,7 @@ def test_keys_that_no_figure_depends_on_may_change(tmp_path: Path) -> None:
     opened = open_again(recipe(tmp_path, *overrides))
     assert opened.checkpoint is not None
     told = [note for note in opened.notes if " was " in note]
-    assert all(" is " in note and note.endswith(" from here on") for note in told)
+    assert all(" is " in note and note.endswith(" from now on") for note in told)
     keys = {override.partition("=")[0] for override in overrides}
     # Threads are told with the machine.
     assert {note.partition(" was ")[0] for note in told} == keys - {"run.threads"}
@@ -171,7 +171,7 @@ def test_steps_of_passes_over_the_data_are_known_only_while_what_they_follow_fro
     longer = open_again(recipe(tmp_path, two, "trainer.steps=3"))
     assert not longer.is_finished(STEPS)
     assert [note for note in longer.notes if " was " in note] == [
-        "trainer.data_epochs was 1.0 and is 2.0 from here on"
+        "trainer.data_epochs was 1.0 and is 2.0 from now on"
     ]
     save(run, STEPS, config=(run / "config.yaml").read_text(), offset=0, state={"sampler": None})
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_the_strategy_of_ranks_may_change_and_is_told(tmp_path: Path) -> None:
         recipe(tmp_path, *cut, "trainer.strategy.ranks=4"),
         recipe(tmp_path, *cut, "trainer.strategy.ranks=4", f"run.fork={run}", name="b"),
     ):
-        notes = [note.removesuffix(" from here on") for note in open_again(config).notes]
+        notes = [note.removesuffix(" from now on") for note in open_again(config).notes]
         assert [note for note in notes if note.startswith("trainer.strategy.")] == [
             "trainer.strategy.name was 'fsdp2' and is 'megatron'",
             "trainer.strategy.ranks was 2 and is 4",

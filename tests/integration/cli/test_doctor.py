@@ -53,7 +53,7 @@ def test_a_machine_that_can_train_is_told_so(
     assert lines["torch"].startswith(f"{torch.__version__}, built for ")
     assert lines["sandbox bubblewrap"].startswith("in use: ")
     assert re.search(r"^[\d,.]+ GiB in all, [\d,.]+ GiB free", lines["memory"])
-    assert lines["runs"].startswith(f"{tmp_path}/new/runs (not made yet), ")
+    assert lines["runs"].startswith(f"{tmp_path}/new/runs (not created yet), ")
     assert lines["cache"] == f"{cache}, 3 MiB; safe to delete"
     assert lines["model cache"] == f"{tmp_path}/none, empty"
     assert said.splitlines()[-1].startswith("Ready to train")
