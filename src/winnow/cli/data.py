@@ -74,14 +74,12 @@ def check_command(
         str | None, Option("--eval", metavar="FILE", help="Held-out file to check for overlap.")
     ] = None,
     max_prompt_tokens: Annotated[
-        int | None, Option(help="Count longer prompts; default: data.max_prompt_tokens.")
+        int | None, Option(min=1, help="Count longer prompts; default: data.max_prompt_tokens.")
     ] = None,
     prompt_key: PromptKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a data file: sources, lengths, duplicates, conflicting labels, overlap."""
-    if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise DataError(f"--max-prompt-tokens must be at least 1, got {max_prompt_tokens}")
     if max_prompt_tokens is not None and tokenizer is None:
         raise DataError(
             f"--max-prompt-tokens {max_prompt_tokens} needs a tokenizer; add --tokenizer FOLDER"

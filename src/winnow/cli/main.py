@@ -237,14 +237,12 @@ def export(
         if is_set and push is None:
             raise ConfigError(f"{option} needs --push; add --push OWNER/NAME, or drop {option}")
     with gc_tuning.growing():
-        from winnow.commands.export import run_export, run_push
+        from winnow.commands.export import run_export
         from winnow.commands.push import HubTarget
 
-    if push is not None:
-        hub = HubTarget(push, private, revision)
-        typer.echo(f"Pushed to {run_push(run, target, step, adapter, trust, hub)}")
-        return
-    typer.echo(f"Exported to {run_export(run, target, step, adapter, trust)}")
+    hub = None if push is None else HubTarget(push, private, revision)
+    place = run_export(run, target, step, adapter, trust, hub)
+    typer.echo(f"{'Exported' if hub is None else 'Pushed'} to {place}")
 
 
 @app.command("check-engine", no_args_is_help=True)

@@ -190,9 +190,7 @@ def test_of_a_function_that_fails_everything_is_told(
     result = ask(*words)
     assert isinstance(result.exception, RewardError)
     said = line.replace("OWN", str(own))
-    assert (
-        str(result.exception) == f"scoring this answer failed: {said}; fix the scorer or the row"
-    )
+    assert str(result.exception) == f"scoring this answer failed: {said}; fix the scorer or the row"
     assert "\nreward        -1 (scoring failed: a run drops the group" in result.stdout
     assert f"It printed:\nloaded\nasked about {answer}\n" in result.stdout
     assert trace in result.stderr
@@ -241,7 +239,11 @@ def test_code_runs_in_the_sandbox_and_the_failing_case_is_told() -> None:
         (["--row", "2", "--truth", "1"], DataError, "--row 2 needs a data file; add"),
         (["--truth", "1"], DataError, "no ground truth; pass FILE and --row, or"),
         (["--source", "gsm8k"], DataError, "no ground truth; pass FILE and"),
-        (["FILE", "--scorer", "a", "--function", "b"], RewardError, "--scorer a and --function b exclude"),
+        (
+            ["FILE", "--scorer", "a", "--function", "b"],
+            RewardError,
+            "--scorer a and --function b exclude",
+        ),
         (
             ["FILE", "--function", "OWN", "reward/manager=custom", "reward.manager.path=a:B"],
             RewardError,

@@ -150,11 +150,6 @@ def test_what_cannot_be_checked_is_said_on_one_line(write_jsonl: WriteJsonl) -> 
             DataError,
             "--max-prompt-tokens 9 needs a tokenizer; add --tokenizer FOLDER",
         ),
-        (
-            [empty, "--max-prompt-tokens", "0"],
-            DataError,
-            "--max-prompt-tokens must be at least 1, got 0",
-        ),
         ([empty, "--tokenizer", "/nowhere"], ModelError, "--tokenizer /nowhere: no such folder"),
     ]:
         error = CliRunner().invoke(app, ["check", *arguments]).exception
