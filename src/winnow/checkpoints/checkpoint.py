@@ -119,7 +119,7 @@ class Snapshot:
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
-    """Return what the bits of a run depend on, its recipe aside."""
+    """Describe the versions and hardware that the bits of a run depend on."""
     import transformers  # which takes a second, and the run has said where it goes by now
 
     name = platform.processor() or platform.machine()
@@ -140,7 +140,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 def save_checkpoint(
     folder: Path, manifest: Manifest, snapshot: Snapshot, recipe: str = ""
 ) -> Checkpoint:
-    """Write `folder/step-N` whole or not at all; a crash at any point leaves what was there.
+    """Write `folder/step-N` atomically; a crash at any point leaves the previous state.
 
     Args:
         manifest: without `files`, which are filled in.
@@ -182,7 +182,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """Find a run's checkpoint of a step, or its last, and check its files.
+    """Find a run's checkpoint of a step, or its last, and verify it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -200,7 +200,7 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
 def newest_usable(
     run: Path, rank_folders: Collection[str] = ()
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Find a run's newest checkpoint whose files are as written; return it with warnings of others.
+    """Find a run's newest intact checkpoint; return it with warnings about damaged newer ones.
 
     Args:
         rank_folders: as for `verify`.
@@ -276,7 +276,7 @@ def _unreadable_error(path: Path, error: OSError) -> WinnowError:
 
 
 def verify(checkpoint: Checkpoint, rank_folders: Collection[str] = ()) -> Manifest:
-    """Check that every file is there and is what was written; return the manifest.
+    """Verify every file of a checkpoint against its manifest; return the manifest.
 
     Args:
         rank_folders: folders (`Role.saved_in`) of ranks that check the content of what they read
@@ -303,7 +303,7 @@ def verify(checkpoint: Checkpoint, rank_folders: Collection[str] = ()) -> Manife
 def verify_rank_share(
     checkpoint: Path, rank: int, world_size: int, folder: str = POLICY_STATE
 ) -> None:
-    """Check the weights and shards that fall to one of a role's ranks, as many bytes as to others.
+    """Verify one rank's share of a role's weights and shards; shares are balanced by bytes.
 
     Args:
         folder: of the role's state (`Role.saved_in`).
@@ -348,7 +348,7 @@ def _check_files(
 
 
 def remove(checkpoints: Iterable[Checkpoint]) -> None:
-    """Delete checkpoints, each as one act: a crash leaves none of them half deleted.
+    """Delete checkpoints, each atomically.
 
     Raises:
         WinnowError: the folder cannot be changed.
@@ -362,7 +362,7 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
 
 
 def clean_drafts(folder: Path) -> None:
-    """Undo what a crash, or an end at once, left half done.
+    """Delete incomplete checkpoints that a crash left, and restore one that was being replaced.
 
     Raises:
         OSError: a checkpoint cannot be put back into its place.
@@ -382,7 +382,7 @@ def clean_drafts(folder: Path) -> None:
 def prune(
     folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None
 ) -> None:
-    """Delete checkpoints that need not stay. One that cannot be read stays for a person to see.
+    """Delete checkpoints that the retention settings do not keep, except unreadable ones.
 
     Args:
         keep_last: number of the newest that stay; None keeps all.
@@ -413,7 +413,7 @@ def prune(
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Return bytes and sha256 of a file, as a manifest has them."""
+    """Return size and sha256 of a file for a manifest."""
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 

@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run's folder, locked, with its recipe and the checkpoint to go on from."""
+    """A locked run folder with its recipe and the checkpoint to resume from."""
 
     folder: RunFolder
     config: Config
@@ -106,7 +106,7 @@ class OpenedRun:
     """Ranks are yet to check the checkpoint, for which an older one may stand in."""
 
     def load_state(self, config: Config) -> dict[str, Any]:
-        """Read the state to go on from.
+        """Read the state to resume from.
 
         Raises:
             CheckpointError: it is damaged, or too old for the recipe, or does not fit a fork's.
@@ -124,11 +124,11 @@ class OpenedRun:
         return forked_state(config, self.fork_source, state, str(self.checkpoint.path))
 
     def is_finished(self, steps: int) -> bool:
-        """Return whether it is known that nothing is left to do."""
+        """Return whether all steps are known to be done."""
         return self.knows_steps and self.manifest.step >= steps and self.manifest.evaluated
 
     def machine_changes(self, machine: Mapping[str, str | int]) -> list[str]:
-        """Say what of the machine is not as it was when the checkpoint was made."""
+        """Warn about differences between the checkpoint's machine and this one."""
         was = self.manifest.machine
         return [
             f"Warning: {name} changed from {was[name]} to {now}: results may differ in the last "
@@ -138,7 +138,7 @@ class OpenedRun:
         ]
 
     def rewind(self, metrics: MetricsLog) -> None:
-        """Drop all that is later than the checkpoint.
+        """Drop all records later than the checkpoint.
 
         In this order: a crash within leaves what the same call can finish.
 
@@ -156,7 +156,7 @@ class OpenedRun:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder while the block runs: one process a run.
+    """Lock a run's folder while the block runs: one process per run.
 
     The system takes the lock back however the process ends.
 
@@ -187,7 +187,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class DamagedError(CheckpointError):
-    """The checkpoint that a start went on from is damaged, and there is an older one."""
+    """The checkpoint in use is damaged, and an older one is intact."""
 
     def __init__(self, older: Checkpoint, warnings: Sequence[str]) -> None:
         super().__init__(*warnings)
@@ -196,7 +196,7 @@ class DamagedError(CheckpointError):
 
 @contextlib.contextmanager
 def detecting_damage(opened: OpenedRun) -> Iterator[Event]:
-    """Look through all files of a checkpoint that ranks were to check if a start from it fails.
+    """Verify a checkpoint that ranks were to verify, if the start from it fails.
 
     Yields:
         Set once it has not.
@@ -219,7 +219,7 @@ def detecting_damage(opened: OpenedRun) -> Iterator[Event]:
 
 @contextlib.contextmanager
 def opened_run(config: Config, recipe: str) -> Iterator[OpenedRun]:
-    """Hold the folder that `run.resume` and `run.name` ask for while the block runs.
+    """Open and lock the folder selected by `run.resume` and `run.name` while the block runs.
 
     Raises:
         ConfigError: it is in use, was made by another recipe, or is none.
@@ -240,7 +240,7 @@ def opened_run(config: Config, recipe: str) -> Iterator[OpenedRun]:
 
 
 def _valuable_files(folder: Path) -> set[Path]:
-    """List the files of a run that are worth keeping: those of before its start are not."""
+    """List the files of a run that were written after its start."""
     files = {path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()}
     saved = {path for path in files if path.parts[0] not in DISCARDABLE_FILES}
     metrics = Path(METRICS_FILE)
@@ -318,7 +318,7 @@ class ForkSource:
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Make a file appear in a second place, as a copy where the file system has no links."""
+    """Hard-link a file, or copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -326,7 +326,7 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _find_fork_source(config: Config, fork: str) -> ForkSource:
-    """Find the checkpoint that `run.fork` names, and check that its state fits the recipe.
+    """Find the checkpoint of `run.fork`, and check that its state fits the recipe.
 
     Raises:
         ConfigError: it names none, or the recipe is one of another model, data or optimizer.
@@ -361,7 +361,7 @@ def _find_fork_source(config: Config, fork: str) -> ForkSource:
 
 
 def resolve_run_path(key: str, value: str) -> tuple[Path, Checkpoint | None]:
-    """Find the run's folder that a setting names, and the checkpoint if it is one's folder.
+    """Resolve a setting to a run folder, and a checkpoint if it is the path of one.
 
     Raises:
         ConfigError: it is neither.
@@ -430,7 +430,7 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
 
 
 def _pin_commits(config: Config) -> Config:
-    """Note the commits of data and model on the hub, so that resuming takes no others.
+    """Pin data and model on the hub to their current commits, so that resuming uses the same.
 
     Raises:
         DataError: there is no such data set or file, or the hub cannot be asked.
@@ -465,7 +465,7 @@ def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
 
 
 def _changes_step_count(config: Config, saved: Config) -> bool:
-    """Return whether passes over the data fill other steps than those of another recipe."""
+    """Return whether passes over the data may give another number of steps than before."""
     is_same = config.trainer.data_epochs == saved.trainer.data_epochs
     return not is_same or config.sampling.groups_per_step != saved.sampling.groups_per_step
 
@@ -490,7 +490,7 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 
 def code_changes(config: Config, old_hashes: Mapping[str, str]) -> list[str]:
-    """Say which of the user's files are not what they were.
+    """Warn about the user's files that have changed.
 
     Args:
         old_hashes: `code_hashes` when the checkpoint was made.

@@ -31,7 +31,7 @@ def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 
 def check_same(config: Config, saved: Config, subject: str, remedy: str) -> list[str]:
-    """Refuse to go on with a recipe that gives other figures; return a line for each change.
+    """Refuse to resume with a recipe that would change metrics; return a line for each change.
 
     Args:
         saved: the recipe so far.
@@ -55,7 +55,7 @@ def check_same(config: Config, saved: Config, subject: str, remedy: str) -> list
 
 
 def check_fork(config: Config, source: Config, subject: str) -> list[str]:
-    """Refuse a fork whose recipe the state of a checkpoint cannot hold; return the changes.
+    """Refuse a fork whose recipe does not fit the checkpoint's state; return the changes.
 
     Args:
         source: the recipe of the checkpoint.
@@ -79,7 +79,7 @@ def check_fork(config: Config, source: Config, subject: str) -> list[str]:
 def forked_state(
     config: Config, source: Config, state: Mapping[str, Any], subject: str
 ) -> dict[str, Any]:
-    """Return the state of a checkpoint as a fork goes on from it.
+    """Adapt the state of a checkpoint to the recipe of a fork.
 
     Raises:
         CheckpointError: groups are under way in it that were sampled by other settings.

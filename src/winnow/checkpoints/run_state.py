@@ -56,7 +56,7 @@ class ModelStates(Protocol):
         """Copy all of them to the host."""
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Become what a checkpoint holds, its model being loaded already.
+        """Load a checkpoint's state; its model is loaded already.
 
         Args:
             checkpoint: its folder.
@@ -113,11 +113,11 @@ class Stateful(Protocol):
         """Return a copy of the state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Load a state that `state_dict` returned."""
 
 
 class RunState:
-    """The notes of boundaries, and a thread that writes checkpoints of them while training goes on.
+    """Records the state at step boundaries and writes checkpoints in a background thread.
 
     A save waits for the one before; an error comes up there, or at the end of the `with` block. One
     that may be over soon comes up at the end only, or the third time in a row.
@@ -179,7 +179,7 @@ class RunState:
         figures: Record | None = None,
         overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Note that a step is done, or all of it but its evaluation.
+        """Record the state after a step, or after all of it but its evaluation.
 
         Args:
             unfinished: the step's figures, while its evaluation is to come.
@@ -207,13 +207,13 @@ class RunState:
         )
 
     def record_sampling(self) -> None:
-        """Take in what was sampled since the boundary; it must be in order, though not a step's."""
+        """Add what was sampled since the boundary, which may be part of a step."""
         assert self._states
         self.record_step(self._manifest.step, self._states["unfinished"], self._manifest.figures)
         self._saved = None
 
     def save(self) -> bool:
-        """Begin to save the last boundary unless that is done; False when there is none yet.
+        """Start saving the last boundary, unless it is saved; False when there is none yet.
 
         Raises:
             CheckpointError: the save before failed.
@@ -229,7 +229,7 @@ class RunState:
         return bool(self._states)
 
     def wait(self) -> None:
-        """Wait until what was begun is on disk.
+        """Wait until the pending checkpoint is on disk.
 
         Raises:
             WinnowError: it could not be written.
@@ -239,7 +239,7 @@ class RunState:
             raise self._passing
 
     def _join(self) -> None:
-        """Wait for the thread; an error that may be over by the next checkpoint is not raised."""
+        """Wait for the thread; transient errors are not raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -300,7 +300,7 @@ class RunState:
             self._timeline("checkpoint", "save", began_s, ended_s)
 
     def restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> Record | None:
-        """Become what the checkpoint of a step holds, its model being loaded already.
+        """Load the state of a checkpoint whose model is loaded already.
 
         Returns:
             The figures of a step that is all done but its evaluation, else None.

@@ -154,7 +154,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class _StateWriter:
-    """Turns values into what JSON holds, and gathers tensors and the bytes of arrays."""
+    """Encodes values for JSON, and collects tensors and the bytes of arrays."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -206,7 +206,7 @@ class _StateWriter:
         )
 
     def _encode_extra(self, value: Any) -> Any:
-        """Encode what a scorer said of an answer; objects of its own become their text."""
+        """Encode a scorer's extra value; objects of unknown classes become their text."""
         try:
             return self.encode(value, "score")
         except (CheckpointError, RecursionError):

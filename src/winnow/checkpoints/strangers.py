@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def mark_as_local(folder: Path) -> None:
-    """Note that this user began the run on this machine, where there is a place for the key.
+    """Mark a run as started by this user on this machine, if the key can be stored.
 
     Raises:
         WinnowError: the run's folder cannot be written to.
@@ -52,7 +52,7 @@ def mark_as_local(folder: Path) -> None:
 
 
 def is_local_run(folder: Path) -> bool:
-    """Return whether this user began the run on this machine."""
+    """Return whether this user started the run on this machine."""
     try:
         mark = folder / MARK
         is_plain = stat.S_ISREG(mark.lstat().st_mode)
@@ -68,7 +68,7 @@ def require_trust(
     trusts: bool,
     key_prefixes: tuple[str, ...] = ("",),
 ) -> None:
-    """Refuse what a stranger's folder would do outside itself, unless the user trusts it.
+    """Refuse an untrusted run folder that reaches outside itself, unless `trusts` is set.
 
     Args:
         config: the recipe; None where only files are read.
@@ -95,7 +95,7 @@ def require_trust(
 def require_trusted_start(
     config: Config, recipe: str, overrides: Sequence[str], trusts: bool
 ) -> None:
-    """Refuse a start from a stranger's recipe or state, unless the user trusts it.
+    """Refuse a start from an untrusted recipe or state, unless `trusts` is set.
 
     Where it lies in a run's folder, the recipe is as little the user's as the run. Of a run that a
     recipe of the user's goes on with, code can only come with its model.
@@ -123,12 +123,12 @@ def require_trusted_start(
 
 
 def _run_folder(folder: Path) -> Path:
-    """Return the folder of the run that a checkpoint lies in; any other as it is."""
+    """Return the run folder of a checkpoint; other folders unchanged."""
     return folder.absolute().parent.parent if (folder / _MANIFEST).exists() else folder
 
 
 def _outside_effects(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what a recipe does outside its run's folder, by key, code first."""
+    """Yield a recipe's effects outside its run's folder, by key, code first."""
     for key, value, reach in sorted(reaching(config), key=lambda each: each[2] != CODE):
         yield key, f"{key}={show(value)} {reach.effect}"
     for path, (text, _) in config.from_environment.items():
@@ -146,13 +146,13 @@ def _special_files(folder: Path) -> Iterator[Path]:
 
 
 def _folder_mac(folder: Path) -> bytes:
-    """Return the mark of a folder, which only this user's key makes."""
+    """Return the mark of a folder, an HMAC with this user's key."""
     inode = str(folder.stat().st_ino).encode()
     return hmac.new(_user_key(), inode, hashlib.sha256).hexdigest().encode()
 
 
 def _user_key() -> bytes:
-    """Return the key in this user's state directory, made if it is not there."""
+    """Return the key in this user's state directory; create it if missing."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     file = Path(home, "winnow", "runs.key")
     if not file.exists():

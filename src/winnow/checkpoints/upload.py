@@ -41,7 +41,7 @@ class CheckpointUpload:
         self._failures = 0
 
     def push(self, checkpoint: Checkpoint) -> None:
-        """Copy what is new, and drop checkpoints that are kept no longer.
+        """Upload new files, and delete remote checkpoints that were deleted locally.
 
         Raises:
             CheckpointError: it failed for the third time in a row.
@@ -60,7 +60,7 @@ class CheckpointUpload:
             self._failures = 0
 
     def fetch(self) -> bool:
-        """Make the run's folder from the copy; False when there is none.
+        """Download the run's folder; False when there is no copy.
 
         Raises:
             CheckpointError: the copy cannot be read.

@@ -105,7 +105,7 @@ def check_command(
 
 
 def _scorer_of(source: str) -> str | None:
-    """Name the built-in scorer of a data source."""
+    """Return the name of a data source's built-in scorer."""
     from winnow.rewards.routing import Router
 
     try:
@@ -145,7 +145,7 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
 
 
 def _usage_hint(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
-    """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
+    """Return a hint about the prompts, and a command that trains on or evaluates with the data."""
     overrides, scorer = ["model.path=FOLDER"], "dapo_math"
     bare = "Prompts have no instruction; the recipe"
     if done.name == "sort_digits":  # asked as it is, of a model that was warmed up on it
@@ -231,7 +231,7 @@ def _format_rows(numbers: Sequence[int]) -> str:
 
 
 def _print_table(lines: list[_Line], console: Console) -> None:
-    """Print names to the left, numbers to the right and remarks behind, in one table."""
+    """Print rows of name, number and remark as one table."""
     from rich.text import Text
 
     table = figure_table()

@@ -47,7 +47,7 @@ _PURPOSE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: all is well where there is no remedy."""
+    """One line of the report; without a remedy it is ok."""
 
     name: str
     text: str
@@ -62,7 +62,7 @@ class Finding:
 
 
 def print_report(runs: str) -> bool:
-    """Print every finding as soon as it is known, and return whether any is a fault.
+    """Check this machine, print each finding at once, and return whether any is a fault.
 
     Args:
         runs: the folder of runs.
@@ -124,7 +124,7 @@ def _run_checks(runs: Path) -> Iterator[Finding]:
 
 
 def _check_packages() -> Iterator[Finding]:
-    """Check what Winnow always needs, and its optional parts."""
+    """Check required packages and extras."""
     try:
         extras = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
@@ -161,7 +161,7 @@ def _requirements(extra: str) -> Iterator[Any]:
 
 
 def _unmet_reason(requirement: Any) -> str:
-    """Say why a requirement is not met; empty where it is."""
+    """Return why a requirement is not met, or an empty string."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -172,7 +172,7 @@ def _unmet_reason(requirement: Any) -> str:
 
 
 def _check_torch() -> Iterator[Finding]:
-    """Try whether torch computes, and find its devices."""
+    """Check that torch works, and list its devices."""
     try:
         import torch
 
@@ -223,7 +223,7 @@ def _check_cores() -> Finding:
 
 
 def _cgroup_cores(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
-    """Read how many cores' worth of time a container has; None without a limit."""
+    """Return the container's CPU limit in cores; None without one."""
     fields = _read_first_line(file).split()
     if len(fields) != 2 or fields[0] == "max":
         return None
@@ -247,7 +247,7 @@ def _check_memory() -> Finding:
 
 
 def _check_sandboxes() -> Iterator[Finding]:
-    """Try each way to confine the programs that models write."""
+    """Try each sandbox for programs written by models."""
     from winnow.sandbox.local import KINDS, LocalSandbox, NoSandboxError
 
     in_force = ""
@@ -300,7 +300,7 @@ def _sandbox_remedy(name: str) -> str:
 
 
 def _check_runs_folder(folder: Path) -> Finding:
-    """Write a file where runs go, or where their folder would be made."""
+    """Check that the runs folder, or its parent, is writable."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -318,7 +318,7 @@ def _check_runs_folder(folder: Path) -> Finding:
 
 
 def _check_caches() -> Iterator[Finding]:
-    """Measure what is kept between runs."""
+    """Report the size of caches."""
     caches = Path.home() / ".cache"
     hub = Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"
     places = {

@@ -47,7 +47,7 @@ def init_command(
 
 
 def commands(folder: Path) -> dict[str, str]:
-    """Return the commands that go on from a new folder, in order, with their meaning."""
+    """Return the next commands for a new folder, with their meaning."""
     return {
         f"cd {quote(str(folder))}": "",
         "python test_reward.py": "test the reward, also with pytest",
@@ -57,7 +57,7 @@ def commands(folder: Path) -> dict[str, str]:
 
 
 def _make_row(number: int) -> str:
-    """Make a row in verl's schema; no two are the same sum."""
+    """Make a row in verl's schema; no two sums are the same."""
     a, b = 11 + 37 * number % 89, 10 + number
     row = {
         "data_source": "sums",

@@ -362,7 +362,7 @@ def _run_training(
     options: Sequence[str],
     heartbeat: int | None = None,
 ) -> NoReturn:
-    """Train, and end with the exit code: in this process, or in children where a recipe restarts.
+    """Train and exit, in this process, or in supervised children if the recipe restarts.
 
     Args:
         folder: of the run to go on with.
@@ -405,7 +405,7 @@ def _run_training(
 
 
 def _load(recipe: str, overrides: list[str] | None, folder: str | None = None) -> Config:
-    """Load a recipe, to go on with the run in a folder if there is one."""
+    """Load a recipe; with a folder, to resume its run."""
     from winnow.checkpoints.recipe_changes import with_settings
     from winnow.config.load import load_recipe
 
@@ -461,7 +461,7 @@ def main() -> None:
 
 
 def _run_command() -> int:
-    """Run the command that was typed; returns the exit code."""
+    """Run the command line; return the exit code."""
     try:
         return app(prog_name="winnow", standalone_mode=False) or 0
     except (WinnowError, _UsageError) as error:
@@ -481,7 +481,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 def _usage_lines(error: Any) -> Iterator[str]:
-    """Say what is wrong with the words typed, with the value if any, and where to read on."""
+    """Describe a usage error, with the value and where to find help."""
     message = " ".join(error.format_message().split()).rstrip(".")
     if not message:  # the help of a command without arguments, which is shown already
         return
@@ -506,7 +506,7 @@ def _usage_lines(error: Any) -> Iterator[str]:
 
 
 def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the words typed that other systems know, flags and KEY=VALUE, each with its answer."""
+    """Yield typed flags and keys of other systems, each with its Winnow equivalent."""
     from winnow.config.load import SHORTHANDS
     from winnow.config.other_names import foreign_name
     from winnow.config.schema import all_keys
@@ -525,7 +525,7 @@ def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _typed_arguments() -> Iterator[tuple[str, str, str, str]]:
-    """Yield the words typed behind a command: name, equals sign, value, and the word behind it."""
+    """Yield typed arguments as name, equals sign, value and the next argument."""
     for word, following in itertools.pairwise([*sys.argv[2:], ""]):
         yield *word.partition("="), following
 

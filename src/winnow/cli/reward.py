@@ -192,7 +192,7 @@ def _make_prompt(
 def _score_answer(
     config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool
 ) -> dict[str, Any]:
-    """Score an answer as in training, in one worker where scorers run apart; all that came of it.
+    """Score an answer as in training, with one worker at most; return all results.
 
     Args:
         quiet: keep what is printed in this process from the terminal, where a debugger wants it.

@@ -76,7 +76,7 @@ def rollouts_command(
 
 @dataclass
 class Browser:
-    """Shows parts of a run and obeys words; each look reads the folder anew."""
+    """Shows parts of a run and handles commands; reads the folder anew each time."""
 
     run: RunPages
     console: Console
@@ -99,7 +99,7 @@ class Browser:
     """Rows of a list, and of a group one answer's text; None shows all."""
 
     def browse(self, ask: Callable[[str], str]) -> None:
-        """Show, ask and obey until `q` or the end of the input; `ask` is like `input`."""
+        """Show, read and handle commands until `q` or end of input; `ask` is like `input`."""
         self.limit = max(self.console.height - _CONTEXT_LINES, 5)
         self._print(_HELP, "dim")
         while True:
@@ -117,7 +117,7 @@ class Browser:
                 self._handle_command(word)
 
     def show(self) -> None:
-        """Print what is looked at.
+        """Print the current view.
 
         Raises:
             WinnowError: it is not there, or damaged.
@@ -130,7 +130,7 @@ class Browser:
             self._show_group(self.group)
 
     def lines(self) -> Iterator[str]:
-        """Yield a line of JSON for each answer of the groups that are looked at.
+        """Yield a line of JSON for each answer of the selected groups.
 
         Raises:
             WinnowError: a file is missing or damaged.
@@ -175,7 +175,7 @@ class Browser:
         self.lists_steps = False
 
     def _move(self, by: int) -> None:
-        """Go to another group of the list, or from a list to another step."""
+        """Go to the next or previous group, or step of a list."""
         step, is_list = self._step(), self.group is None
         listed, now = (self._steps(), step) if is_list else (self._group_ids(), self.group)
         at = listed.index(now) + by if now in listed else 0
@@ -195,7 +195,7 @@ class Browser:
         return [row["group"] for row in self._groups()]
 
     def _groups(self) -> list[Row]:
-        """Read the groups of a step that filter and search leave."""
+        """Read the groups of a step that match filter and search."""
         table = self.run.groups(self.kind, self._step())
         if self.only not in _KEEPS:
             raise WinnowError(f"--filter must be one of {', '.join(_KEEPS)}, got {self.only[:40]}")
@@ -209,7 +209,7 @@ class Browser:
         )
 
     def _show_steps(self) -> None:
-        """List the newest steps first, with what became of all their answers."""
+        """List steps, newest first, with totals of their answers."""
         steps = self._steps()[::-1]
         self._print_heading(f"{len(steps)} steps, newest first")
         table = _table(
@@ -310,7 +310,7 @@ def _mean_entropy(answer: Row) -> str:
 
 
 def _highest_entropies(answer: Row) -> str:
-    """Name the tokens of an answer at which the policy was least sure, by their places."""
+    """Format the tokens of an answer with the highest entropy, by position."""
     values = answer["columns"].get("entropies", ())
     texts = [f" {each!r}" for each in answer.get("tokens", {}).get("texts", ())]
     texts = texts or [""] * len(values)

@@ -65,7 +65,7 @@ class Sweep:
 
 
 def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
-    """Combine the values of a command line; every combination is checked.
+    """Expand the values of a command line into runs; every combination is validated.
 
     Raises:
         ConfigError: no key has several values, or a combination cannot be trained.
@@ -93,7 +93,7 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
 
 
 def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) -> int:
-    """Train all runs of a sweep that are not done yet, some at a time; returns the exit code."""
+    """Train all pending runs of a sweep, `jobs` at a time; return the exit code."""
     outlive_readers()
     sweep = plan_sweep(recipe, overrides)
     runs = sweep.runs
@@ -184,7 +184,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def sweep_figures(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return what each run has come to: its step, last reward and length, and held-out accuracies.
+    """Return each run's last step, reward, length and held-out accuracies.
 
     `held_out` maps each data source to the first and the last accuracy.
     """
@@ -224,7 +224,7 @@ def _print_line(line: str, console: Console) -> None:
 
 
 def _run_name(overrides: list[str], keys: list[str]) -> str:
-    """Name a run after its settings: by the ends of their keys where those differ."""
+    """Name a run after its settings, with short keys where those are unique."""
     short = [re.split(r"[./]", key)[-1] for key in keys]
     named = short if len(set(short)) == len(short) else keys
     text = ",".join(f"{k}={w.partition('=')[2]}" for k, w in zip(named, overrides, strict=True))

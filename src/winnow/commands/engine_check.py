@@ -78,7 +78,7 @@ class EngineFinding:
 
 @dataclass(frozen=True, eq=False)
 class TrainerModel:
-    """A model as training runs it, and what it says of the canary's sequences."""
+    """A model as the trainer runs it, with its log-probs of the canary's sequences."""
 
     strategy: Strategy
     vocabulary: int
@@ -111,7 +111,7 @@ class TrainerModel:
 
 
 def config_to_check(target: str, overrides: Sequence[str], model: str | None) -> Config:
-    """Return the recipe to check, or one over a server.
+    """Return the recipe to check, or one for a server's URL.
 
     Raises:
         ConfigError: it is wrong, or names no model.
@@ -150,12 +150,12 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
     source = config.model.source or config.model.path
     policy = load_policy(config, source, device)
 
-    def witness(path: str) -> TrainerModel:
+    def load(path: str) -> TrainerModel:
         model = load_policy_model(config.model, path, device, config.run.seed)
         return TrainerModel.of(config, policy, model)
 
-    reference = witness(source)
-    updated = None if update is None else witness(update)
+    reference = load(source)
+    updated = None if update is None else load(update)
     if updated is not None and _scores_alike(reference, updated):
         raise ConfigError(
             f"--update {update}: same log-probs as model.path {config.model.path}, so that an "
@@ -182,7 +182,7 @@ async def _run_checks(
 async def _check_sampling(
     engine: Engine, reference: TrainerModel, seed: int
 ) -> list[EngineFinding]:
-    """Draw tokens; compare them, and the log-probs that come with them, with the softmax."""
+    """Sample tokens; compare them and their log-probs with the softmax."""
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(TOKENS, temperature=reference.canary.temperature)
     groups = [
@@ -239,7 +239,7 @@ def score_draws(
     answers: Sequence[Trajectory],
     rng: np.random.Generator,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return where drawn tokens lie in their distributions, and how far their log-probs are off.
+    """Return the PIT values of sampled tokens, and the errors of their log-probs.
 
     Args:
         answers: B of T tokens each, to one prompt.
@@ -300,18 +300,18 @@ def _binomial_tails(hits: int, count: int, chance: float) -> tuple[float, float]
 async def _check_update(
     engine: Engine, reference: TrainerModel, updated: TrainerModel | None
 ) -> EngineFinding:
-    """Give the engine other weights, then the original ones again."""
+    """Load other weights into the engine, then the original ones again."""
     name = "update"
     if updated is None:
         return EngineFinding(name, "not offered", "pass other weights with --update FOLDER")
     figures, faults = dict[str, float](), list[str]()
-    for number, (witness, what) in enumerate([(updated, "new"), (reference, "first")], 1):
+    for number, (model, what) in enumerate([(updated, "new"), (reference, "first")], 1):
         try:
-            await engine.load_weights(WeightUpdate(number, witness.strategy.export_weights()))
+            await engine.load_weights(WeightUpdate(number, model.strategy.export_weights()))
         except (ConfigError, PublicationError) as error:
             faults.append(f"{what} weights: {error}")
             break
-        finding = await witness.compare(name, engine, number)
+        finding = await model.compare(name, engine, number)
         if finding.state == "failed":
             faults.append(f"{what} weights: {finding.text}")
         figures |= {f"{what} {key}": value for key, value in finding.figures.items()}
@@ -322,7 +322,7 @@ async def _check_update(
 
 
 async def _check_sleep(engine: Engine, reference: TrainerModel) -> EngineFinding:
-    """Let servers sleep and wake, and compare their weights again."""
+    """Put servers to sleep, wake them, and compare their weights again."""
     servers = engine.servers.values() if isinstance(engine, HttpEngine) else ()
     try:
         slept = [await server.sleep_and_wake() for server in servers]

@@ -90,7 +90,7 @@ _NO_PROMPTS = "no held-out prompts; pass --data FILE, or set data.eval_files=[FI
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """The words of `winnow eval`."""
+    """Arguments of `winnow eval`."""
 
     model: str
     """Folder of a run, of a checkpoint or of a model, or a hub name."""
@@ -108,7 +108,7 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class EvalSetup:
-    """A model, how to ask it, and where the answers go."""
+    """A model to evaluate, its sampling settings, and the output files."""
 
     title: str
     model: str
@@ -123,7 +123,7 @@ class EvalSetup:
 
 
 class _WeightsChangedError(ConfigError):
-    """Servers were given other weights while they wrote."""
+    """Servers received other weights during an evaluation."""
 
 
 def run_evaluation(request: EvalRequest, console: Console) -> Report:
@@ -135,62 +135,62 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
     """
     stop = ShutdownSignal(speaks=False)
     with stop.listening():
-        subject = resolve_setup(request)
-        folder = subject.answers.parent
+        setup = resolve_setup(request)
+        folder = setup.answers.parent
         had_folder = folder.exists()
         try:
-            return _evaluate(subject, console, stop)
+            return _evaluate(setup, console, stop)
         except (KeyboardInterrupt, Stopped, _WeightsChangedError):
-            for file in (subject.answers, subject.report):
+            for file in (setup.answers, setup.report):
                 file.unlink(missing_ok=True)
             if not had_folder and folder.exists():
                 folder.rmdir()
             raise
         except RewardError as error:
-            if not subject.answers.exists():
+            if not setup.answers.exists():
                 raise
-            raise RewardError(f"{error}; the answers are kept in {subject.answers}") from error
+            raise RewardError(f"{error}; the answers are kept in {setup.answers}") from error
 
 
-def _evaluate(subject: EvalSetup, console: Console, stop: ShutdownSignal) -> Report:
+def _evaluate(setup: EvalSetup, console: Console, stop: ShutdownSignal) -> Report:
     began = time.monotonic()
-    evaluated, evaluator = _generate_answers(subject, console, stop)
+    evaluated, evaluator = _generate_answers(setup, console, stop)
     report = Report.of(evaluated)
-    about = _report_header(subject, evaluator, time.monotonic() - began)
-    write_atomic(subject.report, report.as_json(about))
+    about = _report_header(setup, evaluator, time.monotonic() - began)
+    write_atomic(setup.report, report.as_json(about))
     print_report(
         report,
         console,
-        {each: _scorer_summary(subject.config.reward, each) for each in report.sources},
+        {each: _scorer_summary(setup.config.reward, each) for each in report.sources},
     )
     if evaluator.filtered:
         console.print(
             f"{evaluator.filtered:,} held-out rows skipped: longer than "
-            f"data.max_prompt_tokens={subject.config.data.max_prompt_tokens}",
+            f"data.max_prompt_tokens={setup.config.data.max_prompt_tokens}",
             markup=False,
         )
-    for line in (f"answers  {subject.answers}", f"figures  {subject.report}"):
+    for line in (f"answers  {setup.answers}", f"figures  {setup.report}"):
         console.print(Text(line), soft_wrap=True)
     return report
 
 
 def _generate_answers(
-    subject: EvalSetup, console: Console, stop: ShutdownSignal
+    setup: EvalSetup, console: Console, stop: ShutdownSignal
 ) -> tuple[Evaluated, Evaluator]:
-    config = subject.config
+    config = setup.config
     check_engine(config)
     holds_none, roles = _holds_no_weights(config), Roles(config)
     device = use_machine(config, not holds_none or uses_device(config, roles))
     with contextlib.ExitStack() as stack:
         try:
-            policy = load_policy(config, subject.model, device, hollow=holds_none)
+            policy = load_policy(config, setup.model, device, hollow=holds_none)
             start_workers = stack.enter_context(worker_processes(config, roles, policy, None))
             engine = engine_of(config, policy, start_workers())
             rewards = placed_rewards(config, roles, policy, start_workers, training=False)
             stack.callback(rewards.close)
             held_out = evaluation_prompts(config.data, policy.tokenizer)
             evaluator = make_evaluator(
-                config, policy, engine, lambda _: subject.answers, rewards, held_out
+                config, policy, engine, lambda _: setup.answers, rewards, held_out
             )
         except ModelError as error:
             if config.evaluation.max_response_tokens is None:
@@ -201,17 +201,17 @@ def _generate_answers(
         if not evaluator.prompts:
             raise DataError(_NO_PROMPTS)
         _check_template_once(config.data, evaluator)
-        console.print(Text(_heading(subject, evaluator), style="bold"), soft_wrap=True)
-        for line in (subject.note, *(f"Data: {line}" for line in held_out.layouts)):
+        console.print(Text(_heading(setup, evaluator), style="bold"), soft_wrap=True)
+        for line in (setup.note, *(f"Data: {line}" for line in held_out.layouts)):
             if line:
                 console.print(Text(line), soft_wrap=True)
 
         async def ask() -> Evaluated:
             try:
-                named = await _weight_names(engine)
-                await _set_weights(subject, policy, engine)
-                evaluated = await watched(evaluator, subject.step, console, config.observe.console)
-                _check_same_weights(named, await _weight_names(engine))
+                named = await _weight_versions(engine)
+                await _set_weights(setup, policy, engine)
+                evaluated = await watched(evaluator, setup.step, console, config.observe.console)
+                _check_same_weights(named, await _weight_versions(engine))
                 return evaluated
             finally:
                 await engine.close()
@@ -220,40 +220,40 @@ def _generate_answers(
 
 
 def _holds_no_weights(config: Config) -> bool:
-    """Return whether the engine alone has the model: vLLM, unless an adapter is to be merged."""
+    """Return whether only the engine holds the model: vLLM, unless an adapter is merged."""
     is_vllm = isinstance(config.rollout.engine, VllmEngineConfig)
     return is_vllm and not isinstance(config.model.adapter, LoraAdapter)
 
 
-async def _set_weights(subject: EvalSetup, policy: LoadedPolicy, engine: Engine) -> None:
-    """Tell the engine the version; give vLLM an adapter, and compare what servers hold.
+async def _set_weights(setup: EvalSetup, policy: LoadedPolicy, engine: Engine) -> None:
+    """Set the engine's version; load an adapter into vLLM, and compare the weights of servers.
 
     Raises:
         ConfigError: servers hold other weights than the model.
         PublicationError: vLLM did not take them.
     """
-    config, step = subject.config, subject.step
+    config, step = setup.config, setup.step
     if not has_own_weights(config, Roles(config)) or _holds_no_weights(config):
         await engine.load_weights(WeightUpdate(step))
         return
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)
-    witness = TrainerModel.of(config, policy, policy.model)
+    trainer_model = TrainerModel.of(config, policy, policy.model)
     is_alone = adapter_alone(config) is not None
-    tensors = None if is_http else witness.strategy.export_weights(adapter_only=is_alone)
+    tensors = None if is_http else trainer_model.strategy.export_weights(adapter_only=is_alone)
     await engine.load_weights(WeightUpdate(step, tensors))
     try:
-        await witness.canary.check(witness.expected, step, members_of(engine))
+        await trainer_model.canary.check(trainer_model.expected, step, members_of(engine))
     except PublicationError as error:
         if not is_http:
             raise
         raise ConfigError(
-            f"{error}; start the server with --model {Path(subject.model).absolute()}, or choose "
+            f"{error}; start the server with --model {Path(setup.model).absolute()}, or choose "
             "rollout/engine=torch"
         ) from None
 
 
-async def _weight_names(engine: Engine) -> dict[str, str]:
-    """Ask servers for the names of their weights, by address; no other engine has any."""
+async def _weight_versions(engine: Engine) -> dict[str, str]:
+    """Return the weight versions that servers report, by URL."""
     names = dict[str, str]()
     for url, server in engine.servers.items() if isinstance(engine, HttpEngine) else ():
         with contextlib.suppress(RemoteError):  # one that reports none takes no new ones either
@@ -270,12 +270,12 @@ def _check_same_weights(before: Mapping[str, str], after: Mapping[str, str]) -> 
             )
 
 
-def _report_header(subject: EvalSetup, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
-    config = subject.config
+def _report_header(setup: EvalSetup, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
+    config = setup.config
     return {
-        "title": subject.title,
-        "model": subject.model,
-        "step": subject.step,
+        "title": setup.title,
+        "model": setup.model,
+        "step": setup.step,
         "winnow": __version__,
         "engine": config.rollout.engine.name,
         "data": list(config.data.eval_files) or config.data.task.name,
@@ -308,7 +308,7 @@ def _scorer_name(reward: RewardConfig, source: str) -> str:
 
 
 def _scorer_summary(reward: RewardConfig, source: str) -> str:
-    """Say what a scorer of Winnow's wants: the first line of its documentation."""
+    """Return the first line of a built-in scorer's docstring."""
     with contextlib.suppress(RewardError):
         scorer = None if reward.function.path else Router(reward.scorers).scorer(source)
         if scorer is not None:
@@ -317,17 +317,17 @@ def _scorer_summary(reward: RewardConfig, source: str) -> str:
     return ""
 
 
-def _heading(subject: EvalSetup, evaluator: Evaluator) -> str:
-    sampling = subject.config.evaluation
+def _heading(setup: EvalSetup, evaluator: Evaluator) -> str:
+    sampling = setup.config.evaluation
     how = [f"{len(evaluator.prompts):,} held-out prompts", f"temperature {sampling.temperature:g}"]
     how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
-    limit = subject.config.rollout.max_response_tokens
-    return f"{subject.title}: {', '.join(how)}, at most {limit:,} tokens"
+    limit = setup.config.rollout.max_response_tokens
+    return f"{setup.title}: {', '.join(how)}, at most {limit:,} tokens"
 
 
 def _check_template_once(data: DataConfig, evaluator: Evaluator) -> None:
-    """Refuse a template around rows that hold its instruction already, as published files do."""
+    """Refuse a template for rows that already contain its instruction, as published files do."""
     starts = {text.partition("{prompt}")[0].strip() for text in data.prompt_template.values()}
     for prompt in evaluator.prompts:
         if any(len(start) >= _LONG and prompt.text.count(start) > 1 for start in starts):
@@ -339,7 +339,7 @@ def _check_template_once(data: DataConfig, evaluator: Evaluator) -> None:
 
 
 def resolve_setup(request: EvalRequest) -> EvalSetup:
-    """Find the model and settle the recipe; reads no weights.
+    """Find the model and resolve the recipe, without reading weights.
 
     Raises:
         WinnowError: there is no such run, checkpoint or model folder, the recipe is wrong, no data
@@ -373,7 +373,7 @@ def resolve_setup(request: EvalRequest) -> EvalSetup:
 
 
 def _with_default_templates(config: Config) -> tuple[Config, str]:
-    """Settle the templates of the default recipe; returns what to say of them.
+    """Select templates of the default recipe; return them with a note for the user.
 
     None is put around rows that hold an instruction, and a template of the user's replaces all.
     """
@@ -390,7 +390,7 @@ def _with_default_templates(config: Config) -> tuple[Config, str]:
 
 
 def _is_run(path: Path, name: str) -> bool:
-    """Tell a run from a model; a missing path is a model on the hub, or else taken for a run."""
+    """Distinguish a run from a model; a missing path is a hub model or else a run."""
     if is_elsewhere(name):
         return False
     if not path.exists():
@@ -409,7 +409,7 @@ def _is_run(path: Path, name: str) -> bool:
 def _run_setup(
     request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder: Path
 ) -> EvalSetup:
-    """Settle the sampling of a run's model by the recipe in `folder`."""
+    """Set up the evaluation of a run's model by the recipe in `folder`."""
     recipe, overrides = str(folder / CONFIG), request.overrides
     asks_alone = ["rollout.routing_replay=false"]  # of engines, too, that cannot return routes
     if request.recipe is None:
@@ -436,12 +436,12 @@ def _run_setup(
 
 
 def _resolve_recipe(name: str, overrides: Sequence[str]) -> Config:
-    """Resolve a recipe without the rules across sections: most of them are about training."""
+    """Resolve a recipe without cross-section rules, most of which concern training."""
     return resolve_recipe(evaluation_recipe(name), overrides)
 
 
 def _with_model_and_data(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
-    """Settle model and data, room for the answers that are asked for, and that all are kept."""
+    """Set model, data and response limit, and keep all answers."""
     files = request.data or config.data.eval_files
     if not files and isinstance(config.data.task, NoTask):
         raise DataError(_NO_PROMPTS)
@@ -462,7 +462,7 @@ def _with_model_and_data(request: EvalRequest, config: Config, model: ModelConfi
 
 
 def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
-    """Settle the engine, and leave out all other processes of a run; returns what to say of it.
+    """Select the engine, without other processes of a run; return a note for the user.
 
     Args:
         has_servers: the user has named servers for this evaluation.
@@ -496,7 +496,7 @@ def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
 
 
 def _output_paths(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:
-    """Say where answers and report go: to `--out`, among a run's evaluations, or to evals/."""
+    """Return the paths of answers and report: in `--out`, the run's eval/, or evals/."""
     if out is None and run is not None:
         answers, report = (run.evaluations / f"{name}{kind}" for kind in (".parquet", ".json"))
     else:
@@ -509,5 +509,5 @@ def _output_paths(out: str | None, run: RunFolder | None, name: str) -> tuple[Pa
 
 
 def _is_override_of(override: str, keys: Sequence[str]) -> bool:
-    """Return whether an override is of one of these keys, or below it."""
+    """Return whether an override sets one of these keys or a key below."""
     return re.match(rf"[+~]*({'|'.join(map(re.escape, keys))})([./=]|$)", override) is not None

@@ -39,7 +39,7 @@ class HubTarget:
     """Branch to upload to, made if it is not there; None is the main one."""
 
     def prepare(self) -> None:
-        """Make the repository and the branch, if they are not there.
+        """Create the repository and the branch if they do not exist.
 
         Raises:
             WinnowError: the hub refuses, or cannot be reached.
@@ -80,7 +80,7 @@ class HubTarget:
 
 
 def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
-    """Write a card: how the model was made, from what data, and how it did before and after.
+    """Write a model card: settings, data, and held-out metrics before and after.
 
     Local paths are cut to their names.
 
@@ -120,7 +120,7 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
 
 
 def _public_name(file: str) -> str:
-    """Return a data file's name without its folder; of one on the hub all of it."""
+    """Return a data file's name without its folder; hub paths unchanged."""
     return file if is_on_hub(file) else PurePosixPath(file).name
 
 

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of the command line, and the process that a run is in."""
+    """Command line options and process-wide objects of a run."""
 
     recipe: str
     """Its name or path, as the user wrote it."""
@@ -77,7 +77,7 @@ class TrainOptions:
 
 
 def run_training(config: Config, options: TrainOptions) -> int:
-    """Train a recipe, or go on where a run of it was left, and show the results.
+    """Train a recipe, or resume its run, and show the results.
 
     Returns:
         The exit code: 0, or that of the request which stopped the run.
@@ -95,7 +95,7 @@ def run_training(config: Config, options: TrainOptions) -> int:
 
 
 def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
-    """Do what `run_training` does, once.
+    """Train a recipe without falling back to an older checkpoint.
 
     Raises:
         DamagedError: it cannot go on from the newest checkpoint, but from an older one.
@@ -168,7 +168,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
 def _build_run(
     context: RunContext, data: PromptSource | Shown, sink: ConsoleSink
 ) -> Run | Imitation:
-    """Make the run that belongs to the data."""
+    """Build the run for the kind of data."""
     if isinstance(data, PromptSource):
         return build(context, data, lambda ledger: sink.status(_describe_progress(ledger)))
     from winnow.builders.imitation import build_imitation
@@ -193,7 +193,7 @@ def _read_data(
 
 
 def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:
-    """Take over what the run settled at its start: commits of the hub, steps."""
+    """Take over sections that the run fixed at its start: hub commits, steps."""
     names = "model", "data", "trainer"
     config = config.model_copy(update={name: getattr(opened.config, name) for name in names})
     profile = config.trainer.profile
@@ -212,7 +212,7 @@ def _finished_note(config: Config, folder: RunFolder) -> str:
 
 
 def _save_tokenizer_and_config(policy: LoadedPolicy, folder: RunFolder) -> None:
-    """Keep what token ids can be read by later, of a fast tokenizer, and the run be planned by."""
+    """Save a fast tokenizer and the model's config to the run folder."""
     if policy.tokenizer.is_fast and not folder.tokenizer.exists():
         text = policy.tokenizer.backend_tokenizer.to_str()
         write_atomic(folder.tokenizer, text.encode())
@@ -241,7 +241,7 @@ def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Si
 def _start_sinks(
     sinks: Sinks, run: Run | Imitation, folder: RunFolder, figures: Record, began: float
 ) -> None:
-    """Start the sinks; the first record will say what came before it took."""
+    """Start the sinks; the first record includes the start-up time."""
     kind: Kind = "train" if isinstance(run, Run) else "sft"
     sinks.start(RunInfo(folder.name, run.steps, run.first_step, kind))
     start_s = time.monotonic() - began - figures.get(SFT_S, 0.0)
@@ -273,7 +273,7 @@ def _logging_to_folder(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
 def _resolve_models(
     config: Config, opened: OpenedRun, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
 ) -> tuple[str, str | None, Record]:
-    """Find the model to go on with, and the one that the run began from; make a warm start.
+    """Find the model to load and the run's initial model; make a warm start if needed.
 
     Returns:
         The folder to go on with, the folder that the run began from where an adapter, a reference
@@ -318,7 +318,7 @@ def _restore(
 
 
 def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
-    """Say how late scores are seen, where the recipe leaves that open and they are late."""
+    """Describe the score lag, where the recipe leaves it open."""
     if not isinstance(run, Run):
         return []
     lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
@@ -338,7 +338,7 @@ def _train(
     stop: ShutdownSignal,
     end: MachineEnd,
 ) -> Stopped | None:
-    """Train, and save what was reached when it is stopped or cannot go on."""
+    """Train, and save the progress if the run is stopped or cannot continue."""
     stopped, end.save_s = None, lambda: run.state.save_s
     explained = explain_oom(config, policy.model, run.save_after_failure)
     with stop.deferring(), stop.before(end), gc_tuning.frozen(), run.state, explained:
@@ -384,7 +384,7 @@ def _stopped_note(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
 
 
 def run_sft(config: Config, fresh: bool, console: Console) -> Path:
-    """Make a recipe's warm start alone; returns the model's folder.
+    """Make only a recipe's warm start; return the model's folder.
 
     Raises:
         ConfigError: the recipe has none.
@@ -401,7 +401,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
 
 
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
-    """Say what will happen, in the words of a newcomer."""
+    """Introduce the run in plain words."""
     kind = "sft" if isinstance(config.sft, Demonstrations) else "train"
     lines = [f"winnow {kind} {recipe}: writing to {folder.path}"]
     lines += config.run.description
@@ -455,7 +455,7 @@ def _show_results(config: Config, recipe: str, folder: RunFolder, console: Conso
 
 
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
-    """List commands that work from here, offline: the run's own recipe has its data and model."""
+    """List commands for a finished run that work offline."""
     other, path = config.run.seed + 1, quote(str(folder.path))
     target = quote(f"{folder.name}-model")
     new = f"{quote(str(folder.config))} run.name={quote(f'{folder.name}-{other}')}"
