@@ -28,7 +28,7 @@ from winnow.cli.options import AsJson, Overrides, Recipe, Run, Step, Trust
 from winnow.cli.plan import plan_command
 from winnow.cli.reward import app as reward_app
 from winnow.cli.rollouts import rollouts_command
-from winnow.cli.serve import dashboard_command, sandbox_app
+from winnow.cli.servers import dashboard_command, sandbox_app
 from winnow.errors import ConfigError, WinnowError
 
 if TYPE_CHECKING:
