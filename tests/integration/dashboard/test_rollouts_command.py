@@ -159,7 +159,7 @@ def test_what_is_not_there_is_told_in_a_line(
 def test_a_folder_of_several_runs_is_refused_by_their_names(make_run: MakeRun) -> None:
     folder = make_run("a").path.parent
     make_run("b")
-    assert "holds a, b; name one" in rollouts(folder).err
+    assert "found a, b; pass one" in rollouts(folder).err
 
 
 def browsed(
@@ -209,7 +209,7 @@ def test_a_run_is_browsed_from_steps_to_prompts_to_answers(make_run: MakeRun) ->
     assert "row-5 " in seen[1]
     assert "said 0 1 2 3 4\n" in seen[3]
     assert "said 0 1 2 3 4 5 6\n" in seen[4]
-    assert "what? says nothing here" in seen[14]
+    assert "unknown command 'what?'" in seen[14]
 
 
 def test_the_tokens_at_which_the_policy_was_least_sure_are_named(make_run: MakeRun) -> None:
