@@ -56,7 +56,7 @@ STATE_CLASSES = tuple(
     each
     for module in (types, accounting, admission, groups)
     for each in vars(module).values()
-    if is_dataclass(each) and each.__module__ == module.__name__
+    if isinstance(each, type) and each.__module__ == module.__name__ and is_dataclass(each)
 )
 """Classes of which a state may hold objects: the dataclasses of these modules."""
 
