@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.builders.warm_start import tiny_model
-from winnow.checkpoints.checkpoint import Manifest, this_machine
+from winnow.checkpoints.checkpoint import Manifest, describe_machine
 from winnow.checkpoints.run_state import LocalModelStates, RunState
 from winnow.config.model import SftWarmStart
 from winnow.config.trainer import TrainerConfig
@@ -78,7 +78,7 @@ def saves(name: str, folder: Path) -> str:
     lines = [f"## {name}: {weights / 1e6:.1f} M weights", ""]
     lines += [HEAD, "|---|---|---|---|---|---|---|"]
     run = RunFolder(folder)
-    frame = Manifest(machine=this_machine(held.device))
+    frame = Manifest(machine=describe_machine(held.device))
     tensors = LocalModelStates(held, {}, model_writer(held.model, build_tokenizer()))
     with (
         closing(MetricsLog(run.metrics)) as log,
@@ -86,7 +86,7 @@ def saves(name: str, folder: Path) -> str:
     ):
         for step in (1, 2, 3):
             began, own, both = time.perf_counter(), time.thread_time(), time.process_time()
-            state.note(step, None)
+            state.record_step(step, None)
             state.save()
             waited, copied = time.perf_counter() - began, time.thread_time() - own
             gap, last = 0.0, time.perf_counter()

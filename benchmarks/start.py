@@ -22,7 +22,7 @@ from pathlib import Path
 import winnow
 
 OURS = Path(winnow.__file__).parents[1]
-HEADING = "everything of this run goes to"
+HEADING = "writing to"
 TORCH = "import torch"
 COMMANDS = {
     "winnow --help": ("-m", "winnow.cli.main", "--help"),

@@ -227,7 +227,7 @@ def sandboxes_where(block: Callable[[], None]) -> list[Finding]:
 
 def _find(pipe: Connection, block: Callable[[], None]) -> None:
     block()
-    pipe.send(list(doctor._sandboxes()))
+    pipe.send(list(doctor._check_sandboxes()))
 
 
 @contextlib.contextmanager

@@ -109,9 +109,9 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
         words = [str(recipe), *overrides]
         run = load_recipe(str(recipe), overrides).run
         if run.resume not in ("auto", "never"):
-            from winnow.checkpoints.opening import checkpoint_of
+            from winnow.checkpoints.opening import resolve_run_path
 
-            path = checkpoint_of("run.resume", run.resume)[0]
+            path = resolve_run_path("run.resume", run.resume)[0]
         elif run.name is not None:
             path = Path(run.dir) / run.name
         else:  # chosen here, before the run would choose it

@@ -324,21 +324,21 @@ def test_a_command_of_its_own_says_the_same_and_no_library_talks_between(
 
 def test_export_and_eval_of_a_run_are_refused_what_they_cannot_do(place: Path) -> None:
     for words, says in (
-        ("export runs/taken a-folder", "a-folder exists already; name a folder that does not"),
+        ("export runs/taken a-folder", "a-folder already exists; choose another folder"),
         (
             "export runs/taken new-folder --adapter",
-            "runs/taken was trained without an adapter; leave --adapter out",
+            "runs/taken was trained without an adapter; drop --adapter",
         ),
         (
             "export runs/taken new-folder --private",
-            "--private is for a push; leave it.*",
+            "--private needs --push; add.*",
         ),
         (
             "export runs/taken new-folder --revision v2",
-            "--revision is for a push; leave it out, or give --push OWNER/NAME",
+            "--revision needs --push; add --push OWNER/NAME, or drop --revision",
         ),
         ("eval runs/taken --step 7", "runs/taken has .*checkpoint of step 7; there are: 2"),
-        ("eval runs/taken", "no held-out prompts: give --data FILE.*"),
+        ("eval runs/taken", "no held-out prompts; pass --data FILE.*"),
     ):
         said = in_this_process(*words.split(), folder=place)
         assert (said.code, said.out) == (2, "")

@@ -115,31 +115,31 @@ DAMAGES = {"cut": cut, "flipped": flip, "missing": remove}
 ASKED = "run.resume=runs/{name}/checkpoints/step-1"
 
 
-def checkpoint_of(name: str, spoil: Callable[[Path, Path], object]) -> Case:
+def resolve_run_path(name: str, spoil: Callable[[Path, Path], object]) -> Case:
     """The checkpoint is named, so that no other will do."""
     return Case(name, spoil, (ASKED.format(name=name),))
 
 
 def damaged(part: str, file: str) -> Iterator[Case]:
     for kind, spoil in DAMAGES.items():
-        yield checkpoint_of(f"{part}-{kind}", spoil(file))
+        yield resolve_run_path(f"{part}-{kind}", spoil(file))
 
 
 CHECKPOINTS = [
     *(case for part, file in PARTS.items() for case in damaged(part, file)),
-    checkpoint_of(
+    resolve_run_path(
         "manifest-of-another-format",
         edit(f"{STEP}/manifest.json", lambda text: text.replace(b'"format": 4', b'"format": 99')),
     ),
-    checkpoint_of(
+    resolve_run_path(
         "checkpoint-of-another-model",
         lambda place, run: _replace(run / STEP, place / "runs" / "other" / STEP),
     ),
-    checkpoint_of(
+    resolve_run_path(
         "checkpoint-of-another-run",
         lambda place, run: _replace(run / STEP, place / "runs" / "seeded" / STEP),
     ),
-    checkpoint_of("checkpoint-gone", lambda place, run: shutil.rmtree(run / STEP)),
+    resolve_run_path("checkpoint-gone", lambda place, run: shutil.rmtree(run / STEP)),
     Case("no-checkpoint-is-whole", cut("state.safetensors")),
     Case("two-checkpoints-and-none-is-whole", lambda place, run: _two_damaged(run)),
 ]
@@ -442,7 +442,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_and_costs_no_bi
     assert (said.code, said.err) == (0, "")
     warnings = [line for line in "".join(said.out).splitlines() if "Warning" in line]
     assert warnings == [
-        f"Warning: runs/{case.name}/{NEXT}/{file} {reason(file, damage)}; going on from step 1"
+        f"Warning: runs/{case.name}/{NEXT}/{file} {reason(file, damage)}; continuing from step 1"
     ]
     assert f"Continuing runs/{case.name} after step 1 of 2\n" in said.out
     assert differences(place / "runs" / BASE, run, steps=2) == []
@@ -482,7 +482,7 @@ python -m tests.e2e.test_bad_input_resume docs/bad_input.md
 and held against the program, word for word, by `tests/e2e/test_bad_input.py` (the first part) and
 `tests/e2e/test_bad_input_resume.py`. The second damages every file of a checkpoint in three ways;
 with an older checkpoint the run goes on from that, with
-`Warning: runs/NAME/checkpoints/step-2/FILE is damaged (checksum differs); going on from step 1`,
+`Warning: runs/NAME/checkpoints/step-2/FILE is damaged (checksum differs); continuing from step 1`,
 and ends with the bits of an undisturbed run; without one it stops and touches nothing.
 
 | kind | what is said |

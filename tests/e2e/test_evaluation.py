@@ -149,13 +149,13 @@ def test_two_evaluations_are_compared_on_what_both_answered(place: Path, both: O
 DATA = "--data easy.jsonl"
 TOO_LONG = f"eval model {DATA} {' '.join(ASKED)} evaluation.max_response_tokens=300"
 WRONG = {
-    "eval model --out new": "no held-out prompts: give --data FILE, data.eval_files=[FILE] or",
-    "eval model --recipe aime2024": "no such file; get it by `winnow data prepare aime-2024`, or",
+    "eval model --out new": "no held-out prompts; pass --data FILE, or set data.eval_files",
+    "eval model --recipe aime2024": "no such file; create it with `winnow data prepare aime-2024`",
     f"eval model --recipe aime1824 {DATA}": "there is no recipe 'aime1824'; Give the path of a",
-    f"eval model {DATA} --out both": "both/answers.parquet is there already; name another folder",
-    f"eval model {DATA} --out reward.py": "reward.py is there already; name another folder with",
-    f"eval model {DATA} --step 3": "--step is 3, but model is a model, not a run; leave it out",
-    f"eval both {DATA}": "both is neither a run's folder (no config.yaml) nor a model's (no",
+    f"eval model {DATA} --out both": "both/answers.parquet already exists; choose another folder",
+    f"eval model {DATA} --out reward.py": "reward.py already exists; choose another folder with",
+    f"eval model {DATA} --step 3": "--step is 3, but model is a model, not a run; drop --step",
+    f"eval both {DATA}": "both is neither a run folder (no config.yaml) nor a model folder (no",
     f"eval model {DATA} evaluation.max_response_tokens=12": "no scorer",
     TOO_LONG: "evaluation.max_response_tokens 300 does not fit the model's 256 positions",
     "compare both others": "have no problem in common: the data or data.prompt_template differs",
@@ -196,7 +196,7 @@ def test_a_run_brings_its_recipe_and_a_checkpoint_is_the_run_at_a_step(
     assert "short, step 1: 5 held-out prompts" in said.out
     again = winnow(place, "eval", run, "--step", "1", "--data", "easy.jsonl")
     assert (again.code, again.out) == (2, "")
-    assert "is there already; name another folder with --out" in again.err
+    assert "already exists; choose another folder with --out" in again.err
     by_step = read_rollouts(place / run / "eval/checkpoint-1.parquet").to_pylist()
     winnow(place, "eval", f"{run}/checkpoints/step-1", "--out", "by-folder").check()
     by_folder = read_rollouts(place / "by-folder/answers.parquet").to_pylist()
@@ -244,7 +244,10 @@ def test_an_instruction_that_a_row_holds_already_is_refused(place: Path, tmp_pat
     template = f"data.prompt_template={{easy:'{words} {{prompt}}'}}"
     said = asked(place, "never", template, data=(str(file),))
     assert said.code == 2
-    assert "instructed.jsonl:1: the row holds the instruction of data.prompt_template" in said.err
+    assert (
+        "instructed.jsonl:1: the row already contains the instruction of data.prompt_template"
+        in said.err
+    )
     assert not (place / "never").exists()
 
 
@@ -273,7 +276,7 @@ def test_a_stop_ends_an_evaluation_and_leaves_nothing(place: Path, server: Serve
     )
     process.send_signal(signal.SIGTERM)
     assert process.wait(200) == 75
-    assert err.read_text() == "winnow: interrupted; nothing of this evaluation is kept\n"
+    assert err.read_text() == "winnow: interrupted; this evaluation was discarded\n"
     assert not (place / "broken").exists()
 
 
@@ -288,7 +291,7 @@ def test_ctrl_c_between_answers_and_figures_leaves_neither(
     said = asked(place, "between")
     assert (said.code, said.err) == (
         130,
-        "winnow: interrupted; nothing of this evaluation is kept\n",
+        "winnow: interrupted; this evaluation was discarded\n",
     )
     assert not (place / "between").exists()
 

@@ -58,7 +58,7 @@ def test_ctrl_c_while_importing_and_a_folder_that_is_gone_are_one_line(home: Pat
     code += "from winnow.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=home, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
-        2, "winnow: the working directory is gone; change to another with cd\n",
+        2, "winnow: the working directory no longer exists; cd to another one\n",
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(home: Path) ->
     assert (folder / "runs/first/checkpoints/step-2/model/model.safetensors").is_file()
     again = winnow(home, "init", "my first")
     assert (again.code, again.err) == (
-        2, "winnow: my first is not empty; name a folder that is not there yet\n",
+        2, "winnow: my first is not empty; choose a new folder\n",
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_a_sweep_trains_each_combination_tells_failures_and_skips_what_is_done(
     (home / "runs/swept/lr=0.0003/mine.txt").unlink()
     trained = (home / "runs/swept/lr=0.0001/metrics.jsonl").read_bytes()
     again = in_forked_process(server, *words, *swept, folder=home, **two).check()
-    assert "2 runs in runs/swept, 1 of them done" in again.out
+    assert "2 runs in runs/swept, 1 already done" in again.out
     assert (home / "runs/swept/lr=0.0001/metrics.jsonl").read_bytes() == trained
     rows = json.loads(winnow(home, "compare", "runs/swept", "--json").check().out)
     assert [(row["run"], row["exit_code"], row["step"]) for row in rows] == [

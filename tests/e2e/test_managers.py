@@ -39,7 +39,7 @@ class Own:
 SHORT = (
     *SETTINGS,
     *("trainer.steps=2", "evaluation.every=2", "trainer.save_every=2"),
-    # Whoever scores: when a score is seen is the same.
+    # Whoever scores: when a score arrives is the same.
     "sampling.score_lag_ticks=4",
 )
 FUNCTION = "reward.function.path=reward.py"
@@ -119,7 +119,7 @@ def test_a_continued_run_keeps_the_lag_that_nobody_set_wherever_scorers_run_now(
 ) -> None:
     two = "trainer.steps=2"
     said = winnow_command.train(home, "apart", two, "reward.workers=1").check().out
-    lag = f"a score is seen {LAG_OF_SCORERS_APART} decode ticks after its answer's end"
+    lag = f"a score arrives {LAG_OF_SCORERS_APART} decode ticks after its answer ends"
     assert lag in " ".join(said.split())
     run = cut_off(home, "apart", "continued", 1)
     winnow_command.train(home, run.name, two, "reward.workers=0").check()

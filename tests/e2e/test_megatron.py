@@ -93,6 +93,6 @@ def test_ranks_of_another_layout_take_a_run_over_and_say_so(
     fork = f"run.fork={calm}@{STEPS - 1}"
     assert megatron_lab.start(run.name, *layout, *APART, fork).wait(240) == 0
     told = (run / "log.txt").read_text()
-    assert ("Warning: strategy was megatron and is fsdp2" in told) == (strategy == "fsdp2")
-    assert ("Warning: stages was 1 and is 2" in told) == (strategy == "megatron")
+    assert ("Warning: strategy changed from megatron to fsdp2" in told) == (strategy == "fsdp2")
+    assert ("Warning: stages changed from 1 to 2" in told) == (strategy == "megatron")
     check_learnt(calm, run)

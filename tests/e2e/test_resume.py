@@ -84,13 +84,13 @@ def test_a_finished_run_is_made_longer_and_each_change_is_told(home: Path) -> No
     train(home, "long", flat, "trainer.steps=3").check()
     train(home, "longer", flat, "trainer.steps=2").check()
     said = train(home, "longer", flat, "trainer.steps=3", "evaluation.every=1").check().out
-    assert "trainer.steps was 2 and is 3 from here on\n" in said
-    assert "evaluation.every was 2 and is 1 from here on\n" in said
+    assert "trainer.steps was 2 and is 3 from now on\n" in said
+    assert "evaluation.every was 2 and is 1 from now on\n" in said
     model = "checkpoints/step-3/model/model.safetensors"
     assert (at(home, "longer") / model).read_bytes() == (at(home, "long") / model).read_bytes()
     shorter = train(home, "longer", flat, "trainer.steps=1")
     assert (shorter.code, shorter.err.count("\n")) == (2, 1)
-    assert "trainer.steps=1 is less than the 3 steps" in shorter.err
+    assert "trainer.steps=1 is below the 3 steps" in shorter.err
 
 
 def test_passes_over_the_data_are_made_more_and_used_up(home: Path) -> None:
@@ -102,16 +102,18 @@ def test_passes_over_the_data_are_made_more_and_used_up(home: Path) -> None:
         assert f"\n{left} prompts of the passes over the data were left" in said
         steps_done = [record["step"] for record in figures(at(home, "passes"))]
         assert steps_done == list(range(steps + 1))
-    assert "trainer.data_epochs was 1.0 and is 1.5 from here on\n" in said
+    assert "trainer.data_epochs was 1.0 and is 1.5 from now on\n" in said
     said = train(home, "passes", *rows, "trainer.data_epochs=1.25").check().out
-    assert "runs/passes is finished: nothing to do (trainer.data_epochs=N makes it longer" in said
+    assert (
+        "runs/passes is finished: nothing to do (raise trainer.data_epochs to train longer" in said
+    )
     assert [record["step"] for record in figures(at(home, "passes"))] == steps_done
 
 
 def test_a_fork_that_changes_nothing_ends_as_its_origin(home: Path) -> None:
     before = contents(at(home, "calm"))
     said = train(home, "twin", "run.fork=runs/calm@2").check().out
-    assert f"Forked from runs/calm after step 2 of now {STEPS}\n" in said
+    assert f"Forked from runs/calm after step 2, to be trained to step {STEPS}\n" in said
     assert not re.search(r" was .+ and is ", said)
     assert differences(at(home, "calm"), at(home, "twin")) == []
     assert contents(at(home, "calm")) == before
@@ -141,10 +143,13 @@ def test_a_fork_learns_by_its_own_settings_and_can_be_resumed(home: Path) -> Non
     [
         (["run.seed=1"], "run.seed was 0 and is 1"),
         (["model.dtype=bfloat16"], "model.dtype was 'float32' and is 'bfloat16'"),
-        (["algorithm/advantage=gae"], "holds none; choose another"),
+        (["algorithm/advantage=gae"], "has none; choose another"),
         (["trainer.steps=3"], "leaves nothing to train after step 3"),
         (["run.fork=runs/calm@99"], "has no checkpoint of step 99; there are: 1, 2,"),
-        (["rollout.n=6"], "groups under way, sampled by other settings: rollout.n was 4 and is 6"),
+        (
+            ["rollout.n=6"],
+            "groups in flight, sampled with other settings: rollout.n was 4 and is 6",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -209,7 +214,7 @@ def test_greedy_baselines_come_back_as_they_were_and_advantages_are_above_them(h
 def test_a_best_figure_that_no_evaluation_has_is_refused_before_training(home: Path) -> None:
     said = train(home, "misnamed", "trainer.keep_best=eval/sort_digits/pass@9")
     assert said.code == 2
-    assert "trainer.keep_best=eval/sort_digits/pass@9 is no figure" in said.err
+    assert "trainer.keep_best=eval/sort_digits/pass@9 is not an evaluation metric" in said.err
     assert "eval/sort_digits/pass@1" in said.err
     assert not (at(home, "misnamed") / "rollouts").exists()
 

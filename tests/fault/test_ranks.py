@@ -155,7 +155,7 @@ def test_another_number_of_ranks_takes_a_run_and_its_critic_over_and_says_so(
     assert lab.start(run.name, *two, *fewer).wait(240) == 0
     told = (run / "log.txt").read_text()
     for what in ("ranks", "ranks a sequence", "ranks of the critic"):
-        assert f"Warning: {what} was 2 and is 1" in told
+        assert f"Warning: {what} changed from 2 to 1" in told
     for one, two_ranks in zip(figures(beside), figures(run), strict=True):
         for name in ("actor/loss", "critic/value/mean", "critic/value_loss"):
             assert two_ranks.get(name) == pytest.approx(one.get(name), abs=1e-4), name
@@ -173,7 +173,9 @@ def test_damage_that_a_rank_finds_costs_one_step_and_no_bit(calm: Path, lab: Qui
     assert code_of(lab.start(run.name, *words), 240) == 2
     assert lab.start(run.name, *ON_RANKS).wait(240) == 0
     told = (run / "log.txt").read_text()
-    assert f"Warning: {path} is damaged (checksum differs); going on from step {older.step}" in told
+    assert (
+        f"Warning: {path} is damaged (checksum differs); continuing from step {older.step}" in told
+    )
     check_same(calm, run)
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from winnow.builders.engines import check_engine
-from winnow.checkpoints.opening import user_files
+from winnow.checkpoints.opening import user_code_settings
 from winnow.config.data import Demonstrations
 from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
@@ -52,7 +52,7 @@ def check_start(config: Config) -> None:
         check_installed()
         if not has_gpu:
             import_megatron(torch.device("cpu"))
-    for key, value in () if isinstance(config.cluster, RayCluster) else user_files(config):
+    for key, value in () if isinstance(config.cluster, RayCluster) else user_code_settings(config):
         if not re.fullmatch(r".+\.py(:\w+)?", value):
             continue
         place, _, name = value.rpartition(":") if value[-3:] != ".py" else (value, "", None)

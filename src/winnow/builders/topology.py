@@ -25,7 +25,7 @@ from winnow.builders.placement import (
 )
 from winnow.builders.processes import StartWorkers
 from winnow.builders.rewards import make_rewards, scoring_models
-from winnow.checkpoints.checkpoint import this_machine
+from winnow.checkpoints.checkpoint import describe_machine
 from winnow.checkpoints.run_state import LocalModelStates, ModelStates
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -190,6 +190,6 @@ def _local_learning(
         tensors=LocalModelStates(strategy, learning.others, writer(policy.model, policy.tokenizer)),
         publish=publish,
         passes=learning.passes,
-        machine=this_machine(policy.device),
+        machine=describe_machine(policy.device),
         devices=devices_of(roles, config.cluster, 1),
     )

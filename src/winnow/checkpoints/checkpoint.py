@@ -8,7 +8,7 @@
         manifest.json   step, place in metrics.jsonl, machine, each file's size and checksum
 
 A checkpoint is written beside its place and renamed when it is whole, so that a folder with
-this name is a complete one. Names that begin with a dot are drafts; `clean` deals with those
+this name is a complete one. Names that begin with a dot are drafts; `clean_drafts` deals with those
 that a crash left.
 """
 
@@ -25,7 +25,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 
+from winnow import types
 from winnow.checkpoints.state_file import SHARD_INDEX, check_shards, read_state, write_state
 from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError, WinnowError
@@ -45,37 +46,19 @@ from winnow.observe.files import (
     reason_and_remedy,
 )
 from winnow.observe.metrics import HELD_OUT_LOSS
-from winnow.sampling.accounting import (
-    StepAccounting,
-    StepCounts,
-    StepGroups,
-    Tally,
-    TokenAccount,
-    TokenCounts,
-)
-from winnow.sampling.admission import ClosedPrefix, QualifyRate
-from winnow.sampling.groups import AnswerState, GroupState, LiveGroups
-from winnow.types import (
-    Answer,
-    Group,
-    Prompt,
-    Score,
-    Segment,
-    SettledGroup,
-    Trajectory,
-    VersionSpan,
-)
+from winnow.sampling import accounting, admission, groups
 from winnow.version import __version__
 
 _NAME = re.compile(r"step-(\d+)$")
 _FORMAT = 4
 MANIFEST = "manifest.json"
-STATE_CLASSES = (
-    *(Prompt, VersionSpan, Segment, Trajectory, Score, Answer, Group),
-    *(AnswerState, GroupState, LiveGroups, QualifyRate, ClosedPrefix),
-    *(StepAccounting, TokenAccount, TokenCounts, Tally, SettledGroup, StepCounts, StepGroups),
+STATE_CLASSES = tuple(
+    each
+    for module in (types, accounting, admission, groups)
+    for each in vars(module).values()
+    if isinstance(each, type) and each.__module__ == module.__name__ and is_dataclass(each)
 )
-"""Classes of which a state holds objects."""
+"""Classes of which a state may hold objects: the dataclasses of these modules."""
 
 CONFIG = "config.yaml"
 PATIENCE = 3
@@ -112,7 +95,7 @@ class Manifest:
     figures: Mapping[str, float] = field(default_factory=dict)
     """The evaluation of the step, if there was one."""
     machine: Mapping[str, str | int] = field(default_factory=dict)
-    """Versions and hardware that bits depend on: `this_machine`."""
+    """Versions and hardware that bits depend on: `describe_machine`."""
     code: Mapping[str, str] = field(default_factory=dict)
     """sha256 of the user's Python files, by the keys of the recipe that name them."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
@@ -135,8 +118,8 @@ class Snapshot:
     have hashed and brought to disk, by path in it; may be called in a thread."""
 
 
-def this_machine(device: torch.device) -> dict[str, str | int]:
-    """Return what the bits of a run depend on, its recipe aside."""
+def describe_machine(device: torch.device) -> dict[str, str | int]:
+    """Describe the versions and hardware that the bits of a run depend on."""
     import transformers  # which takes a second, and the run has said where it goes by now
 
     name = platform.processor() or platform.machine()
@@ -157,7 +140,7 @@ def this_machine(device: torch.device) -> dict[str, str | int]:
 def save_checkpoint(
     folder: Path, manifest: Manifest, snapshot: Snapshot, recipe: str = ""
 ) -> Checkpoint:
-    """Write `folder/step-N` whole or not at all; a crash at any point leaves what was there.
+    """Write `folder/step-N` atomically; a crash at any point leaves the previous state.
 
     Args:
         manifest: without `files`, which are filled in.
@@ -199,7 +182,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
-    """Find a run's checkpoint of a step, or its last, and check its files.
+    """Find a run's checkpoint of a step, or its last, and verify it.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -215,12 +198,12 @@ def find_checkpoint(run: Path, step: int | None) -> Checkpoint:
 
 
 def newest_usable(
-    run: Path, checked_by: Collection[str] = ()
+    run: Path, rank_folders: Collection[str] = ()
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Find a run's newest checkpoint whose files are as written; return it with warnings of others.
+    """Find a run's newest intact checkpoint; return it with warnings about damaged newer ones.
 
     Args:
-        checked_by: as for `verify`.
+        rank_folders: as for `verify`.
 
     Raises:
         CheckpointError: there are some, and none of them is whole.
@@ -228,32 +211,27 @@ def newest_usable(
     faults: list[str] = []
     for checkpoint in reversed(checkpoints_in(run / "checkpoints")):
         try:
-            verify(checkpoint, checked_by)
+            verify(checkpoint, rank_folders)
         except CheckpointError as error:
             faults.append(str(error).partition(";")[0])
         else:
-            after = f"going on from step {checkpoint.step}"
+            after = f"continuing from step {checkpoint.step}"
             return checkpoint, [f"Warning: {fault}; {after}" for fault in faults]
     if faults:
         rest = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise CheckpointError(
-            f"{run} has no checkpoint that is whole: {faults[0]}{rest}; put that back, or choose "
-            "another run.name for a new run"
+            f"{run} has no intact checkpoint: {faults[0]}{rest}; restore that file, or choose "
+            "another run.name"
         )
     return None, []
 
 
-def load_state(checkpoint: Checkpoint, is_verified: bool = False) -> dict[str, Any]:
-    """Read the training state of a checkpoint, after a check of its files against the manifest.
-
-    Args:
-        is_verified: they have been checked.
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read the training state of a verified checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of another format.
+        CheckpointError: it is damaged in a way that checksums do not show.
     """
-    if not is_verified:
-        verify(checkpoint)
     for index in checkpoint.path.rglob(SHARD_INDEX):
         check_shards(index.parent)
     return read_state(checkpoint.path, STATE_CLASSES)
@@ -276,33 +254,33 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
         ):
             raise ValueError("an entry lacks its checksum")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: not a manifest; use another checkpoint"
         ) from error
     if version != _FORMAT:
         raise CheckpointError(
-            f"{path} has format {version}, this version reads {_FORMAT}; use the version of winnow "
-            "that wrote it, or the model folder beside it"
+            f"{path} has format {version}, this version reads {_FORMAT}; use the winnow version "
+            "that wrote it, or load only its model/ folder"
         )
     if manifest is None:
         raise CheckpointError(f"{path} is damaged (checksum differs); use another checkpoint")
     return manifest
 
 
-def _unreadable(path: Path, error: OSError) -> WinnowError:
+def _unreadable_error(path: Path, error: OSError) -> WinnowError:
     # Of a bad sector the checkpoint before can take the place; a file server may be back.
     kind = CheckpointError if error.errno == errno.EIO else disk_error_type(error, CheckpointError)
     return kind(f"{path} cannot be read: {error.strerror}; use another checkpoint")
 
 
-def verify(checkpoint: Checkpoint, checked_by: Collection[str] = ()) -> Manifest:
-    """Check that every file is there and is what was written; return the manifest.
+def verify(checkpoint: Checkpoint, rank_folders: Collection[str] = ()) -> Manifest:
+    """Verify every file of a checkpoint against its manifest; return the manifest.
 
     Args:
-        checked_by: folders (`Role.saved_in`) of ranks that check the content of what they read
-            (`verify_share`), where this process checks its size.
+        rank_folders: folders (`Role.saved_in`) of ranks that check the content of what they read
+            (`verify_rank_share`), where this process checks its size.
 
     Raises:
         CheckpointError: names the file.
@@ -310,18 +288,22 @@ def verify(checkpoint: Checkpoint, checked_by: Collection[str] = ()) -> Manifest
     manifest, path = read_manifest(checkpoint), checkpoint.path
     files = {str(p.relative_to(path)): p for p in path.rglob("*") if not p.is_dir()}
     for name in sorted(manifest.files.keys() - files.keys()):
-        raise _unreadable(path / name, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        raise _unreadable_error(
+            path / name, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        )
     for name in sorted(files.keys() - manifest.files.keys() - {MANIFEST}):
         if not files[name].name.startswith(".nfs"):  # a file server's, of one still open
             raise CheckpointError(
-                f"{files[name]} was added to the checkpoint; remove it, or use another checkpoint"
+                f"{files[name]} is not part of the checkpoint; remove it, or use another checkpoint"
             )
-    _check_files(path, manifest.files, checked_by)
+    _check_files(path, manifest.files, rank_folders)
     return manifest
 
 
-def verify_share(checkpoint: Path, rank: int, ranks: int, folder: str = POLICY_STATE) -> None:
-    """Check the weights and shards that fall to one of a role's ranks, as many bytes as to others.
+def verify_rank_share(
+    checkpoint: Path, rank: int, world_size: int, folder: str = POLICY_STATE
+) -> None:
+    """Verify one rank's share of a role's weights and shards; shares are balanced by bytes.
 
     Args:
         folder: of the role's state (`Role.saved_in`).
@@ -330,9 +312,9 @@ def verify_share(checkpoint: Path, rank: int, ranks: int, folder: str = POLICY_S
         CheckpointError: names a file that is not what was written.
     """
     files = read_manifest(Checkpoint(checkpoint, 0)).files
-    shares: list[dict[str, FileEntry]] = [{} for _ in range(ranks)]
-    loads = [0] * ranks
-    theirs = (name for name in files if _is_read_by(folder, name))
+    shares: list[dict[str, FileEntry]] = [{} for _ in range(world_size)]
+    loads = [0] * world_size
+    theirs = (name for name in files if _is_read_by_ranks(folder, name))
     for name in sorted(theirs, key=lambda n: (-files[n]["bytes"], n)):
         least = loads.index(min(loads))
         shares[least][name] = files[name]
@@ -340,23 +322,23 @@ def verify_share(checkpoint: Path, rank: int, ranks: int, folder: str = POLICY_S
     _check_files(checkpoint, shares[rank])
 
 
-def _is_read_by(folder: str, name: str) -> bool:
+def _is_read_by_ranks(folder: str, name: str) -> bool:
     """Return whether the ranks whose state lies in a folder read a file."""
     model = r"|model/[^/]*\.safetensors" if folder == POLICY_STATE else ""
     return re.fullmatch(rf"{folder}/[^/]*\.distcp{model}", name) is not None
 
 
 def _check_files(
-    folder: Path, files: Mapping[str, FileEntry], checked_by: Collection[str] = ()
+    folder: Path, files: Mapping[str, FileEntry], rank_folders: Collection[str] = ()
 ) -> None:
     def check(name: str) -> None:
         part, entry = folder / name, files[name]
-        is_theirs = any(_is_read_by(each, name) for each in checked_by)
+        is_theirs = any(_is_read_by_ranks(each, name) for each in rank_folders)
         try:
             is_whole = part.is_file() and part.stat().st_size == entry["bytes"]
             is_whole = is_whole and (is_theirs or _sha256(part) == entry["sha256"])
         except OSError as error:
-            raise _unreadable(part, error) from error
+            raise _unreadable_error(part, error) from error
         if not is_whole:
             raise CheckpointError(f"{part} is damaged (checksum differs); use another checkpoint")
 
@@ -366,7 +348,7 @@ def _check_files(
 
 
 def remove(checkpoints: Iterable[Checkpoint]) -> None:
-    """Delete checkpoints, each as one act: a crash leaves none of them half deleted.
+    """Delete checkpoints, each atomically.
 
     Raises:
         WinnowError: the folder cannot be changed.
@@ -379,8 +361,8 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
             shutil.rmtree(gone)
 
 
-def clean(folder: Path) -> None:
-    """Undo what a crash, or an end at once, left half done.
+def clean_drafts(folder: Path) -> None:
+    """Delete incomplete checkpoints that a crash left, and restore one that was being replaced.
 
     Raises:
         OSError: a checkpoint cannot be put back into its place.
@@ -398,40 +380,40 @@ def clean(folder: Path) -> None:
 
 
 def prune(
-    folder: Path, last: int | None, every: int | None = None, best: str | None = None
+    folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None
 ) -> None:
-    """Delete checkpoints that need not stay. One that cannot be read stays for a person to see.
+    """Delete checkpoints that the retention settings do not keep, except unreadable ones.
 
     Args:
-        last: number of the newest that stay; None keeps all.
-        every: steps that are a multiple of it stay for good.
-        best: figure of the evaluation, of which the largest value stays, or the smallest of a
+        keep_last: number of the newest that stay; None keeps all.
+        keep_every: steps that are a multiple of it stay for good.
+        keep_best: figure of the evaluation, of which the largest value stays, or the smallest of a
             loss; of equals the later one.
 
     Raises:
         WinnowError: the folder cannot be changed.
     """
-    if last is None:
+    if keep_last is None:
         return
     checkpoints = checkpoints_in(folder)
-    keep = set(checkpoints[-last:])
-    keep |= {c for c in checkpoints if every is not None and c.step % every == 0}
+    keep = set(checkpoints[-keep_last:])
+    keep |= {c for c in checkpoints if keep_every is not None and c.step % keep_every == 0}
     values: dict[Checkpoint, float] = {}
     for checkpoint in checkpoints:
         try:
-            value = read_manifest(checkpoint).figures.get(best or "", math.nan)
+            value = read_manifest(checkpoint).figures.get(keep_best or "", math.nan)
         except CheckpointError:
             keep.add(checkpoint)
             continue
         if not math.isnan(value):
-            values[checkpoint] = -value if best == HELD_OUT_LOSS else value
+            values[checkpoint] = -value if keep_best == HELD_OUT_LOSS else value
     if values:
         keep.add(max(values, key=lambda c: (values[c], c.step)))
     remove(c for c in checkpoints if c not in keep)
 
 
 def file_entry(path: Path) -> FileEntry:
-    """Return bytes and sha256 of a file, as a manifest has them."""
+    """Return size and sha256 of a file for a manifest."""
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 

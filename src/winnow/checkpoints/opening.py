@@ -39,7 +39,7 @@ from winnow.checkpoints.checkpoint import (
     Checkpoint,
     Manifest,
     checkpoints_in,
-    clean,
+    clean_drafts,
     find_checkpoint,
     load_state,
     newest_usable,
@@ -47,8 +47,8 @@ from winnow.checkpoints.checkpoint import (
     remove,
     verify,
 )
-from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_state
-from winnow.checkpoints.strangers import MARK, mark_as_begun
+from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_state, with_settings
+from winnow.checkpoints.strangers import MARK, mark_as_local
 from winnow.config.base import CODE, reaching
 from winnow.config.data import Demonstrations
 from winnow.config.load import dump_config, load_recipe
@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run's folder, locked, with its recipe and the checkpoint to go on from."""
+    """A locked run folder with its recipe and the checkpoint to resume from."""
 
     folder: RunFolder
     config: Config
@@ -96,7 +96,7 @@ class OpenedRun:
     checkpoint: Checkpoint | None = None
     """The checkpoint to go on from; None starts at the beginning."""
     manifest: Manifest = _NOTHING_YET
-    forked: Config | None = None
+    fork_source: Config | None = None
     """The recipe of the checkpoint, where that is still the one that the run was forked from."""
     is_new: bool = False
     """The folder was made by this start."""
@@ -105,40 +105,40 @@ class OpenedRun:
     may_be_damaged: bool = False
     """Ranks are yet to check the checkpoint, for which an older one may stand in."""
 
-    def state(self, config: Config) -> dict[str, Any]:
-        """Read the state to go on from.
+    def load_state(self, config: Config) -> dict[str, Any]:
+        """Read the state to resume from.
 
         Raises:
             CheckpointError: it is damaged, or too old for the recipe, or does not fit a fork's.
         """
         assert self.checkpoint is not None
-        state = load_state(self.checkpoint, is_verified=True)
+        state = load_state(self.checkpoint)
         epochs = config.trainer.data_epochs
         if epochs is not None and "sampler" in state and "passes" not in state:
             raise CheckpointError(
-                f"trainer.data_epochs={epochs:g}: {self.checkpoint.path} was made before passes "
-                "were counted; set trainer.data_epochs=null and trainer.steps"
+                f"trainer.data_epochs={epochs:g}: {self.checkpoint.path} predates the tracking of "
+                "epochs; set trainer.data_epochs=null and trainer.steps"
             )
-        if self.forked is None:
+        if self.fork_source is None:
             return state
-        return forked_state(config, self.forked, state, str(self.checkpoint.path))
+        return forked_state(config, self.fork_source, state, str(self.checkpoint.path))
 
     def is_finished(self, steps: int) -> bool:
-        """Return whether it is known that nothing is left to do."""
+        """Return whether all steps are known to be done."""
         return self.knows_steps and self.manifest.step >= steps and self.manifest.evaluated
 
-    def differences(self, machine: Mapping[str, str | int]) -> list[str]:
-        """Say what of the machine is not as it was when the checkpoint was made."""
+    def machine_changes(self, machine: Mapping[str, str | int]) -> list[str]:
+        """Warn about differences between the checkpoint's machine and this one."""
         was = self.manifest.machine
         return [
-            f"Warning: {name} was {was[name]} and is {now}: the bits may differ from an "
-            "undisturbed run's"
+            f"Warning: {name} changed from {was[name]} to {now}: results may differ in the last "
+            "bits"
             for name, now in machine.items()
             if name in was and was[name] != now
         ]
 
     def rewind(self, metrics: MetricsLog) -> None:
-        """Drop all that is later than the checkpoint.
+        """Drop all records later than the checkpoint.
 
         In this order: a crash within leaves what the same call can finish.
 
@@ -156,7 +156,7 @@ class OpenedRun:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder while the block runs: one process a run.
+    """Lock a run's folder while the block runs: one process per run.
 
     The system takes the lock back however the process ends.
 
@@ -171,12 +171,12 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout:
         holder = path.read_text(errors="replace") or "another process"
         raise ConfigError(
-            f"{folder} is in use by {holder}; wait for it, end it, or choose another run.name"
+            f"{folder} is in use by {holder}; wait for it, stop it, or choose another run.name"
         ) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise disk_error(path, error) from error
-        log.warning("%s lies on a file system without locks: start one process only", folder)
+        log.warning("%s is on a file system without locks: start only one process", folder)
     try:
         # A full disk: only the message above would miss it.
         with contextlib.suppress(OSError), open_nofollow(path, "wb") as file:
@@ -187,7 +187,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class DamagedError(CheckpointError):
-    """The checkpoint that a start went on from is damaged, and there is an older one."""
+    """The checkpoint in use is damaged, and an older one is intact."""
 
     def __init__(self, older: Checkpoint, warnings: Sequence[str]) -> None:
         super().__init__(*warnings)
@@ -195,8 +195,8 @@ class DamagedError(CheckpointError):
 
 
 @contextlib.contextmanager
-def reporting_damage(opened: OpenedRun) -> Iterator[Event]:
-    """Look through all files of a checkpoint that ranks were to check if a start from it fails.
+def detecting_damage(opened: OpenedRun) -> Iterator[Event]:
+    """Verify a checkpoint that ranks were to verify, if the start from it fails.
 
     Yields:
         Set once it has not.
@@ -219,7 +219,7 @@ def reporting_damage(opened: OpenedRun) -> Iterator[Event]:
 
 @contextlib.contextmanager
 def opened_run(config: Config, recipe: str) -> Iterator[OpenedRun]:
-    """Hold the folder that `run.resume` and `run.name` ask for while the block runs.
+    """Open and lock the folder selected by `run.resume` and `run.name` while the block runs.
 
     Raises:
         ConfigError: it is in use, was made by another recipe, or is none.
@@ -228,19 +228,19 @@ def opened_run(config: Config, recipe: str) -> Iterator[OpenedRun]:
     """
     with contextlib.ExitStack() as stack:
         with explain_disk_errors(Path(config.run.dir)):
-            opened = _opened(config, recipe, stack)
-            new = _files(opened.folder.path) if opened.is_new else None
+            opened = _open_run(config, recipe, stack)
+            new = _valuable_files(opened.folder.path) if opened.is_new else None
         try:
             yield opened
         except WinnowError as error:
             path = opened.folder.path
-            if new is not None and error.exit_code == 2 and _files(path) <= new:
+            if new is not None and error.exit_code == 2 and _valuable_files(path) <= new:
                 shutil.rmtree(path, ignore_errors=True)
             raise
 
 
-def _files(folder: Path) -> set[Path]:
-    """List the files of a run that are worth keeping: those of before its start are not."""
+def _valuable_files(folder: Path) -> set[Path]:
+    """List the files of a run that were written after its start."""
     files = {path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()}
     saved = {path for path in files if path.parts[0] not in DISCARDABLE_FILES}
     metrics = Path(METRICS_FILE)
@@ -248,12 +248,12 @@ def _files(folder: Path) -> set[Path]:
     return saved | {metrics} if has_figures else saved
 
 
-def _opened(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedRun:
+def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedRun:
     run, url = config.run, config.trainer.checkpoint_url
     if run.resume not in ("auto", "never"):
-        path, checkpoint = checkpoint_of("run.resume", run.resume)
+        path, checkpoint = resolve_run_path("run.resume", run.resume)
         stack.enter_context(locked(path))
-        return _continued(config, RunFolder.open(path), checkpoint)
+        return _reopen_run(config, RunFolder.open(path), checkpoint)
     named = None if run.name is None else RunFolder(Path(run.dir) / run.name)
     names: set[str] = set()
     is_begun = False
@@ -262,7 +262,7 @@ def _opened(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedR
             from winnow.checkpoints.upload import CheckpointUpload
 
             if CheckpointUpload(url, named.path).fetch():  # from where the user said
-                mark_as_begun(named.path)
+                mark_as_local(named.path)
         if named.path.is_dir():
             names = {each.name for each in named.path.iterdir()}
         # A run that ended before its first figures has nothing to lose.
@@ -270,8 +270,8 @@ def _opened(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedR
         is_begun = has_figures or not names <= DISCARDABLE_FILES
         if run.resume == "auto" and is_begun and CONFIG in names:
             stack.enter_context(locked(named.path))
-            return _continued(config, named, None)
-    origin = None if run.fork is None else _origin(config, run.fork)
+            return _reopen_run(config, named, None)
+    origin = None if run.fork is None else _find_fork_source(config, run.fork)
     config = _pin_commits(config) if origin is None else origin.config
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
@@ -281,17 +281,16 @@ def _opened(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedR
             shutil.rmtree(named.trackers)
         else:
             (named.path / name).unlink(missing_ok=True)
-    mark_as_begun(named.path)
+    mark_as_local(named.path)
     fork = None if origin is None else f"{origin.run}@{origin.checkpoint.step}"
-    run_section = run.model_copy(update={"resume": "auto", "fork": fork})
-    saved_config = config.model_copy(update={"run": run_section})
+    saved_config = with_settings(config, run={"resume": "auto", "fork": fork})
     if origin is not None:
         with explain_write_errors(named.path):
-            origin.copy(named)
+            origin.copy_to(named)
     named.save_config(dump_config(saved_config))
     if origin is None:
         return OpenedRun(named, saved_config, is_new=True)
-    opened = _continued(saved_config, named, None)
+    opened = _reopen_run(saved_config, named, None)
     return replace(opened, notes=origin.notes, is_new=True)
 
 
@@ -305,29 +304,29 @@ class ForkSource:
     checkpoint: Checkpoint
     notes: tuple[str, ...]
 
-    def copy(self, folder: RunFolder) -> None:
+    def copy_to(self, folder: RunFolder) -> None:
         """Copy the run up to the checkpoint; files that never change are shared by links."""
         origin = RunFolder(self.run)
         for source in (origin.ledger, origin.rollouts, origin.evaluations):
             for step, file in list_step_files(source):
                 if step <= self.checkpoint.step:
                     (folder.path / source.name).mkdir(exist_ok=True)
-                    _link(file, folder.path / source.name / file.name)
+                    _link_or_copy(file, folder.path / source.name / file.name)
         shutil.copyfile(origin.metrics, folder.metrics)
         target = folder.checkpoints / self.checkpoint.path.name
-        shutil.copytree(self.checkpoint.path, target, copy_function=_link)
+        shutil.copytree(self.checkpoint.path, target, copy_function=_link_or_copy)
 
 
-def _link(source: str | Path, target: str | Path) -> None:
-    """Make a file appear in a second place, as a copy where the file system has no links."""
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Hard-link a file, or copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
-def _origin(config: Config, fork: str) -> ForkSource:
-    """Find the checkpoint that `run.fork` names, and check that its state fits the recipe.
+def _find_fork_source(config: Config, fork: str) -> ForkSource:
+    """Find the checkpoint of `run.fork`, and check that its state fits the recipe.
 
     Raises:
         ConfigError: it names none, or the recipe is one of another model, data or optimizer.
@@ -335,15 +334,15 @@ def _origin(config: Config, fork: str) -> ForkSource:
     """
     source, at, step = fork.rpartition("@")
     if at and step.isdecimal():
-        run, checkpoint = checkpoint_of("run.fork", source)
+        run, checkpoint = resolve_run_path("run.fork", source)
         checkpoint = find_checkpoint(run, int(step))
     else:
-        run, checkpoint = checkpoint_of("run.fork", fork)
+        run, checkpoint = resolve_run_path("run.fork", fork)
         if checkpoint is not None:
             verify(checkpoint)
     checkpoint, faults = (checkpoint, []) if checkpoint is not None else newest_usable(run)
     if checkpoint is None:
-        raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; name another run")
+        raise ConfigError(f"run.fork={fork}: {run} has no checkpoint yet; choose another run")
     manifest = read_manifest(checkpoint)
     has_steps = config.trainer.data_epochs is None
     if has_steps and config.trainer.steps <= checkpoint.step:
@@ -353,16 +352,16 @@ def _origin(config: Config, fork: str) -> ForkSource:
             "earlier step with run.fork=RUN@STEP"
         )
     recipe = load_recipe(str(checkpoint.path / CONFIG))
-    config, pinned = _as_pinned(config, recipe)
+    config, pinned = _pin_as_saved(config, recipe)
     changes = check_fork(config, recipe, str(checkpoint.path))
-    code = code_notes(config, manifest.code)
+    code = code_changes(config, manifest.code)
     began = f"Forked from {run} after step {checkpoint.step}"
-    began += f" of now {config.trainer.steps}" if has_steps else ""
+    began += f", to be trained to step {config.trainer.steps}" if has_steps else ""
     return ForkSource(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
 
 
-def checkpoint_of(key: str, value: str) -> tuple[Path, Checkpoint | None]:
-    """Find the run's folder that a setting names, and the checkpoint if it is one's folder.
+def resolve_run_path(key: str, value: str) -> tuple[Path, Checkpoint | None]:
+    """Resolve a setting to a run folder, and a checkpoint if it is the path of one.
 
     Raises:
         ConfigError: it is neither.
@@ -377,62 +376,61 @@ def checkpoint_of(key: str, value: str) -> tuple[Path, Checkpoint | None]:
         return place if place.name else path, None
     remedy = "or auto or never" if key == "run.resume" else "or runs/NAME@STEP"
     raise ConfigError(
-        f"{key}={value} is neither a run's folder nor a checkpoint in one; "
-        f"give runs/NAME or runs/NAME/checkpoints/step-N, {remedy}"
+        f"{key}={value} is neither a run folder nor a checkpoint; use runs/NAME or "
+        f"runs/NAME/checkpoints/step-N, {remedy}"
     )
 
 
-def _continued(config: Config, folder: RunFolder, requested: Checkpoint | None) -> OpenedRun:
+def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None) -> OpenedRun:
     try:
         saved = load_recipe(str(folder.config))
     except ConfigError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"{folder.config} does not load ({reason}); put back the config.yaml of one of the "
-            "run's checkpoints, or go on with the version of winnow that wrote it"
+            f"cannot load {folder.config} ({reason}); restore it from one of the run's "
+            "checkpoints, or use the winnow version that wrote it"
         ) from error
     remedy = (
-        "set that back, or choose another run.name for a new run (run.fork begins one from this "
-        "run's state)"
+        "revert it, or choose another run.name for a new run (run.fork starts one from this state)"
     )
-    config, notes = _as_pinned(config, saved)
+    config, notes = _pin_as_saved(config, saved)
     changes = check_same(config, saved, str(folder.path), remedy)
     saved_config = config.model_copy(update={"run": saved.run})
-    clean(folder.checkpoints)
+    clean_drafts(folder.checkpoints)
     for partial in folder.path.glob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)
-    checked_by = [role.saved_in for role in Roles(config) if role.saved_in]
+    rank_folders = [role.saved_in for role in Roles(config) if role.saved_in]
     checkpoint = requested
     if checkpoint is not None:
-        verify(checkpoint, checked_by)
+        verify(checkpoint, rank_folders)
     else:
-        checkpoint, faults = newest_usable(folder.path, checked_by)
+        checkpoint, faults = newest_usable(folder.path, rank_folders)
         notes += faults
     if checkpoint is None:
-        notes.append(f"{folder.path} has no checkpoint yet: starting at the beginning")
+        notes.append(f"{folder.path} has no checkpoint yet: starting from scratch")
         return OpenedRun(folder, saved_config, (*notes, *changes))
     manifest = read_manifest(checkpoint)
     recipe = load_recipe(str(checkpoint.path / CONFIG))
-    forked = recipe if recipe.run.fork != saved_config.run.fork else None
-    if forked is None:
-        check_same(config, recipe, str(checkpoint.path), "delete it, or put back this run's own")
+    fork_source = recipe if recipe.run.fork != saved_config.run.fork else None
+    if fork_source is None:
+        check_same(config, recipe, str(checkpoint.path), "delete it, or restore this run's own")
     steps, epochs = config.trainer.steps, config.trainer.data_epochs
     if epochs is None and steps < checkpoint.step:
         raise ConfigError(
-            f"trainer.steps={steps} is less than the {checkpoint.step} steps that {folder.path} "
-            "has trained; give more, or go on from an earlier checkpoint with run.resume=FOLDER"
+            f"trainer.steps={steps} is below the {checkpoint.step} steps that {folder.path} has "
+            "trained; increase it, or resume an earlier checkpoint with run.resume=FOLDER"
         )
-    notes += code_notes(config, manifest.code)
-    knows_steps = epochs is None or not _fills_other_steps(config, recipe)
+    notes += code_changes(config, manifest.code)
+    knows_steps = epochs is None or not _changes_step_count(config, recipe)
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
-    may_be_damaged = bool(checked_by) and requested is None
-    state = checkpoint, manifest, forked, False, knows_steps, may_be_damaged
+    may_be_damaged = bool(rank_folders) and requested is None
+    state = checkpoint, manifest, fork_source, False, knows_steps, may_be_damaged
     return OpenedRun(folder, saved_config, tuple(notes), *state)
 
 
 def _pin_commits(config: Config) -> Config:
-    """Note the commits of data and model on the hub, so that resuming takes no others.
+    """Pin data and model on the hub to their current commits, so that resuming uses the same.
 
     Raises:
         DataError: there is no such data set or file, or the hub cannot be asked.
@@ -441,86 +439,78 @@ def _pin_commits(config: Config) -> Config:
     config = _with_hub_files(config, {})
     path, revision = config.model.path, config.model.revision
     is_local = path is None or "://" in path or Path(path).expanduser().exists()
-    if is_local and revision is None:
-        return config
-    if path is None or is_local or not may_be_hub_name(path):
-        if revision is None:  # no folder: its loader says so
-            return config
+    if path is not None and not is_local and may_be_hub_name(path):
+        snapshot = local_folder(f"{path}@{revision or 'main'}")
+        return with_settings(config, model={"revision": Path(snapshot).name})
+    if revision is not None:
         raise ConfigError(
-            f"model.revision={revision} is of a model on the hub, and model.path={path} is a "
-            "folder; set model.revision=null"
+            f"model.revision={revision} only applies to models on the hub, and model.path={path} "
+            "is a folder; set model.revision=null"
         )
-    snapshot = local_folder(f"{path}@{revision or 'main'}")
-    return _with_revision(config, Path(snapshot).name)
+    return config
 
 
-def _as_pinned(config: Config, saved: Config) -> tuple[Config, list[str]]:
+def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     """Give a recipe what the run began with: the steps of its passes, which are counted again once
     the data is read, the commit of a branch."""
     if config.trainer.data_epochs is not None:
-        trainer = config.trainer.model_copy(update={"steps": saved.trainer.steps})
-        config = config.model_copy(update={"trainer": trainer})
+        config = with_settings(config, trainer={"steps": saved.trainer.steps})
     config = _with_hub_files(config, saved.data.hub_files)
     was, now = saved.model.revision, config.model.revision
     is_commit = now is not None and _COMMIT.fullmatch(now)
     if was is None or is_commit or config.model.path != saved.model.path:
         return config, []
-    note = f"{config.model.path} stays at revision {was}, which this run began with"
-    return _with_revision(config, was), [note] if now is not None else []
+    note = f"{config.model.path} stays at revision {was}, pinned when the run started"
+    return with_settings(config, model={"revision": was}), [note] if now is not None else []
 
 
-def _fills_other_steps(config: Config, saved: Config) -> bool:
-    """Return whether passes over the data fill other steps than those of another recipe."""
+def _changes_step_count(config: Config, saved: Config) -> bool:
+    """Return whether passes over the data may give another number of steps than before."""
     is_same = config.trainer.data_epochs == saved.trainer.data_epochs
     return not is_same or config.sampling.groups_per_step != saved.sampling.groups_per_step
 
 
-def _with_hub_files(config: Config, listed: Mapping[str, tuple[str, ...]]) -> Config:
+def _with_hub_files(config: Config, pins: Mapping[str, tuple[str, ...]]) -> Config:
     """Pin the data files on the hub that are not pinned yet."""
     shown = config.sft if isinstance(config.sft, Demonstrations) else Demonstrations()
     named = (c.train_files + c.eval_files for c in (config.data, shown))
     urls = [url for url in chain(*named) if is_on_hub(url)]
-    hub_files = {**config.data.hub_files, **listed}
+    hub_files = {**config.data.hub_files, **pins}
     files = {url: hub_files[url] if url in hub_files else pinned(url) for url in urls}
-    data = config.data.model_copy(update={"hub_files": files})
-    return config.model_copy(update={"data": data}) if files else config
-
-
-def _with_revision(config: Config, commit: str) -> Config:
-    model = config.model.model_copy(update={"revision": commit})
-    return config.model_copy(update={"model": model})
+    return with_settings(config, data={"hub_files": files}) if files else config
 
 
 def code_hashes(config: Config) -> dict[str, str]:
     """Hash the user's own Python files that a recipe names, by its keys."""
     return {
         key: hashlib.sha256(path.read_bytes()).hexdigest()
-        for key, path in _user_paths(config)
+        for key, path in _user_code_paths(config)
         if path.is_file()
     }
 
 
-def code_notes(config: Config, was: Mapping[str, str]) -> list[str]:
-    """Say which of the user's files are not what they were.
+def code_changes(config: Config, old_hashes: Mapping[str, str]) -> list[str]:
+    """Warn about the user's files that have changed.
 
     Args:
-        was: `code_hashes` when the checkpoint was made.
+        old_hashes: `code_hashes` when the checkpoint was made.
     """
     now = code_hashes(config)
+    changed = {key for key in now if old_hashes.get(key, now[key]) != now[key]}
     return [
-        f"Warning: {key}={path} is not what it was when the checkpoint was made: the run goes on "
-        "with what it says now"
-        for key, path in _user_paths(config)
-        if key in was and key in now and was[key] != now[key]
+        f"Warning: {key}={path} has changed since the checkpoint was saved: the run uses the "
+        "current file"
+        for key, path in _user_code_paths(config)
+        if key in changed
     ]
 
 
-def _user_paths(config: Config) -> Iterator[tuple[str, Path]]:
-    for key, value in user_files(config):
+def _user_code_paths(config: Config) -> Iterator[tuple[str, Path]]:
+    for key, value in user_code_settings(config):
         yield key, Path(value.rpartition(":")[0] or value).expanduser()
 
 
-def user_files(config: Config) -> Iterator[tuple[str, str]]:
+def user_code_settings(config: Config) -> Iterator[tuple[str, str]]:
     """Find the settings that name Python code, FILE.py, FILE.py:NAME or a module, by key."""
     for key, value, reach in reaching(config):
         if reach is CODE and isinstance(value, str):

@@ -22,30 +22,40 @@ _MARKS = {".".join(key.path): key.change for key in all_keys()}
 _SHOWN = 4
 
 
-def check_same(config: Config, saved: Config, what: str, remedy: str) -> list[str]:
-    """Refuse to go on with a recipe that gives other figures; return a line for each change.
+def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """Return a copy of a recipe with some fields of its sections replaced, without a check."""
+    changed = {
+        name: getattr(config, name).model_copy(update=fields) for name, fields in sections.items()
+    }
+    return config.model_copy(update=changed)
+
+
+def check_same(config: Config, saved: Config, subject: str, remedy: str) -> list[str]:
+    """Refuse to resume with a recipe that would change metrics; return a line for each change.
 
     Args:
         saved: the recipe so far.
-        what: was trained with that, for the message.
+        subject: what was trained with `saved`, for the message.
 
     Raises:
         ConfigError: names the keys.
     """
-    differing = list(_differing(config, saved))
-    _refuse([line for _, change, line in differing if change > Change.ON_RESUME], what, remedy)
-    lines = [f"{line} from here on" for _, change, line in differing if change > Change.SILENTLY]
+    differing = list(_config_changes(config, saved))
+    _refuse_changes(
+        [line for _, change, line in differing if change > Change.ON_RESUME], subject, remedy
+    )
+    lines = [f"{line} from now on" for _, change, line in differing if change > Change.SILENTLY]
     length = {"trainer.steps", "trainer.data_epochs"}
     if length & {key for key, *_ in differing} and config.optim.schedule != "constant":
         lines.append(
-            f"Warning: optim.schedule={config.optim.schedule} follows trainer.steps: the learning "
-            "rate goes on by its new course"
+            f"Warning: optim.schedule={config.optim.schedule} depends on trainer.steps: the "
+            "learning rate follows the new schedule from now on"
         )
     return lines
 
 
-def check_fork(config: Config, source: Config, what: str) -> list[str]:
-    """Refuse a fork whose recipe the state of a checkpoint cannot hold; return the changes.
+def check_fork(config: Config, source: Config, subject: str) -> list[str]:
+    """Refuse a fork whose recipe does not fit the checkpoint's state; return the changes.
 
     Args:
         source: the recipe of the checkpoint.
@@ -53,23 +63,23 @@ def check_fork(config: Config, source: Config, what: str) -> list[str]:
     Raises:
         ConfigError: names the keys.
     """
-    differing = [each for each in _differing(config, source) if each[0] != "run.fork"]
-    remedy = (
-        "a fork takes over model, optimizer, data and groups: set that back, or start a new run"
+    differing = [each for each in _config_changes(config, source) if each[0] != "run.fork"]
+    remedy = "a fork inherits model, optimizer, data and groups: revert it, or start a new run"
+    _refuse_changes(
+        [line for _, change, line in differing if change is Change.NEVER], subject, remedy
     )
-    _refuse([line for _, change, line in differing if change is Change.NEVER], what, remedy)
     if _has_critic(config) and not _has_critic(source):
         raise ConfigError(
-            f"algorithm/advantage=gae learns a critic, and {what} holds none; choose another "
+            f"algorithm/advantage=gae needs a critic, and {subject} has none; choose another "
             "advantage, or start a new run"
         )
     return [line for _, change, line in differing if change > Change.SILENTLY]
 
 
 def forked_state(
-    config: Config, source: Config, state: Mapping[str, Any], what: str
+    config: Config, source: Config, state: Mapping[str, Any], subject: str
 ) -> dict[str, Any]:
-    """Return the state of a checkpoint as a fork goes on from it.
+    """Adapt the state of a checkpoint to the recipe of a fork.
 
     Raises:
         CheckpointError: groups are under way in it that were sampled by other settings.
@@ -77,13 +87,13 @@ def forked_state(
     groups = state["sampler"]["ledger"]["groups"]
     pending = len(state.get("pending", {}).get("steps", ()))
     number = len(groups.open) + len(groups.qualified) + len(groups.failing)
-    differing = _differing(config, source)
+    differing = _config_changes(config, source)
     changed = [line for _, change, line in differing if change is Change.BETWEEN_GROUPS]
     if changed and (number or pending):
-        open_work = f"{number} groups under way" if number else f"{pending} steps not learnt yet"
+        open_work = f"{number} groups in flight" if number else f"{pending} untrained steps"
         raise CheckpointError(
-            f"{what} holds {open_work}, sampled by other settings: {', '.join(changed)}; set that "
-            "back, or fork another step"
+            f"{subject} holds {open_work}, sampled with other settings: {', '.join(changed)}; "
+            "revert them, or fork another step"
         )
     kl = config.algorithm.kl.reward
     if kl == source.algorithm.kl.reward:
@@ -97,7 +107,7 @@ def _has_critic(config: Config) -> bool:
     return isinstance(config.algorithm.advantage, GaeAdvantage)
 
 
-def _differing(config: Config, saved: Config) -> Iterator[tuple[str, Change, str]]:
+def _config_changes(config: Config, saved: Config) -> Iterator[tuple[str, Change, str]]:
     """Yield the keys that differ, each with its mark and a line that says how."""
     same_engines = Roles(saved)["rollout"].count == Roles(config)["rollout"].count
     for key, was, now in differing_keys(saved, config):
@@ -105,25 +115,25 @@ def _differing(config: Config, saved: Config) -> Iterator[tuple[str, Change, str
             continue  # null, and the number that it stands for
         if key.startswith("data.hub_files"):
             continue  # follows from the files; the loader refuses other rows
-        if key == "run.fork" and _is_same_origin(was, now):
+        if key == "run.fork" and _is_same_fork(was, now):
             continue
         if key.startswith("trainer.strategy.") and ABSENT in (was, now):
             continue  # of another strategy, whose name differs
         line = f"{key} was {show(was)} and is {show(now)}"
-        yield key, _change(key, (config, saved)), without_secrets(line, config, saved)
+        yield key, _allowed_change(key, (config, saved)), without_secrets(line, config, saved)
 
 
-def _change(key: str, both: Sequence[Config]) -> Change:
+def _allowed_change(key: str, configs: Sequence[Config]) -> Change:
     """Return the mark of a key; an entry of a table has that of the table."""
     # Ranks of any strategy write the same tensors, and read their own parts of them.
-    if key == "trainer.strategy.name" and all("policy" in Roles(config) for config in both):
+    if key == "trainer.strategy.name" and all("policy" in Roles(config) for config in configs):
         return Change.ON_RESUME
     while key and key not in _MARKS:
         key = key.rpartition(".")[0]
     return _MARKS.get(key, Change.IN_FORK)
 
 
-def _is_same_origin(was: str | None, now: str | None) -> bool:
+def _is_same_fork(was: str | None, now: str | None) -> bool:
     """Return whether a recipe names the checkpoint that a fork has kept as RUN@STEP: by its run,
     which may have others by now, by its folder, or by a path from elsewhere."""
     if was is None or now is None:
@@ -135,10 +145,10 @@ def _is_same_origin(was: str | None, now: str | None) -> bool:
     return place in (origin, os.path.join(origin, "checkpoints", f"step-{step}"))
 
 
-def _refuse(changed: list[str], what: str, remedy: str) -> None:
+def _refuse_changes(changed: list[str], subject: str, remedy: str) -> None:
     if not changed:
         return
     rest = f", and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
     raise ConfigError(
-        f"{what} was trained with another recipe: {', '.join(changed[:_SHOWN])}{rest}; {remedy}"
+        f"{subject} was trained with another recipe: {', '.join(changed[:_SHOWN])}{rest}; {remedy}"
     )

@@ -29,7 +29,7 @@ from winnow.checkpoints.checkpoint import (
     Checkpoint,
     Manifest,
     Snapshot,
-    clean,
+    clean_drafts,
     prune,
     save_checkpoint,
 )
@@ -56,7 +56,7 @@ class ModelStates(Protocol):
         """Copy all of them to the host."""
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        """Become what a checkpoint holds, its model being loaded already.
+        """Load a checkpoint's state; its model is loaded already.
 
         Args:
             checkpoint: its folder.
@@ -83,14 +83,14 @@ class LocalModelStates:
 
     def copy(self) -> Snapshot:
         live = dict(self._policy.export_weights(adapter_only=self._policy.has_adapter))
-        weights = _copied(live)
+        weights = _copy_to_host(live)
         in_folder = {tensor.data_ptr() for tensor in live.values()}
         policy = self._policy.state_dict()
         # Half-precision models only: elsewhere the model's folder has the same tensors.
         masters = {n: t for n, t in policy["weights"].items() if t.data_ptr() not in in_folder}
         states = {role: strategy.state_dict() for role, strategy in self._others.items()}
         state = {"masters": masters, "optimizer": policy["optimizer"], "others": states}
-        return Snapshot(_copied(state), lambda folder: self._save_model(weights, folder))
+        return Snapshot(_copy_to_host(state), lambda folder: self._save_model(weights, folder))
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         weights = {**self._policy.state_dict()["weights"], **state["masters"]}
@@ -99,10 +99,10 @@ class LocalModelStates:
             strategy.load_state_dict(state["others"][role])
 
 
-def _copied(tree: Any) -> Any:
+def _copy_to_host(tree: Any) -> Any:
     """Copy the tensors in a tree of dicts to the host."""
     if isinstance(tree, Mapping):
-        return {key: _copied(value) for key, value in tree.items()}
+        return {key: _copy_to_host(value) for key, value in tree.items()}
     return tree.detach().to("cpu", copy=True) if isinstance(tree, Tensor) else tree
 
 
@@ -113,11 +113,11 @@ class Stateful(Protocol):
         """Return a copy of the state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Load a state that `state_dict` returned."""
 
 
 class RunState:
-    """The notes of boundaries, and a thread that writes checkpoints of them while training goes on.
+    """Records the state at step boundaries and writes checkpoints in a background thread.
 
     A save waits for the one before; an error comes up there, or at the end of the `with` block. One
     that may be over soon comes up at the end only, or the third time in a row.
@@ -126,9 +126,9 @@ class RunState:
         tensors: models and optimizers.
         parts: all other objects with a state, by name.
         trainer: says which checkpoints stay, and where they are copied.
-        frame: the manifest of each checkpoint, but for what a boundary fills in.
+        manifest: the manifest of each checkpoint, but for what a boundary fills in.
         recipe: as text in YAML, kept with each checkpoint.
-        tell: is told when a checkpoint is written.
+        timeline: called with the start and end of each write.
 
     Raises:
         CheckpointError: `trainer.checkpoint_url` cannot be used.
@@ -141,13 +141,13 @@ class RunState:
         folder: RunFolder,
         metrics: MetricsLog,
         trainer: TrainerConfig,
-        frame: Manifest,
+        manifest: Manifest,
         recipe: str = "",
-        tell: Timeline = no_timeline,
+        timeline: Timeline = no_timeline,
     ) -> None:
         self._tensors, self._parts = tensors, dict(parts)
         self._folder, self._metrics, self._trainer = folder, metrics, trainer
-        self._manifest, self._recipe, self._tell = frame, recipe, tell
+        self._manifest, self._recipe, self._timeline = manifest, recipe, timeline
         self._states: dict[str, Any] = {}
         self._saved: tuple[int, bool] | None = None
         self.save_s = 0.0
@@ -168,18 +168,18 @@ class RunState:
         """The step of the last boundary; None before the first."""
         return self._manifest.step if self._states else None
 
-    def snapshot(self, *names: str) -> dict[str, Any]:
+    def part_states(self, *names: str) -> dict[str, Any]:
         """Return the states of some parts as they are now, by name."""
         return {name: self._parts[name].state_dict() for name in names}
 
-    def note(
+    def record_step(
         self,
         step: int,
         unfinished: Record | None,
         figures: Record | None = None,
         overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Note that a step is done, or all of it but its evaluation.
+        """Record the state after a step, or after all of it but its evaluation.
 
         Args:
             unfinished: the step's figures, while its evaluation is to come.
@@ -193,9 +193,9 @@ class RunState:
         if figures and best is not None and best not in figures:
             names = ", ".join(sorted(figures))
             raise ConfigError(
-                f"trainer.keep_best={best} is no figure of the evaluation; there are {names}"
+                f"trainer.keep_best={best} is not an evaluation metric; available: {names}"
             )
-        now = self.snapshot(*(name for name in self._parts if name not in overrides))
+        now = self.part_states(*(name for name in self._parts if name not in overrides))
         states = {**now, **overrides}
         self._states = {**states, "random": _random_states(), "unfinished": unfinished}
         self._manifest = replace(
@@ -206,14 +206,14 @@ class RunState:
             figures=dict(figures or {}),
         )
 
-    def note_sampling(self) -> None:
-        """Take in what was sampled since the boundary; it must be in order, though not a step's."""
+    def record_sampling(self) -> None:
+        """Add what was sampled since the boundary, which may be part of a step."""
         assert self._states
-        self.note(self._manifest.step, self._states["unfinished"], self._manifest.figures)
+        self.record_step(self._manifest.step, self._states["unfinished"], self._manifest.figures)
         self._saved = None
 
     def save(self) -> bool:
-        """Begin to save the last boundary unless that is done; False when there is none yet.
+        """Start saving the last boundary, unless it is saved; False when there is none yet.
 
         Raises:
             CheckpointError: the save before failed.
@@ -229,7 +229,7 @@ class RunState:
         return bool(self._states)
 
     def wait(self) -> None:
-        """Wait until what was begun is on disk.
+        """Wait until the pending checkpoint is on disk.
 
         Raises:
             WinnowError: it could not be written.
@@ -239,7 +239,7 @@ class RunState:
             raise self._passing
 
     def _join(self) -> None:
-        """Wait for the thread; an error that may be over by the next checkpoint is not raised."""
+        """Wait for the thread; transient errors are not raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -261,7 +261,7 @@ class RunState:
             if self._thread is not None:
                 self._thread.join(_ABANDON_S)
             with contextlib.suppress(OSError):  # the next start meets it, and says so
-                clean(self._folder.checkpoints)
+                clean_drafts(self._folder.checkpoints)
             return
         try:
             self.wait()
@@ -291,16 +291,16 @@ class RunState:
                 self._error = error
             else:
                 self._saved = None
-                log.warning("%s; the next checkpoint tries again", error)
+                log.warning("%s; retrying at the next checkpoint", error)
         except BaseException as error:  # handed over to the one that waits
             self._error = error
         finally:
             ended_s = time.perf_counter()
             self.save_s = max(self.save_s, ended_s - began_s)
-            self._tell("checkpoint", "save", began_s, ended_s)
+            self._timeline("checkpoint", "save", began_s, ended_s)
 
     def restore(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> Record | None:
-        """Become what the checkpoint of a step holds, its model being loaded already.
+        """Load the state of a checkpoint whose model is loaded already.
 
         Returns:
             The figures of a step that is all done but its evaluation, else None.

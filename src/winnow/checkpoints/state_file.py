@@ -1,7 +1,7 @@
 """The state of a run as data: a tree of values in JSON, its arrays and tensors in safetensors.
 
     state.json          the tree; {"!array": …} and the like stand for what JSON has no word for
-    state.safetensors   each tensor under its place in the tree; the bytes of all arrays, end to end
+    state.safetensors   each tensor by its number; the bytes of all arrays, end to end
 
 Reading it builds values of the kinds below and of the dataclasses that the reader names, and runs
 no other code: a stranger's checkpoint can be read. Everything comes back to the bit, and of the
@@ -13,6 +13,7 @@ row's ground truth, and msgpack has no integer beyond 64 bit).
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import json
 import math
@@ -20,7 +21,7 @@ import pickle
 import shutil
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -57,11 +58,8 @@ _INDEX_NAMES: dict[str, set[str]] = {
 }
 """Names that an index of shards may hold, by module, beside types of numbers."""
 _BASES: tuple[Any, ...] = (str, int, float, list, tuple)
-_SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
-    "!tuple": tuple,
-    "!set": set,
-    "!frozenset": frozenset,
-    "!deque": deque,
+_SEQUENCES: dict[str, type[Any]] = {
+    **{"!tuple": tuple, "!set": set, "!frozenset": frozenset, "!deque": deque}
 }
 _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     # Columns of a data set may hold these. A datetime is a date, too: it stands first.
@@ -107,21 +105,13 @@ def read_state(folder: Path, classes: Iterable[type]) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no such state.
     """
-    path = folder / TREE
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+    with _explaining_damage(folder / TREE):
+        tree = json.loads((folder / TREE).read_text(encoding="utf-8"))
         with safe_open(str(folder / TENSORS), framework="pt") as file:
-            state = _Reader(file, {each.__name__: each for each in classes}).decode(tree)
+            state = _StateReader(file, {each.__name__: each for each in classes}).decode(tree)
         if not isinstance(state, dict):
             raise TypeError("not a state")
-    except (
-        *(OSError, SafetensorError, ValueError, TypeError, KeyError, IndexError),
-        *(ArithmeticError, AttributeError, RecursionError),
-    ) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {one_line(error)}; use another checkpoint"
-        ) from error
-    return state
+        return state
 
 
 def check_shards(folder: Path) -> None:
@@ -130,18 +120,23 @@ def check_shards(folder: Path) -> None:
     Raises:
         CheckpointError: the index names anything but tensors in files beside it.
     """
-    path = folder / SHARD_INDEX
-    try:
-        with path.open("rb") as file:
+    with _explaining_damage(folder / SHARD_INDEX):
+        with (folder / SHARD_INDEX).open("rb") as file:
             index = _IndexUnpickler(file).load()
         # An entry that is no tensor would be unpickled without a check.
         entries = index.state_dict_metadata.values()
         names = {each.relative_path for each in index.storage_data.values()}
         if any(type(each).__name__ != "TensorStorageMetadata" for each in entries):
-            raise ValueError("it holds more than tensors")
+            raise ValueError("it contains entries that are not tensors")
         if any(name != PurePosixPath(name).name for name in names):
-            raise ValueError("it names files elsewhere")
-    except Exception as error:  # a pickle may fail in any way
+            raise ValueError("it references files outside its folder")
+
+
+@contextlib.contextmanager
+def _explaining_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a damaged file may fail in any way
         raise CheckpointError(
             f"{path} cannot be read: {one_line(error)}; use another checkpoint"
         ) from error
@@ -155,11 +150,11 @@ class _IndexUnpickler(pickle.Unpickler):
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or name in _INDEX_NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise ValueError(f"it asks for {module}.{name}")
+        raise ValueError(f"it references {module}.{name}")
 
 
 class _StateWriter:
-    """Turns values into what JSON holds, and gathers tensors and the bytes of arrays."""
+    """Encodes values for JSON, and collects tensors and the bytes of arrays."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -169,7 +164,7 @@ class _StateWriter:
         self._known: dict[int, tuple[Any, list[Any]]] = {}
 
     def encode(self, value: Any, place: str) -> Any:
-        """Encode a value; `place` names it in messages, and names tensors."""
+        """Encode a value; `place` names it in messages."""
         kind = type(value)
         if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
             return value
@@ -178,7 +173,7 @@ class _StateWriter:
         if isinstance(value, Mapping):
             return self._mapping(value, place)
         if isinstance(value, Tensor):
-            return {"!tensor": self._tensor(value.detach().to("cpu").contiguous(), place)}
+            return {"!tensor": self._tensor(value.detach().to("cpu").contiguous())}
         if isinstance(value, np.ndarray | ArrayRef):
             if id(value) not in self._known:  # answers may share one
                 self._known[id(value)] = value, self._array(np.asarray(value), place)
@@ -192,7 +187,8 @@ class _StateWriter:
                 if each.init and not (kind is Score and each.name == "extra")
             }
             if isinstance(value, Score):
-                entries["extra"] = {"!dict": [[k, self._said(v)] for k, v in value.extra.items()]}
+                extra = [[name, self._encode_extra(each)] for name, each in value.extra.items()]
+                entries["extra"] = {"!dict": extra}
             return {"!object": [kind.__name__, entries]}
         for tag, make in _SEQUENCES.items():
             if kind is make:
@@ -204,20 +200,20 @@ class _StateWriter:
             if isinstance(value, base):
                 return self.encode(base(value), place)
         raise CheckpointError(
-            f"{place} holds a {kind.__module__}.{kind.__qualname__}, which a checkpoint does not "
-            "keep: return numbers, texts, lists and dicts from your function, or such columns"
+            f"{place} holds a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+            "store; use numbers, strings, lists and dicts in data columns and in results of your "
+            "functions"
         )
 
-    def _said(self, value: Any) -> Any:
-        """Encode what a scorer said of an answer; objects of its own become their text."""
+    def _encode_extra(self, value: Any) -> Any:
+        """Encode a scorer's extra value; objects of unknown classes become their text."""
         try:
             return self.encode(value, "score")
         except (CheckpointError, RecursionError):
             return str(value)
 
-    def _tensor(self, tensor: Tensor, place: str) -> str:
-        name = place if place not in self.tensors else f"{place}#{len(self.tensors)}"
-        storage = tensor.untyped_storage().data_ptr()
+    def _tensor(self, tensor: Tensor) -> str:
+        name, storage = str(len(self.tensors)), tensor.untyped_storage().data_ptr()
         # Two views of one storage would be refused.
         self.tensors[name] = tensor.clone() if storage in self._storages else tensor
         self._storages.add(storage)
@@ -242,7 +238,7 @@ class _StateWriter:
         return [array.dtype.str, list(array.shape), self._bytes - len(content)]
 
 
-class _Reader:
+class _StateReader:
     """Builds the values that a `_StateWriter` encoded."""
 
     def __init__(self, file: Any, classes: Mapping[str, type]) -> None:
@@ -273,9 +269,7 @@ class _Reader:
             case "!scalar":
                 return self._array(*content)[()]
             case "!object":
-                name, entries = content
-                decoded = {key: self.decode(each) for key, each in entries.items()}
-                return self._classes[name](**decoded)
+                return self._classes[content[0]](**self.decode(content[1]))
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](map(self.decode, content))
         return _TEXTS[tag][2](content)
@@ -289,6 +283,6 @@ class _Reader:
         dtype = np.dtype(kind)
         size = math.prod(shape) * dtype.itemsize
         if not 0 <= content <= content + size <= len(self._arrays):
-            raise ValueError(f"an array of {size} bytes lies outside {TENSORS}")
+            raise ValueError(f"an array of {size} bytes exceeds {TENSORS}")
         piece = self._arrays[content : content + size].tobytes()
         return np.frombuffer(piece, dtype).reshape(shape).copy()

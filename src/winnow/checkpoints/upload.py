@@ -33,15 +33,15 @@ class CheckpointUpload:
             self._files, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"trainer.checkpoint_url={url} cannot be used: {one_line(error)}; install what it "
-                "asks for, or give another URL"
+                f"trainer.checkpoint_url={url} cannot be used: {one_line(error)}; install the "
+                "package it needs, or use another URL"
             ) from error
         self._root = PurePosixPath(root) / folder.name
         self._sent: dict[Path, tuple[int, int]] = {}
         self._failures = 0
 
     def push(self, checkpoint: Checkpoint) -> None:
-        """Copy what is new, and drop checkpoints that are kept no longer.
+        """Upload new files, and delete remote checkpoints that were deleted locally.
 
         Raises:
             CheckpointError: it failed for the third time in a row.
@@ -53,14 +53,14 @@ class CheckpointUpload:
             message = f"cannot copy {checkpoint.path} to {self._url}: {one_line(error)}"
             if self._failures >= PATIENCE:
                 raise CheckpointError(
-                    f"{message}; mend the access, or set trainer.checkpoint_url=null"
+                    f"{message}; fix the access, or set trainer.checkpoint_url=null"
                 ) from error
-            log.warning("%s; the next checkpoint tries again", message)
+            log.warning("%s; retrying at the next checkpoint", message)
         else:
             self._failures = 0
 
     def fetch(self) -> bool:
-        """Make the run's folder from the copy; False when there is none.
+        """Download the run's folder; False when there is no copy.
 
         Raises:
             CheckpointError: the copy cannot be read.
@@ -72,14 +72,14 @@ class CheckpointUpload:
                 for name in self._files.find(str(self._root)):
                     place = PurePosixPath(name).relative_to(self._root)
                     if ".." in place.parts:
-                        raise ValueError(f"the key {name} leads out of the run's folder")
+                        raise ValueError(f"the key {name} points outside the run folder")
                     path = draft / place
                     path.parent.mkdir(parents=True, exist_ok=True)
                     self._files.get_file(name, str(path))
         except Exception as error:
             raise CheckpointError(
-                f"cannot fetch {self._root} from {self._url}: {one_line(error)}; mend the access, "
-                "or set trainer.checkpoint_url=null to begin anew"
+                f"cannot fetch {self._root} from {self._url}: {one_line(error)}; fix the access, "
+                "or set trainer.checkpoint_url=null to start from scratch"
             ) from error
         return True
 

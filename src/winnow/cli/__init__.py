@@ -10,7 +10,7 @@ def main() -> None:
         os.getcwd()
         from winnow.cli.main import main as run
     except FileNotFoundError:
-        print("winnow: the working directory is gone; change to another with cd", file=sys.stderr)
+        print("winnow: the working directory no longer exists; cd to another one", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("winnow: interrupted", file=sys.stderr)

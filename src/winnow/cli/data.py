@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from winnow.cli.options import AsJson, PromptKey
 from winnow.errors import DataError, RewardError
 from winnow.observe.format import figure_table, printable
 
@@ -17,12 +19,7 @@ if TYPE_CHECKING:
 
     from winnow.data.prepare import Prepared
 
-app = typer.Typer(
-    name="data",
-    help="Prepare known data sets, and check files before training on them.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(help="Prepare known data sets and check data files.", no_args_is_help=True)
 
 _Line = tuple[str, int | None, str]
 """A name, a number and a remark; without a number, a heading."""
@@ -34,40 +31,28 @@ _SHOWN = 5
 def prepare_command(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="NAME",
-            help="gsm8k, math, dapo-math-17k, aime-2024, aime-2025, amc, humaneval, mbpp, or made "
-            "on the spot: sort_digits, countdown, reasoning_gym/TASK.",
+            help="gsm8k, math, dapo-math-17k, aime-2024, aime-2025, amc, humaneval, mbpp, or "
+            "generated: sort_digits, countdown, reasoning_gym/TASK.",
         ),
     ],
     source: Annotated[
         list[str] | None,
-        typer.Option(
-            "--from",
-            metavar="PATH_OR_URL",
-            help="File or URL (file, hdfs, s3, gs, …) instead of the hub; may be repeated.",
-        ),
+        Option("--from", metavar="PATH_OR_URL", help="Read from here, not the hub; repeatable."),
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="File to write; data/NAME[-SPLIT].parquet by default.")
+        str | None, Option(help="Output file; default: data/NAME[-SPLIT].parquet.")
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="train or test, where the set has both; train by default.")
-    ] = None,
-    revision: Annotated[
-        str, typer.Option(help="Branch, tag or commit of the hub's data set.")
-    ] = "main",
+    split: Annotated[str | None, Option(help="Split, train or test; train by default.")] = None,
+    revision: Annotated[str, Option(help="Branch, tag or commit on the hub.")] = "main",
     instruction: Annotated[
-        str,
-        typer.Option(
-            help="none: bare questions, the recipe says how to ask. dapo: with the instruction "
-            "of the published DAPO files."
-        ),
+        str, Option(help="none: bare questions; dapo: with the instruction of DAPO's files.")
     ] = "none",
-    rows: Annotated[int | None, typer.Option(help="Problems of a set that is made.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a set that is made.")] = None,
+    rows: Annotated[int | None, Option(help="Number of problems to generate.")] = None,
+    seed: Annotated[int | None, Option(help="Seed for generated problems.")] = None,
 ) -> None:
-    """Write a data set as parquet in verl's schema, without copies of a row."""
+    """Convert a data set to Parquet in verl's schema, without duplicate rows."""
     from winnow.data.prepare import Request, prepare
 
     files = tuple(source or ())
@@ -77,36 +62,27 @@ def prepare_command(
 
 @app.command("check", no_args_is_help=True)
 def check_command(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet or JSONL, path or URL.")],
+    file: Annotated[str, Argument(metavar="FILE", help="Parquet or JSONL file, path or URL.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Settings of a run's data, such as data.columns.truth=label.",
-        ),
+        Argument(metavar="KEY=VALUE", help="Data settings, such as data.columns.truth=label."),
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Measure prompts in this model folder's tokens."),
+        str | None, Option(metavar="FOLDER", help="Model folder; report lengths in its tokens.")
     ] = None,
     evaluation: Annotated[
-        str | None,
-        typer.Option("--eval", metavar="FILE", help="Look for this file's prompts in FILE."),
+        str | None, Option("--eval", metavar="FILE", help="Held-out file to check for overlap.")
     ] = None,
     max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(help="Count longer prompts; data.max_prompt_tokens by default."),
+        int | None, Option(min=1, help="Count longer prompts; default: data.max_prompt_tokens.")
     ] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    prompt_key: PromptKey = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what a data file holds: sources, lengths, duplicates, conflicting labels, overlap."""
-    if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise DataError(f"--max-prompt-tokens is {max_prompt_tokens}; it must be at least 1")
+    """Check a data file: sources, lengths, duplicates, conflicting labels, overlap."""
     if max_prompt_tokens is not None and tokenizer is None:
         raise DataError(
-            f"--max-prompt-tokens is {max_prompt_tokens}, but tokens need a tokenizer; name a "
-            "model folder with --tokenizer"
+            f"--max-prompt-tokens {max_prompt_tokens} needs a tokenizer; add --tokenizer FOLDER"
         )
     from winnow.config.load import resolve_recipe
     from winnow.data.check import check
@@ -129,7 +105,7 @@ def check_command(
 
 
 def _scorer_of(source: str) -> str | None:
-    """Name the built-in scorer of a data source."""
+    """Return the name of a data source's built-in scorer."""
     from winnow.rewards.routing import Router
 
     try:
@@ -147,45 +123,45 @@ def _console() -> Console:
 def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     console.print(f"{done.name} ({done.split}) from {done.origin}")
     lines: list[_Line] = [("rows read", done.read, "")]
-    lines += [(f"left out, of source {name}", n, "") for name, n in done.other_sources.items()]
-    lines.append(("exact copies removed", done.copies, ""))
+    lines += [(f"skipped, of source {name}", n, "") for name, n in done.other_sources.items()]
+    lines.append(("exact duplicates removed", done.copies, ""))
     if done.instructions_removed:
-        lines.append(("with an instruction, taken off", done.instructions_removed, ""))
+        lines.append(("instruction removed", done.instructions_removed, ""))
     lines.append(("rows written", done.written, done.out))
-    _print_lines(lines, console)
+    _print_table(lines, console)
     scorers = {source: _scorer_of(source) for source in done.data_sources}
     none = (
-        "has NO built-in scorer yet: training on it stops before the first step unless the recipe "
-        "names one in reward.scorers."
+        "has NO built-in scorer: training stops before the first step unless reward.scorers names "
+        "one."
     )
     for source, scorer in scorers.items():
         console.print(f"data_source {source} {f'is scored by {scorer}.' if scorer else none}")
     unknown = [source for source, scorer in scorers.items() if scorer is None]
-    asking, training = _use(done, instruction, unknown)
+    asking, training = _usage_hint(done, instruction, unknown)
     if asking:
         console.print(asking)
     console.print(f"Next: winnow data check {shlex.quote(done.out)}")
     console.print(f"      {training}")
 
 
-def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
-    """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
+def _usage_hint(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
+    """Return a hint about the prompts, and a command that trains on or evaluates with the data."""
     overrides, scorer = ["model.path=FOLDER"], "dapo_math"
-    bare = "Prompts are bare questions: the recipe"
+    bare = "Prompts have no instruction; the recipe"
     if done.name == "sort_digits":  # asked as it is, of a model that was warmed up on it
         asking, recipe, overrides, scorer = "", "quickstart", ["data/task=none"], "SCORER"
     elif done.ability != "math":
-        asking = "Prompts say how to answer: take the template out of recipes that have one."
+        asking = "Prompts contain the answer format; use recipes without data.prompt_template."
         recipe, scorer = "dapo-math", "SCORER"
         overrides.append('data.prompt_template={*:"{prompt}"}')
     elif done.name == "gsm8k":
-        asking, recipe = f"{bare} gsm8k says how to ask.", "gsm8k"
+        asking, recipe = f"{bare} gsm8k adds it.", "gsm8k"
     elif instruction == "dapo":
-        asking = "Prompts hold DAPO's instruction: for recipes without data.prompt_template."
+        asking = "Prompts contain DAPO's instruction; use recipes without data.prompt_template."
         recipe = "dapo_qwen2.5_32b"
     else:
         recipe = "dapo-math"
-        asking = f"{bare} {recipe} says how to ask; for dapo_qwen2.5_32b add --instruction dapo."
+        asking = f"{bare} {recipe} adds it; for dapo_qwen2.5_32b use --instruction dapo."
     if done.split == "test":
         overrides += ["data.train_files=[FILE]", f"data.eval_files=[{done.out}]"]
     else:
@@ -199,7 +175,7 @@ def _show_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(printable(f"Read as {report['schema']}"))
     lines: list[_Line] = [("Sources", None, "")]
     for source in report["sources"]:
-        scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER for it"
+        scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER"
         lines.append((source["source"], source["rows"], scorer))
     lengths = report["lengths"]
     lines.append((f"Prompts in {lengths['unit']}", None, ""))
@@ -212,31 +188,31 @@ def _show_report(report: Mapping[str, Any], console: Console) -> None:
     lines += [
         ("Duplicates", None, ""),
         ("unique prompts", report["unique_prompts"], ""),
-        ("copies", report["copies"], "rows that repeat another"),
-        ("alike", report["alike_prompts"], "prompts that differ from another in form only"),
+        ("copies", report["copies"], "duplicate rows"),
+        ("alike", report["alike_prompts"], "prompts that differ only in formatting"),
         ("conflicting labels", len(conflicts), "prompts with more than one label"),
     ]
     if overlap is not None:
         lines.append(("Overlap", None, f"with {overlap['file']}"))
         lines += [(f"prompts of {name}", n, "") for name, n in overlap["shared_by_source"].items()]
         lines.append(("rows that hold them", overlap["rows_affected"], ""))
-    _print_lines(lines, console)
-    _show_examples("Conflicting labels", [_conflict(each) for each in conflicts], console)
-    shared = [] if overlap is None else [_shared(each) for each in overlap["shared"]]
+    _print_table(lines, console)
+    _show_examples("Conflicting labels", [_format_conflict(each) for each in conflicts], console)
+    shared = [] if overlap is None else [_format_overlap(each) for each in overlap["shared"]]
     _show_examples("In both files", shared, console)
 
 
-def _conflict(conflict: Mapping[str, Any]) -> str:
+def _format_conflict(conflict: Mapping[str, Any]) -> str:
     from winnow.data.columns import excerpt
 
     labels = " or ".join(excerpt(label, 40) for label in conflict["labels"])
-    return f"  {_rows(conflict['rows'])}: {labels}\n    {conflict['prompt']}"
+    return f"  {_format_rows(conflict['rows'])}: {labels}\n    {conflict['prompt']}"
 
 
-def _shared(shared: Mapping[str, Any]) -> str:
-    differs = "" if shared["same_label"] else ", with another label: perhaps another problem"
+def _format_overlap(shared: Mapping[str, Any]) -> str:
+    differs = "" if shared["same_label"] else ", different label: possibly another problem"
     where = f"row {shared['evaluation_row']} of the other ({shared['source']}{differs})"
-    return f"  {_rows(shared['rows'])}: {where}\n    {shared['prompt']}"
+    return f"  {_format_rows(shared['rows'])}: {where}\n    {shared['prompt']}"
 
 
 def _show_examples(title: str, examples: list[str], console: Console) -> None:
@@ -249,13 +225,13 @@ def _show_examples(title: str, examples: list[str], console: Console) -> None:
         console.print(f"  … and {len(examples) - _SHOWN} more; --json lists them all")
 
 
-def _rows(numbers: Sequence[int]) -> str:
+def _format_rows(numbers: Sequence[int]) -> str:
     some = ", ".join(str(number) for number in numbers[:_SHOWN])
     return f"row{'s' if len(numbers) > 1 else ''} {some}{', …' if len(numbers) > _SHOWN else ''}"
 
 
-def _print_lines(lines: list[_Line], console: Console) -> None:
-    """Print names to the left, numbers to the right and remarks behind, in one table."""
+def _print_table(lines: list[_Line], console: Console) -> None:
+    """Print rows of name, number and remark as one table."""
     from rich.text import Text
 
     table = figure_table()

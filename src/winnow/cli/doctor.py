@@ -47,7 +47,7 @@ _PURPOSE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: all is well where there is no remedy."""
+    """One line of the report; without a remedy it is ok."""
 
     name: str
     text: str
@@ -62,22 +62,22 @@ class Finding:
 
 
 def print_report(runs: str) -> bool:
-    """Print every finding as soon as it is known, and return whether any is a fault.
+    """Check this machine, print each finding at once, and return whether any is a fault.
 
     Args:
         runs: the folder of runs.
     """
     states = []
-    for finding in _examine(Path(runs)):
+    for finding in _run_checks(Path(runs)):
         states.append(finding.state)
         typer.echo(f"{finding.state:<5}  {finding.name:<19}  {finding.text}")
         if finding.remedy:
             typer.echo(f"{'':<5}  {'':<19}  -> {finding.remedy}")
     if faults := states.count("FAULT"):
-        typer.echo(f"\nMend what is marked FAULT ({faults}), then ask again.")
+        typer.echo(f"\nFix what is marked FAULT ({faults}), then run winnow doctor again.")
     else:
-        notes = "; the notes are about what only some recipes need" if "note" in states else ""
-        typer.echo(f"\nNothing stands in the way of training{notes}.")
+        notes = "; notes concern optional features" if "note" in states else ""
+        typer.echo(f"\nReady to train{notes}.")
     return bool(faults)
 
 
@@ -110,37 +110,37 @@ def print_diagnosis(run: str, as_json: bool) -> bool:
     return any(finding.severity == "critical" for finding in findings)
 
 
-def _examine(runs: Path) -> Iterator[Finding]:
+def _run_checks(runs: Path) -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Finding("python", f"{platform.python_version()} at {sys.executable}, on {system}")
     yield Finding("winnow", f"{__version__} at {Path(__file__).parent}")
-    yield from _packages()
-    yield from _torch()
-    yield _cores()
-    yield _memory()
-    yield from _sandboxes()
-    yield _runs_folder(runs)
-    yield from _caches()
+    yield from _check_packages()
+    yield from _check_torch()
+    yield _check_cores()
+    yield _check_memory()
+    yield from _check_sandboxes()
+    yield _check_runs_folder(runs)
+    yield from _check_caches()
 
 
-def _packages() -> Iterator[Finding]:
-    """Check what Winnow always needs, and its optional parts."""
+def _check_packages() -> Iterator[Finding]:
+    """Check required packages and extras."""
     try:
         extras = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
     except metadata.PackageNotFoundError:
-        text = "winnow is on the path but not installed, so its needs are not known"
+        text = "winnow is importable but not installed, so its requirements cannot be checked"
         yield Finding("packages", text, "pip install -e . in its folder")
         return
     needed = list(_requirements(""))
-    if unmet := "; ".join(filter(None, map(_unmet, needed))):
+    if unmet := "; ".join(filter(None, map(_unmet_reason, needed))):
         remedy = "pip install -c constraints.txt -e . in Winnow's folder, or pip install -U "
         yield Finding("packages", unmet, remedy + _DISTRIBUTION, is_fault=True)
     else:
-        yield Finding("packages", f"all {len(needed)} that every run needs")
+        yield Finding("packages", f"all {len(needed)} required packages")
     for extra in (name for name in extras if name not in _NOT_FOR_USERS):
         needed = list(_requirements(extra))
         purpose = f" ({_PURPOSE[extra]})" if extra in _PURPOSE else ""
-        if unmet := "; ".join(filter(None, map(_unmet, needed))):
+        if unmet := "; ".join(filter(None, map(_unmet_reason, needed))):
             remedy = f"pip install '{_DISTRIBUTION}[{extra}]'"
             yield Finding(f"extra {extra}", f"{unmet}{purpose}", remedy)
         else:
@@ -160,19 +160,19 @@ def _requirements(extra: str) -> Iterator[Any]:
             yield requirement
 
 
-def _unmet(requirement: Any) -> str:
-    """Say why a requirement is not met; empty where it is."""
+def _unmet_reason(requirement: Any) -> str:
+    """Return why a requirement is not met, or an empty string."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return f"{requirement.name} is missing"
     if requirement.specifier.contains(version, prereleases=True):
         return ""
-    return f"{requirement.name} is {version}, needed is {requirement.specifier}"
+    return f"{requirement.name} is {version}, requires {requirement.specifier}"
 
 
-def _torch() -> Iterator[Finding]:
-    """Try whether torch computes, and find its devices."""
+def _check_torch() -> Iterator[Finding]:
+    """Check that torch works, and list its devices."""
     try:
         import torch
 
@@ -180,7 +180,7 @@ def _torch() -> Iterator[Finding]:
         assert float((ones @ ones).sum()) == 64**3
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        remedy = "install it anew: pip install --force-reinstall -c constraints.txt torch"
+        remedy = "reinstall it: pip install --force-reinstall -c constraints.txt torch"
         yield Finding("torch", f"does not work: {reason}", remedy, is_fault=True)
         return
     cuda = torch.version.cuda
@@ -188,15 +188,17 @@ def _torch() -> Iterator[Finding]:
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"{torch.__version__}, {build}; {capability}, {torch.get_num_threads()} threads"
     yield Finding("torch", text)
-    yield from _devices(torch)
+    yield from _check_devices(torch)
 
 
-def _devices(torch: Any) -> Iterator[Finding]:
+def _check_devices(torch: Any) -> Iterator[Finding]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
-        yield Finding(f"gpu {number}", f"{name}, {_size(free)} of {_size(total)} free")
+        yield Finding(
+            f"gpu {number}", f"{name}, {_format_bytes(free)} of {_format_bytes(total)} free"
+        )
     has_driver = os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi") is not None
     if not count and not has_driver:
         yield Finding("gpu", "none: models run on the CPU (run.device=auto)")
@@ -205,47 +207,47 @@ def _devices(torch: Any) -> Iterator[Finding]:
         remedy = "install torch from the index for your CUDA: https://pytorch.org/get-started"
         yield Finding("gpu", text, remedy)
     elif not count:
-        text = f"torch is built for CUDA {torch.version.cuda} and finds no GPU"
+        text = f"torch is built for CUDA {torch.version.cuda} but finds no GPU"
         yield Finding("gpu", text, "see nvidia-smi; in a container, start it with --gpus")
 
 
-def _cores() -> Finding:
+def _check_cores() -> Finding:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     quota = _cgroup_cores()
     if quota is not None and quota < cores:
-        text = f"{cores} of {os.cpu_count()}, and this container may use {quota:g} of them"
+        text = f"{cores} of {os.cpu_count()}, limited to {quota:g} by the container"
         return Finding("cores", text, f"set run.threads={max(1, int(quota))}")
     return Finding("cores", f"{cores} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}")
 
 
 def _cgroup_cores(file: str = "/sys/fs/cgroup/cpu.max") -> float | None:
-    """Read how many cores' worth of time a container has; None without a limit."""
-    fields = _first_line(file).split()
+    """Return the container's CPU limit in cores; None without one."""
+    fields = _read_first_line(file).split()
     if len(fields) != 2 or fields[0] == "max":
         return None
     return int(fields[0]) / int(fields[1])
 
 
-def _memory() -> Finding:
+def _check_memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = f"{_size(total)} in all"
+    text = f"{_format_bytes(total)} in all"
     available = total
-    for line in _lines("/proc/meminfo"):
+    for line in _read_lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) << 10
-            text += f", {_size(available)} free"
-    limit = _first_line("/sys/fs/cgroup/memory.max")
+            text += f", {_format_bytes(available)} free"
+    limit = _read_first_line("/sys/fs/cgroup/memory.max")
     if limit.isdigit() and int(limit) < total:
-        text += f", this container may use {_size(int(limit))}"
+        text += f", limited to {_format_bytes(int(limit))} by the container"
         available = min(available, int(limit))
-    remedy = "end other programs; the quickstart takes about 1 GiB"
+    remedy = "free some memory; the quickstart needs about 1 GiB"
     return Finding("memory", text, remedy if available < _LEAST_MEMORY else "")
 
 
-def _sandboxes() -> Iterator[Finding]:
-    """Try each way to confine the programs that models write."""
+def _check_sandboxes() -> Iterator[Finding]:
+    """Try each sandbox for programs written by models."""
     from winnow.sandbox.local import KINDS, LocalSandbox, NoSandboxError
 
     in_force = ""
@@ -261,13 +263,13 @@ def _sandboxes() -> Iterator[Finding]:
             return
         sandbox.close()
         if in_force:
-            text = f"holds, and is not used while {in_force} does (reward.sandbox.backend={name})"
+            text = f"works, unused because {in_force} does, too (reward.sandbox.backend={name})"
         else:
-            in_force, text = name, f"in force: {sandbox.description.partition(', ')[2]}"
+            in_force, text = name, f"in use: {sandbox.description.partition(', ')[2]}"
         yield Finding(label, text)
     if not in_force:
         text = "none: recipes whose rewards run code are refused"
-        yield Finding("sandbox", text, "one of the two above is enough")
+        yield Finding("sandbox", text, "install one of the two above")
 
 
 # What keeps user namespaces from ordinary users: file, value that blocks, remedy.
@@ -293,12 +295,12 @@ def _sandbox_remedy(name: str) -> str:
         return "Linux 6.2 or newer with landlock in /sys/kernel/security/lsm (boot with lsm=…)"
     if shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin") is None:
         return "apt-get install bubblewrap"
-    blocks = [remedy for file, value, remedy in _BLOCKS if _first_line(file) == value]
+    blocks = [remedy for file, value, remedy in _BLOCKS if _read_first_line(file) == value]
     return "; ".join(blocks) or "allow user namespaces; in a container, ask for seccomp=unconfined"
 
 
-def _runs_folder(folder: Path) -> Finding:
-    """Write a file where runs go, or where their folder would be made."""
+def _check_runs_folder(folder: Path) -> Finding:
+    """Check that the runs folder, or its parent, is writable."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -307,15 +309,16 @@ def _runs_folder(folder: Path) -> Finding:
             file.write(b"x")
     except OSError as error:
         text = f"{place} cannot be written: {error.strerror}"
-        return Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
+        return Finding("runs", text, "set run.dir to a writable folder", is_fault=True)
     free = shutil.disk_usage(place).free
-    text = f"{folder.absolute()}{'' if folder.is_dir() else ' (not made yet)'}, {_size(free)} free"
-    remedy = "make room, or set run.dir to another disk" if free < _LEAST_FREE else ""
+    pending = "" if folder.is_dir() else " (not created yet)"
+    text = f"{folder.absolute()}{pending}, {_format_bytes(free)} free"
+    remedy = "free some space, or set run.dir to another disk" if free < _LEAST_FREE else ""
     return Finding("runs", text, remedy)
 
 
-def _caches() -> Iterator[Finding]:
-    """Measure what is kept between runs."""
+def _check_caches() -> Iterator[Finding]:
+    """Report the size of caches."""
     caches = Path.home() / ".cache"
     hub = Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"
     places = {
@@ -329,20 +332,20 @@ def _caches() -> Iterator[Finding]:
         files = [os.path.join(where, file) for where, _, names in os.walk(folder) for file in names]
         size = sum(os.lstat(file).st_size for file in files if os.path.lexists(file))
         can_write = os.access(folder, os.W_OK | os.X_OK)
-        remedy = "" if can_write else "it cannot be written: set WINNOW_CACHE or HF_HOME"
-        yield Finding(name, f"{folder}, {_size(size)}; may be deleted, and is made again", remedy)
+        remedy = "" if can_write else "not writable: set WINNOW_CACHE or HF_HOME"
+        yield Finding(name, f"{folder}, {_format_bytes(size)}; safe to delete", remedy)
 
 
-def _lines(path: str) -> list[str]:
+def _read_lines(path: str) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
 
 
-def _first_line(path: str) -> str:
-    return next(iter(_lines(path)), "").strip()
+def _read_first_line(path: str) -> str:
+    return next(iter(_read_lines(path)), "").strip()
 
 
-def _size(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / _GIB:,.1f} GiB" if size >= _GIB / 10 else f"{size / (1 << 20):,.0f} MiB"

@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from winnow.errors import ConfigError
 
@@ -16,9 +17,9 @@ _TRAINED, _HELD_OUT = 128, 32
 
 
 def init_command(
-    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    folder: Annotated[Path, Argument(help="Folder to create.")],
     model: Annotated[
-        str, typer.Option(help="Model to train: a folder, or a name on the Hugging Face hub.")
+        str, Option(help="Model to train: folder or Hugging Face name.")
     ] = "Qwen/Qwen2.5-0.5B-Instruct",
 ) -> None:
     """Write a folder with a recipe, a reward function, a test of it, and a little data."""
@@ -26,13 +27,13 @@ def init_command(
     from winnow.observe.files import explain_write_errors
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty; name a folder that is not there yet")
+        raise ConfigError(f"{folder} is not empty; choose a new folder")
     local_model = Path(model).expanduser()
     path = str(local_model.resolve()) if local_model.is_dir() else model
     files = {file.stem: file.read_text() for file in sorted(_TEMPLATES.glob("*.txt"))}
     shown = to_yaml({"path": path}).strip()
     files["recipe.yaml"] = files["recipe.yaml"].replace("path: MODEL", shown)
-    rows = [_row(number) for number in range(_TRAINED + _HELD_OUT)]
+    rows = [_make_row(number) for number in range(_TRAINED + _HELD_OUT)]
     files["train.jsonl"], files["held_out.jsonl"] = map(
         "".join, (rows[_HELD_OUT:], rows[:_HELD_OUT])
     )
@@ -46,17 +47,17 @@ def init_command(
 
 
 def commands(folder: Path) -> dict[str, str]:
-    """Return the commands that go on from a new folder, in order, with their meaning."""
+    """Return the next commands for a new folder, with their meaning."""
     return {
         f"cd {quote(str(folder))}": "",
-        "python test_reward.py": "the tests of the reward; pytest takes them, too",
-        "winnow train recipe.yaml run.name=first": "train; the same line goes on where it stopped",
-        "winnow eval runs/first": "ask the trained model the held-out prompts",
+        "python test_reward.py": "test the reward, also with pytest",
+        "winnow train recipe.yaml run.name=first": "train; the same command resumes it",
+        "winnow eval runs/first": "evaluate on the held-out prompts",
     }
 
 
-def _row(number: int) -> str:
-    """Make a row in verl's schema; no two are the same sum."""
+def _make_row(number: int) -> str:
+    """Make a row in verl's schema; no two sums are the same."""
     a, b = 11 + 37 * number % 89, 10 + number
     row = {
         "data_source": "sums",

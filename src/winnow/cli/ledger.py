@@ -6,42 +6,37 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from winnow.cli.options import AsJson, Run
 from winnow.observe.format import printable
 
 if TYPE_CHECKING:
     from winnow.views.ledger_diff import Difference, LedgerReport
 
 app = typer.Typer(
-    name="ledger",
-    help="Compare what runs consumed, group by group (exit code 0: the same, 1: not).",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    help="Compare runs group by group (exit code 0: same, 1: different).", no_args_is_help=True
 )
 
-_AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-_Until = Annotated[
-    int | None, typer.Option(metavar="STEP", min=1, help="Leave out what is later than this step.")
-]
+_Until = Annotated[int | None, Option(metavar="STEP", min=1, help="Ignore later steps.")]
 
 
 @app.command("diff", no_args_is_help=True)
 def diff_command(
-    a: Annotated[str, typer.Argument(metavar="A", help="A run's folder, such as runs/NAME.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    a: Annotated[str, Argument(metavar="A", help="Run folder, such as runs/NAME.")],
+    b: Annotated[str, Argument(metavar="B", help="Run folder to compare with A.")],
     order: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--order/--no-order",
-            help="Compare each group's fate, step and tokens; or only that neither run lost a "
-            "group or had one twice, and that both took the loader's prompts in its order. By "
-            "default the first where both runs repeat bit for bit.",
+            help="Compare fate, step and tokens of each group (default for runs that repeat bit "
+            "for bit), or only check both for lost or repeated groups and the loader's order.",
         ),
     ] = None,
     until: _Until = None,
-    as_json: _AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say whether two runs consumed the same: prompts, fates, learning steps, tokens."""
+    """Compare what two runs consumed: prompts, fates, learning steps, tokens."""
     from winnow.views.ledger_diff import diff_ledgers, open_ledger
 
     difference = diff_ledgers(open_ledger(a, until), open_ledger(b, until), order)
@@ -53,21 +48,21 @@ def diff_command(
     _print_differences(difference.differences)
     if difference.not_compared:
         typer.echo(
-            f"The token ids of {difference.not_compared:,} groups are not known and not compared"
+            f"Token ids of {difference.not_compared:,} groups were not recorded and are not "
+            "compared"
         )
     if difference.given_back.count:
         typer.echo(
-            f"Groups given back differ: {difference.given_back.count:,}; their prompts come again"
+            f"Returned groups differ: {difference.given_back.count:,}; their prompts are sampled "
+            "again"
         )
     if difference.times.count:
-        typer.echo(
-            f"Of {difference.times.count:,} groups the time of admission or of the end differs:"
-        )
+        typer.echo(f"Admission or end times differ for {difference.times.count:,} groups:")
         for example in difference.times.examples:
             typer.echo(f"      {printable(example)}")
     if difference.same:
         alike = "prompts, fates, learning steps, tokens, scores and weight versions of all groups"
-        summary = "no group lost, none twice, and the prompts in the loader's order"
+        summary = "no group lost or repeated, prompts in the loader's order"
         typer.echo(f"Same: {alike if difference.exact else summary}")
     else:
         typer.echo("Different")
@@ -75,12 +70,8 @@ def diff_command(
 
 
 @app.command("check", no_args_is_help=True)
-def check_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, such as runs/NAME.")],
-    until: _Until = None,
-    as_json: _AsJson = False,
-) -> None:
-    """Say whether a run lost a group or had one twice, and whether its sums are the metrics'."""
+def check_command(run: Run, until: _Until = None, as_json: AsJson = False) -> None:
+    """Check a run for lost or repeated groups, and its totals against metrics.jsonl."""
     from dataclasses import asdict
 
     from winnow.views.ledger_diff import check_ledger, open_ledger
@@ -91,7 +82,7 @@ def check_command(
     else:
         _print_report("", report)
         if not report.faults:
-            typer.echo("Sound: no group lost, none twice, and the sums are those of metrics.jsonl")
+            typer.echo("Sound: no group lost or repeated, totals match metrics.jsonl")
     raise typer.Exit(bool(report.faults))
 
 

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperOption
 
 from winnow import gc_tuning
-from winnow.cli.dashboard import dashboard_command
 from winnow.cli.data import app as data_app
 from winnow.cli.init import init_command
 from winnow.cli.ledger import app as ledger_app
+from winnow.cli.options import AsJson, Overrides, Recipe, Run, Step, Trust
 from winnow.cli.plan import plan_command
 from winnow.cli.reward import app as reward_app
 from winnow.cli.rollouts import rollouts_command
-from winnow.cli.sandbox import app as sandbox_app
+from winnow.cli.servers import dashboard_command, sandbox_app
 from winnow.errors import ConfigError, WinnowError
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="winnow",
-    help="Train language models by reinforcement learning from verifiable rewards.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -52,38 +52,14 @@ app.command("rollouts", no_args_is_help=True)(rollouts_command)
 app.command("init", no_args_is_help=True)(init_command)
 app.command("plan", no_args_is_help=True)(plan_command)
 
-Recipe = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
-Run = Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's, in Hydra's grammar."),
-]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the code, programs and links of a stranger's run.")
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Make the warm start anew.")]
-Step = Annotated[int | None, typer.Option(help="Checkpoint to take; the last by default.")]
-WithDashboard = Annotated[
-    bool, typer.Option("--dashboard", help="Show it in a browser while it trains.")
-]
-Multirun = Annotated[
-    bool,
-    typer.Option("--multirun", "-m", help="Train each combination of values: optim.lr=1e-6,2e-6."),
-]
-Jobs = Annotated[int, typer.Option(min=1, help="With --multirun: runs at a time.")]
-HeartbeatPipe = Annotated[int | None, typer.Option("--heartbeat", hidden=True)]
-Parent = Annotated[int | None, typer.Option("--parent", hidden=True)]
-Continued = Annotated[str | None, typer.Option("--continued", hidden=True)]
+Fresh = Annotated[bool, Option("--fresh", help="Retrain the warm start even if it is cached.")]
+WithDashboard = Annotated[bool, Option("--dashboard", help="Show the run in a browser, live.")]
 HelpConfig = Annotated[
-    bool,
-    typer.Option(
-        "--help-config",
-        help="List every setting with its default and meaning; a prefix such as optim may follow.",
-    ),
+    bool, Option("--help-config", help="List settings, optionally below a prefix such as optim.")
 ]
 
 
-def _version(show: bool) -> None:
+def _print_version(show: bool) -> None:
     if show:
         from winnow.version import __version__
 
@@ -94,11 +70,10 @@ def _version(show: bool) -> None:
 @app.callback()
 def winnow(
     version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_version, help="Print the version."),
+        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train language models by reinforcement learning from verifiable rewards."""
+    """Train language models with reinforcement learning from verifiable rewards."""
 
 
 @app.command(no_args_is_help=True)
@@ -108,12 +83,15 @@ def train(
     fresh: Fresh = False,
     help_config: HelpConfig = False,
     dashboard: WithDashboard = False,
-    multirun: Multirun = False,
-    jobs: Jobs = 1,
+    multirun: Annotated[
+        bool,
+        Option("--multirun", "-m", help="Sweep: train each combination of optim.lr=1e-6,2e-6."),
+    ] = False,
+    jobs: Annotated[int, Option(min=1, help="Concurrent runs of --multirun.")] = 1,
     trust: Trust = False,
-    heartbeat: HeartbeatPipe = None,
-    continued: Continued = None,
-    parent: Parent = None,
+    heartbeat: Annotated[int | None, Option(hidden=True)] = None,
+    continued: Annotated[str | None, Option(hidden=True)] = None,
+    parent: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
     """Train a recipe, for instance: winnow train quickstart."""
     if parent is not None:
@@ -125,25 +103,25 @@ def train(
         return
     options = ["--fresh"] * fresh + ["--dashboard"] * dashboard + ["--trust"] * trust
     if jobs > 1 and not multirun:
-        raise ConfigError(f"--jobs {jobs} is for --multirun; leave it out, or give --multirun")
+        raise ConfigError(f"--jobs {jobs} needs --multirun; add --multirun, or drop --jobs")
     if multirun:
         if options:
-            raise ConfigError(f"{options[0]} is for a single run; leave it out with --multirun")
+            raise ConfigError(f"{options[0]} does not work with --multirun; drop one of them")
         from winnow.cli.sweep import run_sweep
 
         raise typer.Exit(run_sweep(recipe, overrides or [], jobs, _console()))
-    _train(recipe, overrides, continued, options, heartbeat)
+    _run_training(recipe, overrides, continued, options, heartbeat)
 
 
 @app.command(no_args_is_help=True)
 def resume(
     run: Run, overrides: Overrides = None, dashboard: WithDashboard = False, trust: Trust = False
 ) -> None:
-    """Go on with a run that was stopped or killed, from its newest checkpoint."""
+    """Continue a run that was stopped or killed from its newest checkpoint."""
     from winnow.observe.files import RunFolder
 
     options = ["--dashboard"] * dashboard + ["--trust"] * trust
-    _train(str(RunFolder.open(run).config), overrides, run, options)
+    _run_training(str(RunFolder.open(run).config), overrides, run, options)
 
 
 @app.command(no_args_is_help=True)
@@ -154,7 +132,7 @@ def sft(
     help_config: HelpConfig = False,
     trust: Trust = False,
 ) -> None:
-    """Imitate demonstrations; of a recipe without any, make the warm start alone.
+    """Fine-tune on demonstrations; without any, make the recipe's warm start only.
 
     For instance: winnow sft sft model.path=FOLDER 'sft.train_files=[FILE]'
     """
@@ -163,7 +141,7 @@ def sft(
         return
     config = _load(recipe, overrides)
     if config.sft.name != "none":  # supervised, where the recipe asks for that
-        _train(recipe, overrides, None, ["--fresh"] * fresh + ["--trust"] * trust)
+        _run_training(recipe, overrides, None, ["--fresh"] * fresh + ["--trust"] * trust)
     _require_trust(config, recipe, overrides, trust)
     with gc_tuning.growing():
         from winnow.commands.train import run_sft
@@ -175,42 +153,37 @@ def sft(
 def eval_command(
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
-            help="A run's folder (runs/NAME), a checkpoint's, a Hugging Face folder or hub name.",
+            help="Run folder (runs/NAME), checkpoint, Hugging Face folder or hub name.",
         ),
     ],
     overrides: Overrides = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Held-out prompts: parquet or JSONL; may be repeated."),
+        Option(metavar="FILE", help="Held-out prompts, Parquet or JSONL; repeatable."),
     ] = None,
     recipe: Annotated[
-        str | None,
-        typer.Option(help="How to ask: a name that `winnow recipes` lists, or a YAML file. A run "
-                     "brings its own."),
+        str | None, Option(help="Evaluation recipe (see `winnow recipes`); default: the run's own.")
     ] = None,
     out: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Where answers.parquet and report.json go; RUN/eval/ "
-                     "or evals/ by default."),
+        str | None, Option(metavar="FOLDER", help="Output folder; default: RUN/eval/ or evals/.")
     ] = None,
     step: Step = None,
     trust: Trust = False,
-) -> None:  # fmt: skip
-    """Ask a model held-out prompts: avg@N, pass@k, maj@k by source, all answers in a file."""
+) -> None:
+    """Evaluate a model on held-out prompts: avg@N, pass@k, maj@k by source; all answers saved."""
     with gc_tuning.growing():
         from winnow.commands.evaluate import EvalRequest, run_evaluation
         from winnow.run.shutdown import EXIT_INTERRUPTED, Stopped
 
-    request = EvalRequest(
-        model, tuple(overrides or ()), tuple(data or ()), recipe, out, step, trust
-    )
+    files = tuple(data or ())
+    request = EvalRequest(model, tuple(overrides or ()), files, recipe, out, step, trust)
     try:
         run_evaluation(request, _console())
     except (KeyboardInterrupt, Stopped) as stopped:
         # Answers that end first are the short ones: figures of a part would flatter.
-        typer.echo("winnow: interrupted; nothing of this evaluation is kept", err=True)
+        typer.echo("winnow: interrupted; this evaluation was discarded", err=True)
         code = stopped.exit_code if isinstance(stopped, Stopped) else EXIT_INTERRUPTED
         raise typer.Exit(code) from None
 
@@ -219,18 +192,16 @@ def eval_command(
 def compare_command(
     a: Annotated[
         str,
-        typer.Argument(
-            metavar="A",
-            help="A folder that `winnow eval` wrote, a file in it, or a run's folder; a sweep's "
-            "folder alone.",
+        Argument(
+            metavar="A", help="Output of `winnow eval`, a run folder, or a sweep folder alone."
         ),
     ],
-    b: Annotated[str | None, typer.Argument(metavar="B", help="The other one.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    b: Annotated[str | None, Argument(metavar="B", help="What to compare with A.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Say whether B is better than A on the problems that both answered, or only luckier.
+    """Test whether B is better than A on the problems that both answered, or only luckier.
 
-    The folder of a sweep alone: a table of its runs.
+    With a sweep folder alone: print a table of its runs.
     """
     if b is None:
         from winnow.cli.sweep import print_sweep, read_sweep, sweep_figures
@@ -249,59 +220,48 @@ def compare_command(
 @app.command(no_args_is_help=True)
 def export(
     run: Run,
-    target: Annotated[str, typer.Argument(help="Folder to make.")],
+    target: Annotated[str, Argument(help="Folder to create.")],
     step: Step = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write a LoRA adapter alone, as a PEFT folder.")
+        bool, Option("--adapter", help="Export the LoRA adapter only, as a PEFT folder.")
     ] = False,
     trust: Trust = False,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to the hub, with a card.")
+        str | None, Option(metavar="OWNER/NAME", help="Upload to the hub, with a model card.")
     ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a new repository a private one.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch to push to; main by default.")
-    ] = None,
+    private: Annotated[bool, Option("--private", help="Create the repository private.")] = False,
+    revision: Annotated[str | None, Option(help="Branch to push to; main by default.")] = None,
 ) -> None:
-    """Write a run's model as a Hugging Face folder that AutoModelForCausalLM loads."""
+    """Export a run's model as a Hugging Face folder for AutoModelForCausalLM."""
     for option, is_set in (("--private", private), ("--revision", revision is not None)):
         if is_set and push is None:
-            raise ConfigError(f"{option} is for a push; leave it out, or give --push OWNER/NAME")
+            raise ConfigError(f"{option} needs --push; add --push OWNER/NAME, or drop {option}")
     with gc_tuning.growing():
-        from winnow.commands.export import run_export, run_push
+        from winnow.commands.export import run_export
         from winnow.commands.push import HubTarget
 
-    if push is not None:
-        hub = HubTarget(push, private, revision)
-        typer.echo(f"Pushed to {run_push(run, target, step, adapter, trust, hub)}")
-        return
-    typer.echo(f"Exported to {run_export(run, target, step, adapter, trust)}")
+    hub = None if push is None else HubTarget(push, private, revision)
+    place = run_export(run, target, step, adapter, trust, hub)
+    typer.echo(f"{'Exported' if hub is None else 'Pushed'} to {place}")
 
 
 @app.command("check-engine", no_args_is_help=True)
 def check_engine(
     engine: Annotated[
         str,
-        typer.Argument(
-            metavar="URL|RECIPE",
-            help="Address of a server that speaks /inference/v1/generate, or a recipe.",
-        ),
+        Argument(metavar="URL|RECIPE", help="URL of a /inference/v1/generate server, or a recipe."),
     ],
     overrides: Overrides = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="The model that the engine is said to hold."),
+        str | None, Option(metavar="FOLDER", help="Model that the engine should serve.")
     ] = None,
     update: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Other weights of it, to be loaded and taken back."),
+        str | None, Option(metavar="FOLDER", help="Other weights to load, then restore.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Test that an engine samples from a model's whole softmax, and takes new weights.
+    """Test that an engine samples from a model's full softmax and accepts new weights.
 
     For instance: winnow check-engine http://127.0.0.1:8000 --model FOLDER model.dtype=bfloat16
     """
@@ -323,30 +283,26 @@ def check_engine(
 
 @app.command()
 def doctor(
-    run: Annotated[str | None, typer.Argument(help="A run's folder, such as runs/NAME.")] = None,
-    runs: Annotated[str, typer.Option("--runs", help="Folder that is to hold runs.")] = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    run: Annotated[str | None, Argument(help="Run folder, such as runs/NAME.")] = None,
+    runs: Annotated[str, Option(help="Folder for runs.")] = "runs",
+    as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong with a run; without one, what this machine has for Winnow, or lacks."""
+    """Diagnose a run; without one, check this machine for what Winnow needs."""
     from winnow.cli.doctor import print_diagnosis, print_report
 
     if run is not None:
         raise typer.Exit(print_diagnosis(run, as_json))
     if as_json:
-        raise ConfigError("--json is about a run; name its folder: winnow doctor RUN --json")
+        raise ConfigError("--json needs a run: winnow doctor RUN --json")
     raise typer.Exit(print_report(runs))
 
 
 @app.command()
 def metrics(
-    part: Annotated[
-        str, typer.Argument(help="Beginning of the names, such as actor, or a name of verl's.")
-    ] = "",
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Write the page docs/metrics.md.")
-    ] = False,
+    part: Annotated[str, Argument(help="Prefix such as actor, or verl's name of a metric.")] = "",
+    markdown: Annotated[bool, Option("--markdown", help="Print docs/metrics.md.")] = False,
 ) -> None:
-    """List every figure that a run records: unit, meaning, and verl's name for it."""
+    """List every metric that a run records: unit, meaning, and verl's name for it."""
     from winnow.observe.metric_names import list_metrics, metrics_markdown
 
     if markdown:
@@ -358,7 +314,7 @@ def metrics(
     ]
     if not rows:
         parts = ", ".join(dict.fromkeys(row.name.partition("/")[0] for row in list_metrics()))
-        raise ConfigError(f"no figure's name begins with {part!r}; the parts are {parts}")
+        raise ConfigError(f"no metric starts with {part!r}; prefixes: {parts}")
     for row in rows:
         unit, verl = f" [{row.unit}]" if row.unit else "", f"; verl: {row.verl}" if row.verl else ""
         typer.echo(f"{row.name}{unit}\n    {row.meaning}{verl}")
@@ -366,19 +322,21 @@ def metrics(
 
 @app.command(no_args_is_help=True)
 def plot(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders of runs.")],
+    runs: Annotated[list[str], Argument(metavar="RUN", help="Run folders.")],
     metrics: Annotated[
         str,
-        typer.Option(metavar="A,B", help="Figures to draw, of those that `winnow metrics` lists; "
-                     "reward, accuracy, length and entropy by default."),
+        Option(
+            metavar="A,B",
+            help="Metrics (see `winnow metrics`); default: reward, accuracy, length, entropy.",
+        ),
     ] = "",
-    out: Annotated[Path, typer.Option(metavar="FILE", help="A .png or .svg.")] = Path("plot.png"),
-    by: Annotated[
-        Literal["steps", "tokens", "time"], typer.Option(help="What the horizontal axis counts.")
-    ] = "steps",
-    smooth: Annotated[int, typer.Option(min=0, help="Steps either side of a moving mean.")] = 0,
-) -> None:  # fmt: skip
-    """Draw figures of runs; seeds of one recipe as their mean and its 95 % interval."""
+    out: Annotated[Path, Option(metavar="FILE", help="Output file, .png or .svg.")] = Path(
+        "plot.png"
+    ),
+    by: Annotated[Literal["steps", "tokens", "time"], Option(help="Horizontal axis.")] = "steps",
+    smooth: Annotated[int, Option(min=0, help="Moving average: steps on either side.")] = 0,
+) -> None:
+    """Plot metrics of runs; seeds of one recipe as their mean with a 95 % interval."""
     from winnow.evaluation.plot import PlotRequest
     from winnow.evaluation.plot import plot_runs as draw
 
@@ -397,14 +355,14 @@ def recipes() -> None:
     typer.echo(f"\nFor winnow eval MODEL --recipe: {', '.join(evaluation_recipes())}")
 
 
-def _train(
+def _run_training(
     recipe: str,
     overrides: list[str] | None,
     folder: str | None,
     options: Sequence[str],
     heartbeat: int | None = None,
 ) -> NoReturn:
-    """Train, and end with the exit code: in this process, or in children where a recipe restarts.
+    """Train and exit, in this process, or in supervised children if the recipe restarts.
 
     Args:
         folder: of the run to go on with.
@@ -447,14 +405,12 @@ def _train(
 
 
 def _load(recipe: str, overrides: list[str] | None, folder: str | None = None) -> Config:
-    """Load a recipe, to go on with the run in a folder if there is one."""
+    """Load a recipe; with a folder, to resume its run."""
+    from winnow.checkpoints.recipe_changes import with_settings
     from winnow.config.load import load_recipe
 
     config = load_recipe(recipe, overrides or [])
-    if folder is None:
-        return config
-    run = config.run.model_copy(update={"resume": folder})
-    return config.model_copy(update={"run": run})
+    return config if folder is None else with_settings(config, run={"resume": folder})
 
 
 def _require_trust(config: Config, recipe: str, overrides: list[str] | None, trusts: bool) -> None:
@@ -494,7 +450,7 @@ def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
     gc_tuning.leave_at_exit()
-    code = _run()
+    code = _run_command()
     sinks = sys.modules.get("winnow.observe.sinks")
     hangs = sinks is not None and sinks.has_hanging_sink()
     if code == _INTERRUPTED or hangs:
@@ -504,8 +460,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run() -> int:
-    """Run the command that was typed; returns the exit code."""
+def _run_command() -> int:
+    """Run the command line; return the exit code."""
     try:
         return app(prog_name="winnow", standalone_mode=False) or 0
     except (WinnowError, _UsageError) as error:
@@ -525,14 +481,16 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 def _usage_lines(error: Any) -> Iterator[str]:
-    """Say what is wrong with the words typed, with the value if any, and where to read on."""
+    """Describe a usage error, with the value and where to find help."""
     message = " ".join(error.format_message().split()).rstrip(".")
     if not message:  # the help of a command without arguments, which is shown already
         return
     option, context = getattr(error, "param", None), error.ctx
     names = option.opts if isinstance(option, TyperOption) else ()
     typed = [
-        value if equals else after for name, equals, value, after in _arguments() if name in names
+        value if equals else after
+        for name, equals, value, after in _typed_arguments()
+        if name in names
     ]
     got = f", got {typed[0]!r}" if typed else ""
     command = "winnow" if context is None else context.command_path
@@ -548,13 +506,13 @@ def _usage_lines(error: Any) -> Iterator[str]:
 
 
 def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the words typed that other systems know, flags and KEY=VALUE, each with its answer."""
+    """Yield typed flags and keys of other systems, each with its Winnow equivalent."""
     from winnow.config.load import SHORTHANDS
     from winnow.config.other_names import foreign_name
     from winnow.config.schema import all_keys
 
     keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
-    for name, equals, value, following in _arguments():
+    for name, equals, value, following in _typed_arguments():
         is_flag = name.startswith("-") and name not in taken
         if is_flag and not equals and not following.startswith("--"):
             value = following
@@ -566,8 +524,8 @@ def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, f"{fault}; {answer}{form}"
 
 
-def _arguments() -> Iterator[tuple[str, str, str, str]]:
-    """Yield the words typed behind a command: name, equals sign, value, and the word behind it."""
+def _typed_arguments() -> Iterator[tuple[str, str, str, str]]:
+    """Yield typed arguments as name, equals sign, value and the next argument."""
     for word, following in itertools.pairwise([*sys.argv[2:], ""]):
         yield *word.partition("="), following
 

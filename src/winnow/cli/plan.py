@@ -8,35 +8,32 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from winnow import gc_tuning
+from winnow.cli.options import AsJson, Overrides, Recipe, Trust
 from winnow.errors import ConfigError
 
 
 def plan_command(
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's.")
-    ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes; ranks fill them.")] = 1,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    gpu: Annotated[str, typer.Option(help="Kind of GPU.")] = "h100-80",
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nodes: Annotated[int, Option(min=1, help="Number of nodes.")] = 1,
+    gpus: Annotated[int, Option(min=1, help="GPUs per node.")] = 8,
+    gpu: Annotated[str, Option(help="GPU type.")] = "h100-80",
     mean_response: Annotated[
-        float | None, typer.Option(min=1, help="Mean tokens of an answer; a quarter of the limit.")
+        float | None, Option(min=1, help="Mean response tokens; default: a quarter of the limit.")
     ] = None,
     lengths: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Lengths of this run's answers, instead of drawn ones."),
+        Path | None, Option(metavar="RUN", help="Use the response lengths of this run.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="For the run's cost.")
+        float | None, Option("--price-per-gpu-hour", min=0.0, help="Price, to estimate the cost.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run the code that a stranger's run names.")
-    ] = False,
+    as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
-    """Say whether a recipe fits on GPUs, what it takes and costs, and the change that fits.
+    """Estimate memory, time and cost of a recipe on GPUs; suggest a change if it does not fit.
 
     For instance: winnow plan dapo_qwen2.5_32b --nodes 16 --gpus 8
     """
@@ -45,7 +42,7 @@ def plan_command(
         from winnow.plan.plan import PlanRequest, as_text, make_plan
 
     if lengths is not None and mean_response is not None:
-        raise ConfigError("--lengths has a mean of its own; leave out --mean-response")
+        raise ConfigError("--lengths and --mean-response exclude each other; drop one")
     machine = Machine(*find_gpu(gpu), nodes, gpus)
     tell = partial(typer.echo, err=True)
     settings = tuple(overrides or ())

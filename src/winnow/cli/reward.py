@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from winnow.cli.options import AsJson, Host, Port, PromptKey, TokenEnv, Trust
 from winnow.errors import ConfigError, DataError, RewardError
 
 if TYPE_CHECKING:
@@ -24,12 +26,7 @@ if TYPE_CHECKING:
     from winnow.rewards.scorers import Scorer
     from winnow.types import Prompt
 
-app = typer.Typer(
-    name="reward",
-    help="Try what scores an answer, or serve it.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(help="Try or serve a reward function.", no_args_is_help=True)
 _SHOWN = 300
 """Characters of a long text that are shown."""
 
@@ -38,85 +35,79 @@ _SHOWN = 300
 def try_command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="FILE|KEY=VALUE",
-            help="Data file whose row is answered (or give --truth), and settings of a run, "
-            "such as reward.timeout_s=2.",
+            help="Data file (or pass --truth), and settings such as reward.timeout_s=2.",
         ),
     ] = None,
-    row: Annotated[int | None, typer.Option(help="Row of FILE, from 1; 1 by default.")] = None,
-    answer: Annotated[
-        str | None, typer.Option(help="The answer; without it standard input is read.")
-    ] = None,
+    row: Annotated[int | None, Option(help="Row of FILE, from 1; 1 by default.")] = None,
+    answer: Annotated[str | None, Option(help="Answer to score; default: standard input.")] = None,
     truth: Annotated[
-        str | None, typer.Option(help="Ground truth, over that of the row; JSON for objects.")
+        str | None, Option(help="Ground truth, instead of the row's; JSON for objects.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option(help="Data source, over that of the row: it chooses the scorer.")
+        str | None, Option(help="Data source, instead of the row's; selects the scorer.")
     ] = None,
-    scorer: Annotated[str | None, typer.Option(help="Scorer by name, over the routing.")] = None,
+    scorer: Annotated[str | None, Option(help="Scorer name; overrides the routing.")] = None,
     function: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.py[:NAME]", help="Your reward function instead of a scorer."),
+        str | None, Option(metavar="FILE.py[:NAME]", help="Custom reward function.")
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="Take the settings of this recipe, or a run's config.yaml.")
-    ] = None,
+    recipe: Annotated[str | None, Option(help="Recipe or config.yaml with the settings.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of the answer, where its length is scored.")
+        int | None, Option(min=0, help="Answer length in tokens, for length penalties.")
     ] = None,
-    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the score as JSON.")] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run the code that a stranger's run names.")
-    ] = False,
+    prompt_key: PromptKey = None,
+    as_json: AsJson = False,
+    trust: Trust = False,
 ) -> None:
-    """Score one answer as a run would, with its limits, and show all that came of it.
+    """Score one answer exactly as a run would, with its limits, and show the result.
 
     For instance: winnow reward try train.parquet --row 3 --answer "#### 42"
     """
     from winnow.checkpoints.strangers import require_trusted_start
 
-    file, settings = _split(words or [])
+    file, settings = _split_words(words or [])
     if scorer is not None and function is not None:
-        raise RewardError(f"--scorer is {scorer} and --function is {function}; give one of the two")
+        raise RewardError(
+            f"--scorer {scorer} and --function {function} exclude each other; drop one"
+        )
     if row is not None and file is None:
-        raise DataError(f"--row is {row}, but there is no FILE; name the data file first")
-    config = _config(recipe, settings, scorer, function, tokens)
+        raise DataError(f"--row {row} needs a data file; add FILE")
+    config = _resolve_config(recipe, settings, scorer, function, tokens)
     require_trusted_start(config, recipe or "", settings, trust)
     by_one = config.reward.function.path is not None
     any_source = by_one or config.reward.manager.name in ("remote", "custom")
     number = 1 if row is None else row
     data = config.data.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
-    prompt = _prompt(file, number, truth, source or scorer, data, any_source)
-    text = _from_stdin() if answer is None else answer
-    trial = _tried(config, prompt, text, tokens or 0, quiet=as_json)
+    prompt = _make_prompt(file, number, truth, source or scorer, data, any_source)
+    text = _read_answer() if answer is None else answer
+    trial = _score_answer(config, prompt, text, tokens or 0, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(trial, ensure_ascii=False, default=str))
     else:
-        _show(trial, prompt, text)
+        _print_score(trial, prompt, text)
     if "error" in trial:
         raise RewardError(
-            f"scoring this answer failed: {trial['error']}; mend the scorer, or the row"
+            f"scoring this answer failed: {trial['error']}; fix the scorer or the row"
         )
 
 
-def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+def _split_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The file, and the settings."""
     settings = [word for word in arguments if "=" in word and not os.path.exists(word)]
     files = [word for word in arguments if word not in settings]
     if len(files) > 1:
-        raise DataError(f"there are {len(files)} files, {' and '.join(files)}; give one")
+        raise DataError(f"got {len(files)} files, {' and '.join(files)}; pass one")
     return (files[0] if files else None), settings
 
 
-def _from_stdin() -> str:
+def _read_answer() -> str:
     if sys.stdin.isatty():
-        typer.echo("Type the answer, then Ctrl-D on a line of its own:", err=True)
+        typer.echo("Type the answer, then press Ctrl-D on an empty line:", err=True)
     return sys.stdin.read()
 
 
-def _config(
+def _resolve_config(
     recipe: str | None,
     settings: Sequence[str],
     scorer: str | None,
@@ -124,6 +115,7 @@ def _config(
     tokens: int | None,
 ) -> Config:
     """The settings of a recipe, or the defaults, with those given here."""
+    from winnow.checkpoints.recipe_changes import with_settings
     from winnow.config.load import resolve_recipe
     from winnow.config.root import Config
 
@@ -135,21 +127,22 @@ def _config(
     if source is not None and manager in ("remote", "custom"):
         option = "--scorer" if scorer else "--function"
         raise RewardError(
-            f"{option} is {source} and reward/manager={manager}: only one of them can score; "
-            f"leave {option} out, or set reward/manager=auto"
+            f"{option} {source} conflicts with reward/manager={manager}; drop {option}, or set "
+            "reward/manager=auto"
         )
     if scorer is not None:
         changes["scorers"] = {"*": scorer}
     if function is not None:
         changes["function"] = _user_function(function, config.reward.function)
-    reward = config.reward.model_copy(update=changes)
+    config = with_settings(config, reward=changes)
+    reward = config.reward
     for name, shaping in (("overlong", reward.overlong), ("cosine", reward.cosine)):
         if tokens is None and shaping.enabled:
             raise ConfigError(
-                f"reward.{name}.enabled=true scores the length of an answer; give it in --tokens, "
-                f"or set reward.{name}.enabled=false"
+                f"reward.{name}.enabled=true needs the answer's length; pass --tokens, or set "
+                f"reward.{name}.enabled=false"
             )
-    return config.model_copy(update={"reward": reward})
+    return config
 
 
 def _user_function(named: str, section: UserFunction) -> UserFunction:
@@ -159,7 +152,7 @@ def _user_function(named: str, section: UserFunction) -> UserFunction:
     return section.model_copy(update={"path": path, "name": name})
 
 
-def _prompt(
+def _make_prompt(
     file: str | None,
     number: int,
     truth: str | None,
@@ -177,13 +170,12 @@ def _prompt(
     if file is None:
         if truth is None or (source is None and not any_source):
             raise DataError(
-                "there is nothing to compare with; give FILE and --row, or --truth with --source "
-                "or --scorer"
+                "no ground truth; pass FILE and --row, or --truth with --source or --scorer"
             )
         return Prompt("try", nothing, "", source or "try", structure(truth))
     rows = read_rows([file], data)
     if not 1 <= number <= len(rows):
-        raise DataError(f"--row is {number}, but {file} has rows 1 to {len(rows):,}; choose one")
+        raise DataError(f"--row must be 1 to {len(rows):,} for {file}, got {number}")
     row = rows[number - 1]
     gold = row.ground_truth if truth is None else structure(truth)
     return Prompt(
@@ -197,8 +189,10 @@ def _prompt(
     )
 
 
-def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) -> dict[str, Any]:
-    """Score an answer as in training, in one worker where scorers run apart; all that came of it.
+def _score_answer(
+    config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool
+) -> dict[str, Any]:
+    """Score an answer as in training, with one worker at most; return all results.
 
     Args:
         quiet: keep what is printed in this process from the terminal, where a debugger wants it.
@@ -211,12 +205,12 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
     import numpy as np
 
     from winnow.builders.rewards import make_rewards
+    from winnow.checkpoints.recipe_changes import with_settings
     from winnow.types import Segment, Trajectory
 
     section = config.reward
     if section.workers or (section.workers is None and section.function.path is not None):
-        section = section.model_copy(update={"workers": 1})  # more would only load the file again
-        config = config.model_copy(update={"reward": section})
+        config = with_settings(config, reward={"workers": 1})  # more would only load the file again
     heard = logging.handlers.BufferingHandler(sys.maxsize)
     workers = logging.getLogger("winnow.rewards.pool")
     output = io.StringIO()
@@ -230,7 +224,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         service = make_rewards(config, "cpu")
         stack.callback(service.close)
         service.check_sources([prompt.data_source])
-        rule, scorer, sandbox = _who_scores(config.reward, prompt.data_source)
+        rule, scorer, sandbox = _resolve_scorer(config.reward, prompt.data_source)
         service.check_prompt(prompt)
         zeros = np.zeros(tokens, np.int64)
         answer = Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
@@ -257,7 +251,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
     }
 
 
-def _who_scores(config: RewardConfig, data_source: str) -> tuple[Scorer | None, str, str]:
+def _resolve_scorer(config: RewardConfig, data_source: str) -> tuple[Scorer | None, str, str]:
     """The built-in scorer if it is one, its name, and the sandbox where it has one."""
     from winnow.config.reward import CustomManager, RemoteManager
     from winnow.rewards.routing import Router
@@ -272,19 +266,19 @@ def _who_scores(config: RewardConfig, data_source: str) -> tuple[Scorer | None, 
     return scorer, scorer.name, current().description if scorer.sandboxed else ""
 
 
-def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
-    failed = " (scoring failed: a run leaves its group out, see reward.on_failure)"
+def _print_score(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
+    failed = " (scoring failed: a run drops the group, see reward.on_failure)"
     lines = [
         ("scorer", f"{trial['scorer']} (data source {prompt.data_source})"),
         ("sandbox", trial.get("sandbox", "")),
-        ("prompt", _short(prompt.text)),
-        ("ground truth", _short(str(prompt.ground_truth))),
-        ("answer", _short(text)),
+        ("prompt", _shorten(prompt.text)),
+        ("ground truth", _shorten(str(prompt.ground_truth))),
+        ("answer", _shorten(text)),
         ("reward", f"{trial['reward']:g}{failed if 'error' in trial else ''}"),
         ("accuracy", f"{trial['accuracy']:g}"),
-        ("reason", _short(trial.get("reason", ""))),
+        ("reason", _shorten(trial.get("reason", ""))),
         *((f"part {part}", f"{value:g}") for part, value in trial["parts"].items()),
-        *((str(key), _short(str(value))) for key, value in trial["extra"].items()),
+        *((str(key), _shorten(str(value))) for key, value in trial["extra"].items()),
         ("time", f"{trial['seconds']:.3g} s"),
     ]
     lines = [line for line in lines if line[1] or line[0] in ("ground truth", "answer")]
@@ -297,7 +291,7 @@ def _show(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
         typer.echo(f"\n{trial['traceback']}", err=True)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """A text on one line; of a long one its two ends, because answers stand at the end."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     if len(shown) <= _SHOWN:
@@ -308,17 +302,14 @@ def _short(text: str) -> str:
 
 @app.command("serve", no_args_is_help=True)
 def serve_command(
-    function: Annotated[str, typer.Option(metavar="FILE.py[:NAME]", help="Your reward function.")],
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8090,
+    function: Annotated[str, Option(metavar="FILE.py[:NAME]", help="Custom reward function.")],
+    host: Host = "127.0.0.1",
+    port: Port = 8090,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that score; half of the cores by default.")
+        int | None, Option(min=1, help="Scoring processes; default: half of the cores.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="Seconds for one answer.")] = 10.0,
-    token_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
-    ] = None,
+    timeout_s: Annotated[float, Option(min=0.001, help="Timeout per answer, seconds.")] = 10.0,
+    token_env: TokenEnv = None,
 ) -> None:
     """Serve a reward function over HTTP for runs with reward/manager=remote."""
     from winnow.config.reward import RewardConfig, UserFunction

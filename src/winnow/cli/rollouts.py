@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from winnow.errors import WinnowError
 from winnow.observe.format import DASH, WIDTH, count, number, percent, printable
@@ -34,8 +34,8 @@ _KEEPS: dict[str, Callable[[Row], bool]] = {
     "mismatch": lambda group: group["mismatch"] is not None,
 }
 _HELP = (
-    "A number opens, Enter shows more, b goes back; n, p: the next, the one before; s 12: step 12, "
-    f"s: the newest; f {'|'.join(_KEEPS)}; /TEXT: with this text, /: all; q ends"
+    "NUMBER: open, Enter: more, b: back, n/p: next/previous, s 12: step 12, s: newest step; f "
+    f"{'|'.join(_KEEPS)}: filter, /TEXT: search, /: clear search, q: quit"
 )
 _ENDS = {None: DASH, "stop": "stop", "length": "cut off", "aborted": "aborted"}
 _LEAST_SURE = 5
@@ -45,23 +45,25 @@ _CONTEXT_LINES = 8
 
 
 def rollouts_command(
-    run: Annotated[str, typer.Argument(help="A run's folder, such as runs/NAME, or its URL.")],
-    step: Annotated[int | None, typer.Option(
-        help="Step whose prompts to list; without it the steps are listed, or the newest one is "
-        "taken where another option says what of it.")] = None,
-    group: Annotated[int | None, typer.Option(help="Group of the step: its answers.")] = None,
-    only: Annotated[str, typer.Option(
-        "--filter", metavar="|".join(_KEEPS),
-        help="Groups without a right answer, with one cut off, penalised for its length or whose "
-        "scoring failed; mismatch: those trained on, the farthest log-probs first.")] = "all",
-    search: Annotated[str, typer.Option(help="Only groups with this text, in any case.")] = "",
-    held_out: Annotated[bool, typer.Option("--held-out", help="Held-out prompts.")] = False,
-    as_json: Annotated[bool, typer.Option(
-        "--json", help="Print all that is kept of each answer, one a line.")] = False,
-) -> None:  # fmt: skip
-    """Read what the model wrote: steps, prompts, answers; filtered, searched, or as JSON."""
+    run: Annotated[str, Argument(help="Run folder, such as runs/NAME, or its URL.")],
+    step: Annotated[int | None, Option(help="Step to show; default: a list of steps.")] = None,
+    group: Annotated[int | None, Option(help="Group of the step: show its answers.")] = None,
+    only: Annotated[
+        str,
+        Option(
+            "--filter",
+            metavar="|".join(_KEEPS),
+            help="Groups without a right answer, with a truncated or overlong answer, with failed "
+            "scoring; mismatch: trained groups, largest log-prob difference first.",
+        ),
+    ] = "all",
+    search: Annotated[str, Option(help="Groups that contain this text, ignoring case.")] = "",
+    held_out: Annotated[bool, Option("--held-out", help="Show held-out prompts.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON line per answer.")] = False,
+) -> None:
+    """Show what the model generated: steps, prompts, answers; with filter, search and JSON."""
     kind = "held_out" if held_out else "training"
-    browser = Browser(_run_at(run), Console(highlight=False), kind, step, group, only, search)
+    browser = Browser(_open_run(run), Console(highlight=False), kind, step, group, only, search)
     browser.lists_steps = step is None and group is None and only == "all" and not search
     if as_json:
         for line in browser.lines():
@@ -74,7 +76,7 @@ def rollouts_command(
 
 @dataclass
 class Browser:
-    """Shows parts of a run and obeys words; each look reads the folder anew."""
+    """Shows parts of a run and handles commands; reads the folder anew each time."""
 
     run: RunPages
     console: Console
@@ -97,7 +99,7 @@ class Browser:
     """Rows of a list, and of a group one answer's text; None shows all."""
 
     def browse(self, ask: Callable[[str], str]) -> None:
-        """Show, ask and obey until `q` or the end of the input; `ask` is like `input`."""
+        """Show, read and handle commands until `q` or end of input; `ask` is like `input`."""
         self.limit = max(self.console.height - _CONTEXT_LINES, 5)
         self._print(_HELP, "dim")
         while True:
@@ -112,10 +114,10 @@ class Browser:
             if word == "q":
                 return
             with suppress(WinnowError):  # the next look tells it
-                self._obey(word)
+                self._handle_command(word)
 
     def show(self) -> None:
-        """Print what is looked at.
+        """Print the current view.
 
         Raises:
             WinnowError: it is not there, or damaged.
@@ -128,7 +130,7 @@ class Browser:
             self._show_group(self.group)
 
     def lines(self) -> Iterator[str]:
-        """Yield a line of JSON for each answer of the groups that are looked at.
+        """Yield a line of JSON for each answer of the selected groups.
 
         Raises:
             WinnowError: a file is missing or damaged.
@@ -136,64 +138,64 @@ class Browser:
         from winnow.dashboard.answers import iter_answers
 
         name = self.run.answers_file(self.kind, self._step())
-        listed = self._listed() if self.group is None else [self.group]
+        listed = self._group_ids() if self.group is None else [self.group]
         for row in iter_answers(self.run.files, name, listed):
             # JSON has no NaN.
             yield json.dumps(json.loads(json.dumps(row), parse_constant=lambda _: None))
 
-    def _obey(self, word: str) -> None:
+    def _handle_command(self, word: str) -> None:
         name, _, rest = word.partition(" ")
         if word == "":
             self.first += self.limit or 0
         elif word.isdecimal() and self.lists_steps:
-            self._go(int(word))
+            self._go_to(int(word))
         elif word.isdecimal() and self.group is not None:
             self.answer = int(word)
         elif word.isdecimal():
-            self._go(self.shown, int(word))
+            self._go_to(self.shown, int(word))
         elif name == "s" and rest.strip().isdecimal() | (not rest):
-            self._go(int(rest) if rest else None)
+            self._go_to(int(rest) if rest else None)
         elif word in ("n", "p") and not self.lists_steps:
             self._move(1 if word == "n" else -1)
         elif word == "b":
             is_list = self.group is None
-            self._go(self.step)
+            self._go_to(self.step)
             self.lists_steps = is_list
         elif name == "f" and rest in _KEEPS:
             self.only = rest
-            self._go(self.step)
+            self._go_to(self.step)
         elif word.startswith("/"):
             self.search = word[1:].strip()
-            self._go(self.step)
+            self._go_to(self.step)
         else:
-            self._print(f"{word[:40]} says nothing here. {_HELP}", "red")
+            self._print(f"unknown command {word[:40]!r}. {_HELP}", "red")
 
-    def _go(self, step: int | None, group: int | None = None) -> None:
+    def _go_to(self, step: int | None, group: int | None = None) -> None:
         self.step, self.group, self.answer, self.first = step, group, 1, 0
         self.lists_steps = False
 
     def _move(self, by: int) -> None:
-        """Go to another group of the list, or from a list to another step."""
+        """Go to the next or previous group, or step of a list."""
         step, is_list = self._step(), self.group is None
-        listed, now = (self._steps(), step) if is_list else (self._listed(), self.group)
+        listed, now = (self._steps(), step) if is_list else (self._group_ids(), self.group)
         at = listed.index(now) + by if now in listed else 0
         for place in listed[at : at + 1]:
-            self._go(*((place, None) if is_list else (step, place)))
+            self._go_to(*((place, None) if is_list else (step, place)))
 
     def _steps(self) -> list[int]:
         steps: list[int] = self.run.steps()[self.kind]
         if not steps:
-            raise WinnowError(f"{self.run.files.name} has no answers yet; look again later")
+            raise WinnowError(f"{self.run.files.name} has no answers yet; try again later")
         return steps
 
     def _step(self) -> int:
         return self._steps()[-1] if self.step is None else self.step
 
-    def _listed(self) -> list[int]:
+    def _group_ids(self) -> list[int]:
         return [row["group"] for row in self._groups()]
 
     def _groups(self) -> list[Row]:
-        """Read the groups of a step that filter and search leave."""
+        """Read the groups of a step that match filter and search."""
         table = self.run.groups(self.kind, self._step())
         if self.only not in _KEEPS:
             raise WinnowError(f"--filter must be one of {', '.join(_KEEPS)}, got {self.only[:40]}")
@@ -207,9 +209,9 @@ class Browser:
         )
 
     def _show_steps(self) -> None:
-        """List the newest steps first, with what became of all their answers."""
+        """List steps, newest first, with totals of their answers."""
         steps = self._steps()[::-1]
-        self._head(f"{len(steps)} steps, the newest first")
+        self._print_heading(f"{len(steps)} steps, newest first")
         table = _table(
             "step", "prompts", "answers", "right", "reward", "tokens", "cut off", "failed"
         )
@@ -232,7 +234,7 @@ class Browser:
                 str(step), count(len(sizes)), count(total), percent(right), number(reward),
                 number(length, 1), percent(cut_off / max(total, 1)), count(failed),
             )  # fmt: skip
-        self._put(table)
+        self._print_block(table)
 
     def _show_groups(self) -> None:
         groups = self._groups()
@@ -240,21 +242,21 @@ class Browser:
         plural = "" if len(groups) == 1 else "s"
         text = f"step {self.shown} of {self._steps()[-1]}, {len(groups)} prompt{plural}"
         text += f", {self.only}" * (self.only != "all")
-        self._head(text + f", with {self.search}" * bool(self.search))
+        self._print_heading(text + f", with {self.search}" * bool(self.search))
         table = _table("group", "prompt", "fate", "right", "reward", "tokens", "mismatch")
         self.first = self.first if self.first < len(groups) else 0
         for row in groups[self.first :][: self.limit]:
             table.add_row(
-                str(row["group"]), self._line(row["prompt"] or row["uid"] or DASH),
-                self._line(str(row["outcome"]).replace("_", " ")),
+                str(row["group"]), self._one_line(row["prompt"] or row["uid"] or DASH),
+                self._one_line(str(row["outcome"]).replace("_", " ")),
                 f"{(row['accuracy'] or 0) * row['answers']:.3g}/{row['answers']}",
                 number(row["reward"]), count(row["length"]), number(row["mismatch"], 4),
             )  # fmt: skip
-        self._put(table)
+        self._print_block(table)
 
     def _show_group(self, group: int) -> None:
         answers = self.run.group(self.kind, self._step(), group)["answers"]
-        self._head(f"step {self._step()}, group {group}, {answers[0]['outcome']}")
+        self._print_heading(f"step {self._step()}, group {group}, {answers[0]['outcome']}")
         self._print(answers[0]["prompt"] or "(text not kept: observe.rollout_text_tokens)", "bold")
         names = "answer", "right", "reward", "advantage", "tokens", "entropy", "end", "read as"
         table = _table(*names)
@@ -263,52 +265,52 @@ class Browser:
                 f"greedy {place}" if each["kind"] == "greedy" else str(place),
                 "failed" if each.get("scorer_error") else percent(each["accuracy"]),
                 number(each["reward"]), number(each.get("advantage")),
-                count(each["response_tokens"]), _entropy(each),
-                self._line(_ENDS.get(each.get("finish_reason"), str(each.get("finish_reason")))),
-                self._line(each.get("pred") or DASH),
+                count(each["response_tokens"]), _mean_entropy(each),
+                self._one_line(_ENDS.get(end := each.get("finish_reason"), str(end))),
+                self._one_line(each.get("pred") or DASH),
             )  # fmt: skip
-        self._put(table)
+        self._print_block(table)
         for place, each in enumerate(answers, 1):
             if self.limit is None or place == min(max(self.answer, 1), len(answers)):
-                self._head(f"answer {place}")
+                self._print_heading(f"answer {place}")
                 if each.get("scorer_error"):
                     self._print(f"scoring failed: {each['scorer_error']}", "red")
                 self._print(each["response"] or "(no text)")
-                if unsure := _least_sure(each):
+                if unsure := _highest_entropies(each):
                     self._print(f"highest entropies: token {unsure} nats", "dim")
 
-    def _line(self, text: str) -> Text:
+    def _one_line(self, text: str) -> Text:
         line = " ".join(printable(text, self.console.encoding).split())
         return Text(line, no_wrap=True, overflow="ellipsis")
 
-    def _head(self, text: str) -> None:
-        self._put(Rule(self._line(f"{self.run.files.name}, {text}"), align="left"))
+    def _print_heading(self, text: str) -> None:
+        self._print_block(Rule(self._one_line(f"{self.run.files.name}, {text}"), align="left"))
 
-    def _put(self, shown: Rule | Table) -> None:
+    def _print_block(self, shown: Rule | Table) -> None:
         self.console.print(shown, width=min(WIDTH, self.console.width))
 
     def _print(self, text: str, style: str = "") -> None:
         self.console.print(Text(printable(text, self.console.encoding), style))
 
 
-def _run_at(place: str) -> RunPages:
+def _open_run(place: str) -> RunPages:
     from winnow.dashboard.pages import RunPages
     from winnow.dashboard.runs import RunSet
 
     runs = RunSet([place]).discover()
     if len(runs) != 1:
         names = ", ".join(runs) or "none"
-        raise WinnowError(f"{place} must be one run's folder, and holds {names}; name one")
+        raise WinnowError(f"{place} must be one run folder, found {names}; pass one")
     return RunPages(next(iter(runs.values())))
 
 
-def _entropy(answer: Row) -> str:
+def _mean_entropy(answer: Row) -> str:
     values = [each for each in answer["columns"].get("entropies", ()) if each is not None]
     return number(sum(values) / len(values)) if values else DASH
 
 
-def _least_sure(answer: Row) -> str:
-    """Name the tokens of an answer at which the policy was least sure, by their places."""
+def _highest_entropies(answer: Row) -> str:
+    """Format the tokens of an answer with the highest entropy, by position."""
     values = answer["columns"].get("entropies", ())
     texts = [f" {each!r}" for each in answer.get("tokens", {}).get("texts", ())]
     texts = texts or [""] * len(values)

@@ -56,13 +56,16 @@ class Sweep:
 
     def command(self, name: str) -> list[str]:
         """Return the command line of a run."""
-        place = f"run.dir={_quoted(str(self.folder))}", f"run.name={_quoted(name)}"
+        place = (
+            f"run.dir={_quote_for_hydra(str(self.folder))}",
+            f"run.name={_quote_for_hydra(name)}",
+        )
         start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         return [*start, self.recipe, *self.runs[name], *place]
 
 
 def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
-    """Combine the values of a command line; every combination is checked.
+    """Expand the values of a command line into runs; every combination is validated.
 
     Raises:
         ConfigError: no key has several values, or a combination cannot be trained.
@@ -78,10 +81,10 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
     except HydraException as error:
         raise ConfigError(f"{str(error).splitlines()[0]}; write KEY=VALUE,VALUE") from None
     if not swept:
-        raise ConfigError("--multirun has nothing to vary; give a key several values: optim.lr=1,2")
+        raise ConfigError("--multirun needs a key with several values, such as optim.lr=1,2")
     fixed = [w for w, each in zip(overrides, parsed, strict=True) if not each.is_sweep_override()]
     keys = [each.key_or_group for each in swept]
-    runs = {_name(overrides, keys): [*fixed, *overrides] for overrides in combined}
+    runs = {_run_name(overrides, keys): [*fixed, *overrides] for overrides in combined}
     *_, config = (load_recipe(recipe, overrides) for overrides in runs.values())
     run = config.run
     name = f"{recipe_stem(recipe)}-sweep"
@@ -90,7 +93,7 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
 
 
 def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) -> int:
-    """Train all runs of a sweep that are not done yet, some at a time; returns the exit code."""
+    """Train all pending runs of a sweep, `jobs` at a time; return the exit code."""
     outlive_readers()
     sweep = plan_sweep(recipe, overrides)
     runs = sweep.runs
@@ -98,8 +101,8 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
         was = read_sweep(sweep.folder)
         if was.recipe != recipe:
             raise ConfigError(
-                f"run.name={sweep.folder.name} has a sweep of {was.recipe}, and this one is of "
-                f"{recipe}; give another run.name"
+                f"run.name={sweep.folder.name} is a sweep of {was.recipe}, not of {recipe}; choose "
+                "another run.name"
             )
         sweep.runs = {**was.runs, **runs}
         sweep.codes = {
@@ -109,22 +112,22 @@ def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) ->
         }
     waiting = [name for name in runs if name not in sweep.codes]
     ready = len(runs) - len(waiting)
-    _say(
-        f"{len(runs)} runs in {sweep.folder}{f', {ready} of them done' if ready else ''}; "
-        "each one's output is in NAME.txt beside it",
+    _print_line(
+        f"{len(runs)} runs in {sweep.folder}{f', {ready} already done' if ready else ''}; output "
+        "in NAME.txt",
         console,
     )
     sweep.save()
     stopped = _train_all(sweep, list(waiting), jobs, console)
     print_sweep(sweep, console)
     if stopped:
-        console.print("Stopped; the same command goes on with the runs that are not done.")
+        console.print("Stopped; run the same command to continue.")
         return stopped
     failed = {name: sweep.codes[name] for name in waiting if sweep.codes[name]}
     for name, code in failed.items():
         output = (sweep.folder / f"{name}.txt").read_text(errors="replace").split("\n")
         last = next((line for line in reversed(output) if line.strip()), "")
-        _say(f"{name} ended with exit code {code}: {last}", console)
+        _print_line(f"{name} ended with exit code {code}: {last}", console)
     return next(iter(failed.values()), 0)
 
 
@@ -158,7 +161,7 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
                 sweep.save()
                 state = "done" if code == 0 else f"exit code {sweep.codes[name]}"
                 took, remaining = duration(time.monotonic() - began), len(waiting) + len(running)
-                _say(f"{name}: {state} in {took}, {remaining} to go", console)
+                _print_line(f"{name}: {state} in {took}, {remaining} to go", console)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -176,12 +179,12 @@ def read_sweep(folder: Path) -> Sweep:
         return Sweep(folder, **saved)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder} is no sweep ({SWEEP}: {error}); name the folder that --multirun made"
+            f"{folder} is not a sweep ({SWEEP}: {error}); pass the folder that --multirun created"
         ) from error
 
 
 def sweep_figures(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return what each run has come to: its step, last reward and length, and held-out accuracies.
+    """Return each run's last step, reward, length and held-out accuracies.
 
     `held_out` maps each data source to the first and the last accuracy.
     """
@@ -217,12 +220,12 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
     print_table(table, console)
 
 
-def _say(line: str, console: Console) -> None:
+def _print_line(line: str, console: Console) -> None:
     console.print(printable(line), soft_wrap=True, markup=False)
 
 
-def _name(overrides: list[str], keys: list[str]) -> str:
-    """Name a run after its settings: by the ends of their keys where those differ."""
+def _run_name(overrides: list[str], keys: list[str]) -> str:
+    """Name a run after its settings, with short keys where those are unique."""
     short = [re.split(r"[./]", key)[-1] for key in keys]
     named = short if len(set(short)) == len(short) else keys
     text = ",".join(f"{k}={w.partition('=')[2]}" for k, w in zip(named, overrides, strict=True))
@@ -232,6 +235,6 @@ def _name(overrides: list[str], keys: list[str]) -> str:
     return f"{name[:_LONGEST_NAME]}-{zlib.crc32(text.encode()):08x}"
 
 
-def _quoted(text: str) -> str:
+def _quote_for_hydra(text: str) -> str:
     """Quote a value for Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -6,7 +6,7 @@
 The test of what it draws: where a token is drawn from p, the probability of all likelier tokens
 plus a random part of p(token) is uniform on [0, 1) (the randomised probability integral transform),
 for each token independently. So the number of values in each tail is binomial, whatever the
-contexts were. `rank_bias` compares 16 tails with that, each exactly, and multiplies the least
+contexts were. `tail_bias` compares 16 tails with that, each exactly, and multiplies the least
 p-value by 16: an engine that is right is refused with probability `ALPHA` at most.
 
 Shapes: `B` answers to a prompt, `T` their tokens, `V` vocabulary.
@@ -27,6 +27,7 @@ import torch
 from winnow.builders.engines import canary_of, check_engine, engine_of
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import use_machine
+from winnow.checkpoints.recipe_changes import with_settings
 from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import resolve_recipe
 from winnow.config.model import LoraAdapter, ReferenceConfig
@@ -76,8 +77,8 @@ class EngineFinding:
 
 
 @dataclass(frozen=True, eq=False)
-class Witness:
-    """A model as training runs it, and what it says of the canary's sequences."""
+class TrainerModel:
+    """A model as the trainer runs it, with its log-probs of the canary's sequences."""
 
     strategy: Strategy
     vocabulary: int
@@ -86,7 +87,7 @@ class Witness:
     expected: CanaryScores
 
     @classmethod
-    def of(cls, config: Config, policy: LoadedPolicy, model: PreTrainedModel) -> Witness:
+    def of(cls, config: Config, policy: LoadedPolicy, model: PreTrainedModel) -> TrainerModel:
         """Score the canary's sequences with a model."""
         model.requires_grad_(False)
         vocabulary, fp32_head = policy.vocabulary, config.model.fp32_head
@@ -110,7 +111,7 @@ class Witness:
 
 
 def config_to_check(target: str, overrides: Sequence[str], model: str | None) -> Config:
-    """Return the recipe to check, or one over a server.
+    """Return the recipe to check, or one for a server's URL.
 
     Raises:
         ConfigError: it is wrong, or names no model.
@@ -120,21 +121,17 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
     is_server = target.startswith(("http://", "https://"))
     if is_server:
         defaults += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
-        defaults += [
-            f"data.max_prompt_tokens={_PROMPT_TOKENS}",
-            f"rollout.max_response_tokens={TOKENS}",
-        ]
+        defaults.append(f"data.max_prompt_tokens={_PROMPT_TOKENS}")
+        defaults.append(f"rollout.max_response_tokens={TOKENS}")
     config = resolve_recipe(None if is_server else target, [*defaults, *overrides])
-    nothing = {"model": NoRewardModel(), "judge": NoJudge()}
-    reward = config.reward.model_copy(update=nothing)  # nobody scores
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
-    config = config.model_copy(update={"reward": reward, **unused})
+    config = config.model_copy(update=unused)
+    config = with_settings(config, reward={"model": NoRewardModel(), "judge": NoJudge()})
     if isinstance(adapter := config.model.adapter, LoraAdapter):  # whole weights are compared
-        adapter = adapter.model_copy(update={"publish": "merged"})
-        model_section = config.model.model_copy(update={"adapter": adapter})
-        config = config.model_copy(update={"model": model_section})
+        merged = adapter.model_copy(update={"publish": "merged"})
+        config = with_settings(config, model={"adapter": merged})
     if config.model.path is None:
-        raise ConfigError("there is no model to compare with; give its folder in --model FOLDER")
+        raise ConfigError("no model to compare with; pass --model FOLDER")
     return config
 
 
@@ -153,37 +150,39 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
     source = config.model.source or config.model.path
     policy = load_policy(config, source, device)
 
-    def witness(path: str) -> Witness:
+    def load(path: str) -> TrainerModel:
         model = load_policy_model(config.model, path, device, config.run.seed)
-        return Witness.of(config, policy, model)
+        return TrainerModel.of(config, policy, model)
 
-    reference = witness(source)
-    updated = None if update is None else witness(update)
-    if updated is not None and _is_alike(reference, updated):
+    reference = load(source)
+    updated = None if update is None else load(update)
+    if updated is not None and _scores_alike(reference, updated):
         raise ConfigError(
-            f"--update {update}: its weights give the same log-probs as those of model.path "
-            f"{config.model.path}, so that no update could be seen; give other ones"
+            f"--update {update}: same log-probs as model.path {config.model.path}, so that an "
+            "update could not be detected; use other weights"
         )
     with worker_processes(config, Roles(config), policy, None) as start_workers:
         engine = engine_of(config, policy, start_workers())
-        return asyncio.run(_examine(engine, reference, updated, config.run.seed))
+        return asyncio.run(_run_checks(engine, reference, updated, config.run.seed))
 
 
-async def _examine(
-    engine: Engine, reference: Witness, updated: Witness | None, seed: int
+async def _run_checks(
+    engine: Engine, reference: TrainerModel, updated: TrainerModel | None, seed: int
 ) -> list[EngineFinding]:
     try:
         findings = [await reference.compare("weights", engine, 0)]
-        findings += await _sampling(engine, reference, seed)
-        findings.append(await _update(engine, reference, updated))
-        findings.append(await _sleep(engine, reference))
+        findings += await _check_sampling(engine, reference, seed)
+        findings.append(await _check_update(engine, reference, updated))
+        findings.append(await _check_sleep(engine, reference))
     finally:
         await engine.close()
     return findings
 
 
-async def _sampling(engine: Engine, reference: Witness, seed: int) -> list[EngineFinding]:
-    """Draw tokens; compare them, and the log-probs that come with them, with the softmax."""
+async def _check_sampling(
+    engine: Engine, reference: TrainerModel, seed: int
+) -> list[EngineFinding]:
+    """Sample tokens; compare them and their log-probs with the softmax."""
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(TOKENS, temperature=reference.canary.temperature)
     groups = [
@@ -197,44 +196,50 @@ async def _sampling(engine: Engine, reference: Witness, seed: int) -> list[Engin
         for number in range(PROMPTS)
     ]
     done = await generate(engine, groups)
-    ranks, gaps = list[FloatArray](), list[FloatArray]()
+    pits, gaps = list[FloatArray](), list[FloatArray]()
     for group in groups:
         answers = [done[group.group_id, i] for i in range(ANSWERS)]
-        group_ranks, group_gaps = ranks_of(reference, group.prompt_ids, answers, rng)
-        ranks.append(group_ranks)
+        group_pits, group_gaps = score_draws(reference, group.prompt_ids, answers, rng)
+        pits.append(group_pits)
         gaps.append(group_gaps)
-    return [_support(np.concatenate(ranks)), _returned(reference, np.concatenate(gaps))]
+    return [
+        _support_finding(np.concatenate(pits)),
+        _logprobs_finding(reference, np.concatenate(gaps)),
+    ]
 
 
-def _support(ranks: FloatArray) -> EngineFinding:
-    p_value, where = rank_bias(ranks)
-    figures = {"p_value": p_value, "tokens": float(len(ranks))}
+def _support_finding(pits: FloatArray) -> EngineFinding:
+    p_value, where = tail_bias(pits)
+    figures = {"p_value": p_value, "tokens": float(len(pits))}
     if p_value < ALPHA:
-        summary = f"does not sample from the whole softmax: {where} (p = {p_value:.1g})"
+        summary = f"does not sample from the full softmax: {where} (p = {p_value:.1g})"
         return EngineFinding("support", "failed", summary, figures)
-    summary = f"{len(ranks):,} tokens are drawn from the whole softmax (p = {p_value:.2g})"
+    summary = f"{len(pits):,} tokens match the full softmax (p = {p_value:.2g})"
     return EngineFinding("support", "passed", summary, figures)
 
 
-def _returned(reference: Witness, gaps: FloatArray) -> EngineFinding:
+def _logprobs_finding(reference: TrainerModel, gaps: FloatArray) -> EngineFinding:
     most, mean = float(gaps.max()), float(gaps.mean())
     allowed = 2 * reference.expected.limits.mean  # own log-probs are one pass's, not a mean
     numbers = f"mean |Δlogp| {mean:.2g} nats, largest {most:.2g}"
     figures = {"mean": mean, "largest": most, "allowed": allowed}
     if not mean <= allowed:
         summary = (
-            "its log-probs are not those of the distribution at temperature "
-            f"{reference.canary.temperature:g}: {numbers}, allowed is a mean of {allowed:.2g} "
-            "(vLLM: start it with --logprobs-mode processed_logprobs)"
+            "log-probs do not match the distribution at temperature "
+            f"{reference.canary.temperature:g}: {numbers}, limit of the mean {allowed:.2g} (vLLM: "
+            "start it with --logprobs-mode processed_logprobs)"
         )
         return EngineFinding("logprobs", "failed", summary, figures)
-    return EngineFinding("logprobs", "passed", f"those of the draws: {numbers}", figures)
+    return EngineFinding("logprobs", "passed", f"match the sampled tokens: {numbers}", figures)
 
 
-def ranks_of(
-    reference: Witness, prompt: IntArray, answers: Sequence[Trajectory], rng: np.random.Generator
+def score_draws(
+    reference: TrainerModel,
+    prompt: IntArray,
+    answers: Sequence[Trajectory],
+    rng: np.random.Generator,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return where drawn tokens lie in their distributions, and how far their log-probs are off.
+    """Return the PIT values of sampled tokens, and the errors of their log-probs.
 
     Args:
         answers: B of T tokens each, to one prompt.
@@ -248,7 +253,7 @@ def ranks_of(
     ids = np.stack([np.concatenate([prompt, answer.token_ids]) for answer in answers])
     flat = torch.from_numpy(ids[:, :-1].copy()).to(head.weight.device)
     layout = PrefillLayout(np.full(len(flat), flat.shape[1]), flat.device)
-    ranks, gaps = [], []
+    pits, gaps = [], []
     with torch.inference_mode():
         hidden = hidden_states(model, flat.flatten(), layout.positions, layout)
         hidden = hidden.view(len(flat), flat.shape[1], -1)[:, len(prompt) - 1 :]
@@ -259,32 +264,32 @@ def ranks_of(
             drawn_logprobs = logprobs[drawn]
             likelier = np.where(logprobs > drawn_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
             equal = np.where(logprobs == drawn_logprobs[:, None], np.exp(logprobs), 0).sum(-1)
-            ranks.append(likelier + rng.random(len(row)) * equal)
+            pits.append(likelier + rng.random(len(row)) * equal)
             gaps.append(np.abs(drawn_logprobs - answer.logprobs))
-    return np.concatenate(ranks), np.concatenate(gaps)
+    return np.concatenate(pits), np.concatenate(gaps)
 
 
-def rank_bias(ranks: FloatArray) -> tuple[float, str]:
+def tail_bias(pits: FloatArray) -> tuple[float, str]:
     """Test whether values are uniform in their tails; returns the p-value and the worst tail.
 
     Each count is compared with the binomial distribution, exactly and from both sides; the p-value
     is the least of them times their number (Bonferroni), so that it is never too small.
     """
-    count, worst, where = len(ranks), 1.0, ""
+    count, worst, where = len(pits), 1.0, ""
     for tail in TAILS:
-        for name, hits in (("least likely", ranks > 1 - tail), ("likeliest", ranks < tail)):
+        for name, hits in (("least likely", pits > 1 - tail), ("likeliest", pits < tail)):
             hit = int(hits.sum())
-            p_value = 2 * min(_binomial_sides(hit, count, tail))
+            p_value = 2 * min(_binomial_tails(hit, count, tail))
             if p_value < worst:
                 worst = p_value
                 where = (
-                    f"the {name} {tail:.1%} of probability came {hit:,} times in {count:,} tokens, "
-                    f"expected are {tail * count:,.0f}"
+                    f"the {name} {tail:.1%} of probability was drawn {hit:,} times in {count:,} "
+                    f"tokens, expected {tail * count:,.0f}"
                 )
     return min(1.0, worst * 2 * len(TAILS)), where
 
 
-def _binomial_sides(hits: int, count: int, chance: float) -> tuple[float, float]:
+def _binomial_tails(hits: int, count: int, chance: float) -> tuple[float, float]:
     """Return the probabilities of at most and of at least so many hits."""
     k = torch.arange(count + 1, dtype=torch.float64)
     ways = math.lgamma(count + 1) - torch.lgamma(k + 1) - torch.lgamma(count - k + 1)
@@ -292,41 +297,45 @@ def _binomial_sides(hits: int, count: int, chance: float) -> tuple[float, float]
     return float(each[: hits + 1].logsumexp(0).exp()), float(each[hits:].logsumexp(0).exp())
 
 
-async def _update(engine: Engine, reference: Witness, updated: Witness | None) -> EngineFinding:
-    """Give the engine other weights, then the original ones again."""
+async def _check_update(
+    engine: Engine, reference: TrainerModel, updated: TrainerModel | None
+) -> EngineFinding:
+    """Load other weights into the engine, then the original ones again."""
     name = "update"
     if updated is None:
-        return EngineFinding(name, "not offered", "give other weights in --update FOLDER")
+        return EngineFinding(name, "not offered", "pass other weights with --update FOLDER")
     figures, faults = dict[str, float](), list[str]()
-    for number, (witness, what) in enumerate([(updated, "new"), (reference, "first")], 1):
+    for number, (model, what) in enumerate([(updated, "new"), (reference, "first")], 1):
         try:
-            await engine.load_weights(WeightUpdate(number, witness.strategy.export_weights()))
+            await engine.load_weights(WeightUpdate(number, model.strategy.export_weights()))
         except (ConfigError, PublicationError) as error:
-            faults.append(f"the {what} weights: {error}")
+            faults.append(f"{what} weights: {error}")
             break
-        finding = await witness.compare(name, engine, number)
+        finding = await model.compare(name, engine, number)
         if finding.state == "failed":
-            faults.append(f"the {what} weights: {finding.text}")
+            faults.append(f"{what} weights: {finding.text}")
         figures |= {f"{what} {key}": value for key, value in finding.figures.items()}
     if faults:
         return EngineFinding(name, "failed", "; ".join(faults), figures)
     summary = ", ".join(f"{key} {value:.2g}" for key, value in figures.items())
-    return EngineFinding(name, "passed", f"|Δlogp| in nats with the weights: {summary}", figures)
+    return EngineFinding(name, "passed", f"|Δlogp| in nats: {summary}", figures)
 
 
-async def _sleep(engine: Engine, reference: Witness) -> EngineFinding:
-    """Let servers sleep and wake, and compare their weights again."""
+async def _check_sleep(engine: Engine, reference: TrainerModel) -> EngineFinding:
+    """Put servers to sleep, wake them, and compare their weights again."""
     servers = engine.servers.values() if isinstance(engine, HttpEngine) else ()
     try:
         slept = [await server.sleep_and_wake() for server in servers]
     except RemoteError as error:
         return EngineFinding("sleep", "failed", str(error))
     if not slept or not all(slept):
-        return EngineFinding("sleep", "not offered", "the engine has no sleep, or does not use it")
+        return EngineFinding(
+            "sleep", "not offered", "the engine does not support sleep, or sleep is off"
+        )
     return await reference.compare("sleep", engine, 3)
 
 
-def _is_alike(one: Witness, two: Witness) -> bool:
+def _scores_alike(one: TrainerModel, two: TrainerModel) -> bool:
     pairs = zip(one.expected.logprobs, two.expected.logprobs, strict=True)
     gaps = np.concatenate([np.abs(a - b) for a, b in pairs])
     return float(gaps.mean()) <= one.expected.limits.mean

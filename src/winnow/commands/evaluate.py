@@ -35,8 +35,9 @@ from winnow.builders.processes import worker_processes
 from winnow.builders.run import make_evaluator, use_machine
 from winnow.builders.topology import placed_rewards
 from winnow.checkpoints.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint, verify
+from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.strangers import require_trust
-from winnow.commands.engine_check import Witness
+from winnow.commands.engine_check import TrainerModel
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import evaluation_recipe
 from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
@@ -88,12 +89,15 @@ _LONG = 20
 _OF_RUNS = "model", "rollout/engine", "rollout.engine"
 """Settings that a run brings along although a recipe says how it is asked."""
 _ENGINE = ("rollout.engine.",)
-_NO_PROMPTS = "no held-out prompts: give --data FILE, data.eval_files=[FILE] or a task"
+_SAMPLING = "n", "temperature", "top_p", "top_k"
+_PROMPTING = "chat_template", "chat_template_kwargs", "system_prompt", "prompt_template"
+"""Settings of `evaluation` and of `data` that a report has."""
+_NO_PROMPTS = "no held-out prompts; pass --data FILE, or set data.eval_files=[FILE] or a task"
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """The words of `winnow eval`."""
+    """Arguments of `winnow eval`."""
 
     model: str
     """Folder of a run, of a checkpoint or of a model, or a hub name."""
@@ -110,8 +114,8 @@ class EvalRequest:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model, how to ask it, and where the answers go."""
+class EvalSetup:
+    """A model to evaluate, its sampling settings, and the output files."""
 
     title: str
     model: str
@@ -125,8 +129,8 @@ class Subject:
     """A line for the user, shown before the first answer."""
 
 
-class _OtherWeights(ConfigError):
-    """Servers were given other weights while they wrote."""
+class _WeightsChangedError(ConfigError):
+    """Servers received other weights during an evaluation."""
 
 
 def run_evaluation(request: EvalRequest, console: Console) -> Report:
@@ -138,58 +142,62 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
     """
     stop = ShutdownSignal(speaks=False)
     with stop.listening():
-        subject = subject_of(request)
-        folder = subject.answers.parent
+        setup = resolve_setup(request)
+        folder = setup.answers.parent
         had_folder = folder.exists()
         try:
-            return _evaluation(subject, console, stop)
-        except (KeyboardInterrupt, Stopped, _OtherWeights):
-            for file in (subject.answers, subject.report):
+            return _evaluate(setup, console, stop)
+        except (KeyboardInterrupt, Stopped, _WeightsChangedError):
+            for file in (setup.answers, setup.report):
                 file.unlink(missing_ok=True)
             if not had_folder and folder.exists():
                 folder.rmdir()
             raise
         except RewardError as error:
-            if not subject.answers.exists():
+            if not setup.answers.exists():
                 raise
-            raise RewardError(f"{error}; the answers are kept in {subject.answers}") from error
+            raise RewardError(f"{error}; the answers are kept in {setup.answers}") from error
 
 
-def _evaluation(subject: Subject, console: Console, stop: ShutdownSignal) -> Report:
+def _evaluate(setup: EvalSetup, console: Console, stop: ShutdownSignal) -> Report:
     began = time.monotonic()
-    evaluated, evaluator = _ask(subject, console, stop)
+    evaluated, evaluator = _generate_answers(setup, console, stop)
     report = Report.from_result(evaluated)
-    about = _about(subject, evaluator, time.monotonic() - began)
-    write_atomic(subject.report, report.as_json(about))
+    about = _report_header(setup, evaluator, time.monotonic() - began)
+    write_atomic(setup.report, report.as_json(about))
     print_report(
-        report, console, {each: _rule(subject.config.reward, each) for each in report.sources}
+        report,
+        console,
+        {each: _scorer_summary(setup.config.reward, each) for each in report.sources},
     )
     if evaluator.filtered:
         console.print(
-            f"{evaluator.filtered:,} held-out rows are left out: longer than "
-            f"data.max_prompt_tokens={subject.config.data.max_prompt_tokens}",
+            f"{evaluator.filtered:,} held-out rows skipped: longer than "
+            f"data.max_prompt_tokens={setup.config.data.max_prompt_tokens}",
             markup=False,
         )
-    for line in (f"answers  {subject.answers}", f"figures  {subject.report}"):
+    for line in (f"answers  {setup.answers}", f"figures  {setup.report}"):
         console.print(Text(line), soft_wrap=True)
     return report
 
 
-def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[EvalResult, Evaluator]:
-    config = subject.config
+def _generate_answers(
+    setup: EvalSetup, console: Console, stop: ShutdownSignal
+) -> tuple[EvalResult, Evaluator]:
+    config = setup.config
     check_engine(config)
     holds_none, roles = _holds_no_weights(config), Roles(config)
     device = use_machine(config, not holds_none or uses_device(config, roles))
     with contextlib.ExitStack() as stack:
         try:
-            policy = load_policy(config, subject.model, device, hollow=holds_none)
+            policy = load_policy(config, setup.model, device, hollow=holds_none)
             start_workers = stack.enter_context(worker_processes(config, roles, policy, None))
             engine = engine_of(config, policy, start_workers())
             rewards = placed_rewards(config, roles, policy, start_workers, training=False)
             stack.callback(rewards.close)
             held_out = evaluation_prompts(config.data, policy.tokenizer)
             evaluator = make_evaluator(
-                config, policy, engine, lambda _: subject.answers, rewards, held_out
+                config, policy, engine, lambda _: setup.answers, rewards, held_out
             )
         except ModelError as error:
             if config.evaluation.max_response_tokens is None:
@@ -200,19 +208,19 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
         if not evaluator.prompts:
             raise DataError(_NO_PROMPTS)
         _check_template_once(config.data, evaluator)
-        console.print(Text(_title(subject, evaluator), style="bold"), soft_wrap=True)
-        for line in (subject.note, *(f"Data: {line}" for line in held_out.layouts)):
+        console.print(Text(_heading(setup, evaluator), style="bold"), soft_wrap=True)
+        for line in (setup.note, *(f"Data: {line}" for line in held_out.layouts)):
             if line:
                 console.print(Text(line), soft_wrap=True)
 
         async def ask() -> EvalResult:
             try:
-                named = await _names_of_weights(engine)
-                await _settle_weights(subject, policy, engine)
+                named = await _weight_versions(engine)
+                await _set_weights(setup, policy, engine)
                 evaluated = await run_with_progress(
-                    evaluator, subject.step, console, config.observe.console
+                    evaluator, setup.step, console, config.observe.console
                 )
-                _check_same_weights(named, await _names_of_weights(engine))
+                _check_same_weights(named, await _weight_versions(engine))
                 return evaluated
             finally:
                 await engine.close()
@@ -221,40 +229,40 @@ def _ask(subject: Subject, console: Console, stop: ShutdownSignal) -> tuple[Eval
 
 
 def _holds_no_weights(config: Config) -> bool:
-    """Return whether the engine alone has the model: vLLM, unless an adapter is to be merged."""
+    """Return whether only the engine holds the model: vLLM, unless an adapter is merged."""
     is_vllm = isinstance(config.rollout.engine, VllmEngineConfig)
     return is_vllm and not isinstance(config.model.adapter, LoraAdapter)
 
 
-async def _settle_weights(subject: Subject, policy: LoadedPolicy, engine: Engine) -> None:
-    """Tell the engine the version; give vLLM an adapter, and compare what servers hold.
+async def _set_weights(setup: EvalSetup, policy: LoadedPolicy, engine: Engine) -> None:
+    """Set the engine's version; load an adapter into vLLM, and compare the weights of servers.
 
     Raises:
         ConfigError: servers hold other weights than the model.
         PublicationError: vLLM did not take them.
     """
-    config, step = subject.config, subject.step
+    config, step = setup.config, setup.step
     if not has_own_weights(config, Roles(config)) or _holds_no_weights(config):
         await engine.load_weights(WeightUpdate(step))
         return
     is_http = isinstance(config.rollout.engine, HttpEngineConfig)
-    witness = Witness.of(config, policy, policy.model)
+    trainer_model = TrainerModel.of(config, policy, policy.model)
     is_alone = adapter_alone(config) is not None
-    tensors = None if is_http else witness.strategy.export_weights(adapter_only=is_alone)
+    tensors = None if is_http else trainer_model.strategy.export_weights(adapter_only=is_alone)
     await engine.load_weights(WeightUpdate(step, tensors))
     try:
-        await witness.canary.check(witness.expected, step, members_of(engine))
+        await trainer_model.canary.check(trainer_model.expected, step, members_of(engine))
     except PublicationError as error:
         if not is_http:
             raise
         raise ConfigError(
-            f"{error}; start the server with --model {Path(subject.model).absolute()}, or choose "
+            f"{error}; start the server with --model {Path(setup.model).absolute()}, or choose "
             "rollout/engine=torch"
         ) from None
 
 
-async def _names_of_weights(engine: Engine) -> dict[str, str]:
-    """Ask servers for the names of their weights, by address; no other engine has any."""
+async def _weight_versions(engine: Engine) -> dict[str, str]:
+    """Return the weight versions that servers report, by URL."""
     names = dict[str, str]()
     for url, server in engine.servers.items() if isinstance(engine, HttpEngine) else ():
         with contextlib.suppress(RemoteError):  # one that reports none takes no new ones either
@@ -265,38 +273,31 @@ async def _names_of_weights(engine: Engine) -> dict[str, str]:
 def _check_same_weights(before: Mapping[str, str], after: Mapping[str, str]) -> None:
     for url in before.keys() & after.keys():
         if before[url] != after[url]:
-            raise _OtherWeights(
-                f"{url} was given other weights ({after[url]}) while it wrote, perhaps by a run "
-                "that trains with it; the answers are not kept. Ask a server that nobody else uses"
+            raise _WeightsChangedError(
+                f"{url} received other weights ({after[url]}) during the evaluation, perhaps from "
+                "a training run; the answers were discarded. Use a server that nothing else updates"
             )
 
 
-def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
-    config = subject.config
-    section = config.evaluation
+def _report_header(setup: EvalSetup, evaluator: Evaluator, seconds: float) -> dict[str, Any]:
+    config = setup.config
     return {
-        "title": subject.title,
-        "model": subject.model,
-        "step": subject.step,
+        "title": setup.title,
+        "model": setup.model,
+        "step": setup.step,
         "winnow": __version__,
         "engine": config.rollout.engine.name,
         "data": list(config.data.eval_files) or config.data.task.name,
         "settings": {
-            "n": section.n,
-            "temperature": section.temperature,
-            "top_p": section.top_p,
-            "top_k": section.top_k,
+            **{name: getattr(config.evaluation, name) for name in _SAMPLING},
             "max_response_tokens": config.rollout.max_response_tokens,
             "seed": config.run.seed,
-            "chat_template": config.data.chat_template,
-            "chat_template_kwargs": config.data.chat_template_kwargs,
-            "system_prompt": config.data.system_prompt,
-            "prompt_template": config.data.prompt_template,
+            **{name: getattr(config.data, name) for name in _PROMPTING},
             # For comparisons to see a change of them.
             f"{SCORED}manager": config.reward.manager.name,
             f"{SCORED}judge": config.reward.judge.name,
             **{
-                f"{SCORED}scorer of {source}": _scorer(config.reward, source)
+                f"{SCORED}scorer of {source}": _scorer_name(config.reward, source)
                 for source in sorted({prompt.data_source for prompt in evaluator.prompts})
             },
         },
@@ -306,7 +307,7 @@ def _about(subject: Subject, evaluator: Evaluator, seconds: float) -> dict[str, 
     }
 
 
-def _scorer(reward: RewardConfig, source: str) -> str:
+def _scorer_name(reward: RewardConfig, source: str) -> str:
     if reward.function.path is not None:
         return f"{reward.function.path}:{reward.function.name}"
     try:
@@ -315,8 +316,8 @@ def _scorer(reward: RewardConfig, source: str) -> str:
         return reward.manager.name
 
 
-def _rule(reward: RewardConfig, source: str) -> str:
-    """Say what a scorer of Winnow's wants: the first line of its documentation."""
+def _scorer_summary(reward: RewardConfig, source: str) -> str:
+    """Return the first line of a built-in scorer's docstring."""
     with contextlib.suppress(RewardError):
         scorer = None if reward.function.path else Router(reward.scorers).scorer(source)
         if scorer is not None:
@@ -325,29 +326,29 @@ def _rule(reward: RewardConfig, source: str) -> str:
     return ""
 
 
-def _title(subject: Subject, evaluator: Evaluator) -> str:
-    sampling = subject.config.evaluation
+def _heading(setup: EvalSetup, evaluator: Evaluator) -> str:
+    sampling = setup.config.evaluation
     how = [f"{len(evaluator.prompts):,} held-out prompts", f"temperature {sampling.temperature:g}"]
     how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
-    limit = subject.config.rollout.max_response_tokens
-    return f"{subject.title}: {', '.join(how)}, at most {limit:,} tokens"
+    limit = setup.config.rollout.max_response_tokens
+    return f"{setup.title}: {', '.join(how)}, at most {limit:,} tokens"
 
 
 def _check_template_once(data: DataConfig, evaluator: Evaluator) -> None:
-    """Refuse a template around rows that hold its instruction already, as published files do."""
+    """Refuse a template for rows that already contain its instruction, as published files do."""
     starts = {text.partition("{prompt}")[0].strip() for text in data.prompt_template.values()}
     for prompt in evaluator.prompts:
         if any(len(start) >= _LONG and prompt.text.count(start) > 1 for start in starts):
             raise DataError(
-                f"{prompt.uid}: the row holds the instruction of data.prompt_template already, so "
-                "it would be given twice; add 'data.prompt_template={*:\"{prompt}\"}', or take "
-                "the bare questions of winnow data prepare"
+                f"{prompt.uid}: the row already contains the instruction of data.prompt_template; "
+                f"set 'data.prompt_template={{*:\"{{prompt}}\"}}', or use the bare questions of "
+                "winnow data prepare"
             )
 
 
-def subject_of(request: EvalRequest) -> Subject:
-    """Find the model and settle the recipe; reads no weights.
+def resolve_setup(request: EvalRequest) -> EvalSetup:
+    """Find the model and resolve the recipe, without reading weights.
 
     Raises:
         WinnowError: there is no such run, checkpoint or model folder, the recipe is wrong, no data
@@ -360,46 +361,45 @@ def subject_of(request: EvalRequest) -> Subject:
         checkpoint = Checkpoint(path, verify(Checkpoint(path, 0)).step)
         if request.step not in (None, checkpoint.step):
             raise CheckpointError(
-                f"--step is {request.step}, but {path} is of step {checkpoint.step}; leave one of "
-                "them out"
+                f"--step is {request.step}, but {path} is of step {checkpoint.step}; drop one of "
+                "them"
             )
-        return _of_run(request, RunFolder(path.absolute().parent.parent), checkpoint, path)
+        return _run_setup(request, RunFolder(path.absolute().parent.parent), checkpoint, path)
     if is_run:
         run = RunFolder.open(path)
-        return _of_run(request, run, find_checkpoint(run.path, request.step), path)
+        return _run_setup(request, run, find_checkpoint(run.path, request.step), path)
     if request.step is not None:
         raise ConfigError(
-            f"--step is {request.step}, but {request.model} is a model, not a run; leave it out"
+            f"--step is {request.step}, but {request.model} is a model, not a run; drop --step"
         )
-    config = _recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
+    config = _resolve_recipe(request.recipe or DEFAULT_RECIPE, request.overrides)
     model = config.model.model_copy(update={"path": request.model})
     source = model.source or request.model
-    config, _ = _writing(_asking(request, config, model), True)
-    config, note = (config, "") if request.recipe else _as_recipes_ask(config)
-    answers, report = _places(request.out, None, path.absolute().name)
-    return Subject(source, source, config, 0, answers, report, note)
+    config, _ = _with_local_engine(_with_model_and_data(request, config, model), True)
+    config, note = (config, "") if request.recipe else _with_default_templates(config)
+    answers, report = _output_paths(request.out, None, path.absolute().name)
+    return EvalSetup(source, source, config, 0, answers, report, note)
 
 
-def _as_recipes_ask(config: Config) -> tuple[Config, str]:
-    """Settle the templates of the default recipe; returns what to say of them.
+def _with_default_templates(config: Config) -> tuple[Config, str]:
+    """Select templates of the default recipe; return them with a note for the user.
 
     None is put around rows that hold an instruction, and a template of the user's replaces all.
     """
-    data, default = config.data, _recipe(DEFAULT_RECIPE, ()).data.prompt_template.items()
+    data, default = config.data, _resolve_recipe(DEFAULT_RECIPE, ()).data.prompt_template.items()
     custom = dict(data.prompt_template.items() - default)
     rows = [] if custom else read_rows(data.eval_files, data)
     instructed = {row.data_source.lower() for row in rows if without_instruction(row)[1]}
     templates = custom or {name: text for name, text in default if name.lower() not in instructed}
-    data = data.model_copy(update={"prompt_template": templates})
     names = {name.lower() for name in templates}
     sources = dict.fromkeys(row.data_source for row in rows if row.data_source.lower() in names)
-    note = "bare questions, asked as Winnow's recipes ask them (data.prompt_template)"
+    note = "bare questions; applying the prompt template of Winnow's recipes (data.prompt_template)"
     note = f"{', '.join(sources)}: {note}" if sources else ""
-    return config.model_copy(update={"data": data}), note
+    return with_settings(config, data={"prompt_template": templates}), note
 
 
 def _is_run(path: Path, name: str) -> bool:
-    """Tell a run from a model; a missing path is a model on the hub, or else taken for a run."""
+    """Distinguish a run from a model; a missing path is a hub model or else a run."""
     if is_elsewhere(name):
         return False
     if not path.exists():
@@ -409,41 +409,48 @@ def _is_run(path: Path, name: str) -> bool:
         return False
     if not (path / CONFIG).is_file():
         raise WinnowError(
-            f"{path} is neither a run's folder (no config.yaml) nor a model's (no config.json); "
-            "give runs/NAME, a Hugging Face folder or a hub name"
+            f"{path} is neither a run folder (no config.yaml) nor a model folder (no config.json); "
+            "use runs/NAME, a Hugging Face folder or a hub name"
         )
     return True
 
 
-def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder: Path) -> Subject:
-    """Settle the sampling of a run's model by the recipe in `folder`."""
+def _run_setup(
+    request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder: Path
+) -> EvalSetup:
+    """Set up the evaluation of a run's model by the recipe in `folder`."""
     recipe, overrides = str(folder / CONFIG), request.overrides
     asks_alone = ["rollout.routing_replay=false"]  # of engines, too, that cannot return routes
     if request.recipe is None:
         config = base = load_recipe(recipe, [*overrides, *asks_alone])
     else:
         # The run says which model and engine, the recipe how to ask it.
-        base = load_recipe(recipe, [*(o for o in overrides if _is_of(o, _OF_RUNS)), *asks_alone])
-        config = _recipe(request.recipe, [o for o in overrides if not _is_of(o, _OF_RUNS)])
-        rollout = config.rollout.model_copy(update={"engine": base.rollout.engine})
-        config = config.model_copy(update={"rollout": rollout})
-    has_servers = any(_is_of(override, _OF_RUNS[1:]) for override in overrides)
-    config, note = _writing(_asking(request, config, base.model), has_servers)
+        base = load_recipe(
+            recipe, [*(o for o in overrides if _is_override_of(o, _OF_RUNS)), *asks_alone]
+        )
+        config = _resolve_recipe(
+            request.recipe, [o for o in overrides if not _is_override_of(o, _OF_RUNS)]
+        )
+        config = with_settings(config, rollout={"engine": base.rollout.engine})
+    has_servers = any(_is_override_of(override, _OF_RUNS[1:]) for override in overrides)
+    config, note = _with_local_engine(
+        _with_model_and_data(request, config, base.model), has_servers
+    )
     prefixes = ("rollout.", "data.task.", "reward.") if request.recipe is None else _ENGINE
     require_trust(run.path, config, overrides, request.trusts, ("model.", *prefixes))
     name = f"checkpoint-{checkpoint.step}"
-    answers, report = _places(request.out, run if run.config.is_file() else None, name)
+    answers, report = _output_paths(request.out, run if run.config.is_file() else None, name)
     title = f"{run.name}, step {checkpoint.step}"
-    return Subject(title, str(checkpoint.model), config, checkpoint.step, answers, report, note)
+    return EvalSetup(title, str(checkpoint.model), config, checkpoint.step, answers, report, note)
 
 
-def _recipe(name: str, overrides: Sequence[str]) -> Config:
-    """Resolve a recipe without the rules across sections: most of them are about training."""
+def _resolve_recipe(name: str, overrides: Sequence[str]) -> Config:
+    """Resolve a recipe without cross-section rules, most of which concern training."""
     return resolve_recipe(evaluation_recipe(name), overrides)
 
 
-def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
-    """Settle model and data, room for the answers that are asked for, and that all are kept."""
+def _with_model_and_data(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
+    """Set model, data and response limit, and keep all answers."""
     files = request.data or config.data.eval_files
     if not files and isinstance(config.data.task, NoTask):
         raise DataError(_NO_PROMPTS)
@@ -451,22 +458,20 @@ def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:
     missing = [f for f in files if "://" not in f and not Path(f).expanduser().exists()]
     if data_set is not None and missing and not request.data:
         raise DataError(
-            f"{missing[0]}: no such file; get it by `winnow data prepare {data_set}`, or give "
+            f"{missing[0]}: no such file; create it with `winnow data prepare {data_set}`, or pass "
             "--data FILE"
         )
     limit = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
-    return config.model_copy(
-        update={
-            "model": model,
-            "data": config.data.model_copy(update={"eval_files": files}),
-            "rollout": config.rollout.model_copy(update={"max_response_tokens": limit}),
-            "observe": config.observe.model_copy(update={"rollout_text_groups": sys.maxsize}),
-        }
+    return with_settings(
+        config.model_copy(update={"model": model}),
+        data={"eval_files": files},
+        rollout={"max_response_tokens": limit},
+        observe={"rollout_text_groups": sys.maxsize},
     )
 
 
-def _writing(config: Config, has_servers: bool) -> tuple[Config, str]:
-    """Settle the engine, and leave out all other processes of a run; returns what to say of it.
+def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
+    """Select the engine, without other processes of a run; return a note for the user.
 
     Args:
         has_servers: the user has named servers for this evaluation.
@@ -479,29 +484,28 @@ def _writing(config: Config, has_servers: bool) -> tuple[Config, str]:
     elif isinstance(engine, HttpEngineConfig) and not has_servers:
         engine = TorchEngineConfig()
         note = (
-            "The run's servers are not asked, as they may hold other weights: the torch engine "
-            "writes (servers started with this checkpoint: rollout.engine.url=URL)"
+            "Not using the run's servers, which may hold other weights: generating with the torch "
+            "engine (for servers of this checkpoint, set rollout.engine.url=URL)"
         )
-    sections: dict[str, dict[str, Any]] = {
-        "rollout": {"engine": engine},
-        "trainer": {"mode": SyncMode(), "strategy": WholeModels()},
-        "reward": {"processes": 0},
-        "reference": {"strategy": WithPolicy()},
-        "critic": {"strategy": WithPolicy()},
-    }
+    reward: dict[str, Any] = {"processes": 0}
     if not getattr(config.reward.model, "in_evaluation", True):
-        sections["reward"]["model"] = NoRewardModel()
+        reward["model"] = NoRewardModel()
     judge = config.reward.judge
     if isinstance(judge, EngineJudge) and not judge.in_evaluation:
-        sections["reward"]["judge"] = NoJudge()
-    settled = {
-        name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
-    }
-    return config.model_copy(update={**settled, "cluster": LocalCluster()}), note
+        reward["judge"] = NoJudge()
+    config = with_settings(
+        config.model_copy(update={"cluster": LocalCluster()}),
+        rollout={"engine": engine},
+        trainer={"mode": SyncMode(), "strategy": WholeModels()},
+        reward=reward,
+        reference={"strategy": WithPolicy()},
+        critic={"strategy": WithPolicy()},
+    )
+    return config, note
 
 
-def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:
-    """Say where answers and report go: to `--out`, among a run's evaluations, or to evals/."""
+def _output_paths(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Path]:
+    """Return the paths of answers and report: in `--out`, the run's eval/, or evals/."""
     if out is None and run is not None:
         answers, report = (run.evaluations / f"{name}{kind}" for kind in (".parquet", ".json"))
     else:
@@ -509,10 +513,10 @@ def _places(out: str | None, run: RunFolder | None, name: str) -> tuple[Path, Pa
         answers, report = folder / ANSWERS, folder / REPORT
     for file in (answers.parent, answers, report):
         if file.is_file():
-            raise WinnowError(f"{file} is there already; name another folder with --out")
+            raise WinnowError(f"{file} already exists; choose another folder with --out")
     return answers, report
 
 
-def _is_of(override: str, keys: Sequence[str]) -> bool:
-    """Return whether an override is of one of these keys, or below it."""
+def _is_override_of(override: str, keys: Sequence[str]) -> bool:
+    """Return whether an override sets one of these keys or a key below."""
     return re.match(rf"[+~]*({'|'.join(map(re.escape, keys))})([./=]|$)", override) is not None

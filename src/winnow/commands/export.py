@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,56 +20,40 @@ from winnow.observe.jsonl import read_metrics
 from winnow.ranks.models import load_policy_model
 
 
-def run_push(
-    run: str,
-    target: str,
-    step: int | None,
-    adapter: bool,
-    trusts: bool,
-    hub: HubTarget,
-) -> str:
-    """Export a checkpoint's model and upload it; returns the address of the commit.
-
-    Raises:
-        WinnowError: as for `run_export`, or the hub refuses.
-    """
-    folder = RunFolder.open(run)
-    checkpoint = find_checkpoint(folder.path, step)
-    path = run_export(run, target, step, adapter, trusts, hub.prepare)
-    config = load_recipe(str(checkpoint.path / CONFIG))
-    return hub.upload(path, model_card(config, checkpoint.step, read_metrics(folder.metrics)))
-
-
 def run_export(
     run: str,
     target: str,
     step: int | None,
     adapter: bool = False,
     trusts: bool = False,
-    before: Callable[[], None] = lambda: None,
-) -> Path:
+    hub: HubTarget | None = None,
+) -> str:
     """Write a checkpoint's model to `target` as a Hugging Face folder; an adapter is merged.
 
     Args:
         adapter: write the adapter alone, as a PEFT folder.
         trusts: the user trusts the run's author.
-        before: called when all is checked and nothing is written.
+        hub: repository to upload the folder to, with a model card.
+
+    Returns:
+        The folder, or the address of the commit on the hub.
 
     Raises:
-        WinnowError: no such run or checkpoint, no adapter where one is asked for, or the target
-            is not a new folder.
+        WinnowError: no such run or checkpoint, no adapter where one is requested, the target is
+            not a new folder, or the hub refuses.
     """
-    folder = RunFolder.open(run).path
-    checkpoint, path = find_checkpoint(folder, step), Path(target)
+    folder = RunFolder.open(run)
+    checkpoint, path = find_checkpoint(folder.path, step), Path(target)
     if path.exists():
-        raise ConfigError(f"{target} exists already; name a folder that does not")
+        raise ConfigError(f"{target} already exists; choose another folder")
     base = adapter_base(checkpoint.model)
     if adapter and base is None:
-        raise ConfigError(f"{run} was trained without an adapter; leave --adapter out")
-    merges = base is not None and not adapter
-    config = load_recipe(str(checkpoint.path / CONFIG)) if merges else None
-    require_trust(folder, config, (), trusts, ("model.trust_remote_code",))
-    before()
+        raise ConfigError(f"{run} was trained without an adapter; drop --adapter")
+    recipe = str(checkpoint.path / CONFIG)
+    config = load_recipe(recipe) if base is not None and not adapter else None
+    require_trust(folder.path, config, (), trusts, ("model.trust_remote_code",))
+    if hub is not None:
+        hub.prepare()
     try:
         with atomic_folder(path) as draft:
             if config is None:
@@ -83,4 +66,7 @@ def run_export(
                 save_model(model, tokenizer, draft)
     except OSError as error:
         raise WinnowError(f"cannot write {target}: {error}; choose another folder") from error
-    return path
+    if hub is None:
+        return str(path)
+    card = model_card(load_recipe(recipe), checkpoint.step, read_metrics(folder.metrics))
+    return hub.upload(path, card)

@@ -39,14 +39,14 @@ class HubTarget:
     """Branch to upload to, made if it is not there; None is the main one."""
 
     def prepare(self) -> None:
-        """Make the repository and the branch, if they are not there.
+        """Create the repository and the branch if they do not exist.
 
         Raises:
             WinnowError: the hub refuses, or cannot be reached.
         """
         from huggingface_hub import HfApi
 
-        with self._explain_refusals("nothing is written"):
+        with self._explain_refusals("nothing was written"):
             HfApi().create_repo(self.repo, private=self.private or None, exist_ok=True)
             if self.revision is not None:
                 HfApi().create_branch(self.repo, branch=self.revision, exist_ok=True)
@@ -61,8 +61,8 @@ class HubTarget:
 
         (folder / "README.md").write_text(card, encoding="utf-8")
         branch = f" --revision {self.revision}" if self.revision else ""
-        again = f"`hf upload {self.repo} {folder}{branch}` goes on"
-        with self._explain_refusals(f"the model is in {folder}, and {again}"):
+        again = f"`hf upload {self.repo} {folder}{branch}`"
+        with self._explain_refusals(f"the model is in {folder}; retry with {again}"):
             done = HfApi().upload_folder(
                 repo_id=self.repo,
                 folder_path=folder,
@@ -80,7 +80,7 @@ class HubTarget:
 
 
 def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
-    """Write a card: how the model was made, from what data, and how it did before and after.
+    """Write a model card: settings, data, and held-out metrics before and after.
 
     Local paths are cut to their names.
 
@@ -120,17 +120,17 @@ def model_card(config: Config, step: int, records: Sequence[Record]) -> str:
 
 
 def _public_name(file: str) -> str:
-    """Return a data file's name without its folder; of one on the hub all of it."""
+    """Return a data file's name without its folder; hub paths unchanged."""
     return file if is_on_hub(file) else PurePosixPath(file).name
 
 
 def _reason(error: Exception) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == 401 or type(error).__name__ == "LocalTokenNotFoundError":
-        return "the hub wants a valid token; set HF_TOKEN, or log in with `hf auth login`"
+        return "the hub requires a valid token; set HF_TOKEN, or run `hf auth login`"
     if status == 403:
-        return "the token may not write there; take one with the right to, or another OWNER/NAME"
+        return "the token has no write access; use one that has, or another OWNER/NAME"
     message = brief(error)
     if isinstance(error, ValueError) and status is None:
-        return f"{message}; give OWNER/NAME"
+        return f"{message}; use OWNER/NAME"
     return f"the hub refuses: {message}" if status else f"the hub cannot be reached: {message}"

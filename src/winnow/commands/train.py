@@ -22,7 +22,8 @@ from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build, use_machine, with_steps
 from winnow.builders.topology import placed_models, placed_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
-from winnow.checkpoints.opening import DamagedError, OpenedRun, opened_run, reporting_damage
+from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run
+from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.load import dump_config
@@ -45,7 +46,6 @@ from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, loa
 from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
 from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
-from winnow.rewards.rewards import Rewards
 from winnow.run.loop import Run, train
 from winnow.run.shutdown import MachineEnd, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
@@ -59,12 +59,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_FINISHED = "{} is finished: nothing to do (trainer.{}=N makes it longer, run.name a new run)"
-
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of the command line, and the process that a run is in."""
+    """Command line options and process-wide objects of a run."""
 
     recipe: str
     """Its name or path, as the user wrote it."""
@@ -79,7 +77,7 @@ class TrainOptions:
 
 
 def run_training(config: Config, options: TrainOptions) -> int:
-    """Train a recipe, or go on where a run of it was left, and show the results.
+    """Train a recipe, or resume its run, and show the results.
 
     Returns:
         The exit code: 0, or that of the request which stopped the run.
@@ -90,14 +88,14 @@ def run_training(config: Config, options: TrainOptions) -> int:
     check_start(config)
     options.heartbeat.watch(fetched_bytes)
     try:
-        return _run(config, options)
+        return _train_once(config, options)
     except DamagedError as damage:
-        run = config.run.model_copy(update={"resume": str(damage.older.path)})
-        return _run(config.model_copy(update={"run": run}), options, damage.warnings)
+        config = with_settings(config, run={"resume": str(damage.older.path)})
+        return _train_once(config, options, damage.warnings)
 
 
-def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
-    """Do what `run_training` does, once.
+def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
+    """Train a recipe without falling back to an older checkpoint.
 
     Raises:
         DamagedError: it cannot go on from the newest checkpoint, but from an older one.
@@ -108,30 +106,30 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
     seed_everything(config.run.seed)
     with (
         opened_run(config, recipe) as opened,
-        reporting_damage(opened) as has_begun,
-        _logged(opened) as stack,
+        detecting_damage(opened) as has_begun,
+        _logging_to_folder(opened) as stack,
     ):
         folder = opened.folder
-        config = _as_begun(config, opened)
+        config = _with_saved_sections(config, opened)
         heartbeat.folder(folder.path)
         sink = make_console(config.observe.console, console)
         is_finished = opened.is_finished(config.trainer.steps)
         if not is_finished:
             check_places(config, opened.checkpoint is not None)
-        _tell(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
+        _note(sink, *warnings, *(opened.notes or introduction(config, recipe, folder)))
         if is_finished:
             if opened.checkpoint is not None and opened.may_be_damaged:
                 verify(opened.checkpoint)  # as no ranks will
-            sink.print_line(_finished(config, folder))
-            _close(config, recipe, folder, console)
+            sink.print_line(_finished_note(config, folder))
+            _show_results(config, recipe, folder, console)
             return 0
         if options.companion is not None:
-            _tell(sink, [stack.enter_context(options.companion(folder.path))])
-        path, first, figures = _models(config, opened, options.fresh, sink, heartbeat)
+            _note(sink, stack.enter_context(options.companion(folder.path)))
+        path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, holds_no_weights(config, roles))
         data, config, saved_config = _read_data(config, opened, policy)
         end = MachineEnd(config.trainer)
-        _tell(sink, [*end.notes, *starting(config, roles)])
+        _note(sink, *end.notes, *starting(config, roles))
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
@@ -147,26 +145,32 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
-            run = _built(context, data, sink)
-            _tell(sink, opened.differences(placed.machine))
-            _resume(config, replace(opened, config=saved_config), run, sink, metrics)
+            run = _build_run(context, data, sink)
+            _note(sink, *opened.machine_changes(placed.machine))
+            _restore(config, replace(opened, config=saved_config), run, sink, metrics)
             has_begun.set()
-            _watch(heartbeat, run, rewards)
+            heartbeat.watch(
+                lambda: run.engine.status().generated_tokens,
+                lambda: run.learner.progress,
+                rewards.count_offloaded,
+            )
             _start_sinks(sinks, run, folder, figures, options.began_s)
             stopped = _train(config, policy, run, options.stop, end)
         if stopped is not None:
-            _say(sink, _farewell(stopped, run.state.step, folder))
+            _note(sink, _stopped_note(stopped, run.state.step, folder))
             return stopped.exit_code
-        _tell(sink, run.passes.notes if isinstance(run, Run) else ())
-        _close(config, recipe, folder, console)
+        _note(sink, *(run.passes.notes if isinstance(run, Run) else ()))
+        _show_results(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
 
 
-def _built(context: RunContext, data: PromptSource | Shown, sink: ConsoleSink) -> Run | Imitation:
-    """Make the run that belongs to the data."""
+def _build_run(
+    context: RunContext, data: PromptSource | Shown, sink: ConsoleSink
+) -> Run | Imitation:
+    """Build the run for the kind of data."""
     if isinstance(data, PromptSource):
-        return build(context, data, lambda ledger: sink.show_status(_describe(ledger)))
+        return build(context, data, lambda ledger: sink.show_status(_describe_progress(ledger)))
     from winnow.builders.imitation import build_imitation
 
     return build_imitation(context, data)
@@ -178,7 +182,7 @@ def _read_data(
     """Read what is learnt from, put the steps that it fills into the recipe and the one that the
     folder keeps, and keep the tokenizer and the model's config there."""
     begun = opened.config
-    _keep_descriptions(policy, opened.folder)
+    _save_tokenizer_and_config(policy, opened.folder)
     if isinstance(config.sft, Demonstrations):
         from winnow.builders.imitation import read_shown
 
@@ -188,32 +192,27 @@ def _read_data(
     return source, with_steps(config, source), with_steps(begun, source)
 
 
-def _as_begun(config: Config, opened: OpenedRun) -> Config:
-    """Take over what the run settled at its start: commits of the hub, steps."""
+def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:
+    """Take over sections that the run fixed at its start: hub commits, steps."""
     names = "model", "data", "trainer"
     config = config.model_copy(update={name: getattr(opened.config, name) for name in names})
     profile = config.trainer.profile
     path = profile.save_path or str(opened.folder.path.absolute() / "profile")
-    trainer = {"profile": profile.model_copy(update={"save_path": path})}
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
-
-
-def _finished(config: Config, folder: RunFolder) -> str:
-    length = "steps" if config.trainer.data_epochs is None else "data_epochs"
-    return _FINISHED.format(folder.path, length)
-
-
-def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
-    """Have the heartbeat look at what moves while a run is well."""
-    heartbeat.watch(
-        lambda: run.engine.status().generated_tokens,
-        lambda: run.learner.progress,
-        rewards.count_offloaded,
+    return with_settings(
+        config, trainer={"profile": profile.model_copy(update={"save_path": path})}
     )
 
 
-def _keep_descriptions(policy: LoadedPolicy, folder: RunFolder) -> None:
-    """Keep what token ids can be read by later, of a fast tokenizer, and the run be planned by."""
+def _finished_note(config: Config, folder: RunFolder) -> str:
+    length = "steps" if config.trainer.data_epochs is None else "data_epochs"
+    return (
+        f"{folder.path} is finished: nothing to do (raise trainer.{length} to train longer, or "
+        "set run.name for a new run)"
+    )
+
+
+def _save_tokenizer_and_config(policy: LoadedPolicy, folder: RunFolder) -> None:
+    """Save a fast tokenizer and the model's config to the run folder."""
     if policy.tokenizer.is_fast and not folder.tokenizer.exists():
         text = policy.tokenizer.backend_tokenizer.to_str()
         write_atomic(folder.tokenizer, text.encode())
@@ -224,7 +223,7 @@ def _keep_descriptions(policy: LoadedPolicy, folder: RunFolder) -> None:
 def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
     """Make the diagnosis, the curve, the user's sinks and trackers; their warnings are shown as
     other lines."""
-    warn, tracking = partial(_say, sink), config.observe.tracking
+    warn, tracking = partial(_note, sink), config.observe.tracking
     sinks: list[Sink] = [LiveDiagnosis(config.model_dump(mode="json"), folder, warn)]
     if not isinstance(config.sft, Demonstrations):  # which has none of the curve's figures
         sinks += [BackgroundSink("curve.png", partial(CurveSink, folder.path), tracking, warn)]
@@ -242,48 +241,39 @@ def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Si
 def _start_sinks(
     sinks: Sinks, run: Run | Imitation, folder: RunFolder, figures: Record, began: float
 ) -> None:
-    """Start the sinks; the first record will say what came before it took."""
+    """Start the sinks; the first record includes the start-up time."""
     kind: Kind = "train" if isinstance(run, Run) else "sft"
     sinks.start(RunInfo(folder.name, run.steps, run.first_step, kind))
     start_s = time.monotonic() - began - figures.get(SFT_S, 0.0)
     sinks.add_to_first_record({**figures, START_S: start_s})
 
 
-def _tell(sink: ConsoleSink, lines: Iterable[str]) -> None:
-    """Show lines on the console and keep them in the log."""
+def _note(sink: ConsoleSink, *lines: str) -> None:
+    """Show lines on the console and log them."""
     for line in lines:
         sink.print_line(line)
         log.log(logging.WARNING if line.startswith("Warning") else logging.INFO, "%s", line)
 
 
-def _say(sink: ConsoleSink, line: str) -> None:
-    _tell(sink, [line])
-
-
 @contextlib.contextmanager
-def _logged(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
-    """Keep a log, the error that ends the run in it; yields a stack for further contexts."""
-    with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as stack:
-        yield stack
+def _logging_to_folder(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
+    """Log to the run's folder, also the error that ends the run; yields a stack of contexts."""
+    with opened.folder.logging_to_file():
+        try:
+            with contextlib.ExitStack() as stack:
+                yield stack
+        except WinnowError as error:
+            log.error("%s", error)
+            raise
+        except Exception:
+            log.exception("this is a bug in winnow")
+            raise
 
 
-@contextlib.contextmanager
-def _errors_logged() -> Iterator[None]:
-    """Log the error that ends a run."""
-    try:
-        yield
-    except WinnowError as error:
-        log.error("%s", error)
-        raise
-    except Exception:
-        log.exception("this is a mistake of winnow's")
-        raise
-
-
-def _models(
+def _resolve_models(
     config: Config, opened: OpenedRun, fresh: bool, sink: ConsoleSink, heartbeat: Heartbeat
 ) -> tuple[str, str | None, Record]:
-    """Find the model to go on with, and the one that the run began from; make a warm start.
+    """Find the model to load and the run's initial model; make a warm start if needed.
 
     Returns:
         The folder to go on with, the folder that the run began from where an adapter, a reference
@@ -303,13 +293,13 @@ def _models(
     assert start is not None, "the configuration asks for a model or a warm start"
     if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
         fetch_models(config, sink.print_line)
-        _tell(sink, start_notes(config.model, start))
+        _note(sink, *start_notes(config.model, start))
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
     return start, start if is_needed else None, figures
 
 
-def _resume(
+def _restore(
     config: Config, opened: OpenedRun, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
 ) -> None:
     """Set the run, the random states and the folder to the checkpoint, if there is one, and say
@@ -317,31 +307,27 @@ def _resume(
     seed_everything(config.run.seed)  # what was started since may have drawn
     checkpoint = opened.checkpoint
     if checkpoint is not None:
-        run.unfinished = run.state.restore(checkpoint, opened.state(config))
+        run.unfinished = run.state.restore(checkpoint, opened.load_state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
         if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
-            sink.print_line(_finished(config, opened.folder))
+            sink.print_line(_finished_note(config, opened.folder))
     opened.rewind(metrics)
-    _tell(sink, _notes_of(config, run))
-
-
-def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
-    return [*run.notes, *profile, *_lag_notes(config, run)]
+    _note(sink, *run.notes, *profile, *_lag_notes(config, run))
 
 
 def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
-    """Say how late scores are seen, where the recipe leaves that open and they are late."""
+    """Describe the score lag, where the recipe leaves it open."""
     if not isinstance(run, Run):
         return []
     lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
     if config.sampling.score_lag_ticks is not None or not lag:
         return []
-    when = f", when the engines are next looked at (each {looks} ticks)" if looks > 1 else ""
+    when = f", when the engines are next polled (every {looks} ticks)" if looks > 1 else ""
     return [
-        f"Scorers run beside the engine: a score is seen {lag} decode ticks after its answer's "
-        f"end{when} (sampling.score_lag_ticks)"
+        f"Scorers run concurrently with the engine: a score arrives {lag} decode ticks after its "
+        f"answer ends{when} (sampling.score_lag_ticks)"
     ]
 
 
@@ -352,7 +338,7 @@ def _train(
     stop: ShutdownSignal,
     end: MachineEnd,
 ) -> Stopped | None:
-    """Train, and save what was reached when it is stopped or cannot go on."""
+    """Train, and save the progress if the run is stopped or cannot continue."""
     stopped, end.save_s = None, lambda: run.state.save_s
     explained = explain_oom(config, policy.model, run.save_after_failure)
     with stop.deferring(), stop.before(end), gc_tuning.frozen(), run.state, explained:
@@ -370,7 +356,7 @@ def _train(
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError) and isinstance(run, Run):
                 if config.sampling.on_bound == "stop":
-                    run.state.note_sampling()
+                    run.state.record_sampling()
                 # The answers that taught nothing are what there is to look at now.
                 seen = [
                     RolloutGroup(s.group, s.fate) for s in run.sampler.ledger.accounting.settled
@@ -390,23 +376,22 @@ def _train(
     return stopped
 
 
-def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
-    saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
+def _stopped_note(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
+    saved = "before the first checkpoint" if step is None else f"after step {step}, saved"
     return (
-        f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {quote(str(folder.path))}"
+        f"Stopped by {stopped.reason} {saved}. Resume with: winnow resume {quote(str(folder.path))}"
     )
 
 
 def run_sft(config: Config, fresh: bool, console: Console) -> Path:
-    """Make a recipe's warm start alone; returns the model's folder.
+    """Make only a recipe's warm start; return the model's folder.
 
     Raises:
         ConfigError: the recipe has none.
     """
     if not isinstance(config.warm_start, SftWarmStart):
         raise ConfigError(
-            f"warm_start is {config.warm_start.name}: there is nothing to fine-tune; "
-            "choose warm_start=sft"
+            f"warm_start={config.warm_start.name}: nothing to fine-tune; set warm_start=sft"
         )
     from winnow.builders.warm_start import make_warm_start
 
@@ -416,9 +401,9 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
 
 
 def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
-    """Say what will happen, in the words of a newcomer."""
+    """Introduce the run in plain words."""
     kind = "sft" if isinstance(config.sft, Demonstrations) else "train"
-    lines = [f"winnow {kind} {recipe}: everything of this run goes to {folder.path}"]
+    lines = [f"winnow {kind} {recipe}: writing to {folder.path}"]
     lines += config.run.description
     if isinstance(config.sft, Demonstrations):
         return lines
@@ -428,26 +413,19 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
         f"{length} steps of {config.sampling.groups_per_step} prompts x {config.rollout.n} answers"
     )
     if isinstance(config.sampling.filter, VarianceFilter):
-        size += (
-            "; a prompt whose answers are all right or all wrong teaches nothing and is replaced"
-        )
+        size += "; prompts whose answers are all right or all wrong give no signal and are replaced"
     lines.append(f"{size}.")
     return lines
 
 
-def _describe(ledger: Ledger) -> str:
+def _describe_progress(ledger: Ledger) -> str:
     return (
         f"{ledger.qualified}/{ledger.target} groups, {ledger.in_flight} in flight, "
         f"{ledger.account.generated:,} tokens"
     )
 
 
-def _close(
-    config: Config,
-    recipe: str,
-    folder: RunFolder,
-    console: Console,
-) -> None:
+def _show_results(config: Config, recipe: str, folder: RunFolder, console: Console) -> None:
     last = checkpoints_in(folder.checkpoints)[-1]
     if isinstance(config.sft, Demonstrations):
         if config.observe.console != "off":
@@ -477,25 +455,25 @@ def _close(
 
 
 def next_commands(config: Config, recipe: str, folder: RunFolder) -> dict[str, str]:
-    """List commands that work from here, offline: the run's own recipe has its data and model."""
+    """List commands for a finished run that work offline."""
     other, path = config.run.seed + 1, quote(str(folder.path))
     target = quote(f"{folder.name}-model")
     new = f"{quote(str(folder.config))} run.name={quote(f'{folder.name}-{other}')}"
     commands = {}
     if isinstance(config.sft, Demonstrations):
         model = quote(str(checkpoints_in(folder.checkpoints)[-1].model))
-        commands[f"winnow train RECIPE model.path={model}"] = "go on by rewards"
+        commands[f"winnow train RECIPE model.path={model}"] = "continue with reinforcement learning"
     if config.data.eval_files or not isinstance(config.data.task, NoTask):
-        commands[f"winnow eval {path}"] = "ask the trained model the held-out prompts again"
+        commands[f"winnow eval {path}"] = "evaluate the trained model on the held-out prompts"
     commands |= {
-        f"winnow rollouts {path}": "what the model wrote, and how it was scored",
-        f"winnow doctor {path}": "what is wrong with the run, if anything",
-        f"winnow dashboard {quote(str(folder.path.parent))}": "all of it in a browser",
+        f"winnow rollouts {path}": "read the answers and their scores",
+        f"winnow doctor {path}": "diagnose the run",
+        f"winnow dashboard {quote(str(folder.path.parent))}": "show all of it in a browser",
     }
     if config.run.fork is None:
-        commands[f"winnow train {new} seed={other}"] = "the same with other random numbers"
+        commands[f"winnow train {new} seed={other}"] = "repeat with another seed"
     return {
         **commands,
-        f"winnow train {quote(recipe)} --help-config": "every setting, with its meaning",
-        f"winnow export {path} {target}": "the model as a Hugging Face folder",
+        f"winnow train {quote(recipe)} --help-config": "list all settings",
+        f"winnow export {path} {target}": "export the model as a Hugging Face folder",
     }

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from winnow.checkpoints.checkpoint import FileEntry, file_entry, this_machine, verify_share
+from winnow.checkpoints.checkpoint import FileEntry, describe_machine, file_entry, verify_rank_share
 from winnow.checkpoints.run_state import Save
 from winnow.config.judge import SequenceClassifier, sharding_of
 from winnow.config.model import ShardedReference
@@ -194,7 +194,7 @@ class SavingRank(Rank):
         """
         fault: CheckpointError | None = None
         try:
-            verify_share(Path(checkpoint), self._rank, self._ranks, self._folder)
+            verify_rank_share(Path(checkpoint), self._rank, self._ranks, self._folder)
         except CheckpointError as error:
             fault = error
         raise_on_all(fault, self._saving)
@@ -270,7 +270,7 @@ class LearnerWorker(SavingRank):
     def facts(self) -> RankFacts:
         """Return what the driver needs before the first step."""
         learning = self._learning
-        machine = this_machine(learning.policy.device)
+        machine = describe_machine(learning.policy.device)
         return RankFacts(learning.passes, learning.learner.state_dict(), machine)
 
     def learn(

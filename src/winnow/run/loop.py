@@ -220,7 +220,7 @@ class BaseRun:
         overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Note a boundary, as `RunState.note` does."""
-        self.state.note(step, unfinished, figures, overrides)
+        self.state.record_step(step, unfinished, figures, overrides)
         self.learnt = self.learner.begun
 
     def save_after_failure(self) -> None:
@@ -359,7 +359,7 @@ async def _async(run: Run, watch: Stopwatch) -> None:
         with contextlib.suppress(WorkerError):  # then the last boundary counts
             await sampling.pause()
             if sampling.failure is None:
-                run.state.note_sampling()
+                run.state.record_sampling()
         raise
     finally:
         await sampling.close()
@@ -491,7 +491,7 @@ class BackgroundSampling(ForegroundSampling):
     async def _sample(self) -> None:
         run = self._run
         while self.failure is None and self._next <= self._last:
-            before = run.state.snapshot("sampler", "loader")
+            before = run.state.part_states("sampler", "loader")
             began = self._began = time.perf_counter()
             try:
                 version = run.sampler.ledger.version

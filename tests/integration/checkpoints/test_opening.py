@@ -22,7 +22,7 @@ from winnow.checkpoints.checkpoint import (
     newest_usable,
     save_checkpoint,
     verify,
-    verify_share,
+    verify_rank_share,
 )
 from winnow.checkpoints.opening import OpenedRun, opened_run
 from winnow.checkpoints.recipe_changes import check_same
@@ -117,7 +117,7 @@ def test_keys_that_no_figure_depends_on_may_change(tmp_path: Path) -> None:
     opened = open_again(recipe(tmp_path, *overrides))
     assert opened.checkpoint is not None
     told = [note for note in opened.notes if " was " in note]
-    assert all(" is " in note and note.endswith(" from here on") for note in told)
+    assert all(" is " in note and note.endswith(" from now on") for note in told)
     keys = {override.partition("=")[0] for override in overrides}
     # Threads are told with the machine.
     assert {note.partition(" was ")[0] for note in told} == keys - {"run.threads"}
@@ -171,13 +171,13 @@ def test_steps_of_passes_over_the_data_are_known_only_while_what_they_follow_fro
     longer = open_again(recipe(tmp_path, two, "trainer.steps=3"))
     assert not longer.is_finished(STEPS)
     assert [note for note in longer.notes if " was " in note] == [
-        "trainer.data_epochs was 1.0 and is 2.0 from here on"
+        "trainer.data_epochs was 1.0 and is 2.0 from now on"
     ]
     save(run, STEPS, config=(run / "config.yaml").read_text(), offset=0, state={"sampler": None})
     with pytest.raises(
-        CheckpointError, match=r"made before passes were counted; set trainer\.data"
+        CheckpointError, match=r"predates the tracking of epochs; set trainer\.data"
     ):
-        open_again(recipe(tmp_path, one)).state(recipe(tmp_path, one))
+        open_again(recipe(tmp_path, one)).load_state(recipe(tmp_path, one))
     fork = one, "sampling.groups_per_step=32", "trainer.mini_batch_groups=32", f"run.fork={run}"
     assert not open_again(recipe(tmp_path, *fork, "trainer.steps=3", name="b")).is_finished(STEPS)
 
@@ -203,7 +203,7 @@ def test_the_strategy_of_ranks_may_change_and_is_told(tmp_path: Path) -> None:
         recipe(tmp_path, *cut, "trainer.strategy.ranks=4"),
         recipe(tmp_path, *cut, "trainer.strategy.ranks=4", f"run.fork={run}", name="b"),
     ):
-        notes = [note.removesuffix(" from here on") for note in open_again(config).notes]
+        notes = [note.removesuffix(" from now on") for note in open_again(config).notes]
         assert [note for note in notes if note.startswith("trainer.strategy.")] == [
             "trainer.strategy.name was 'fsdp2' and is 'megatron'",
             "trainer.strategy.ranks was 2 and is 4",
@@ -256,7 +256,7 @@ def test_files_are_checked_once(
     monkeypatch.setattr(checkpoint, "_sha256", note)
     given = {"newest": "auto", "named": f"{run}/checkpoints/step-6"}[which]
     config = recipe(tmp_path, f"run.resume={given}")
-    open_again(config).state(config)
+    open_again(config).load_state(config)
     assert sorted(read) == ["config.yaml", "state.json", "state.safetensors"]
 
 
@@ -281,21 +281,21 @@ def test_ranks_check_what_they_read_as_many_bytes_each(
             return _sha256(path)
 
         monkeypatch.setattr(checkpoint, "_sha256", note)
-        verify_share(saved.path, rank, 3)
+        verify_rank_share(saved.path, rank, 3)
     assert sorted(chain(*read.values())) == sorted(SHARDS)
     loads = [sum(SHARDS[name] for name in names) for names in read.values()]
     assert max(loads) - min(loads) <= 1004
     shard = saved.path / "ranks/__3_0.distcp"
     shard.write_bytes(b"?" * 1003)
-    assert newest_usable(tmp_path, checked_by=["ranks"])[0] == saved
+    assert newest_usable(tmp_path, rank_folders=["ranks"])[0] == saved
     (owner,) = (rank for rank, names in read.items() if "ranks/__3_0.distcp" in names)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
-        verify_share(saved.path, owner, 3)
+        verify_rank_share(saved.path, owner, 3)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
         verify(saved)
     shard.write_bytes(b"?" * 1002)
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is damaged"):
-        newest_usable(tmp_path, checked_by=["ranks"])
+        newest_usable(tmp_path, rank_folders=["ranks"])
 
 
 def _none(folder: Path) -> None:
@@ -339,9 +339,9 @@ def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
 def test_another_machine_is_told_apart(tmp_path: Path) -> None:
     run_to(tmp_path, 4)
     opened = open_again(recipe(tmp_path))
-    assert opened.differences({"threads": 1, "torch": "9"}) == []
-    assert opened.differences({"threads": 2}) == [
-        "Warning: threads was 1 and is 2: the bits may differ from an undisturbed run's"
+    assert opened.machine_changes({"threads": 1, "torch": "9"}) == []
+    assert opened.machine_changes({"threads": 2}) == [
+        "Warning: threads changed from 1 to 2: results may differ in the last bits"
     ]
 
 
@@ -375,11 +375,11 @@ REFUSED = {
     "all runs": (without(0, ".."), "cannot use {run}: "),
     "the checkpoints' entries": (
         without(0o400, "checkpoints"),
-        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/manifest.json",
+        "{run} has no intact checkpoint: {run}/checkpoints/step-4/manifest.json",
     ),
     "the checkpoint's recipe": (
         without(0, "checkpoints/step-4/config.yaml", "checkpoints/step-2/config.yaml"),
-        "{run} has no checkpoint that is whole: {run}/checkpoints/step-4/config.yaml",
+        "{run} has no intact checkpoint: {run}/checkpoints/step-4/config.yaml",
     ),
     "a checkpoint to be put back": (half_replaced, "cannot use {run}/checkpoints/.step-4.replaced"),
     "a file half written": (

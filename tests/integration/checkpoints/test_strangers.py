@@ -27,8 +27,8 @@ from winnow.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from winnow.checkpoints.opening import code_hashes, opened_run
-from winnow.checkpoints.strangers import MARK, is_local_run, mark_as_begun
-from winnow.commands.evaluate import EvalRequest, subject_of
+from winnow.checkpoints.strangers import MARK, is_local_run, mark_as_local
+from winnow.commands.evaluate import EvalRequest, resolve_setup
 from winnow.commands.export import run_export
 from winnow.config.load import dump_config, load_recipe, resolve_recipe
 from winnow.config.roles import Roles
@@ -166,8 +166,7 @@ def test_a_strangers_setting_is_refused_by_its_field(
     said = in_this_process("resume", "theirs", folder=tmp_path)
     assert (said.code, said.out) == (2, "")
     assert said.err.startswith(f"winnow: theirs/config.yaml: {key}=")
-    assert said.err.endswith("did not begin this run on this machine; if you trust whoever did, "
-                             "add --trust\n")  # fmt: skip
+    assert said.err.endswith("this machine; if you trust its author, add --trust\n")
     assert said.err.count("\n") == 1
     assert sorted(os.listdir(run)) == ["config.yaml", "log.txt"]
 
@@ -201,14 +200,14 @@ def test_eval_and_export_of_a_strangers_run_ask(tmp_path: Path) -> None:
     checkpoint = made(tmp_path / "runs", TRUSTING)
     run = checkpoint.path.parent.parent
     request = EvalRequest(str(run))
-    subject_of(request)  # begun here: needs no leave
+    resolve_setup(request)  # begun here: needs no leave
     (run / MARK).unlink()
     refused = "config.yaml: model.trust_remote_code=true runs Python code"
     for model in (run, checkpoint.path):
         with pytest.raises(ConfigError, match=refused):
-            subject_of(EvalRequest(str(model)))
-    subject_of(EvalRequest(str(run), trusts=True))
-    subject_of(EvalRequest(str(run), overrides=(TRUSTING,)))
+            resolve_setup(EvalRequest(str(model)))
+    resolve_setup(EvalRequest(str(run), trusts=True))
+    resolve_setup(EvalRequest(str(run), overrides=(TRUSTING,)))
     base = digits_folder(tmp_path / "base")
     adapter = json.dumps({"base_model_name_or_path": str(base)}).encode()
     spoilt(checkpoint, "model/adapter_config.json", adapter)
@@ -270,9 +269,11 @@ def test_a_strangers_links_and_pipes_are_refused(name: str, tmp_path: Path) -> N
     ):
         said = in_this_process(*words, folder=tmp_path)
         assert (said.code, said.err.count("\n")) == (2, 1)
-        assert said.err.startswith(f"winnow: {config}: {run / name} is no plain file or folder,")
+        assert said.err.startswith(
+            f"winnow: {config}: {run / name} is not a regular file or folder,"
+        )
     if name != "checkpoints/step-3/model/a":  # which is no file of the checkpoint's either
-        with pytest.raises(ConfigError, match="is no plain file or folder"):
+        with pytest.raises(ConfigError, match="is not a regular file or folder"):
             run_export(str(run), str(tmp_path / "out"), None)
     assert (outside / "step-9.parquet").read_text() == "mine"
 
@@ -287,7 +288,7 @@ def test_a_link_in_the_place_of_a_runs_file_is_not_written_through(tmp_path: Pat
     with pytest.raises(WinnowError, match=r"cannot write .*config.yaml"):
         write_atomic(tmp_path / "config.yaml", b"theirs")
     with pytest.raises(WinnowError, match=rf"cannot write .*{MARK}"):
-        mark_as_begun(tmp_path)
+        mark_as_local(tmp_path)
     assert not is_local_run(tmp_path)
     assert target.read_text() == "mine"
 
@@ -329,8 +330,8 @@ def test_a_users_file_that_changed_is_told_on_resuming(tmp_path: Path) -> None:
     assert notes() == []
     mine.write_text(SCORER.replace("1.0", "2.0"))
     assert notes() == [
-        f"Warning: reward.function.path={mine} is not what it was when the checkpoint was made: "
-        "the run goes on with what it says now"
+        f"Warning: reward.function.path={mine} has changed since the checkpoint was saved: the run "
+        "uses the current file"
     ]
     fork = load_recipe(
         str(checkpoint.path / "config.yaml"), ["run.name=b", f"run.fork={runs}/theirs"]

@@ -51,17 +51,17 @@ def test_a_machine_that_can_train_is_told_so(
     lines = {line[7:26].strip(): line[28:] for line in said.splitlines() if line[:2] == "ok"}
     assert lines["python"].startswith(f"{platform.python_version()} at {sys.executable}, on Linux")
     assert lines["torch"].startswith(f"{torch.__version__}, built for ")
-    assert lines["sandbox bubblewrap"].startswith("in force: ")
+    assert lines["sandbox bubblewrap"].startswith("in use: ")
     assert re.search(r"^[\d,.]+ GiB in all, [\d,.]+ GiB free", lines["memory"])
-    assert lines["runs"].startswith(f"{tmp_path}/new/runs (not made yet), ")
-    assert lines["cache"] == f"{cache}, 3 MiB; may be deleted, and is made again"
+    assert lines["runs"].startswith(f"{tmp_path}/new/runs (not created yet), ")
+    assert lines["cache"] == f"{cache}, 3 MiB; safe to delete"
     assert lines["model cache"] == f"{tmp_path}/none, empty"
-    assert said.splitlines()[-1].startswith("Nothing stands in the way of training")
+    assert said.splitlines()[-1].startswith("Ready to train")
     assert list(tmp_path.iterdir()) == [cache]  # nothing is left behind
 
 
 def test_each_extra_is_there_or_told_how_to_get() -> None:
-    found = {finding.name: finding for finding in doctor._packages()}
+    found = {finding.name: finding for finding in doctor._check_packages()}
     told = metadata.metadata("winnow-rl").get_all("Provides-Extra") or []
     assert set(found) == {"packages"} | {f"extra {name}" for name in told} - {
         f"extra {name}" for name in ("all", "dev", "browser", "trackers", "serve", "dashboard")
@@ -111,12 +111,12 @@ def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
     need_bubblewrap()
     both = sandboxes_where(block_nothing)
     assert [finding.state for finding in both] == ["ok", "ok"]
-    assert both[1].text.startswith("holds, and is not used while bubblewrap does")
+    assert both[1].text.startswith("works, unused because bubblewrap does, too")
     one = sandboxes_where(block_namespaces)
     assert [finding.state for finding in one] == ["note", "ok"]
     assert one[0].text.startswith("bwrap could not set the sandbox up")
     assert "sysctl user.max_user_namespaces" in one[0].remedy
-    assert one[1].text.startswith("in force: ")
+    assert one[1].text.startswith("in use: ")
     none = sandboxes_where(block_all)
     assert [finding.name for finding in none] == [
         "sandbox bubblewrap", "sandbox landlock", "sandbox",
@@ -127,25 +127,25 @@ def test_which_sandbox_holds_is_tried_and_the_reason_told() -> None:
 
 
 def test_a_requirement_is_held_against_what_is_installed() -> None:
-    said = f"numpy is {metadata.version('numpy')}, needed is <1"
+    said = f"numpy is {metadata.version('numpy')}, requires <1"
     wanted = {"numpy>=2": "", "numpy<1": said, "no-such-one>=1": "no-such-one is missing"}
-    assert {words: doctor._unmet(Requirement(words)) for words in wanted} == wanted
+    assert {words: doctor._unmet_reason(Requirement(words)) for words in wanted} == wanted
 
 
 def test_where_no_run_could_be_written_it_is_a_fault(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
     with permissions_apply():
-        finding = doctor._runs_folder(closed / "runs")
+        finding = doctor._check_runs_folder(closed / "runs")
     text = f"{closed} cannot be written: Permission denied"
-    assert finding == Finding("runs", text, "set run.dir to a folder of yours", is_fault=True)
+    assert finding == Finding("runs", text, "set run.dir to a writable folder", is_fault=True)
     (tmp_path / "file").touch()
     code, said = ask("--runs", str(tmp_path / "file" / "runs"))
     assert code == 1
     assert (
         f"FAULT  runs                 {tmp_path}/file cannot be written: Not a directory\n" in said
     )
-    assert said.splitlines()[-1] == "Mend what is marked FAULT (1), then ask again."
+    assert said.splitlines()[-1] == "Fix what is marked FAULT (1), then run winnow doctor again."
 
 
 def test_a_torch_that_does_not_load_is_a_fault(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_torch_that_does_not_load_is_a_fault(tmp_path: Path) -> None:
     )
     assert (run.returncode, run.stderr) == (1, "")
     assert "FAULT  torch                does not work: libtorch.so: cannot open\n" in run.stdout
-    assert "-> install it anew: pip install --force-reinstall" in run.stdout
+    assert "-> reinstall it: pip install --force-reinstall" in run.stdout
     assert "sandbox" in run.stdout  # all else is looked at nevertheless
 
 

@@ -170,7 +170,9 @@ def test_parts_beside_the_rules_are_shown() -> None:
     assert said["parts"] == {"task": 1, "overlong": -0.5}
     assert shown(*words, "--tokens", "128")["part overlong"] == "-1"
     result = ask(*words)
-    assert str(result.exception).startswith("reward.overlong.enabled=true scores the length of")
+    assert str(result.exception).startswith(
+        "reward.overlong.enabled=true needs the answer's length"
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,10 +190,8 @@ def test_of_a_function_that_fails_everything_is_told(
     result = ask(*words)
     assert isinstance(result.exception, RewardError)
     said = line.replace("OWN", str(own))
-    assert (
-        str(result.exception) == f"scoring this answer failed: {said}; mend the scorer, or the row"
-    )
-    assert "\nreward        -1 (scoring failed: a run leaves its group out" in result.stdout
+    assert str(result.exception) == f"scoring this answer failed: {said}; fix the scorer or the row"
+    assert "\nreward        -1 (scoring failed: a run drops the group" in result.stdout
     assert f"It printed:\nloaded\nasked about {answer}\n" in result.stdout
     assert trace in result.stderr
     assert "winnow/rewards" not in result.stderr  # a user's traceback is of the user's code
@@ -205,7 +205,7 @@ def test_a_function_that_returns_none_is_one_line(file: str, own: Path) -> None:
     result = ask(file, "--function", f"{own}:nothing", "--answer", "x", "reward.workers=0")
     assert str(result.exception) == (
         "scoring this answer failed: TypeError: score must be a number, got NoneType; return a "
-        "float, or a dict with the key score; mend the scorer, or the row"
+        "float, or a dict with the key score; fix the scorer or the row"
     )
     assert result.stderr == ""
 
@@ -234,26 +234,30 @@ def test_code_runs_in_the_sandbox_and_the_failing_case_is_told() -> None:
 @pytest.mark.parametrize(
     ("words", "kind", "message"),
     [
-        (["FILE", "--row", "4"], DataError, "--row is 4, but FILE has rows 1 to 3; choose one"),
-        (["FILE", "--row", "0"], DataError, "--row is 0, but FILE has rows 1 to 3; choose one"),
-        (["--row", "2", "--truth", "1"], DataError, "--row is 2, but there is no FILE; name the"),
-        (["--truth", "1"], DataError, "there is nothing to compare with; give FILE and --row, or"),
-        (["--source", "gsm8k"], DataError, "there is nothing to compare with; give FILE and"),
-        (["FILE", "--scorer", "a", "--function", "b"], RewardError, "--scorer is a and --functi"),
+        (["FILE", "--row", "4"], DataError, "--row must be 1 to 3 for FILE, got 4"),
+        (["FILE", "--row", "0"], DataError, "--row must be 1 to 3 for FILE, got 0"),
+        (["--row", "2", "--truth", "1"], DataError, "--row 2 needs a data file; add"),
+        (["--truth", "1"], DataError, "no ground truth; pass FILE and --row, or"),
+        (["--source", "gsm8k"], DataError, "no ground truth; pass FILE and"),
+        (
+            ["FILE", "--scorer", "a", "--function", "b"],
+            RewardError,
+            "--scorer a and --function b exclude",
+        ),
         (
             ["FILE", "--function", "OWN", "reward/manager=custom", "reward.manager.path=a:B"],
             RewardError,
-            "--function is OWN and reward/manager=custom: only one of them can score; leave --func",
+            "--function OWN conflicts with reward/manager=custom; drop --function",
         ),
         (
             ["FILE", "--scorer", "gsm8k", "reward/manager=remote", "reward.manager.url=http://a"],
             RewardError,
-            "--scorer is gsm8k and reward/manager=remote: only one of them can score; leave --sco",
+            "--scorer gsm8k conflicts with reward/manager=remote; drop --scorer",
         ),
         (["FILE", "--row", "3"], RewardError, "data_source klingon has no scorer; name one of "),
         (["FILE", "--scorer", "magic"], RewardError, "reward.scorers.* is magic, which is no"),
         (["none.jsonl"], DataError, "none.jsonl: no such file; check the path"),
-        (["FILE", "b.jsonl"], DataError, "there are 2 files, FILE and b.jsonl; give one"),
+        (["FILE", "b.jsonl"], DataError, "got 2 files, FILE and b.jsonl; pass one"),
         (["FILE", "reward.timeout=3"], ConfigError, "reward.timeout is no known key"),
         (
             ["FILE", "--function", "OWN"],

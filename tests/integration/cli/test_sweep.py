@@ -77,9 +77,7 @@ def test_a_request_to_stop_reaches_each_run_and_begins_no_other(
     assert signal.getsignal(signal.SIGTERM) is before
     assert said(folder) == dict.fromkeys(("lr=1", "lr=2"), "begun\ntold 15\n")
     assert json.loads((folder / "sweep.json").read_text())["codes"] == {"lr=1": 75, "lr=2": 75}
-    assert capsys.readouterr().out.endswith(
-        "Stopped; the same command goes on with the runs that are not done.\n"
-    )
+    assert capsys.readouterr().out.endswith("Stopped; run the same command to continue.\n")
     lasting(0, monkeypatch)
     assert swept(folder, "1,2,3") == 0
     assert said(folder) == {
@@ -125,5 +123,5 @@ def test_other_values_run_alone_and_another_recipe_is_refused(
     saved = json.loads((folder / "sweep.json").read_text())
     assert list(saved["runs"]) == ["lr=1", "lr=2", "lr=3", "lr=4"]
     assert saved["codes"] == {"lr=1": 75, "lr=3": 0, "lr=4": 0}
-    with pytest.raises(ConfigError, match=r"has a sweep of quickstart, and this one is of rloo"):
+    with pytest.raises(ConfigError, match=r"is a sweep of quickstart, not of rloo"):
         swept(folder, "3,4", "rloo")

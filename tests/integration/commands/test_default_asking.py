@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from winnow.commands.evaluate import EvalRequest, Subject, subject_of
+from winnow.commands.evaluate import EvalRequest, EvalSetup, resolve_setup
 from winnow.config.data import DataConfig
 from winnow.config.load import resolve_recipe
 from winnow.data.prompts import PromptRenderer
@@ -24,14 +24,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def subject(folder: Path, rows: list[tuple[str, str]], *overrides: str) -> Subject:
+def subject(folder: Path, rows: list[tuple[str, str]], *overrides: str) -> EvalSetup:
     file = folder / "rows.jsonl"
     made = [
         {"data_source": source, "prompt": prompt, "reward_model": {"ground_truth": "1"}}
         for source, prompt in rows
     ]
     file.write_text("\n".join(map(json.dumps, made)))
-    return subject_of(EvalRequest(str(folder), overrides, (str(file),), out=str(folder / "out")))
+    return resolve_setup(EvalRequest(str(folder), overrides, (str(file),), out=str(folder / "out")))
 
 
 def asked(data: DataConfig) -> list[str]:
@@ -48,7 +48,7 @@ def test_bare_questions_are_asked_as_the_recipes_ask_them(folder: Path) -> None:
         dapo.replace("{prompt}", "3?"),
         "4?",
     ]
-    assert found.note.startswith("gsm8k, openai/gsm8k, aime-2024: bare questions, asked as ")
+    assert found.note.startswith("gsm8k, openai/gsm8k, aime-2024: bare questions; applying ")
 
 
 def test_rows_with_an_instruction_and_a_template_of_the_users_come_first(folder: Path) -> None:

@@ -23,7 +23,7 @@ from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 from transformers import AutoModelForCausalLM
 
-from winnow.commands.engine_check import ALPHA, _binomial_sides, rank_bias
+from winnow.commands.engine_check import ALPHA, _binomial_tails, tail_bias
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
 
@@ -85,7 +85,7 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
     passed = dict.fromkeys(["weights", "support", "logprobs", "update"], "passed")
     assert states == {**passed, "sleep": "not offered"}
     assert code == 0
-    assert "4,096 tokens are drawn from the whole softmax" in found["support"][1]
+    assert "4,096 tokens match the full softmax" in found["support"][1]
     # It holds the first weights again, and temperatures other than 1 are right, too.
     words = ("--model", str(first), "--json", "rollout.temperature=0.7", "model.dtype=float32")
     said = in_this_process("check-engine", url, *words, folder=tmp_path)
@@ -103,12 +103,12 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
             "--top_p=0.99 --sleeps_badly",
             (),
             {
-                "support": "the least likely 0.5% of probability came 0 times",
+                "support": "the least likely 0.5% of probability was drawn 0 times",
                 "sleep": "answered 500: .*no sleep mode",
             },
         ),
         ("--raw_logprobs", ("rollout.temperature=0.7",), {"weights": "does not answer as the"}),
-        ("--keeps_head", ("update",), {"update": "the new weights: .* does not answer as the"}),
+        ("--keeps_head", ("update",), {"update": "new weights: .* does not answer as the"}),
         ("--without_updates", ("update",), {"update": "start vLLM with VLLM_SERVER_DEV_MODE=1"}),
     ],
 )
@@ -159,11 +159,11 @@ def refused(said: Outcome, line: str) -> None:
 
 def test_bad_words_are_one_line_each(first: Path, tmp_path: Path) -> None:
     nowhere = ("check-engine", "http://127.0.0.1:1")
-    refused(in_this_process(*nowhere, folder=tmp_path), "give its folder in --model FOLDER")
+    refused(in_this_process(*nowhere, folder=tmp_path), "pass --model FOLDER")
     model = ("--model", str(first), "model.dtype=float32")
     refused(in_this_process(*nowhere, *model, folder=tmp_path), "start the server, or mend the")
     same = ("--update", str(first))
-    refused(in_this_process(*nowhere, *model, *same, folder=tmp_path), "its weights give the same")
+    refused(in_this_process(*nowhere, *model, *same, folder=tmp_path), "same log-probs as")
     absent = ("--model", "/absent", "model.dtype=float32")
     refused(in_this_process(*nowhere, *absent, folder=tmp_path), "/absent")
 
@@ -172,7 +172,7 @@ def test_binomial_tails_equal_sums_in_whole_numbers() -> None:
     chance, count = Fraction(1, 50), 40
     each = [comb(count, k) * chance**k * (1 - chance) ** (count - k) for k in range(count + 1)]
     for hits in (0, 1, 5, 40):
-        below, above = _binomial_sides(hits, count, 0.02)
+        below, above = _binomial_tails(hits, count, 0.02)
         assert below == pytest.approx(float(sum(each[: hits + 1])), rel=1e-9)
         assert above == pytest.approx(float(sum(each[hits:])), rel=1e-9)
 
@@ -180,15 +180,15 @@ def test_binomial_tails_equal_sums_in_whole_numbers() -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_uniform_values_are_no_bias_and_a_lost_tail_is_one(seed: int) -> None:
     values = np.random.default_rng(seed).random(4096)
-    assert rank_bias(values)[0] > ALPHA
+    assert tail_bias(values)[0] > ALPHA
     lost = values * 0.995  # no token of the least likely 0.5 %
-    assert rank_bias(lost)[0] < ALPHA
+    assert tail_bias(lost)[0] < ALPHA
 
 
 def test_p_values_are_not_too_small() -> None:
     # Of 400 right engines about 1 % at most may have a p-value below 0.01.
     rng = np.random.default_rng(0)
-    found = [rank_bias(rng.random(256))[0] for _ in range(400)]
+    found = [tail_bias(rng.random(256))[0] for _ in range(400)]
     assert np.mean(np.array(found) < 0.01) < 0.02
     assert np.mean(np.array(found) < 0.1) < 0.13
 
@@ -243,7 +243,7 @@ def test_a_run_is_evaluated_by_servers_only_if_they_are_named_and_hold_its_model
     def answers(out: str, *overrides: str) -> tuple[str, list[list[int]]]:
         words = ("eval", "runs/mine", "--out", out, *overrides)
         told = in_this_process(*words, folder=tmp_path).check()
-        assert ("servers are not asked" in told.out) == (out == "silent")
+        assert ("Not using the run's servers" in told.out) == (out == "silent")
         rows = read_rollouts(tmp_path / out / "answers.parquet").to_pylist()
         report = json.loads((tmp_path / out / "report.json").read_text())
         return report["engine"], [row["token_ids"] for row in rows]
@@ -274,5 +274,5 @@ def test_a_run_is_evaluated_by_servers_only_if_they_are_named_and_hold_its_model
     refused = in_this_process(*words, folder=tmp_path)
     process.kill()
     assert refused.code == 2
-    assert f"{url} was given other weights (newer) while it wrote" in refused.err
+    assert f"{url} received other weights (newer) during" in refused.err
     assert not (tmp_path / "changed").exists()

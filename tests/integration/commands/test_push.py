@@ -66,10 +66,10 @@ def test_a_push_that_breaks_off_says_how_to_go_on_and_a_taken_folder_makes_no_re
         patched.setattr(HfApi, "upload_folder", HfApi.dataset_info)  # takes no such arguments
         told = export(home, hub, "half", "owner/half", "--revision", "v2")
     assert told.code == 2
-    assert "the model is in half, and `hf upload owner/half half --revision v2` goes on" in told.err
+    assert "the model is in half; retry with `hf upload owner/half half --revision v2`" in told.err
     assert (home / "half" / "README.md").is_file()
     told = export(home, hub, "half", "owner/other")
-    assert "half exists already; name a folder that does not" in told.err
+    assert "half already exists; choose another folder" in told.err
     assert "owner/other" not in hub.made
 
 
@@ -85,9 +85,9 @@ def test_a_card_names_data_on_the_hub_in_full_and_local_files_without_their_fold
     ("token", "repo", "said"),
     [
         ("gone", "owner/demo", "the hub cannot be reached: "),
-        ("", "owner/demo", "the hub wants a valid token; set HF_TOKEN, or log in with"),
-        ("read", "owner/demo", "the token may not write there; take one with the right to"),
-        ("write", "a/b/c", "give OWNER/NAME"),
+        ("", "owner/demo", "the hub requires a valid token; set HF_TOKEN, or run"),
+        ("read", "owner/demo", "the token has no write access; use one that has"),
+        ("write", "a/b/c", "use OWNER/NAME"),
     ],
 )
 def test_what_the_hub_refuses_costs_one_line_and_nothing_is_written(

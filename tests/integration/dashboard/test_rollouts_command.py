@@ -159,7 +159,7 @@ def test_what_is_not_there_is_told_in_a_line(
 def test_a_folder_of_several_runs_is_refused_by_their_names(make_run: MakeRun) -> None:
     folder = make_run("a").path.parent
     make_run("b")
-    assert "holds a, b; name one" in rollouts(folder).err
+    assert "found a, b; pass one" in rollouts(folder).err
 
 
 def browsed(
@@ -209,7 +209,7 @@ def test_a_run_is_browsed_from_steps_to_prompts_to_answers(make_run: MakeRun) ->
     assert "row-5 " in seen[1]
     assert "said 0 1 2 3 4\n" in seen[3]
     assert "said 0 1 2 3 4 5 6\n" in seen[4]
-    assert "what? says nothing here" in seen[14]
+    assert "unknown command 'what?'" in seen[14]
 
 
 def test_the_tokens_at_which_the_policy_was_least_sure_are_named(make_run: MakeRun) -> None:
@@ -245,7 +245,7 @@ def test_on_a_terminal_it_asks(make_run: MakeRun) -> None:
             while file.read(4096):
                 pass
     assert os.waitpid(child, 0)[1] == 0
-    assert b"a, 4 steps, the newest first" in seen
+    assert b"a, 4 steps, newest first" in seen
     assert b"step 2 of 4, 3 prompts" in seen
 
 

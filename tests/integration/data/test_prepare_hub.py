@@ -114,7 +114,7 @@ def test_the_command_takes_the_hub_from_the_environment(hub: Hub, tmp_path: Path
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     said = " ".join(run.stdout.split())
-    assert "rows read 200 exact copies removed 198" in said
+    assert "rows read 200 exact duplicates removed 198" in said
     assert "rows written 2 data/dapo-math-17k.parquet" in said
     assert "math_dapo is scored by dapo_math" in said
     assert len(read_rows([str(tmp_path / "data" / "dapo-math-17k.parquet")])) == 2

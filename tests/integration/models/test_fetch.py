@@ -269,7 +269,7 @@ def test_a_run_keeps_the_commit_of_a_hub_model(tmp_path: Path, hub: Hub) -> None
     assert read(again(model.source)) == files, "a commit is read from the hub's cache alone"
     model, notes = opened("model.revision=v1")
     assert model.revision == COMMIT
-    assert f"owner/digits stays at revision {COMMIT}, which this run began with" in notes[0]
+    assert f"owner/digits stays at revision {COMMIT}, pinned when the run started" in notes[0]
     with pytest.raises(ConfigError, match=r"model.revision was '?0123"):
         opened(f"model.revision={hashlib.sha1(b'other').hexdigest()}")
 

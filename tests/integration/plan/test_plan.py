@@ -406,7 +406,7 @@ def test_lengths_of_a_run_are_those_of_its_newest_steps(tmp_path: Path) -> None:
     expected = [1, 2, 3, 5], [1, 20, 30, 50]
     assert tuple(map(list, kept_lengths(config, tmp_path))) == expected
     found = CliRunner().invoke(app, ["plan", RECIPE, "--lengths", "x", "--mean-response", "3"])
-    assert "--lengths has a mean of its own" in str(found.exception)
+    assert "--lengths and --mean-response exclude" in str(found.exception)
 
 
 def test_a_machine_is_filled_and_costs_what_its_hours_do(

@@ -292,7 +292,7 @@ def test_another_number_of_slots_consumes_the_same_where_nothing_is_carried(tmp_
         course.steps(1, 5)
     found = ledger("diff", "a", "b", folder=tmp_path)
     assert found.code == 0
-    assert "Groups given back differ: " in found.out
+    assert "Returned groups differ: " in found.out
     again = ledger("diff", "a", "a", folder=tmp_path)
     assert "given back" not in again.out
     assert ledger("diff", "a-carried", "b-carried", folder=tmp_path).code == 1
@@ -387,7 +387,7 @@ def test_when_a_group_was_settled_is_told_and_makes_no_difference(
     (tmp_path / "b" / "metrics.jsonl").unlink()  # of which its sums are no longer those
     found = ledger("diff", "a", "b", folder=tmp_path)
     assert (found.code, found.out.splitlines()[-1][:6]) == (0, "Same: ")
-    assert "Of 1 groups the time of admission or of the end differs:" in found.out
+    assert "Admission or end times differ for 1 groups:" in found.out
     assert f"{column} " in found.out
 
 
@@ -397,7 +397,7 @@ def test_token_ids_that_lie_elsewhere_are_left_out_and_that_is_said(tmp_path: Pa
     found = ledger("diff", "a", "b", folder=tmp_path)
     assert found.code == 0
     rows = read_ledger(RunFolder(tmp_path / "a")).filter(pc.field("step") == 1).num_rows
-    assert f"The token ids of {rows} groups are not known and not compared" in found.out
+    assert f"Token ids of {rows} groups were not recorded and are not compared" in found.out
 
 
 def test_runs_of_unlike_length_differ_and_can_be_compared_as_far_as_both_go(tmp_path: Path) -> None:

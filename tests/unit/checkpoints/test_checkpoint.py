@@ -22,8 +22,7 @@ from winnow.checkpoints.checkpoint import (
     Manifest,
     Snapshot,
     checkpoints_in,
-    clean,
-    load_state,
+    clean_drafts,
     newest_usable,
     prune,
     read_manifest,
@@ -92,12 +91,12 @@ def test_damage_of_any_kind_to_any_part_is_found_and_the_one_before_is_used(
         bad = save(tmp_path / "checkpoints", 2, config="x: 1")
         DAMAGES[damage](bad.path / part)
         with pytest.raises(CheckpointError, match=part) as caught:
-            load_state(bad)
+            verify(bad)
         assert "\n" not in str(caught.value)
         found, (warning,) = newest_usable(tmp_path)
         assert found == good
         assert part in warning
-        assert warning.endswith("; going on from step 1")
+        assert warning.endswith("; continuing from step 1")
         shutil.rmtree(bad.path)
 
 
@@ -133,7 +132,7 @@ def test_a_file_that_was_added_to_a_checkpoint_is_found(tmp_path: Path) -> None:
     verify(saved)
     (saved.model / "modeling_x.py").touch()
     with pytest.raises(
-        CheckpointError, match=r"modeling_x\.py was added to the checkpoint; remove"
+        CheckpointError, match=r"modeling_x\.py is not part of the checkpoint; remove"
     ):
         verify(saved)
 
@@ -201,7 +200,7 @@ def test_a_crash_at_any_point_leaves_what_was_there(
             crashes += 1
         else:
             break
-        clean(folder)
+        clean_drafts(folder)
         assert [path.name for path in folder.iterdir() if path.name[0] == "."] == []
         assert 1 in steps(folder)
         assert 2 in steps(folder) or not existing

@@ -64,7 +64,7 @@ def saving(run: Path, keep_last: int | None = None) -> Iterator[Callable[..., Ru
 
         def save(step: int, gate: threading.Event | None = None, error: str = "") -> RunState:
             weights.gate, weights.error = gate, error
-            s.note(step, None)
+            s.record_step(step, None)
             s.save()
             return s
 
@@ -133,7 +133,7 @@ def test_a_passing_error_is_tried_again_and_ends_the_run_with_75_at_the_third(
     with caplog.at_level(logging.WARNING), saving(tmp_path) as save:
         for step in (1, 2, 4, 1, 2, 5):  # two failures in a row, twice
             save(step)._join()
-    assert caplog.text.count("the next checkpoint tries again") == 4
+    assert caplog.text.count("retrying at the next checkpoint") == 4
     assert steps(tmp_path) == [4, 5]
 
     def end(last: list[int]) -> None:

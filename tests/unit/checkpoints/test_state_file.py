@@ -186,7 +186,7 @@ def elsewhere(index: Path) -> None:
 SPOILT = {
     "code": (lambda index: index.write_bytes(pickle.dumps(Bomb(index.parent / "ran"))), "mkdir"),
     "objects": (lambda index: shards(index.parent, {"x": Stranger()}), "BytesStorageMetadata"),
-    "elsewhere": (elsewhere, "names files elsewhere"),
+    "elsewhere": (elsewhere, "references files outside"),
     "rubbish": (lambda index: index.write_bytes(b"rubbish"), "cannot be read"),
     "nothing": (lambda index: index.unlink(), "No such file"),
 }

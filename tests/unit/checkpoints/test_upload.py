@@ -111,12 +111,12 @@ def test_a_copy_that_fails_is_tried_again_and_then_stops_the_run(
             patch.setattr(type(files), "put_file", fails)
             mirror.push(save(run, 1))
             mirror.push(save(run, 2))
-        assert "no credentials; the next checkpoint tries again" in caplog.text
+        assert "no credentials; retrying at the next checkpoint" in caplog.text
         mirror.push(save(run, 3))
     monkeypatch.setattr(type(files), "put_file", fails)
     mirror.push(save(run, 4))
     mirror.push(save(run, 5))
-    with pytest.raises(CheckpointError, match=r"step-6 to memory://x: no credentials; mend"):
+    with pytest.raises(CheckpointError, match=r"step-6 to memory://x: no credentials; fix"):
         mirror.push(save(run, 6))
 
 
@@ -135,6 +135,6 @@ def test_a_key_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     mirror.push(save(run, 1))
     shutil.rmtree(run)
     store["/bucket/a/../../evil.txt"] = store["/bucket/a/config.yaml"]
-    with pytest.raises(CheckpointError, match=r"the key .*evil.txt leads out of the run's folder"):
+    with pytest.raises(CheckpointError, match=r"the key .*evil.txt points outside the run folder"):
         mirror.fetch()
     assert list(tmp_path.rglob("*")) == [run.parent]

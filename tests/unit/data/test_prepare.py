@@ -190,7 +190,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         (
             "math",
             {"problem": "p", "answer": "2"},
-            ("data_source MATH has NO built-in scorer yet", "reward.scorers.MATH=dapo_math"),
+            ("data_source MATH has NO built-in scorer", "reward.scorers.MATH=dapo_math"),
         ),
         (
             "humaneval",

@@ -68,5 +68,5 @@ def test_the_command_lists_the_figures_of_a_part(tmp_path: Path) -> None:
         "    tokens of an answer; verl: response_length/SPREAD",
     ]
     assert in_this_process("metrics", "lenght", folder=tmp_path).err.startswith(
-        "winnow: no figure's name begins with 'lenght'; the parts are score, "
+        "winnow: no metric starts with 'lenght'; prefixes: score, "
     )
