@@ -51,7 +51,7 @@ class DropStaleLedger(Ledger):
     def begin_step(self, version: int, learns: int | None = None) -> list[Prompt]:
         self.version, self.learns = version, version if learns is None else learns
         oldest = self.learns - self.config.max_staleness
-        for group in self.groups.waiting_for_cut():
+        for group in self.groups.uncommitted_groups():
             if group.version < oldest:
                 self._throw_away(group)
         self.queue = deque(number for number in self.queue if number in self.groups.qualified)

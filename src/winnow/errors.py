@@ -2,7 +2,7 @@
 
 A message says what was given, what is allowed, and what to do. `WinnowError` and its
 children mean that the user can mend it (exit code 2), but for `WorkerError`, `PublicationError`,
-`FolderGoneError` and `PassingError`; anything else is our mistake (exit code 1).
+`FolderGoneError` and `TransientError`; anything else is our mistake (exit code 1).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WorkerError(WinnowError):
         return str(self.args[0])
 
 
-class PassingError(WinnowError):
+class TransientError(WinnowError):
     """A disk or a network failed in a way that may be over soon; exit code 75, "try again"."""
 
     exit_code = 75

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def growing() -> Iterator[None]:
+def disabled() -> Iterator[None]:
     """Collect nothing while the block runs, as for imports."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -39,13 +39,13 @@ def frozen() -> Iterator[None]:
             gc.unfreeze()
 
 
-def leave_at_exit() -> None:
+def freeze_at_exit() -> None:
     """Leave all objects alone at the process's end: the system takes the memory back."""
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    atexit.unregister(_freeze)
+    atexit.register(_freeze)
 
 
-def _leave() -> None:
+def _freeze() -> None:
     # Triton's bindings print a page about objects that are left.
     if "triton._C.libtriton" not in sys.modules:
         gc.freeze()

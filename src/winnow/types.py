@@ -196,7 +196,7 @@ class Group:
         return self.answers if self.baseline is None else (*self.answers, self.baseline)
 
     @property
-    def bare(self) -> Group:
+    def without_extras(self) -> Group:
         """The group without its answers' extras, which are for the policy alone, and large."""
         made = [replace(a, trajectory=replace(a.trajectory, extras={})) for a in self.answers]
         return replace(self, answers=tuple(made))

@@ -19,18 +19,18 @@ from typing import Any
 
 from winnow.errors import WinnowError
 
-_refused = ""
+_refusal = ""
 """The reason why this process runs no code of users; empty where it does."""
 
 
-def refuse_user_code(reason: str) -> None:
+def disable_user_code(reason: str) -> None:
     """Have this process import no code that a recipe names, from now on.
 
     Args:
         reason: and remedy, as the end of a message.
     """
-    global _refused
-    _refused = reason
+    global _refusal
+    _refusal = reason
 
 
 def load_user_object(
@@ -48,8 +48,8 @@ def load_user_object(
             such callable. The message has the field, the place and a remedy.
     """
     where = f"{field} {place}"
-    if _refused:
-        raise error(f"{where} {_refused}")
+    if _refusal:
+        raise error(f"{where} {_refusal}")
     if name is None:
         place, _, name = place.rpartition(":")
         if not place:
@@ -97,7 +97,7 @@ def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:
         return _import_file(file) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as fault:
         reason = " ".join(str(fault).split())
-        line = f", line {_line(fault, str(file))}" if is_file else ""
+        line = f", line {_error_line(fault, str(file))}" if is_file else ""
         raise error(
             f"{where}{line}: importing it fails with {type(fault).__name__}: {reason}; correct "
             f"{'the file' if is_file else 'the module, or give FILE.py:NAME'}"
@@ -126,7 +126,7 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _line(error: BaseException, file: str) -> int | str:
+def _error_line(error: BaseException, file: str) -> int | str:
     """The last line of the file that the error passed through."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return error.lineno or "?"

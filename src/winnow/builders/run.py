@@ -16,7 +16,7 @@ from winnow.checkpoints.opening import code_hashes
 from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
-from winnow.config.rules import notices
+from winnow.config.rules import config_warnings
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
 from winnow.data.prompts import PromptSet
 from winnow.data.user_source import UserOrder
@@ -192,7 +192,7 @@ def build(
     parts: dict[str, Stateful] = {"sampler": sampler, "passes": passes, "pending": pending}
     gpu = str(placed.machine.get("device", ""))
     peak = config.observe.peak_tflops or device_peak(gpu, config.model.dtype)
-    notes = (*_notes(source, held_out, config), *kl_notes(config), *notices(config))
+    notes = (*_notes(source, held_out, config), *kl_notes(config), *config_warnings(config))
     base = make_base(context, evaluator, loader, parts)
     return Run(
         **vars(replace(base, notes=notes)),

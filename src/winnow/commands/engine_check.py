@@ -28,7 +28,7 @@ from winnow.builders.engines import canary_of, check_engine, engine_of
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import use_machine
 from winnow.config.judge import NoJudge, NoRewardModel
-from winnow.config.load import resolve_recipe
+from winnow.config.load import parse_recipe
 from winnow.config.model import LoraAdapter, ReferenceConfig
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -124,7 +124,7 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
             f"data.max_prompt_tokens={_PROMPT_TOKENS}",
             f"rollout.max_response_tokens={TOKENS}",
         ]
-    config = resolve_recipe(None if is_server else target, [*defaults, *overrides])
+    config = parse_recipe(None if is_server else target, [*defaults, *overrides])
     nothing = {"model": NoRewardModel(), "judge": NoJudge()}
     reward = config.reward.model_copy(update=nothing)  # nobody scores
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}

@@ -44,9 +44,9 @@ from winnow.checkpoints.checkpoint import (
 from winnow.checkpoints.strangers import require_trust
 from winnow.commands.engine_check import Witness
 from winnow.config.data import DataConfig, NoTask
-from winnow.config.files import evaluation_recipe
+from winnow.config.files import resolve_evaluation_recipe
 from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
-from winnow.config.load import load_recipe, resolve_recipe
+from winnow.config.load import load_recipe, parse_recipe
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.reward import RewardConfig
 from winnow.config.roles import Roles
@@ -443,7 +443,7 @@ def _of_run(request: EvalRequest, run: RunFolder, checkpoint: Checkpoint, folder
 
 def _recipe(name: str, overrides: Sequence[str]) -> Config:
     """Resolve a recipe without the rules across sections: most of them are about training."""
-    return resolve_recipe(evaluation_recipe(name), overrides)
+    return parse_recipe(resolve_evaluation_recipe(name), overrides)
 
 
 def _asking(request: EvalRequest, config: Config, model: ModelConfig) -> Config:

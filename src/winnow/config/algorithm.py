@@ -14,7 +14,7 @@ from pydantic import Field
 
 from winnow.config.base import Aggregation, Change, Section, UserCode
 
-BYPASS_WEIGHTED = ("reinforce", "gpg")
+LOSSES_WITHOUT_RATIO = ("reinforce", "gpg")
 """Losses without a ratio of their own to the sampler."""
 
 
@@ -204,7 +204,7 @@ class ClipCovLoss(PolicyLossSection):
     """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("algorithm.policy_loss", "cov_low", "cov_high")
+        yield from self.order_conflicts("algorithm.policy_loss", "cov_low", "cov_high")
 
 
 class KlCovLoss(PolicyLossSection):
@@ -372,7 +372,7 @@ class MaskedWeight(Section):
     """Divide the weights by their mean over the step; with mode=recompute only."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("algorithm.correction.weight", "low", "high")
+        yield from self.order_conflicts("algorithm.correction.weight", "low", "high")
 
 
 class NoRejection(Section):
@@ -396,7 +396,7 @@ class K1Rejection(Section):
     """Largest ratio behav / old that stays."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("algorithm.correction.rejection", "low", "high")
+        yield from self.order_conflicts("algorithm.correction.rejection", "low", "high")
 
 
 class _DivergenceRejection(Section):
@@ -502,13 +502,13 @@ class AlgorithmConfig(Section):
                 "algorithm/kl/loss=fixed"
             )
         # In bypass mode a loss with a ratio to `old` corrects by itself.
-        if mode == "bypass" and weight != "none" and loss.name not in BYPASS_WEIGHTED:
+        if mode == "bypass" and weight != "none" and loss.name not in LOSSES_WITHOUT_RATIO:
             yield (
                 f"algorithm/correction/weight={weight} weighs twice in "
                 "algorithm.correction.mode=bypass, where the ratio of "
                 f"algorithm/policy_loss={loss.name} is to the sampler already; set "
                 "algorithm/correction/weight=none, or policy_loss to "
-                f"{' or '.join(BYPASS_WEIGHTED)}"
+                f"{' or '.join(LOSSES_WITHOUT_RATIO)}"
             )
 
     def _needs_pass_before_updates(self) -> str | None:

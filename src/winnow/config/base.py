@@ -51,7 +51,9 @@ class Section(BaseModel):
             raise ConflictError("\n".join(faults))
         return self
 
-    def out_of_order(self, at: str, low: str, high: str, *, equal: bool = False) -> Iterator[str]:
+    def order_conflicts(
+        self, key: str, low: str, high: str, *, equal: bool = False
+    ) -> Iterator[str]:
         """Yield the line for two bounds between which nothing can lie.
 
         Args:
@@ -62,23 +64,23 @@ class Section(BaseModel):
         if least > most or (least == most and not equal):
             relation = "above" if equal else "not below"
             yield (
-                f"{at}.{low}={least:g} is {relation} {at}.{high}={most:g}; lower the one or raise "
-                "the other"
+                f"{key}.{low}={least:g} is {relation} {key}.{high}={most:g}; lower the one or "
+                "raise the other"
             )
 
 
 @dataclass(frozen=True)
-class Reach:
+class SideEffect:
     """Mark of a field by which a recipe does something outside its run's folder."""
 
     effect: str
     """Verb and object, for messages."""
 
 
-CODE = Reach("runs Python code")
-PROGRAM = Reach("starts a program, or sets its environment")
-ADDRESS = Reach("sends data to an address")
-PLACE = Reach("writes files outside the run's folder")
+CODE = SideEffect("runs Python code")
+PROGRAM = SideEffect("starts a program, or sets its environment")
+ADDRESS = SideEffect("sends data to an address")
+PLACE = SideEffect("writes files outside the run's folder")
 
 
 class Change(IntEnum):
@@ -99,7 +101,9 @@ class Change(IntEnum):
     """Neither on resuming nor in a fork: the state of the run rests on it."""
 
 
-def reaching(section: Section, at: str = "", around: Reach | None = None) -> Iterator[Reaching]:
+def side_effects(
+    section: Section, at: str = "", around: SideEffect | None = None
+) -> Iterator[EffectSetting]:
     """Yield the settings of a section, and of those within, whose fields have a mark.
 
     Args:
@@ -108,31 +112,31 @@ def reaching(section: Section, at: str = "", around: Reach | None = None) -> Ite
     """
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{at}.{name}" if at else name
-        reach = next((mark for mark in field.metadata if isinstance(mark, Reach)), around)
+        reach = next((mark for mark in field.metadata if isinstance(mark, SideEffect)), around)
         entries = dict(enumerate(value)) if isinstance(value, tuple) else value
         entries = entries.items() if isinstance(entries, Mapping) else [("", value)]
         inner = [
             (f"{key}.{n}" if n != "" else key, v) for n, v in entries if isinstance(v, Section)
         ]
         for place, each in inner:
-            yield from reaching(each, place, reach)
+            yield from side_effects(each, place, reach)
         is_default = value == field.get_default(call_default_factory=True)
         if reach and not inner and not is_default and value not in ("auto", "none"):
             yield key, value, reach
 
 
-Reaching = tuple[str, Any, Reach]
+EffectSetting = tuple[str, Any, SideEffect]
 """Key and value of a setting, and the mark of its field."""
 
 
-def _user_object(value: str) -> str:
+def _check_import_path(value: str) -> str:
     module, _, name = value.rpartition(":")
     if not module or not name.isidentifier():
         raise ValueError("must be FILE.py:NAME or package.module:NAME")
     return value
 
 
-UserObject = Annotated[str, AfterValidator(_user_object), CODE]
+ImportPath = Annotated[str, AfterValidator(_check_import_path), CODE]
 """Place of a user's own function or class: `FILE.py:NAME` or `package.module:NAME`."""
 Options = dict[str, bool | int | float | str]
 """Keyword arguments of a user's own function or class."""
@@ -142,7 +146,7 @@ class UserCode(Section):
     """A variant of your own, given by its place."""
 
     name: Literal["custom"] = "custom"
-    path: UserObject
+    path: ImportPath
     """Place of the function or class: FILE.py:NAME or package.module:NAME."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the function or class."""
@@ -166,7 +170,7 @@ Aggregation = Literal[
 _ENVIRONMENT_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
-def _environment_name(value: str | None, info: ValidationInfo) -> str | None:
+def _check_environment_name(value: str | None, info: ValidationInfo) -> str | None:
     if value is not None and not _ENVIRONMENT_NAME.fullmatch(value):
         secret = "key" if "key" in str(info.field_name) else "token"
         raise SecretError(
@@ -175,12 +179,12 @@ def _environment_name(value: str | None, info: ValidationInfo) -> str | None:
     return value
 
 
-EnvironmentName = Annotated[str | None, AfterValidator(_environment_name)]
+EnvironmentName = Annotated[str | None, AfterValidator(_check_environment_name)]
 """Name of the environment variable that holds a secret, never the secret itself."""
 
 
-def web_address(
-    value: str, instead: str, rule: str = "must begin with http:// or https:// and name a host"
+def parse_url(
+    value: str, remedy: str, rule: str = "must begin with http:// or https:// and name a host"
 ) -> SplitResult:
     """Split an HTTP address into its parts.
 
@@ -203,5 +207,5 @@ def web_address(
         kind = SecretError if "@" in value else ValueError
         raise kind(rule)
     if parts.username is not None or parts.password is not None:
-        raise SecretError(f"must hold no user and password ({instead})")
+        raise SecretError(f"must hold no user and password ({remedy})")
     return parts

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from winnow.config.base import CODE, Change, Options, Section, UserCode, UserObject
+from winnow.config.base import CODE, Change, ImportPath, Options, Section, UserCode
 
 
 class NoTask(Section):
@@ -31,7 +31,7 @@ class SortDigitsTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("data.task", "min_digits", "max_digits", equal=True)
+        yield from self.order_conflicts("data.task", "min_digits", "max_digits", equal=True)
 
 
 class ReasoningGymTask(Section):
@@ -153,7 +153,7 @@ class DataConfig(Section):
     limit of held-out ones."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
-    sampler: Annotated[UserObject | None, CODE] = None
+    sampler: Annotated[ImportPath | None, CODE] = None
     """Class of your own that chooses the next row, in the place of epochs; its place, FILE.py:NAME
     or package.module:NAME. docs/extending.md shows one."""
     sampler_options: Options = Field(default_factory=dict)
@@ -161,7 +161,7 @@ class DataConfig(Section):
 
     @field_validator("prompt_template")
     @classmethod
-    def _holds_the_message(cls, value: dict[str, str]) -> dict[str, str]:
+    def _check_prompt_template(cls, value: dict[str, str]) -> dict[str, str]:
         without = [source for source, text in value.items() if "{prompt}" not in text]
         if without:
             raise ValueError(f"must say {{prompt}} where the message goes, for {without[0]!r} too")

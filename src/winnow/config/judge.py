@@ -8,30 +8,30 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from winnow.config.base import ADDRESS, PLACE, Change, Dtype, EnvironmentName, Section, web_address
+from winnow.config.base import ADDRESS, PLACE, Change, Dtype, EnvironmentName, Section, parse_url
 from winnow.config.rollout import TorchEngineConfig, VllmEngineConfig
 from winnow.config.trainer import Sharded, WholeModels
 
-BUILT_IN = ("correctness", "quality")
+TEMPLATES = ("correctness", "quality")
 """Templates by name; their texts are in `winnow.rewards.judge_prompt`."""
 VARIABLES = ("question", "messages", "answer", "ground_truth", "extra", "data_source")
 """Variables that a template may use."""
-_TAKEN = (
+_RESERVED_PARTS = (
     *("accuracy", "reward", "task_reward", "task", "pred"),
     *("acc", "score", "seq_reward", "seq_final_reward"),
     *("overlong", "overlong_reward", "cosine"),
 )
 
 
-def _free_part(value: str) -> str:
+def _check_part_name(value: str) -> str:
     if not value.isidentifier():
         raise ValueError("must be a name of letters, digits and _")
-    if value in _TAKEN:
-        raise ValueError(f"must be none of {', '.join(_TAKEN)}, which are taken")
+    if value in _RESERVED_PARTS:
+        raise ValueError(f"must be none of {', '.join(_RESERVED_PARTS)}, which are taken")
     return value
 
 
-PartName = Annotated[str, AfterValidator(_free_part)]
+PartName = Annotated[str, AfterValidator(_check_part_name)]
 """Name of a part of the reward, as metrics, rollouts and filters call it."""
 
 
@@ -45,7 +45,7 @@ class ShardedScorer(Sharded):
     """The model sharded over processes that only score (PyTorch's `fully_shard`); see
     docs/ranks.md."""
 
-    at: ClassVar[str] = "reward.model.strategy"
+    section_key: ClassVar[str] = "reward.model.strategy"
 
 
 Scorer = Annotated[WholeModels | ShardedScorer, Field(discriminator="name")]
@@ -84,7 +84,7 @@ class SequenceClassifier(Section):
 
     @field_validator("chat_template")
     @classmethod
-    def _is_supported(cls, value: str) -> str:
+    def _check_chat_template(cls, value: str) -> str:
         if value not in ("auto", "none") and "{" not in value:
             raise ValueError("must be auto, none, or the text of a Jinja template")
         return value
@@ -93,7 +93,7 @@ class SequenceClassifier(Section):
 RewardModel = Annotated[NoRewardModel | SequenceClassifier, Field(discriminator="name")]
 
 
-def sharding_of(model: RewardModel) -> ShardedScorer | None:
+def scorer_sharding(model: RewardModel) -> ShardedScorer | None:
     """Return how a reward model is sharded; None where it is whole, or there is none."""
     chosen = model.strategy if isinstance(model, SequenceClassifier) else None
     return chosen if isinstance(chosen, ShardedScorer) else None
@@ -118,7 +118,7 @@ class NumberParse(Section):
 
     @field_validator("pattern")
     @classmethod
-    def _has_one_group(cls, value: str) -> str:
+    def _check_pattern(cls, value: str) -> str:
         try:
             groups = re.compile(value).groups
         except re.error as error:
@@ -144,7 +144,7 @@ class LabelsParse(Section):
 
     @field_validator("labels")
     @classmethod
-    def _are_labels(cls, value: dict[str, float]) -> dict[str, float]:
+    def _check_labels(cls, value: dict[str, float]) -> dict[str, float]:
         if not value or not all(label.strip() for label in value):
             raise ValueError("must name one word or more, none of them empty")
         return value
@@ -193,12 +193,12 @@ class LanguageModelJudge(Section):
 
     @field_validator("template", "system")
     @classmethod
-    def _is_template(cls, value: str | None, info: Any) -> str | None:
+    def _check_template(cls, value: str | None, info: Any) -> str | None:
         is_system = info.field_name == "system"
-        if value is None or (value in BUILT_IN and not is_system):
+        if value is None or (value in TEMPLATES and not is_system):
             return value
         if not is_system and "{" not in value:
-            raise ValueError(f"must be {', '.join(BUILT_IN)}, or the text of a Jinja template")
+            raise ValueError(f"must be {', '.join(TEMPLATES)}, or the text of a Jinja template")
         used = template_variables(value)
         if unknown := sorted(used - {*VARIABLES}):
             raise ValueError(f"must use {', '.join(VARIABLES)} only, and uses {', '.join(unknown)}")
@@ -207,10 +207,10 @@ class LanguageModelJudge(Section):
         return value
 
     def conflicts(self) -> Iterator[str]:
-        if self.template not in BUILT_IN and isinstance(self.parse, BuiltInParse):
+        if self.template not in TEMPLATES and isinstance(self.parse, BuiltInParse):
             yield (
                 "reward.judge.template is one of your own and reward/judge/parse=built_in only "
-                f"knows {' and '.join(BUILT_IN)}; set reward/judge/parse to number or labels"
+                f"knows {' and '.join(TEMPLATES)}; set reward/judge/parse to number or labels"
             )
         labels = self.parse.labels if isinstance(self.parse, LabelsParse) else {}
         least, most = min(labels.values(), default=0.0), max(labels.values(), default=1.0)
@@ -251,21 +251,21 @@ class OpenAiJudge(LanguageModelJudge):
 
     @field_validator("base_url")
     @classmethod
-    def _is_address(cls, value: str) -> str:
-        url = web_address(value, "reward.judge.api_key_env is for keys")
+    def _check_url(cls, value: str) -> str:
+        url = parse_url(value, "reward.judge.api_key_env is for keys")
         if url.query or url.fragment:
             raise ValueError("must end with its path: no ? and no #")
         return value
 
     @field_validator("options")
     @classmethod
-    def _are_further(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_options(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(value.keys() & {"model", "messages", "stream", "n"}):
             raise ValueError(f"must leave {', '.join(taken)} alone")
         return value
 
 
-_OF_JUDGES = {
+_JUDGE_KEYS = {
     "rollout.engine": "reward.judge.engine",
     "rollout/engine": "reward/judge/engine",
     "model.path": "reward.judge.path",
@@ -276,10 +276,10 @@ _OF_JUDGES = {
 }
 
 
-def rename_for_judge(line: str) -> str:
+def to_judge_keys(line: str) -> str:
     """Return what an engine of the policy's says of its settings, with the keys of a judge's."""
-    pattern = "|".join(map(re.escape, _OF_JUDGES))
-    return re.sub(pattern, lambda match: _OF_JUDGES[match[0]], line)
+    pattern = "|".join(map(re.escape, _JUDGE_KEYS))
+    return re.sub(pattern, lambda match: _JUDGE_KEYS[match[0]], line)
 
 
 class JudgeTorchEngine(TorchEngineConfig):
@@ -296,7 +296,7 @@ class JudgeVllmEngine(VllmEngineConfig):
     """Engines, each with the whole model, on tensor_parallel GPUs where there are any."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from map(rename_for_judge, super().conflicts())
+        yield from map(to_judge_keys, super().conflicts())
         if self.sleep:
             yield (
                 "reward.judge.engine.sleep=true leaves a judge no time to be asked, as answers are "
@@ -330,7 +330,7 @@ class EngineJudge(LanguageModelJudge):
 Judge = Annotated[NoJudge | OpenAiJudge | EngineJudge, Field(discriminator="name")]
 
 
-def engines_of(judge: Judge) -> JudgeTorchEngine | JudgeVllmEngine | None:
+def judge_engine(judge: Judge) -> JudgeTorchEngine | JudgeVllmEngine | None:
     """Return the engines of the run's own that judge; None where there are none."""
     return judge.engine if isinstance(judge, EngineJudge) else None
 

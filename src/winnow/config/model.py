@@ -85,10 +85,10 @@ class ShardedReference(Sharded):
     """The reference sharded over processes that only answer for it (PyTorch's `fully_shard`); see
     docs/ranks.md."""
 
-    at: ClassVar[str] = "reference.strategy"
+    section_key: ClassVar[str] = "reference.strategy"
 
 
-Reference = Annotated[WithPolicy | ShardedReference, Field(discriminator="name")]
+ReferenceStrategy = Annotated[WithPolicy | ShardedReference, Field(discriminator="name")]
 
 
 class ReferenceConfig(Section):
@@ -102,7 +102,7 @@ class ReferenceConfig(Section):
     """Folder of the model; null is the policy's start."""
     dtype: Dtype | None = None
     """Type of weights and activations; null is model.dtype."""
-    strategy: Annotated[Reference, Change.ON_RESUME] = WithPolicy()
+    strategy: Annotated[ReferenceStrategy, Change.ON_RESUME] = WithPolicy()
     """Placement of the model's weights."""
 
 

@@ -13,9 +13,9 @@ from winnow.config.base import (
     PROGRAM,
     Change,
     EnvironmentName,
+    ImportPath,
     Section,
-    UserObject,
-    web_address,
+    parse_url,
 )
 from winnow.config.judge import (
     Judge,
@@ -25,8 +25,8 @@ from winnow.config.judge import (
     PartName,
     RewardModel,
     SequenceClassifier,
-    engines_of,
-    sharding_of,
+    judge_engine,
+    scorer_sharding,
 )
 
 
@@ -77,8 +77,8 @@ class RemoteManager(Section):
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, value: str) -> str:
-        url = web_address(value, "reward.manager.token_env is for tokens")
+    def _check_url(cls, value: str) -> str:
+        url = parse_url(value, "reward.manager.token_env is for tokens")
         if (url.query or url.fragment) and not url.path:
             raise ValueError("must have a path, such as /, before ? and #")
         return value
@@ -88,7 +88,7 @@ class CustomManager(Section):
     """A class of your own scores every source."""
 
     name: Literal["custom"] = "custom"
-    path: UserObject
+    path: ImportPath
     """Place of the class: FILE.py:NAME or package.module:NAME."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
@@ -106,7 +106,7 @@ RewardManager = Annotated[
 ]
 
 
-class _Programs(Section):
+class _ProgramLimits(Section):
     """Limits of programs in any sandbox."""
 
     time_s: float = Field(5.0, gt=0, le=3600)
@@ -119,7 +119,7 @@ class _Programs(Section):
     """Reward 1 for passing all test cases and else 0, or the share of them that pass."""
 
 
-class SandboxConfig(_Programs):
+class SandboxConfig(_ProgramLimits):
     """The local sandbox, and the limits of a program in it."""
 
     name: Literal["local"] = "local"
@@ -139,7 +139,7 @@ class SandboxConfig(_Programs):
     """Size of a program's folder in memory, in MiB (bubblewrap only)."""
 
 
-class FusionConfig(_Programs):
+class FusionConfig(_ProgramLimits):
     """A service that speaks SandboxFusion's HTTP API, such as `winnow sandbox serve`."""
 
     name: Literal["fusion"] = "fusion"
@@ -156,9 +156,9 @@ class FusionConfig(_Programs):
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, value: str) -> str:
+    def _check_url(cls, value: str) -> str:
         rule = "must be an address such as http://127.0.0.1:8080"
-        parts = web_address(value, "reward.sandbox.token_env is for tokens", rule)
+        parts = parse_url(value, "reward.sandbox.token_env is for tokens", rule)
         if parts.query or parts.fragment:
             raise ValueError(rule)
         return value.rstrip("/").removesuffix("/run_code")
@@ -272,17 +272,17 @@ class RewardConfig(Section):
     """Share of a step's answers whose scoring may fail before the run stops."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._missing_models()
-        yield from self._repeated_parts()
-        yield from self._unfit_manager()
-        if self.processes and sharding_of(self.model) is not None:
+        yield from self._function_conflicts()
+        yield from self._part_conflicts()
+        yield from self._manager_conflicts()
+        if self.processes and scorer_sharding(self.model) is not None:
             yield (
                 f"reward.processes={self.processes} hold a whole reward model each, and "
                 "reward/model/strategy=fsdp2 shards it over processes of its own, which the run's "
                 "process asks; set reward.processes=0 (reward.workers takes your function apart), "
                 "or reward/model/strategy=single"
             )
-        if self.processes and engines_of(self.judge) is not None:
+        if self.processes and judge_engine(self.judge) is not None:
             yield (
                 f"reward.processes={self.processes} and reward/judge=engine exclude each other, as "
                 "the run's process asks the judge's engines; set reward.processes=0 "
@@ -296,7 +296,7 @@ class RewardConfig(Section):
                     "or raise the limit"
                 )
 
-    def _missing_models(self) -> Iterator[str]:
+    def _function_conflicts(self) -> Iterator[str]:
         sources = [source for source, scorer in self.scorers.items() if scorer == "none"]
         if sources and (self.model, self.judge) == (NoRewardModel(), NoJudge()):
             yield (
@@ -311,7 +311,7 @@ class RewardConfig(Section):
                 "or leave reward.scorers empty"
             )
 
-    def _repeated_parts(self) -> Iterator[str]:
+    def _part_conflicts(self) -> Iterator[str]:
         names = {f"reward.parts.{name}": name for name in self.parts}
         for key, model in (("reward.model.part", self.model), ("reward.judge.part", self.judge)):
             if isinstance(model, NoRewardModel | NoJudge):
@@ -324,7 +324,7 @@ class RewardConfig(Section):
                 )
             names[key] = model.part
 
-    def _unfit_manager(self) -> Iterator[str]:
+    def _manager_conflicts(self) -> Iterator[str]:
         manager, workers, path = self.manager, self.workers, self.function.path
         both = f"reward/manager={manager.name} and reward.workers={workers}"
         if isinstance(manager, NaiveManager) and workers:
@@ -367,7 +367,7 @@ class RewardConfig(Section):
         return weights
 
 
-_SHARED = (
+_SHARED_LIMITS = (
     ("judge", "max_concurrent"),
     ("judge", "requests_per_minute"),
     ("judge", "tokens_per_minute"),
@@ -379,11 +379,11 @@ _SHARED = (
 
 def shared_limits(config: RewardConfig) -> dict[tuple[str, str], int]:
     """Return the limits of a recipe that several reward processes have to share."""
-    limits = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED}
+    limits = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED_LIMITS}
     return {place: limit for place, limit in limits.items() if limit is not None}
 
 
-def share_of(config: RewardConfig) -> RewardConfig:
+def config_per_process(config: RewardConfig) -> RewardConfig:
     """Return the section for one of `reward.processes`: with its part of each shared limit."""
     changed: dict[str, Any] = {}
     for (name, key), limit in shared_limits(config).items():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from winnow.config.algorithm import GaeAdvantage, NoKl
 from winnow.config.data import Demonstrations
-from winnow.config.judge import NoRewardModel, sharding_of
+from winnow.config.judge import NoRewardModel, scorer_sharding
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import SyncMode
@@ -56,12 +56,12 @@ class Role:
     """Its pool on a Ray cluster; None: one of its own."""
 
     @property
-    def place(self) -> str:
+    def pool_name(self) -> str:
         """Return its pool, or its own name: roles of one place share GPUs."""
         return self.pool or self.name
 
     @property
-    def plural(self) -> str:
+    def plural_title(self) -> str:
         """Return the title of several processes. Example: `ranks of the policy`."""
         return self.title.format(s="s", name=self.name.replace("_", " "))
 
@@ -85,7 +85,7 @@ class Roles:
     """The roles of a recipe, by name; iterates over those that have processes."""
 
     def __init__(self, config: Config) -> None:
-        self._roles = {role.name: _resolved(role, config) for role in ROLES}
+        self._roles = {role.name: _resolve_role(role, config) for role in ROLES}
 
     def __getitem__(self, name: str) -> Role:
         return self._roles[name]
@@ -111,11 +111,11 @@ def needs_reference(config: Config) -> bool:
     return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
 
 
-def _samples(config: Config) -> bool:
+def _has_rollouts(config: Config) -> bool:
     return not isinstance(config.sft, Demonstrations)
 
 
-def _has_values(config: Config) -> bool:
+def _uses_critic(config: Config) -> bool:
     return isinstance(config.algorithm.advantage, GaeAdvantage)
 
 
@@ -168,21 +168,21 @@ ROLES = [
         "reference.strategy.ranks",
         "winnow.ranks.workers:ReferenceWorker",
         ("config", "start", "vocabulary"),
-        is_needed=lambda config: needs_reference(config) and _samples(config),
+        is_needed=lambda config: needs_reference(config) and _has_rollouts(config),
     ),
     Role(
         "critic",
         "critic.strategy.ranks",
         "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
-        is_needed=lambda config: _has_values(config) and _samples(config),
+        is_needed=lambda config: _uses_critic(config) and _has_rollouts(config),
         saved_in="critic",
     ),
 ]
 """Each role of a recipe, in the order in which they get GPUs of one machine."""
 
 
-def _resolved(role: Role, config: Config) -> Role:
+def _resolve_role(role: Role, config: Config) -> Role:
     """Put a recipe's numbers into a role."""
     *path, name = role.key.split(".")
     section: Any = config
@@ -193,7 +193,7 @@ def _resolved(role: Role, config: Config) -> Role:
         count = int(is_vllm or not isinstance(config.trainer.mode, SyncMode))
     width, model = getattr(section, "tensor_parallel", 1), config.reward.model
     if role.name == "reward":
-        width = int(not isinstance(model, NoRewardModel) and sharding_of(model) is None)
+        width = int(not isinstance(model, NoRewardModel) and scorer_sharding(model) is None)
     return replace(
         role,
         worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),

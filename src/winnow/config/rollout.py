@@ -13,10 +13,10 @@ from winnow.config.base import (
     TEMPERATURES,
     Change,
     EnvironmentName,
-    Reach,
     Section,
+    SideEffect,
     UserCode,
-    web_address,
+    parse_url,
 )
 
 
@@ -54,9 +54,9 @@ _ENGINE_KEYS = {
     "enable_return_routed_experts": "rollout.routing_replay",
 }
 """Keys of a recipe that set an option of vLLM's."""
-VLLM_ADAPTER_RANK = 512
+VLLM_MAX_ADAPTER_RANK = 512
 """The largest rank of an adapter that vLLM applies by itself."""
-_FIXED = {
+_RESERVED_OPTIONS = {
     *("additional_config", "async_scheduling", "logits_processors", "logprobs_mode"),
     *("max_logprobs", "scheduling_policy", "skip_tokenizer_init", "tokenizer"),
     *(
@@ -101,7 +101,7 @@ class VllmEngineConfig(Section):
     sleep: bool = False
     """Give GPU memory back while a step is learnt, for engines that share GPUs with ranks: weights
     go to the host's memory, the cache is dropped. Takes GPUs and trainer/mode=sync."""
-    extra: Annotated[dict[str, Any], Reach("gives vLLM options, which may name code")] = Field(
+    extra: Annotated[dict[str, Any], SideEffect("gives vLLM options, which may name code")] = Field(
         default_factory=dict
     )
     """Further options of vLLM's `EngineArgs`, by its names, such as
@@ -118,7 +118,7 @@ class VllmEngineConfig(Section):
         for name in (*self.extra, *below):
             if name in _ENGINE_KEYS:
                 yield f"rollout.engine.extra.{name} has a key of its own: set {_ENGINE_KEYS[name]}"
-            elif name in _FIXED:
+            elif name in _RESERVED_OPTIONS:
                 yield (
                     f"rollout.engine.extra.{name} is not free, as Winnow's draws, weights or trust "
                     "rest on it; leave it out"
@@ -153,14 +153,14 @@ class HttpEngineConfig(Section):
 
     @field_validator("url", mode="before")
     @classmethod
-    def _as_list(cls, value: Any) -> Any:
+    def _to_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_url(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for each in value:
-            url = web_address(each, "rollout.engine.token_env is for keys")
+            url = parse_url(each, "rollout.engine.token_env is for keys")
             if url.query or url.fragment:
                 raise ValueError("must end before ? and #")
         if len(set(value)) < len(value):
@@ -246,7 +246,7 @@ class BandFilter(Section):
     """Highest mean that passes."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("sampling.filter", "low", "high", equal=True)
+        yield from self.order_conflicts("sampling.filter", "low", "high", equal=True)
 
 
 class CustomFilter(UserCode):

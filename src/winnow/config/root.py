@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PrivateAttr, field_validator
 
 from winnow.config.algorithm import AlgorithmConfig
-from winnow.config.base import ADDRESS, PLACE, Change, Options, SecretError, Section, UserObject
+from winnow.config.base import ADDRESS, PLACE, Change, ImportPath, Options, SecretError, Section
 from winnow.config.data import DataConfig, NoDemonstrations, Sft
 from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
@@ -51,7 +51,7 @@ class RunConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _one_folder(cls, value: str | None) -> str | None:
+    def _check_name(cls, value: str | None) -> str | None:
         if value is not None and (not value or value[0] == "." or set(value) & set("/\\\0")):
             raise ValueError("must name one folder (not empty, no slash, no dot in front)")
         return value
@@ -60,7 +60,7 @@ class RunConfig(Section):
 class CustomSink(Section):
     """A sink of your own for the records of steps; winnow.observe.sinks has the protocol."""
 
-    path: UserObject
+    path: ImportPath
     """Place of the class: FILE.py:NAME or package.module:NAME."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
@@ -117,7 +117,7 @@ class MlflowConfig(Section):
 
     @field_validator("uri")
     @classmethod
-    def _without_password(cls, value: str | None) -> str | None:
+    def _check_uri(cls, value: str | None) -> str | None:
         if value is not None and "@" in urlsplit(value).netloc:
             raise SecretError(
                 "must hold no user and password (set MLFLOW_TRACKING_USERNAME and "
@@ -196,13 +196,13 @@ class ObserveConfig(Section):
 
     @field_validator("trackers")
     @classmethod
-    def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+    def _check_trackers(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
         if len({*value}) < len(value):
             raise ValueError("must name each tracker once")
         return value
 
 
-class FromEnvironment(NamedTuple):
+class EnvironmentValue(NamedTuple):
     """A value of a recipe that was written with `${oc.env:NAME}`, as secrets are."""
 
     text: str
@@ -214,7 +214,7 @@ class FromEnvironment(NamedTuple):
 class Config(Section):
     """A validated recipe."""
 
-    _from_environment: dict[tuple[str, ...], FromEnvironment] = PrivateAttr(default_factory=dict)
+    _from_environment: dict[tuple[str, ...], EnvironmentValue] = PrivateAttr(default_factory=dict)
 
     run: RunConfig = RunConfig()
     """Name, folder, seed and machine."""
@@ -256,6 +256,6 @@ class Config(Section):
         return min(self.trainer.mini_batch_groups or groups, groups)
 
     @property
-    def from_environment(self) -> dict[tuple[str, ...], FromEnvironment]:
+    def from_environment(self) -> dict[tuple[str, ...], EnvironmentValue]:
         """The values that came from the environment, by path."""
         return self._from_environment

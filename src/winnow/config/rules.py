@@ -20,7 +20,7 @@ from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
 from winnow.config.model import LoraAdapter, SftWarmStart
 from winnow.config.roles import Roles
 from winnow.config.rollout import (
-    VLLM_ADAPTER_RANK,
+    VLLM_MAX_ADAPTER_RANK,
     BandFilter,
     HttpEngineConfig,
     VarianceFilter,
@@ -38,17 +38,27 @@ def check_config(config: Config) -> None:
         ConfigError: a rule is broken; one line each.
     """
     rules = (
-        *(_start, _truths, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
-        *(_mode, _warm_started_model, _megatron, _placement, _routes),
+        *(
+            _sources,
+            _truth_column,
+            _group_size,
+            _admission,
+            _updates,
+            _lengths,
+            _reward,
+            _evaluation,
+            _engine,
+        ),
+        *(_mode, _warm_start, _megatron, _placement, _routing),
     )
     if faults := [fault for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
 
 
-def notices(config: Config) -> list[str]:
+def config_warnings(config: Config) -> list[str]:
     """Return warnings of what a recipe hardly means: warm-ups longer than the run, idle engines,
     tokens of older weights without a correction."""
-    lines = [*_uncorrected(config), *_undivided(config)]
+    lines = [*_correction_warnings(config), *_batch_warnings(config)]
     warmups = [("optim.warmup_steps", "trainer.steps")]
     if isinstance(config.algorithm.advantage, GaeAdvantage):
         warmups.append(("critic.optim.warmup_steps", "trainer.steps"))
@@ -74,12 +84,12 @@ def notices(config: Config) -> list[str]:
     return lines
 
 
-def _undivided(config: Config) -> Iterator[str]:
+def _batch_warnings(config: Config) -> Iterator[str]:
     """Yield what steps cost that ranks or micro-batches do not divide; nothing is dropped."""
     trainer = config.trainer
     together = getattr(trainer.strategy, "sequence", 1)
     if isinstance(trainer.strategy, Megatron):
-        together = trainer.strategy.share_ranks
+        together = trainer.strategy.model_parallel_ranks
     ranks = Roles(config)["policy"].count // together
     update, key = config.groups_per_update * config.rollout.n, "trainer.microbatch_tokens"
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -96,7 +106,7 @@ def _undivided(config: Config) -> Iterator[str]:
         )
 
 
-def _uncorrected(config: Config) -> Iterator[str]:
+def _correction_warnings(config: Config) -> Iterator[str]:
     correction = config.algorithm.correction
     weight, rejection = correction.weight.name, correction.rejection.name
     is_off = (weight, rejection) == ("none", "none") and correction.mode != "bypass"
@@ -108,7 +118,7 @@ def _uncorrected(config: Config) -> Iterator[str]:
         )
 
 
-def longest_tokens(config: Config) -> int:
+def max_sequence_tokens(config: Config) -> int:
     """Return the most tokens that an answer has with its prompt, in training and evaluation."""
     evaluated = config.evaluation.max_response_tokens or 0
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, evaluated)
@@ -136,7 +146,7 @@ def _quote(config: Config, *keys: str) -> str:
     return " and ".join([", ".join(settings[:-1]), settings[-1]] if settings[1:] else settings)
 
 
-def _start(c: Config) -> Iterator[str]:
+def _sources(c: Config) -> Iterator[str]:
     makes_model, task = isinstance(c.warm_start, SftWarmStart), c.data.task
     imitates = isinstance(c.sft, Demonstrations)
     if isinstance(c.sft, Demonstrations) and not c.sft.train_files:
@@ -170,7 +180,7 @@ def _start(c: Config) -> Iterator[str]:
         )
 
 
-def _warm_started_model(c: Config) -> Iterator[str]:
+def _warm_start(c: Config) -> Iterator[str]:
     """Yield the lines for what ranks cannot share of a model that the recipe makes itself."""
     strategy, start = c.trainer.strategy, c.warm_start
     if not isinstance(start, SftWarmStart):
@@ -205,7 +215,7 @@ def _megatron(c: Config) -> Iterator[str]:
         )
 
 
-def _truths(c: Config) -> Iterator[str]:
+def _truth_column(c: Config) -> Iterator[str]:
     reward = c.reward
     is_custom = reward.function.path or reward.manager.name in ("remote", "custom")
     if c.data.columns.truth == "none" and not (is_custom or "none" in reward.scorers.values()):
@@ -216,7 +226,7 @@ def _truths(c: Config) -> Iterator[str]:
         )
 
 
-def _groups(c: Config) -> Iterator[str]:
+def _group_size(c: Config) -> Iterator[str]:
     """Yield the rules about groups of one answer."""
     if c.rollout.n > 1:
         return
@@ -328,7 +338,7 @@ def _lengths(c: Config) -> Iterator[str]:
             )
 
 
-def _scores(c: Config) -> Iterator[str]:
+def _reward(c: Config) -> Iterator[str]:
     """Yield the line for a reward without a part that counts; gdpo has weights of its own."""
     weights = c.reward.part_weights()
     gdpo = isinstance(c.algorithm.advantage, GdpoAdvantage)
@@ -368,13 +378,13 @@ def _engine(c: Config) -> Iterator[str]:
             f"model.adapter.publish=adapter and {_quote(c, 'rollout/engine')} exclude each other: "
             "servers get whole weights; set model.adapter.publish=merged or rollout/engine=torch"
         )
-    most = VLLM_ADAPTER_RANK
+    most = VLLM_MAX_ADAPTER_RANK
     if is_alone and isinstance(engine, VllmEngineConfig) and rank > most:
         yield (
             f"{_quote(c, 'model.adapter.rank')} is more than the {most} that vLLM takes; lower it, "
             "or set model.adapter.publish=merged"
         )
-    longest = longest_tokens(c)
+    longest = max_sequence_tokens(c)
     if (
         isinstance(engine, VllmEngineConfig)
         and not engine.chunked_prefill
@@ -400,7 +410,7 @@ def _engine(c: Config) -> Iterator[str]:
         )
 
 
-def _routes(c: Config) -> Iterator[str]:
+def _routing(c: Config) -> Iterator[str]:
     """Yield the rules of engines and models that tell or take no routes."""
     if not c.rollout.routing_replay:
         return

@@ -35,7 +35,7 @@ class Sharded(Section):
     """A model sharded over processes that do nothing else (PyTorch's `fully_shard`); see
     docs/ranks.md."""
 
-    at: ClassVar[str]
+    section_key: ClassVar[str]
     """Key of the section."""
     name: Literal["fsdp2"] = "fsdp2"
     ranks: int = Field(2, ge=1)
@@ -49,8 +49,8 @@ class Sharded(Section):
     def conflicts(self) -> Iterator[str]:
         if self.ranks % self.replicas:
             yield (
-                f"{self.at}.ranks={self.ranks} cannot be cut into {self.at}.replicas="
-                f"{self.replicas} groups of ranks; use a divisor of ranks"
+                f"{self.section_key}.ranks={self.ranks} cannot be cut into "
+                f"{self.section_key}.replicas={self.replicas} groups of ranks; use a divisor of ranks"
             )
 
 
@@ -63,7 +63,7 @@ class WithPolicy(Section):
 class Fsdp2(Sharded):
     """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
-    at: ClassVar[str] = "trainer.strategy"
+    section_key: ClassVar[str] = "trainer.strategy"
     compile: bool = False
     """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
     compiler (and Triton on GPUs). Bits differ."""
@@ -112,21 +112,22 @@ class Megatron(Section):
     whole before it is packed, and two buckets are on their way at once."""
 
     @property
-    def share_ranks(self) -> int:
+    def model_parallel_ranks(self) -> int:
         """The number of ranks that run the same samples together."""
         return self.tensor * self.pipeline
 
     @property
     def data(self) -> int:
         """The number of shares that the samples are dealt to."""
-        return self.ranks // self.share_ranks
+        return self.ranks // self.model_parallel_ranks
 
     def conflicts(self) -> Iterator[str]:
         at = "trainer.strategy"
-        if self.ranks % self.share_ranks:
+        if self.ranks % self.model_parallel_ranks:
             yield (
-                f"{at}.ranks={self.ranks} cannot be cut into groups of {at}.tensor={self.tensor} "
-                f"x {at}.pipeline={self.pipeline} ranks; use a multiple of {self.share_ranks}"
+                f"{at}.ranks={self.ranks} cannot be cut into groups of {at}.tensor={self.tensor} x "
+                f"{at}.pipeline={self.pipeline} ranks; use a multiple of "
+                f"{self.model_parallel_ranks}"
             )
         elif (self.tensor * self.data) % self.expert:
             yield (
@@ -188,7 +189,7 @@ class ProfileConfig(Section):
     """Folder of the files; null: RUN/profile."""
 
 
-def epoch_seconds(value: str | float) -> float:
+def to_epoch_seconds(value: str | float) -> float:
     """Return a time as seconds since 1970; one without a time zone is local.
 
     Raises:
@@ -254,10 +255,10 @@ class TrainerConfig(Section):
 
     @field_validator("expires_at")
     @classmethod
-    def _is_time(cls, value: str | float | None) -> str | float | None:
+    def _check_time(cls, value: str | float | None) -> str | float | None:
         try:
             if value not in (None, "never"):
-                epoch_seconds(value)
+                to_epoch_seconds(value)
         except ValueError:
             example = "2026-11-23T07:05:00+00:00"
             raise ValueError(f"must be a time such as {example}, or in seconds, or never") from None
@@ -300,10 +301,10 @@ class ValueLossConfig(Section):
 class ShardedCritic(Sharded):
     """The critic sharded over processes of its own (PyTorch's `fully_shard`); see docs/ranks.md."""
 
-    at: ClassVar[str] = "critic.strategy"
+    section_key: ClassVar[str] = "critic.strategy"
 
 
-Critic = Annotated[WithPolicy | ShardedCritic, Field(discriminator="name")]
+CriticStrategy = Annotated[WithPolicy | ShardedCritic, Field(discriminator="name")]
 
 
 class CriticConfig(Section):
@@ -325,7 +326,7 @@ class CriticConfig(Section):
     """Packed tokens run at once; null is trainer.microbatch_tokens."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    strategy: Annotated[Critic, Change.ON_RESUME, {"name": Change.NEVER}] = WithPolicy()
+    strategy: Annotated[CriticStrategy, Change.ON_RESUME, {"name": Change.NEVER}] = WithPolicy()
     """Placement of the model's weights."""
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from winnow.errors import ConfigError, FolderGoneError, PassingError, WinnowError
+from winnow.errors import ConfigError, FolderGoneError, TransientError, WinnowError
 
 _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT),
@@ -46,12 +46,12 @@ def disk_error(path: Path, error: OSError) -> WinnowError:
 
 
 def disk_errors(error: OSError, otherwise: type[WinnowError] = WinnowError) -> type[WinnowError]:
-    """Return the type of the error for a system's error: `PassingError` where it may be over soon.
+    """Return the type of the error for a system's error: `TransientError` where it may be over soon.
 
     Args:
         otherwise: the type of all others.
     """
-    return PassingError if error.errno in _PASSING else otherwise
+    return TransientError if error.errno in _PASSING else otherwise
 
 
 def reason_and_remedy(error: OSError) -> str:

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from winnow.config.load import flat, plain_values
+from winnow.config.load import config_to_dict, flatten
 from winnow.config.root import Config, TrackerName
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, one_line, write_atomic
@@ -57,7 +57,7 @@ class TrackedRun:
     @property
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe, in sections."""
-        return plain_values(self.config)
+        return config_to_dict(self.config)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class TrackedRun:
         """Return the recipe as flat hyper-parameters, such as `optim.lr`."""
         return {
             key: value if isinstance(value, str | int | float) else json.dumps(value)
-            for key, value in flat(self.recipe).items()
+            for key, value in flatten(self.recipe).items()
         }
 
 

@@ -62,7 +62,7 @@ class TokenAccount:
     baseline_tokens: int = 0
     booked: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
 
-    def write(self, tokens: int) -> None:
+    def add_generated(self, tokens: int) -> None:
         """Book tokens that the policy wrote."""
         assert tokens >= 0
         self.generated += tokens
@@ -84,7 +84,7 @@ class TokenAccount:
         assert self.in_progress >= 0
         assert self.generated == sum(self.booked.values()) + self.in_progress
 
-    def read(self) -> TokenCounts:
+    def totals(self) -> TokenCounts:
         """Return the totals now."""
         totals = {name: value for name, value in vars(self).items() if name != "booked"}
         return TokenCounts(**totals, **self.booked)
@@ -118,12 +118,12 @@ class Tally:
     @property
     def keep_rate(self) -> float:
         """Qualified share of the closed groups; NaN when none was."""
-        return _share(self.qualified, self.closed)
+        return _ratio(self.qualified, self.closed)
 
     @property
     def mean_accuracy(self) -> float:
         """Over all answers of the closed groups; NaN when none was."""
-        return _share(self.accuracy_sum, self.answers)
+        return _ratio(self.accuracy_sum, self.answers)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class StepGroups:
 
     version: int
     """Version of the weights that learn it."""
-    wanted: int
+    target: int
     """N"""
     trained: tuple[SettledGroup, ...]
     """In admission order."""
@@ -172,9 +172,9 @@ class StepGroups:
         return tuple(settled.group for settled in self.trained)
 
     @property
-    def short(self) -> bool:
+    def is_short(self) -> bool:
         """True if the bound came before N groups qualified."""
-        return len(self.trained) < self.wanted
+        return len(self.trained) < self.target
 
 
 @dataclass
@@ -209,7 +209,7 @@ class StepAccounting:
             SettledGroup(group, fate, state.version, version - oldest, state.tokens, state.turn)
         )
 
-    def fates(self) -> dict[Fate, int]:
+    def count_fates(self) -> dict[Fate, int]:
         """Count the groups settled since the last commit, by fate."""
         fates: dict[Fate, int] = dict.fromkeys(FATES, 0)
         for settled in self.settled:
@@ -230,17 +230,17 @@ class StepAccounting:
         Args:
             carried: qualified and open groups that wait for the next step.
         """
-        now = self.account.read()
+        now = self.account.totals()
         trained = sorted((s for s in self.settled if s.fate == "trained"), key=lambda s: s.group.id)
         ages = [settled.staleness for settled in trained]
         counts = StepCounts(
             tally=self.tally,
             looked_at=looked_at,
-            fates=self.fates(),
+            fates=self.count_fates(),
             carried_qualified=carried[0],
             carried_open=carried[1],
             qualify_rate=qualify_rate,
-            staleness_mean=_share(sum(ages), len(ages)),
+            staleness_mean=_ratio(sum(ages), len(ages)),
             staleness_max=max(ages, default=0),
             tokens=now.minus(self.at_commit),
             in_progress=now.in_progress,
@@ -250,11 +250,11 @@ class StepAccounting:
         return StepGroups(version, target, tuple(trained), discarded, tuple(returned), counts)
 
 
-def _share(part: float, whole: int) -> float:
+def _ratio(part: float, whole: int) -> float:
     return part / whole if whole else float("nan")
 
 
-def what_the_filter_saw(tally: Tally, fates: Mapping[Fate, int]) -> str:
+def describe_filtering(tally: Tally, fates: Mapping[Fate, int]) -> str:
     """Describe groups by verdict, accuracy and truncation, in one clause."""
     accuracy = tally.accuracy_sum / tally.answers if tally.answers else 0.0
     truncated = tally.truncated_answers / tally.answers if tally.answers else 0.0
@@ -281,16 +281,16 @@ def no_signal_error(tally: Tally, fates: Mapping[Fate, int]) -> NoSignalError:
     reason = f"; last error: {tally.last_error}" if failed and tally.last_error else ""
     return NoSignalError(
         f"no group to learn from: sampling met its bound {tally.empty_bounds} times in a row; "
-        f"{what_the_filter_saw(tally, fates)}{reason}; {cause}",
+        f"{describe_filtering(tally, fates)}{reason}; {cause}",
         rule,
     )
 
 
-def stop_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, bound: int) -> str:
+def bound_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, bound: int) -> str:
     """Say why `on_bound=stop` stopped."""
     return (
         f"sampling.on_bound is stop and {tally.qualified:,} qualified groups do not fill the "
         f"step's {config.groups_per_step:,} within {bound:,} groups looked at: "
-        f"{what_the_filter_saw(tally, fates)}; the accepted groups are kept: raise "
+        f"{describe_filtering(tally, fates)}; the accepted groups are kept: raise "
         f"sampling.max_groups_per_step or set sampling.on_bound=short and resume"
     )

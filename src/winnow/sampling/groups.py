@@ -76,7 +76,7 @@ class GroupState:
         return sum(answer.tokens for answer in self.answers)
 
     @property
-    def finished(self) -> int:
+    def finished_answers(self) -> int:
         """Number of complete answers, scored or not."""
         return sum(answer.trajectory is not None for answer in self.answers)
 
@@ -118,13 +118,13 @@ class LiveGroups:
     """Number of open groups by their prompts' histories: counts, so that in Σ p̂ no rounding
     accumulates."""
 
-    def enter(self, group: GroupState) -> None:
+    def add(self, group: GroupState) -> None:
         """Open a group."""
         self.open[group.id] = group
         self.waiting.add(group.id)
         self.histories[group.history] = self.histories.get(group.history, 0) + 1
 
-    def leave(self, group: GroupState) -> None:
+    def remove(self, group: GroupState) -> None:
         """Take a group from the open ones."""
         del self.open[group.id]
         self.waiting.discard(group.id)
@@ -146,22 +146,22 @@ class LiveGroups:
         self.waiting.clear()
         return batch
 
-    def come_back(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
+    def return_answer(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
         """Take an answer from the engine's."""
-        group, answer = self.at_engine(group_id, index)
+        group, answer = self.running_answer(group_id, index)
         answer.running = False
         group.running -= 1
         self.running -= 1
         return group, answer
 
-    def at_engine(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
+    def running_answer(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
         """Return an answer that the engine has, and its group."""
         group = self.open.get(group_id) or self.failing[group_id]
         answer = group.answers[index]
         assert answer.running, f"answer {index} of group {group_id} was not with the engine"
         return group, answer
 
-    def waiting_for_cut(self) -> list[GroupState]:
+    def uncommitted_groups(self) -> list[GroupState]:
         """Return open and qualified groups, in admission order."""
         return sorted([*self.open.values(), *self.qualified.values()], key=lambda group: group.id)
 
@@ -181,7 +181,7 @@ class LiveGroups:
         assert trajectory is not None
         return group.prompt, trajectory
 
-    def with_engine(self) -> list[tuple[int, int]]:
+    def running_keys(self) -> list[tuple[int, int]]:
         """Return the answers that the engine has: (group, answer), in admission order."""
         groups = sorted([*self.failing.values(), *self.open.values()], key=lambda group: group.id)
         return [

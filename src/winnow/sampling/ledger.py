@@ -23,8 +23,8 @@ from typing import Any
 
 from winnow.config.rollout import NoFilter, SamplingConfig
 from winnow.sampling.accounting import StepAccounting, StepGroups, Tally, TokenAccount
-from winnow.sampling.admission import ClosedPrefix, Outcome, QualifyRate, may_open
-from winnow.sampling.filters import Verdict, make_judge
+from winnow.sampling.admission import ClosedPrefix, Outcome, QualifyRate, may_open_group
+from winnow.sampling.filters import Verdict, make_filter
 from winnow.sampling.groups import AnswerState, Dispatch, GroupState, LiveGroups
 from winnow.types import Fate, Prompt, Score, Segment, Trajectory
 
@@ -65,7 +65,7 @@ class Ledger:
         self.groups = LiveGroups()
         self.accounting = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
-        self._judge = make_judge(config.filter)
+        self._filter = make_filter(config.filter)
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
         self.next_id = self.next_turn = 0
@@ -91,18 +91,18 @@ class Ledger:
         if self._in_order:
             return []
         oldest = version - self.config.max_staleness
-        stale = [group for group in self.groups.waiting_for_cut() if group.version < oldest]
+        stale = [group for group in self.groups.uncommitted_groups() if group.version < oldest]
         for group in stale:
             self._drop(group, "stale")
         qualified = self.groups.qualified
         self.queue = deque(group_id for group_id in self.queue if group_id in qualified)
         self.looked_at -= len(stale)
-        return self._give_back({group.id: (group.turn, group.prompt) for group in stale})
+        return self._queue_prompts_again({group.id: (group.turn, group.prompt) for group in stale})
 
     def may_admit(self) -> bool:
-        """Return whether one more group may open (`admission.may_open`, and the bound)."""
-        expected = self.rate.expected(self.groups.histories)
-        return self.looked_at < self.bound and may_open(
+        """Return whether one more group may open (`admission.may_open_group`, and the bound)."""
+        expected = self.rate.expected_qualified(self.groups.histories)
+        return self.looked_at < self.bound and may_open_group(
             self.config, self.qualified, self.in_flight, expected, self.unlearnt_steps
         )
 
@@ -116,7 +116,7 @@ class Ledger:
         history = self.rate.history(prompt.uid)
         answers = [AnswerState() for _ in range(self._n + self._with_baseline)]
         n, unscored = self._n, len(answers)
-        self.groups.enter(
+        self.groups.add(
             GroupState(group_id, prompt, self.version, history, answers, n, unscored, turn=turn)
         )
         self.next_id += 1
@@ -133,44 +133,44 @@ class Ledger:
 
     # What the engine and the scorers report
 
-    def wrote(self, group_id: int, index: int, segment: Segment) -> None:
+    def record_progress(self, group_id: int, index: int, segment: Segment) -> None:
         """Book what is written of an answer that goes on; a restart resumes behind it."""
-        _, answer = self.groups.at_engine(group_id, index)
-        if self._write(answer, len(segment)):
+        _, answer = self.groups.running_answer(group_id, index)
+        if self._book_tokens(answer, len(segment)):
             answer.prefix = segment
 
-    def finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
+    def record_finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
         """Enter a complete answer, which awaits its score."""
-        group, answer = self.groups.come_back(group_id, index)
-        self._write(answer, trajectory.generated_tokens)
+        group, answer = self.groups.return_answer(group_id, index)
+        self._book_tokens(answer, trajectory.generated_tokens)
         answer.trajectory = trajectory
         answer.prefix = None
-        self._finish_failed(group)
+        self._settle_failed(group)
 
-    def aborted(self, group_id: int, index: int, segment: Segment, *, stalled: bool) -> None:
+    def record_aborted(self, group_id: int, index: int, segment: Segment, *, stalled: bool) -> None:
         """Take back an unfinished answer, which will go on behind `segment`.
 
         Args:
             stalled: it was taken back for want of progress, which counts as an attempt.
         """
         self.tally.aborted_answers += 1
-        self._unfinished(group_id, index, segment, stalled, "no progress")
+        self._requeue(group_id, index, segment, stalled, "no progress")
 
-    def failed(self, group_id: int, index: int, segment: Segment | None, error: str) -> None:
+    def record_failed(self, group_id: int, index: int, segment: Segment | None, error: str) -> None:
         """Retry an answer on which the engine failed, behind what is written of it."""
-        self._unfinished(group_id, index, segment, True, error)
+        self._requeue(group_id, index, segment, True, error)
 
-    def lose_running(self, error: str) -> None:
+    def fail_running(self, error: str) -> None:
         """Count every answer that the engine had, and forgot, as failed once more."""
-        for group_id, index in self.groups.with_engine():
-            self.failed(group_id, index, None, error)
+        for group_id, index in self.groups.running_keys():
+            self.record_failed(group_id, index, None, error)
 
-    def forget_engine(self) -> None:
+    def requeue_running(self) -> None:
         """Let what ran in an engine that is gone go on behind its last known prefix."""
-        for group_id, index in self.groups.with_engine():
-            self._unfinished(group_id, index, None, False, "")
+        for group_id, index in self.groups.running_keys():
+            self._requeue(group_id, index, None, False, "")
 
-    def scored(self, group_id: int, index: int, score: Score) -> None:
+    def record_score(self, group_id: int, index: int, score: Score) -> None:
         """Enter a finished answer's score; with the last one the group closes.
 
         Ignored when the group has ended meanwhile.
@@ -190,7 +190,7 @@ class Ledger:
         if group.unscored == 1 and not has_failed:
             # Judged before anything changes: it may raise.
             scores = [score if each is answer else each.score for each in group.sampled]
-            verdict = self._judge([each for each in scores if each is not None])
+            verdict = self._filter([each for each in scores if each is not None])
         answer.score = score
         group.unscored -= 1
         if has_failed:
@@ -206,7 +206,7 @@ class Ledger:
             self.looked_at >= self.bound and not self.groups.open
         )
 
-    def pass_bound(self) -> None:
+    def extend_bound(self) -> None:
         """Look at as many groups again after a bound within which nothing qualified."""
         assert self.step_is_ready()
         assert not self.queue
@@ -229,7 +229,7 @@ class Ledger:
         last = cut[-1] if self._in_order and not short else self.next_id - 1
         later = self.next_id - 1 - last if self._in_order else self.in_flight + self.qualified
         looked_at = self.looked_at - later
-        returned = self._drop_later(last) if self.config.max_staleness == 0 else []
+        returned = self._drop_after(last) if self.config.max_staleness == 0 else []
         self.looked_at = later if self.config.max_staleness else 0
         self.short_steps += short
         return self.accounting.close_step(
@@ -285,24 +285,24 @@ class Ledger:
 
     # Inside
 
-    def _write(self, answer: AnswerState, length: int) -> bool:
+    def _book_tokens(self, answer: AnswerState, length: int) -> bool:
         """Book what is new of an answer; return whether anything is."""
         new = length - answer.tokens
         if new <= 0:
             return False
         answer.tokens = length
-        self.account.write(new)
+        self.account.add_generated(new)
         return True
 
-    def _unfinished(
+    def _requeue(
         self, group_id: int, index: int, segment: Segment | None, attempt: bool, error: str
     ) -> None:
-        group, answer = self.groups.come_back(group_id, index)
+        group, answer = self.groups.return_answer(group_id, index)
         # A failing engine may give back less than it was sent.
-        if segment is not None and self._write(answer, len(segment)):
+        if segment is not None and self._book_tokens(answer, len(segment)):
             answer.prefix = segment
         if group.id in self.groups.failing:
-            self._finish_failed(group)
+            self._settle_failed(group)
         elif attempt and answer.attempts >= self.config.max_attempts:
             self._fail(group, error)
         else:
@@ -313,11 +313,11 @@ class Ledger:
     def _fail(self, group: GroupState, error: str) -> None:
         self.tally.failed += 1
         self.tally.last_error = error
-        self._leave(group, "failed")
+        self._end_group(group, "failed")
         self.groups.failing[group.id] = group
-        self._finish_failed(group)
+        self._settle_failed(group)
 
-    def _finish_failed(self, group: GroupState) -> None:
+    def _settle_failed(self, group: GroupState) -> None:
         if group.id in self.groups.failing and not group.running:
             self.accounting.close_group(self.groups.failing.pop(group.id), "failed", self.learns)
 
@@ -327,38 +327,38 @@ class Ledger:
             self.groups.qualified[group.id] = group
             if not self._in_order:
                 self.queue.append(group.id)
-            self._leave(group, "qualified")
+            self._end_group(group, "qualified")
         else:
-            self._leave(group, "not")
+            self._end_group(group, "not")
             self.accounting.close_group(group, verdict, self.learns)
 
-    def _leave(self, group: GroupState, outcome: Outcome) -> None:
-        self.groups.leave(group)
+    def _end_group(self, group: GroupState, outcome: Outcome) -> None:
+        self.groups.remove(group)
         passed = self.prefix.close(group.id, group.prompt.uid, outcome)
         if self._in_order:
             self.queue.extend(passed)
 
     def _drop(self, group: GroupState, fate: Fate) -> None:
         if group.id in self.groups.open:
-            self._leave(group, "dropped")
+            self._end_group(group, "dropped")
         else:
             del self.groups.qualified[group.id]
         self.accounting.close_group(group, fate, self.learns)
 
-    def _drop_later(self, last: int) -> list[Prompt]:
+    def _drop_after(self, last: int) -> list[Prompt]:
         # Those that closed without qualifying go back as well: otherwise a prompt would get
         # its second chance for being slow.
         ended = (settled for settled in self.accounting.settled if settled.group.id > last)
         dropped = {each.group.id: (each.turn, each.group.prompt) for each in ended}
         # The prefix ends here: groups that closed behind an open one must not reach p̂.
         self.prefix.skip_to(self.next_id)
-        for group in self.groups.waiting_for_cut():
+        for group in self.groups.uncommitted_groups():
             dropped[group.id] = group.turn, group.prompt
             self._drop(group, "surplus")
         self.queue.clear()
-        return self._give_back(dropped)
+        return self._queue_prompts_again(dropped)
 
-    def _give_back(self, dropped: Mapping[int, tuple[int, Prompt]]) -> list[Prompt]:
+    def _queue_prompts_again(self, dropped: Mapping[int, tuple[int, Prompt]]) -> list[Prompt]:
         """Return the prompts of dropped groups, by admission; they come next, each in its turn."""
         again = [dropped[group_id] for group_id in sorted(dropped)]
         self.turns_again.extendleft(turn for turn, _ in reversed(again))
@@ -369,14 +369,14 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything; exact at any moment, mid-step too."""
         state = {name: getattr(self, name) for name in _STATE}
-        return {name: _copied(value) for name, value in state.items()}
+        return {name: _copy_state(value) for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what `state_dict` described."""
         older = {"learns": state["version"], "next_turn": state["next_id"], "turns_again": deque()}
         complete = {**older, **state}
         for name in _STATE:
-            setattr(self, name, _copied(complete[name]))
+            setattr(self, name, _copy_state(complete[name]))
 
 
 _STATE = (
@@ -388,14 +388,14 @@ _STATE = (
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 
-def _copied(value: Any) -> Any:
+def _copy_state(value: Any) -> Any:
     """Copy containers and mutable dataclasses; share what is frozen."""
     kind: Any = type(value)
     if isinstance(value, dict):
-        return {k: v if type(v) in _ATOMS else _copied(v) for k, v in value.items()}
+        return {k: v if type(v) in _ATOMS else _copy_state(v) for k, v in value.items()}
     if isinstance(value, list | set | deque):
-        return kind(map(_copied, value))
+        return kind(map(_copy_state, value))
     if is_dataclass(value) and not kind.__dataclass_params__.frozen:
         names = (each.name for each in fields(kind) if each.init)
-        return kind(**{name: _copied(getattr(value, name)) for name in names})
+        return kind(**{name: _copy_state(getattr(value, name)) for name in names})
     return value

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from winnow.config.load import flat
+from winnow.config.load import flatten
 from winnow.observe import metrics
 from winnow.observe.metrics import Record
 
@@ -60,7 +60,7 @@ class Course:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = flat(settings)
+        self._settings = flatten(settings)
         self._first: defaultdict[str, list[float]] = defaultdict(list)
         self._last: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_DEPTH))
         self.seen = Counter[str]()

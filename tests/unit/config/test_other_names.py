@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tests.winnow_command import in_this_process
 
-from winnow.config.load import _current, resolve_recipe
-from winnow.config.other_names import OURS, as_markdown, other_names
+from winnow.config.load import _renamed_path, parse_recipe
+from winnow.config.other_names import OURS, load_other_names, render_markdown
 from winnow.config.schema import all_keys, variants
 from winnow.errors import ConfigError
 
@@ -32,7 +32,7 @@ SYSTEMS = {
 
 def faults(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        resolve_recipe("quickstart", overrides)
+        parse_recipe("quickstart", overrides)
     return str(caught.value).splitlines()
 
 
@@ -65,7 +65,7 @@ def test_each_name_of_a_list_is_answered_as_the_source_of_its_system_asks_for(fi
 
 def test_every_answer_names_a_key_and_a_variant_that_exist_or_says_why_there_is_none() -> None:
     known = {key.spelling: key.field for key in all_keys()}
-    for row in (row for rows in other_names().values() for row in rows):
+    for row in (row for rows in load_other_names().values() for row in rows):
         assert not row.system.startswith(f"{OURS} ") or row.name not in known, row
         key, _, value = row.ours.removesuffix(".*").partition("=")
         if key in ("-", "!", "?"):
@@ -111,7 +111,7 @@ def test_a_variant_of_another_system_that_is_one_of_ours_runs_and_a_line_says_so
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        config = resolve_recipe("quickstart", ["trainer/strategy=fsdp", "trainer.strategy.ranks=3"])
+        config = parse_recipe("quickstart", ["trainer/strategy=fsdp", "trainer.strategy.ranks=3"])
     assert (config.trainer.strategy.name, config.trainer.strategy.ranks) == ("fsdp2", 3)
     assert caplog.messages[0].startswith("trainer/strategy=fsdp runs as trainer/strategy=fsdp2 (")
 
@@ -128,17 +128,17 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "names.yaml").write_text(RENAMED)
     (tmp_path / "mine.yaml").write_text(MINE)
     monkeypatch.setattr("winnow.config.other_names._TABLE", tmp_path / "names.yaml")
-    other_names.cache_clear()
+    load_other_names.cache_clear()
     yield str(tmp_path / "mine.yaml")
-    other_names.cache_clear()
-    _current.cache_clear()
+    load_other_names.cache_clear()
+    _renamed_path.cache_clear()
 
 
 def test_a_key_of_an_earlier_version_sets_the_one_of_now_and_one_line_says_so(
     mine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        config = resolve_recipe(mine, ["algorithm/objective=dppo_tv"])
+        config = parse_recipe(mine, ["algorithm/objective=dppo_tv"])
     assert (config.optim.lr, config.critic.optim.lr) == (0.5, 0.5)
     assert config.algorithm.policy_loss.name == "dppo_tv"
     assert [line.partition(" now; the old name goes with")[0] for line in caplog.messages] == [
@@ -176,8 +176,8 @@ def test_all_flags_of_another_system_are_answered_at_once(tmp_path: Path) -> Non
 
 
 def test_the_page_of_the_docs_is_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == as_markdown()
-    assert OURS in {row.system for rows in other_names().values() for row in rows}
+    assert PAGE.read_text(encoding="utf-8") == render_markdown()
+    assert OURS in {row.system for rows in load_other_names().values() for row in rows}
 
 
 if __name__ == "__main__":

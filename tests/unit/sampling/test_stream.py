@@ -122,7 +122,7 @@ async def test_what_runs_becomes_prefixes_though_the_engine_tells_of_them_one_by
     run = Run(OneByOne(ragged, slots=16))
     await run.step()
     assert run.sampler.ledger.groups.running > 1
-    await run.sampler.halt()
+    await run.sampler.abort_running()
     assert not run.sampler.ledger.groups.running
     assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
 
@@ -184,7 +184,7 @@ def learnt(run: Run, beside_learning: bool) -> list[object]:
         for learns in range(6):
             version = max(0, learns - beside_learning)
             await run.engine.load_weights(WeightUpdate(version))
-            run.sampler.published(version)
+            run.sampler.set_engine_version(version)
             step = await run.sampler.step(version, learns)
             found += [
                 (learns, s.turn, s.group.prompt.uid, a.trajectory.token_ids.tolist(), a.trajectory)
@@ -218,13 +218,13 @@ def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> Non
     assert run.engine.status().running > 0
     lives = run.sampler.ledger.groups
     kept = {
-        key: len(prefix) if (prefix := lives.at_engine(*key)[1].prefix) else 0
-        for key in lives.with_engine()
+        key: len(prefix) if (prefix := lives.running_answer(*key)[1].prefix) else 0
+        for key in lives.running_keys()
     }
     assert sum(kept.values()) > 0
     other = Run(lookahead=1)
     other.sampler.load_state_dict(read_back(run.sampler.state_dict()))
-    assert other.sampler.ledger.account.read() == run.sampler.ledger.account.read()
+    assert other.sampler.ledger.account.totals() == run.sampler.ledger.account.totals()
     assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
     asked = {
         (ask.group_id, index): len(prefix) if prefix else 0
@@ -300,7 +300,7 @@ def test_at_the_bound_a_step_is_short_and_says_so(caplog: pytest.LogCaptureFixtu
     run = Run(max_groups_per_step=6)
     with caplog.at_level(logging.WARNING):
         steps = run.steps(6)
-    short = [step for step in steps if step.short]
+    short = [step for step in steps if step.is_short]
     assert short
     assert all(0 < len(step.groups) < 4 for step in short)
     assert run.sampler.ledger.short_steps == len(short)
@@ -454,7 +454,7 @@ def test_progress_may_be_asked_for_while_a_cut_asks_for_it() -> None:
     async def boundary() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
-        await run.sampler.enter_progress()
+        await run.sampler.record_progress()
 
     async def progress() -> Sequence[CompletionEvent]:
         if not boundaries:
@@ -564,7 +564,7 @@ def test_each_group_has_the_greedy_answer_to_its_prompt_beside_the_sampled_ones(
             spans.add(len(segment.spans))
         assert writers(step)
     assert spans >= {1, 2}  # some were interrupted by new weights
-    account = run.sampler.ledger.account.read()
+    account = run.sampler.ledger.account.totals()
     assert account.generated == run.engine.status().generated_tokens
     ended = [s.group.baseline for step in steps for s in (*step.trained, *step.discarded)]
     lengths = sum(each.trajectory.generated_tokens for each in ended if each)
