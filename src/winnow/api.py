@@ -121,7 +121,7 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
         child = subprocess.Popen([*start, *words], process_group=0)
         code = _wait_for_run(child)
     if code:
-        raise WinnowError(f"the run ended with exit code {code}; its last lines say why")
+        raise WinnowError(f"the run failed with exit code {code}; see its last lines above")
     return open_run(path)
 
 
@@ -220,15 +220,15 @@ class LLM:
         from winnow.rollout.engine import SamplingParams, generate, group_request
 
         if not self._thread.is_alive():
-            raise WinnowError("this LLM is closed; make another one")
+            raise WinnowError("this LLM is closed; create a new one")
         if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
-            raise TypeError("prompts is a single text or conversation; give a list of them")
+            raise TypeError("prompts must be a list, got a single text or conversation")
         _check_sampling(n, temperature, top_p, top_k)
         limit = self._config.rollout.max_response_tokens
         if max_tokens is not None and not 0 < max_tokens <= limit:
             raise ConfigError(
-                f"max_tokens is {max_tokens}, but answers have 1 to {limit} tokens; give another, "
-                f"or LLM(…, ['rollout.max_response_tokens={max(max_tokens, 1)}'])"
+                f"max_tokens must be in [1, {limit}], got {max_tokens}; change it, or pass "
+                f"'rollout.max_response_tokens={max(max_tokens, 1)}' to LLM"
             )
         rows = [self._make_row(number, prompt) for number, prompt in enumerate(prompts)]
         data = self._config.data.model_copy(update={"overlong_prompts": "error"})
@@ -279,7 +279,7 @@ class LLM:
         for message in said or [{}]:
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 raise ConfigError(
-                    f"prompts[{number}] needs messages with a role and a content, which are texts; "
+                    f"prompts[{number}] must have messages with role and content as text, "
                     f"got {message}"
                 )
         return Row(f"prompts:{number}", f"prompts[{number}]", "python", tuple(map(dict, said)), "")
@@ -336,9 +336,9 @@ def score(
     from winnow.types import Segment, Trajectory
 
     if isinstance(answers, str):
-        raise TypeError("answers is a text; give a list of texts")
+        raise TypeError("answers must be a list of text, got a single text")
     if source is None and function is None:
-        raise ConfigError("score needs a source or a function, got neither; give one of them")
+        raise ConfigError("score needs a source or a function, got neither")
     path, _, name = (function or "").partition(":")
     words = [f"reward.function.path={path}"] if path else []
     config = parse_recipe(None, [*words, *([f"reward.function.name={name}"] if name else []),
@@ -388,7 +388,7 @@ def advantages(
 
     if len(rewards) != len(groups):
         raise ConfigError(
-            f"there are {len(rewards)} rewards and {len(groups)} groups; give the group of each"
+            f"rewards and groups must have the same length, got {len(rewards)} and {len(groups)}"
         )
     words = [f"algorithm/advantage={estimator}"]
     words += [f"algorithm.advantage.{key}={value}" for key, value in options.items()]
@@ -397,8 +397,7 @@ def advantages(
     if found is None or found.needs:
         needs = " and ".join(sorted(found.needs)) if found else "code of its own"
         raise ConfigError(
-            f"estimator={estimator} needs {needs} beside rewards; call it from "
-            "winnow.algorithms.advantages"
+            f"estimator={estimator} also needs {needs}; call it from winnow.algorithms.advantages"
         )
     count, values = len(rewards), torch.tensor(rewards, dtype=torch.float64)
     ones = torch.ones(count, dtype=torch.bool)

@@ -58,8 +58,8 @@ def load_user_object(
     found = getattr(module, name, None)
     if not callable(found):
         own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        others = f"give one of {', '.join(own)}" if own else f"define {name} in it"
-        raise error(f"{where} has no callable {name}; {others}")
+        choices = f"give one of {', '.join(own)}" if own else f"define {name} in it"
+        raise error(f"{where} has no callable {name}; {choices}")
     return found  # type: ignore[no-any-return]
 
 
@@ -79,13 +79,13 @@ def check_user_file(
         found = ast.parse(text).body
     except (SyntaxError, ValueError) as fault:
         line, kind = getattr(fault, "lineno", None) or "?", type(fault).__name__
-        said = f"importing it fails with {kind}: {fault}; correct the file"
-        raise error(f"{where}, line {line}: {said}") from fault
+        reason = f"importing it fails with {kind}: {fault}; correct the file"
+        raise error(f"{where}, line {line}: {reason}") from fault
     if name is not None and name.encode() not in text:
         callables = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
         own = [each.name for each in found if isinstance(each, callables)]
-        others = f"give one of {', '.join(own)}" if own else f"define {name} in it"
-        raise error(f"{where} has no callable {name}; {others}")
+        choices = f"give one of {', '.join(own)}" if own else f"define {name} in it"
+        raise error(f"{where} has no callable {name}; {choices}")
 
 
 def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:

@@ -160,7 +160,7 @@ def test_advantages_by_hand() -> None:
 
 
 def test_a_run_that_cannot_begin_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"optim\.rl is no known key"):
+    with pytest.raises(ConfigError, match=r"optim\.rl is not a known key"):
         winnow.train("quickstart", ["optim.rl=1"])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from winnow.config.base import Section
-from winnow.config.judge import SequenceClassifier, judge_engine, scorer_sharding, to_judge_keys
+from winnow.config.judge import SequenceClassifier, scorer_sharding, to_judge_keys
 from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
 from winnow.config.rollout import (
@@ -48,7 +48,7 @@ def check_engine(config: Config) -> None:
 
     if isinstance(config.rollout.engine, VllmEngineConfig):
         check_installed()
-    if isinstance(judge_engine(config.reward.judge), VllmEngineConfig):
+    if isinstance(getattr(config.reward.judge, "engine", None), VllmEngineConfig):
         with name_judge():
             check_installed()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from winnow.builders.placement import uses_gpu
 from winnow.builders.topology import Topology
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.opening import code_hashes
@@ -59,11 +60,7 @@ def use_machine(config: Config, holds_model: bool = True) -> torch.device:
         os.environ[MODEL_CACHE] = config.model.cache_dir
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    if config.run.device == "cpu" or not holds_model:
-        return torch.device("cpu")
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if holds_model and uses_gpu(config.run.device) else "cpu")
 
 
 def rollout_sampling(config: Config, policy: LoadedPolicy) -> SamplingParams:

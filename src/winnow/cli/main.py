@@ -561,7 +561,7 @@ def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
         key = name.lstrip("-").replace("-", "_") if is_flag else name.lstrip("+~")
         is_ours = key.replace("/", ".") in keys and not is_flag
         if (is_flag or equals) and not is_ours and (answer := explain_foreign_key(key, value)):
-            fault = f"no such option: {name}" if is_flag else f"{key} is no known key"
+            fault = f"no such option: {name}" if is_flag else f"{key} is not a known key"
             form = ", given as KEY=VALUE" if is_flag and "'s name for " in answer else ""
             yield name, f"{fault}; {answer}{form}"
 

@@ -448,9 +448,8 @@ class CorrectionConfig(Section):
         is_normalized = not isinstance(self.weight, NoWeight) and self.weight.normalize
         if is_normalized and self.mode != "recompute":
             yield (
-                "algorithm.correction.weight.normalize=true needs all weights of a step before its "
-                f"first update, which algorithm.correction.mode={self.mode} does not have; set "
-                "normalize=false, or mode=recompute"
+                "algorithm.correction.weight.normalize=true does not support "
+                f"algorithm.correction.mode={self.mode}; set normalize=false, or mode=recompute"
             )
 
 
@@ -478,35 +477,33 @@ class AlgorithmConfig(Section):
         loss, aggregation, mode = self.policy_loss, self.aggregation, self.correction.mode
         if self.aggregation_norm_tokens is not None and aggregation != "seq-mean-token-sum-norm":
             yield (
-                f"algorithm.aggregation_norm_tokens={self.aggregation_norm_tokens} has no use in "
+                f"algorithm.aggregation_norm_tokens={self.aggregation_norm_tokens} is unused by "
                 f"algorithm.aggregation={aggregation}; set it to null, or aggregation to "
                 "seq-mean-token-sum-norm"
             )
         if loss.aggregations and aggregation not in loss.aggregations:
             needed = " or ".join(loss.aggregations)
             yield (
-                f"algorithm/policy_loss={loss.name} is a mean over samples, which "
-                f"algorithm.aggregation={aggregation} is not; set algorithm.aggregation={needed}"
+                f"algorithm/policy_loss={loss.name} does not support algorithm.aggregation="
+                f"{aggregation}; set algorithm.aggregation={needed}"
             )
         if what := self._needs_pass_before_updates():
             yield (
-                f"{what} before the updates, which algorithm.correction.mode={mode} does not "
+                f"{what} before the first update, which algorithm.correction.mode={mode} does not "
                 "compute; set algorithm.correction.mode=recompute"
             )
         # Each component is divided by its own spread, so a KL among them would lose its weight.
         kl, weight = self.kl.reward.name, self.correction.weight.name
         if isinstance(self.advantage, GdpoAdvantage) and kl != "none":
             yield (
-                f"algorithm/kl/reward={kl} has no place in algorithm/advantage=gdpo, which looks "
-                "at the parts of the score one by one; set algorithm/kl/reward=none and "
-                "algorithm/kl/loss=fixed"
+                f"algorithm/advantage=gdpo does not support algorithm/kl/reward={kl}; set "
+                "algorithm/kl/reward=none and algorithm/kl/loss=fixed"
             )
         # In bypass mode a loss with a ratio to `old` corrects by itself.
         if mode == "bypass" and weight != "none" and loss.name not in LOSSES_WITHOUT_RATIO:
             yield (
-                f"algorithm/correction/weight={weight} weighs twice in "
-                "algorithm.correction.mode=bypass, where the ratio of "
-                f"algorithm/policy_loss={loss.name} is to the sampler already; set "
+                f"algorithm/correction/weight={weight} with algorithm.correction.mode=bypass "
+                f"corrects twice, as algorithm/policy_loss={loss.name} does; set "
                 "algorithm/correction/weight=none, or policy_loss to "
                 f"{' or '.join(LOSSES_WITHOUT_RATIO)}"
             )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -63,10 +63,8 @@ class Section(BaseModel):
         least, most = getattr(self, low), getattr(self, high)
         if least > most or (least == most and not equal):
             relation = "above" if equal else "not below"
-            yield (
-                f"{key}.{low}={least:g} is {relation} {key}.{high}={most:g}; lower the one or "
-                "raise the other"
-            )
+            bounds = f"{key}.{low}={least:g} is {relation} {key}.{high}={most:g}"
+            yield f"{bounds}; lower the one or raise the other"
 
 
 @dataclass(frozen=True)
@@ -183,29 +181,30 @@ EnvironmentName = Annotated[str | None, AfterValidator(_check_environment_name)]
 """Name of the environment variable that holds a secret, never the secret itself."""
 
 
-def parse_url(
-    value: str, remedy: str, rule: str = "must begin with http:// or https:// and name a host"
-) -> SplitResult:
-    """Split an HTTP address into its parts.
+def http_url(remedy: str, *, with_query: bool = False) -> AfterValidator:
+    """Return the validator of an HTTP address; one with a user or password is never shown.
 
     Args:
-        instead: remedy for a password in the address, for the error.
-        wanted: text of the error where the value is no address.
-
-    Raises:
-        ValueError: the value is no address.
-        SecretError: the value holds a user or a password, or might.
+        remedy: for the error about a user or password in the address.
+        with_query: allow a query and a fragment behind a path.
     """
-    try:
-        parts = urlsplit(value)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_whole = is_whole and parts.port != 0 and value.isprintable() and " " not in value
-        str(parts.hostname).encode("idna")
-    except ValueError:  # a port that is no number, a bracket left open, an empty part of a name
-        is_whole = False
-    if not is_whole:
-        kind = SecretError if "@" in value else ValueError
-        raise kind(rule)
-    if parts.username is not None or parts.password is not None:
-        raise SecretError(f"must hold no user and password ({remedy})")
-    return parts
+
+    def check(value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_whole = is_whole and parts.port != 0 and value.isprintable() and " " not in value
+            str(parts.hostname).encode("idna")
+        except ValueError:  # a port that is no number, a bracket left open, an empty part of a name
+            is_whole = False
+        if not is_whole:
+            kind = SecretError if "@" in value else ValueError
+            raise kind("must begin with http:// or https:// and name a host")
+        if parts.username is not None or parts.password is not None:
+            raise SecretError(f"must not hold a user or a password ({remedy})")
+        if (parts.query or parts.fragment) and not (with_query and parts.path):
+            rule = "have a path, such as /," if with_query else "end"
+            raise ValueError(f"must {rule} before ? and #")
+        return value
+
+    return AfterValidator(check)

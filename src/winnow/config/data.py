@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from winnow.config.base import CODE, Change, ImportPath, Options, Section, UserCode
 
@@ -114,6 +114,12 @@ class Demonstrations(Section):
 Sft = Annotated[NoDemonstrations | Demonstrations, Field(discriminator="name")]
 
 
+def _check_prompt_template(texts: dict[str, str]) -> dict[str, str]:
+    if without := [source for source, text in texts.items() if "{prompt}" not in text]:
+        raise ValueError(f"must contain {{prompt}}, for {without[0]!r} too")
+    return texts
+
+
 class DataConfig(Section):
     """Training and evaluation data, prompt form and length limits."""
 
@@ -140,7 +146,7 @@ class DataConfig(Section):
     """Variables of the chat template, such as {enable_thinking: false}."""
     system_prompt: str | None = None
     """Message of the system in front of every prompt, in the place of a row's own."""
-    prompt_template: dict[str, str] = Field(default_factory=dict)
+    prompt_template: Annotated[dict[str, str], AfterValidator(_check_prompt_template)] = Field({})
     """Text put around the last user message, by data source (case-insensitive, `*` for
     every source); `{prompt}` stands for the message."""
     max_prompt_tokens: int = Field(1024, ge=1)
@@ -158,14 +164,6 @@ class DataConfig(Section):
     or package.module:NAME. docs/extending.md shows one."""
     sampler_options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _check_prompt_template(cls, value: dict[str, str]) -> dict[str, str]:
-        without = [source for source, text in value.items() if "{prompt}" not in text]
-        if without:
-            raise ValueError(f"must say {{prompt}} where the message goes, for {without[0]!r} too")
-        return value
 
     def conflicts(self) -> Iterator[str]:
         if self.columns.prompt and self.prompt_key not in ("prompt", self.columns.prompt):

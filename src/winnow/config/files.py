@@ -102,10 +102,10 @@ def _find_recipe_file(recipe: str, files: list[Path], included: str) -> Path:
     path = next((file for file in files if file.is_file()), None)
     if path is None:
         near = difflib.get_close_matches(Path(recipe).stem, available_recipes(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"there is no recipe {recipe!r}{included}; {hint}Give the path of a YAML file, or a "
-            "name that `winnow recipes` lists"
+            f"recipe {recipe!r}{included} not found{hint}; give the path of a YAML file, or a name "
+            "that `winnow recipes` lists"
         )
     return path
 
@@ -140,7 +140,7 @@ def _iter_layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iter
             names = [entry] if entry.endswith((".yaml", ".yml")) else names
             files = [path.parent / name for name in names]
             files += [RECIPES / f"{entry}.yaml"] if entry in available_recipes() else []
-            included = _find_recipe_file(entry, files, f" to include ({where})")
+            included = _find_recipe_file(entry, files, f" in `defaults` ({where})")
             yield from _iter_layers(included, (*around, resolved), read)
         else:
             yield Layer(layer.source, _parse_variant_entry(entry, where), layer.lines)
@@ -170,7 +170,7 @@ def _read_layer(path: Path) -> Layer:
     if [int(n) for n in version.split(".")] > [int(n) for n in __version__.split(".")]:
         raise WinnowError(
             f"{path} was written by winnow {version}, and this is {__version__}; upgrade "
-            "winnow-rl, or remove its first line to read it all the same"
+            "winnow-rl, or remove its first line to read it anyway"
         )
     return parse_layer(content, str(path))
 
@@ -199,7 +199,7 @@ def parse_layer(content: bytes, source: str) -> Layer:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else "?"
         problem = " ".join((error.problem or error.context or "syntax error").split())
-        raise ConfigError(f"recipe {source}, line {line}: {problem}; mend the YAML there") from None
+        raise ConfigError(f"recipe {source}, line {line}: {problem}; fix the YAML there") from None
     except RecursionError:
         raise ConfigError(f"recipe {source} is nested too deeply; flatten it") from None
     if not isinstance(tree, dict):
@@ -231,7 +231,7 @@ def _check_node(
     if len(lines) > MAX_NODES:
         raise _yaml_error(
             (*around, node)[1],
-            f"more than {MAX_NODES:,} values, anchors written out; repeat fewer anchors",
+            f"more than {MAX_NODES:,} values after expanding anchors; use fewer anchors",
         )
     if node.tag not in _TAGS:
         raise _yaml_error(node, f"the tag {node.tag!r} is not known")

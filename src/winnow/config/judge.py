@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from winnow.config.base import ADDRESS, PLACE, Change, Dtype, EnvironmentName, Section, parse_url
+from winnow.config.base import ADDRESS, PLACE, Change, Dtype, EnvironmentName, Section, http_url
 from winnow.config.rollout import TorchEngineConfig, VllmEngineConfig
 from winnow.config.trainer import Sharded, WholeModels
 
@@ -51,6 +51,12 @@ class ShardedScorer(Sharded):
 Scorer = Annotated[WholeModels | ShardedScorer, Field(discriminator="name")]
 
 
+def _check_chat_template(value: str) -> str:
+    if value not in ("auto", "none") and "{" not in value:
+        raise ValueError("must be auto, none, or the text of a Jinja template")
+    return value
+
+
 class SequenceClassifier(Section):
     """A Hugging Face sequence classifier with one label; reads prompt and answer as text."""
 
@@ -61,7 +67,7 @@ class SequenceClassifier(Section):
     """Folder of its tokenizer; null takes the model's own."""
     dtype: Dtype | None = None
     """Type of weights and activations; null is model.dtype. The head is always float32."""
-    chat_template: str = "auto"
+    chat_template: Annotated[str, AfterValidator(_check_chat_template)] = "auto"
     """auto applies its tokenizer's chat template, none joins the messages' contents and puts the
     answer behind them; anything else is a template itself, in Jinja."""
     part: PartName = "model"
@@ -82,13 +88,6 @@ class SequenceClassifier(Section):
     strategy: Annotated[Scorer, Change.ON_RESUME, {"compile": Change.IN_FORK}] = WholeModels()
     """Placement of the model's weights."""
 
-    @field_validator("chat_template")
-    @classmethod
-    def _check_chat_template(cls, value: str) -> str:
-        if value not in ("auto", "none") and "{" not in value:
-            raise ValueError("must be auto, none, or the text of a Jinja template")
-        return value
-
 
 RewardModel = Annotated[NoRewardModel | SequenceClassifier, Field(discriminator="name")]
 
@@ -105,49 +104,43 @@ class BuiltInParse(Section):
     name: Literal["built_in"] = "built_in"
 
 
+def _check_pattern(value: str) -> str:
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise ValueError(f"must be a regular expression ({error})") from None
+    if groups != 1:
+        raise ValueError(f"must have one group, the number, and has {groups}")
+    return value
+
+
 class NumberParse(Section):
     """The last match of a pattern is a number, which is mapped to 0..1."""
 
     name: Literal["number"] = "number"
-    pattern: str = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
+    pattern: Annotated[str, AfterValidator(_check_pattern)] = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression of Python with one group, the number."""
     lowest: float = 1.0
     """Number that becomes 0; a reply with a lower one is not understood."""
     highest: float = 10.0
     """Number that becomes 1; a reply with a higher one is not understood."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _check_pattern(cls, value: str) -> str:
-        try:
-            groups = re.compile(value).groups
-        except re.error as error:
-            raise ValueError(f"must be a regular expression ({error})") from None
-        if groups != 1:
-            raise ValueError(f"must have one group, the number, and has {groups}")
-        return value
-
     def conflicts(self) -> Iterator[str]:
-        if self.lowest >= self.highest:
-            yield (
-                f"reward.judge.parse.lowest={self.lowest:g} is not below "
-                f"reward.judge.parse.highest={self.highest:g}; exchange them, or widen the range"
-            )
+        yield from self.order_conflicts("reward.judge.parse", "lowest", "highest")
+
+
+def _check_labels(value: dict[str, float]) -> dict[str, float]:
+    if not value or not all(label.strip() for label in value):
+        raise ValueError("must name one word or more, none of them empty")
+    return value
 
 
 class LabelsParse(Section):
     """The last of these words, as whole words in the same case, stands for a number."""
 
     name: Literal["labels"] = "labels"
-    labels: dict[str, float] = Field(default_factory=dict)
+    labels: Annotated[dict[str, float], AfterValidator(_check_labels)] = Field({})
     """Words, and the number that each stands for, such as {GOOD: 1, BAD: 0}."""
-
-    @field_validator("labels")
-    @classmethod
-    def _check_labels(cls, value: dict[str, float]) -> dict[str, float]:
-        if not value or not all(label.strip() for label in value):
-            raise ValueError("must name one word or more, none of them empty")
-        return value
 
 
 Parse = Annotated[BuiltInParse | NumberParse | LabelsParse, Field(discriminator="name")]
@@ -209,25 +202,30 @@ class LanguageModelJudge(Section):
     def conflicts(self) -> Iterator[str]:
         if self.template not in TEMPLATES and isinstance(self.parse, BuiltInParse):
             yield (
-                "reward.judge.template is one of your own and reward/judge/parse=built_in only "
-                f"knows {' and '.join(TEMPLATES)}; set reward/judge/parse to number or labels"
+                "reward/judge/parse=built_in does not support a custom reward.judge.template; set "
+                "reward/judge/parse to number or labels"
             )
         labels = self.parse.labels if isinstance(self.parse, LabelsParse) else {}
         least, most = min(labels.values(), default=0.0), max(labels.values(), default=1.0)
         if self.as_accuracy and not least < self.threshold <= most:
             what = "right" if self.threshold <= least else "wrong"
             yield (
-                f"reward.judge.threshold={self.threshold:g} makes every answer {what}: its scores "
-                f"go from {least:g} to {most:g}; choose a threshold above the one and not above "
-                "the other"
+                f"reward.judge.threshold={self.threshold:g} makes every answer {what}; set it "
+                f"above {least:g} and to at most {most:g}"
             )
+
+
+def _check_options(value: dict[str, Any]) -> dict[str, Any]:
+    if reserved := sorted(value.keys() & {"model", "messages", "stream", "n"}):
+        raise ValueError(f"must not set {', '.join(reserved)}")
+    return value
 
 
 class OpenAiJudge(LanguageModelJudge):
     """A model behind an OpenAI-compatible endpoint; each answer is a chat completion there."""
 
     name: Literal["openai"] = "openai"
-    base_url: Annotated[str, ADDRESS, Change.ON_RESUME]
+    base_url: Annotated[str, http_url("use reward.judge.api_key_env"), ADDRESS, Change.ON_RESUME]
     """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
     it."""
     model: str
@@ -236,7 +234,7 @@ class OpenAiJudge(LanguageModelJudge):
     """Name of the environment variable that holds the key; null sends none."""
     seed: int | None = 0
     """Sampling seed of the judge, where the endpoint takes one; null sends none."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], AfterValidator(_check_options)] = Field({})
     """Further fields of the request, over those above; null takes a field out."""
     requests_per_minute: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Most requests in any minute, tries after failures included; null is no limit."""
@@ -248,21 +246,6 @@ class OpenAiJudge(LanguageModelJudge):
     """Further tries after 429, 5xx and broken connections."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(120.0, gt=0)
     """Seconds that a reply may take."""
-
-    @field_validator("base_url")
-    @classmethod
-    def _check_url(cls, value: str) -> str:
-        url = parse_url(value, "reward.judge.api_key_env is for keys")
-        if url.query or url.fragment:
-            raise ValueError("must end with its path: no ? and no #")
-        return value
-
-    @field_validator("options")
-    @classmethod
-    def _check_options(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(value.keys() & {"model", "messages", "stream", "n"}):
-            raise ValueError(f"must leave {', '.join(taken)} alone")
-        return value
 
 
 _JUDGE_KEYS = {
@@ -298,10 +281,7 @@ class JudgeVllmEngine(VllmEngineConfig):
     def conflicts(self) -> Iterator[str]:
         yield from map(to_judge_keys, super().conflicts())
         if self.sleep:
-            yield (
-                "reward.judge.engine.sleep=true leaves a judge no time to be asked, as answers are "
-                "judged while others are written; set reward.judge.engine.sleep=false"
-            )
+            yield "reward.judge.engine.sleep=true is not supported; set it to false"
 
 
 class EngineJudge(LanguageModelJudge):
@@ -328,11 +308,6 @@ class EngineJudge(LanguageModelJudge):
 
 
 Judge = Annotated[NoJudge | OpenAiJudge | EngineJudge, Field(discriminator="name")]
-
-
-def judge_engine(judge: Judge) -> JudgeTorchEngine | JudgeVllmEngine | None:
-    """Return the engines of the run's own that judge; None where there are none."""
-    return judge.engine if isinstance(judge, EngineJudge) else None
 
 
 def template_variables(text: str) -> set[str]:

@@ -41,6 +41,7 @@ from winnow.config.schema import (
     suggest_keys,
     takes_number,
     takes_text,
+    type_message,
     unknown_key_message,
     validation_errors,
     variant_hint,
@@ -121,8 +122,7 @@ def _boolean_errors(values: Mapping[str, Any], tree: ConfigTree) -> Iterator[str
     for path, value in _leaves(values):
         field = find_key(values, path).field if isinstance(value, bool) else None
         if field and takes_number(field):
-            got = f"got {quote(value)} (set by {tree.source_of(path)})"
-            yield f"{dotted(path)} must be {describe_type(field)}, {got}"
+            yield type_message(path, field, value, tree.source_of(path))
 
 
 def dump_config(config: Config) -> str:
@@ -197,14 +197,10 @@ def describe_config(config: Config, prefix: str | None = None) -> list[KeyHelp]:
         ConfigError: no key starts with the prefix.
     """
     values = config_to_dict(config)
-    prefix_path = tuple(re.findall(r"[^./]+", prefix or ""))
-    rows = [
-        _key_help(key, values) for key in all_keys() if key.path[: len(prefix_path)] == prefix_path
-    ]
+    start = tuple(re.findall(r"[^./]+", prefix or ""))
+    rows = [_key_help(key, values) for key in all_keys() if key.path[: len(start)] == start]
     if not rows:
-        raise ConfigError(
-            f"no key starts with {quote(prefix)}; {suggest_keys('.'.join(prefix_path))}"
-        )
+        raise ConfigError(f"no key starts with {quote(prefix)}; {suggest_keys('.'.join(start))}")
     return rows
 
 
@@ -261,7 +257,7 @@ def _renamed_path(path: KeyPath) -> KeyPath:
     now = current_key(path)
     if now != path:
         log.warning(
-            "%s is called %s now; the old name goes with the next version",
+            "%s was renamed to %s; the next version removes the old name",
             dotted(path),
             dotted(now),
         )
@@ -294,7 +290,7 @@ class ConfigTree:
         choices = [setting for setting in outer_first if self._choose_variant(setting)]
         for setting in settings:
             if setting not in choices:
-                self._set_value(setting)
+                self.faults += self._set_value(setting)
 
     def _split_options(self, setting: Setting) -> Iterator[Setting]:
         """Take the options out of a list of names: `[{name: wandb, mode: offline}]` names wandb,
@@ -327,28 +323,25 @@ class ConfigTree:
             lookup(self.values, union[:-1])[union[-1]] = default_values(options[name])
         return True
 
-    def _set_value(self, setting: Setting) -> None:
-        """Set or remove a value, checked against the final variants."""
+    def _set_value(self, setting: Setting) -> Iterator[str]:
+        """Set or remove a value, or yield its fault; checked against the final variants."""
         path, value, place, text, removes = setting
         key, field, variant, rest = find_key(self.values, path)
         section = lookup(self.values, path)
         theirs = find_foreign_value(key, value) if isinstance(value, str) else None
         if field is None or (rest and not is_table(field)):
-            self.faults.append(unknown_key_message(path, None if field else variant, place, value))
+            yield unknown_key_message(path, None if field else variant, place, value)
         elif removes and is_table(field) and section is not None:
             del lookup(self.values, path[:-1])[path[-1]]
         elif removes:
-            fault = f"~{dotted(path)} removes no entry of a table; leave it out, or set a value"
-            self.faults.append(fault)
+            yield f"~{dotted(path)} is not an entry of a table; remove it, or set a value"
         elif value == {} and isinstance(section, dict):
             pass  # adds nothing to a section or a table
         elif theirs is not None:
-            fault = f"{dotted(key)} does not take {quote(value)} (set by {place}); {theirs.remedy}"
-            self.faults.append(fault)
+            yield f"{dotted(key)} does not take {quote(value)} (set by {place}); {theirs.remedy}"
         elif is_section(field):
-            got = f"got {quote(value)} (set by {place})"
             hint = variant_hint(key, value) if isinstance(value, str) else ""
-            self.faults.append(f"{dotted(key)} must be {describe_type(field)}, {got}{hint}")
+            yield type_message(key, field, value, place) + hint
         else:
             if takes_text(field) and text is not None and isinstance(value, bool | int | float):
                 value = text
@@ -368,7 +361,7 @@ def _parse_override(text: str) -> Iterator[Setting]:
     from hydra.errors import HydraException
 
     if not is_encodable(text):
-        raise ConfigError(f"override {quote(text)} is not valid UTF-8; type it anew")
+        raise ConfigError(f"override {quote(text)} is not valid UTF-8; type it again")
     try:
         (parsed,) = OverridesParser.create().parse_overrides([text])
     # ValueError: a number of thousands of digits.
@@ -402,7 +395,7 @@ _PENDING = object()
 
 
 def _unresolved(path: KeyPath, reason: str) -> ConfigError:
-    return ConfigError(f"{dotted(path)}: {reason}; mend the value or its ${{…}}")
+    return ConfigError(f"{dotted(path)}: {reason}; fix the value or its ${{…}}")
 
 
 class _ReferenceResolver:
@@ -485,8 +478,6 @@ class _ReferenceResolver:
         from omegaconf.resolvers import oc
 
         if name != "oc.env" or len(args) not in (1, 2):
-            raise KeyError(
-                f"${{{name}:…}} is unknown; a recipe has ${{KEY}} and ${{oc.env:NAME,ELSE}}"
-            )
+            raise KeyError(f"${{{name}:…}} is unknown; use ${{KEY}} or ${{oc.env:NAME,ELSE}}")
         self.secrets[path] = text
         return oc.env(*args)

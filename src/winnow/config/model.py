@@ -76,8 +76,8 @@ class ModelConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.revision is not None and (self.path is None or "://" in self.path):
             yield (
-                f"model.revision={self.revision} is of a model on the hub, and model.path="
-                f"{self.path or 'null'} is none; set model.revision=null, or model.path=OWNER/NAME"
+                f"model.revision={self.revision} needs a hub model, got model.path="
+                f"{self.path or 'null'}; set model.revision=null, or model.path=OWNER/NAME"
             )
 
 
@@ -145,9 +145,8 @@ class DemonstrationConfig(Section):
         # Shares such as 0.1 and 0.9 may sum to a hair over 1 in floats.
         if self.guess_share + self.working_share > 1 + 1e-9:
             yield (
-                f"warm_start.demonstrations.guess_share={self.guess_share:g} and "
-                f"warm_start.demonstrations.working_share={self.working_share:g} sum to more than "
-                "1; lower one of them"
+                f"warm_start.demonstrations.guess_share={self.guess_share:g} and working_share="
+                f"{self.working_share:g} sum to more than 1; lower one of them"
             )
 
 

@@ -1,13 +1,12 @@
 """Names that verl, TRL, OpenRLHF, Hydra, Ray and earlier versions have for our keys.
 
-The table is other_names.yaml. `python -m winnow.config.other_names docs/coming_from.md` writes the
-page again.
+The table is other_names.yaml; `python -m benchmarks.other_names docs/coming_from.md` writes its
+page.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,23 +16,13 @@ import yaml
 OURS = "Winnow"
 """The part of the table with keys of a recipe, for values that other systems know."""
 _TABLE = Path(__file__).with_suffix(".yaml")
-_SUBKEYS = ".*"
-_NO_KEY_REASONS = {
-    "-": "nothing is to be set here",
+SUBKEYS = ".*"
+"""End of a key that stands for all keys below it."""
+NO_KEY_REASONS = {
+    "-": "no setting needed",
     "!": "not in Winnow yet",
     "?": "no counterpart in docs/coming_from.md",
 }
-_HEAD = """# Coming from verl, TRL or OpenRLHF
-
-Keys of public GRPO, DAPO and PPO scripts, and what they are called here. A name typed as one of
-these systems knows it is answered with ours: `num_generations=16` with "num_generations is no known
-key (set by the command line); that is TRL's name for rollout.n". All names of a command line are
-answered at once, before anything starts, with exit code 2.
-
-Settings are given as `KEY=VALUE`; a slash chooses a variant (`algorithm/advantage=rloo`).
-`winnow train RECIPE --help-config KEY` says what a key means. Where the value decides, a row has
-`NAME=VALUE`. This page is written by `python -m winnow.config.other_names docs/coming_from.md`.
-"""
 
 
 class OtherName(NamedTuple):
@@ -52,22 +41,22 @@ class OtherName(NamedTuple):
     @property
     def answer(self) -> str:
         """Our key, or why there is none, in words."""
-        if self.ours in _NO_KEY_REASONS:
-            return _NO_KEY_REASONS[self.ours] + (f": {self.meaning}" if self.meaning else "")
-        return self.ours.removesuffix(_SUBKEYS) + (f" ({self.meaning})" if self.meaning else "")
+        if self.ours in NO_KEY_REASONS:
+            return NO_KEY_REASONS[self.ours] + (f": {self.meaning}" if self.meaning else "")
+        return self.ours.removesuffix(SUBKEYS) + (f" ({self.meaning})" if self.meaning else "")
 
     def for_subkey(self, rest: Sequence[str]) -> OtherName | None:
         """Return the row of a key below the name; None where the row is of the name alone."""
-        if self.ours.endswith(_SUBKEYS) and rest:
+        if self.ours.endswith(SUBKEYS) and rest:
             return self._replace(ours=self.ours[:-1] + ".".join(rest))
-        return self if self.ours in _NO_KEY_REASONS or not rest else None
+        return self if self.ours in NO_KEY_REASONS or not rest else None
 
     @property
     def remedy(self) -> str:
         """The key to write, or the reason why there is none, in words."""
         if self.system == OURS:
-            return self.answer if self.ours in _NO_KEY_REASONS else f"write {self.answer}"
-        link = ", and" if self.ours in _NO_KEY_REASONS else " for"
+            return self.answer if self.ours in NO_KEY_REASONS else f"write {self.answer}"
+        link = ", and" if self.ours in NO_KEY_REASONS else " for"
         return f"that is {self.system}'s name{link} {self.answer}"
 
 
@@ -130,29 +119,6 @@ def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
     for stop in range(len(path), 0, -1):
         for row in load_other_names().get(".".join(path[:stop]), ()):
             now = row.for_subkey(path[stop:]) if row.system.startswith(f"{OURS} ") else None
-            if now and now.ours not in _NO_KEY_REASONS:
-                return tuple(now.ours.removesuffix(_SUBKEYS).replace("/", ".").split("."))
+            if now and now.ours not in NO_KEY_REASONS:
+                return tuple(now.ours.removesuffix(SUBKEYS).replace("/", ".").split("."))
     return path
-
-
-def render_markdown() -> str:
-    """Write the table as a page of the docs."""
-    return "\n".join(_markdown_lines())
-
-
-def _markdown_lines() -> Iterator[str]:
-    yield _HEAD
-    every = [row for rows in load_other_names().values() for row in rows]
-    for system in dict.fromkeys(row.system for row in every):
-        title = "Values of other systems for keys of Winnow" if system == OURS else system
-        yield f"## {title}\n\n| {system} | {'Write' if system == OURS else OURS} | |\n|---|---|---|"
-        for row in every:
-            if row.system == system:
-                name = f"{row.name}={row.value}" if row.value else row.name
-                ours = _NO_KEY_REASONS.get(row.ours) or f"`{row.ours.removesuffix(_SUBKEYS)}`"
-                yield f"| `{name}` | {ours} | {row.meaning} |"
-        yield ""
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(render_markdown(), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from winnow.config.base import (
     ADDRESS,
@@ -15,17 +15,14 @@ from winnow.config.base import (
     EnvironmentName,
     ImportPath,
     Section,
-    parse_url,
+    http_url,
 )
 from winnow.config.judge import (
     Judge,
-    LanguageModelJudge,
     NoJudge,
     NoRewardModel,
     PartName,
     RewardModel,
-    SequenceClassifier,
-    judge_engine,
     scorer_sharding,
 )
 
@@ -66,7 +63,7 @@ class RemoteManager(Section):
     """A service over HTTP scores every source."""
 
     name: Literal["remote"] = "remote"
-    url: Annotated[str, ADDRESS]
+    url: Annotated[str, http_url("use reward.manager.token_env", with_query=True), ADDRESS]
     """Address to which answers are posted, with verl's arguments as JSON."""
     token_env: EnvironmentName = None
     """Environment variable that holds the service's token, which is sent as a bearer."""
@@ -74,14 +71,6 @@ class RemoteManager(Section):
     """Requests in flight at once over the whole run."""
     tries: int = Field(3, ge=1)
     """Tries of each request, at statuses 429, 502, 503 and 504 and where the connection fails."""
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, value: str) -> str:
-        url = parse_url(value, "reward.manager.token_env is for tokens")
-        if (url.query or url.fragment) and not url.path:
-            raise ValueError("must have a path, such as /, before ? and #")
-        return value
 
 
 class CustomManager(Section):
@@ -143,7 +132,12 @@ class FusionConfig(_ProgramLimits):
     """A service that speaks SandboxFusion's HTTP API, such as `winnow sandbox serve`."""
 
     name: Literal["fusion"] = "fusion"
-    url: Annotated[str, ADDRESS]
+    url: Annotated[
+        str,
+        http_url("use reward.sandbox.token_env"),
+        AfterValidator(lambda url: url.rstrip("/").removesuffix("/run_code")),
+        ADDRESS,
+    ]
     """Address of the service, such as http://127.0.0.1:8080; /run_code is put behind it."""
     token_env: EnvironmentName = None
     """Name of the environment variable that holds its token; null sends none."""
@@ -153,15 +147,6 @@ class FusionConfig(_ProgramLimits):
     """Seconds to compile a program; a request may take this, the program's time and 10 s."""
     memory_mb: int = Field(1024, ge=64)
     """Memory of a program, in MB, as the service counts it."""
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, value: str) -> str:
-        rule = "must be an address such as http://127.0.0.1:8080"
-        parts = parse_url(value, "reward.sandbox.token_env is for tokens", rule)
-        if parts.query or parts.fragment:
-            raise ValueError(rule)
-        return value.rstrip("/").removesuffix("/run_code")
 
 
 class OverlongConfig(Section):
@@ -277,38 +262,37 @@ class RewardConfig(Section):
         yield from self._manager_conflicts()
         if self.processes and scorer_sharding(self.model) is not None:
             yield (
-                f"reward.processes={self.processes} hold a whole reward model each, and "
-                "reward/model/strategy=fsdp2 shards it over processes of its own, which the run's "
-                "process asks; set reward.processes=0 (reward.workers takes your function apart), "
-                "or reward/model/strategy=single"
+                f"reward.processes={self.processes} does not support reward/model/strategy=fsdp2; "
+                "set reward.processes=0 (reward.workers still runs your function in workers), or "
+                "reward/model/strategy=single"
             )
-        if self.processes and judge_engine(self.judge) is not None:
+        if self.processes and self.judge.name == "engine":
             yield (
-                f"reward.processes={self.processes} and reward/judge=engine exclude each other, as "
-                "the run's process asks the judge's engines; set reward.processes=0 "
-                "(reward.workers takes your function apart), or reward/judge=openai"
+                f"reward.processes={self.processes} does not support reward/judge=engine; set "
+                "reward.processes=0 (reward.workers still runs your function in workers), or "
+                "reward/judge=openai"
             )
         for (section, key), limit in shared_limits(self).items():
             if limit < self.processes:
                 yield (
-                    f"reward.processes={self.processes} share reward.{section}.{key}={limit}, "
-                    f"which leaves some of them nothing; set reward.processes to {limit} or less, "
-                    "or raise the limit"
+                    f"reward.processes={self.processes} is more than reward.{section}.{key}="
+                    f"{limit}, which they share; set reward.processes to {limit} or less, or raise "
+                    "the limit"
                 )
 
     def _function_conflicts(self) -> Iterator[str]:
         sources = [source for source, scorer in self.scorers.items() if scorer == "none"]
         if sources and (self.model, self.judge) == (NoRewardModel(), NoJudge()):
             yield (
-                f"reward.scorers.{sources[0]}=none leaves a source to the reward model or the "
-                "judge, but reward/model=none and reward/judge=none; name a scorer, or set "
+                f"reward.scorers.{sources[0]}=none needs a reward model or a judge, got "
+                "reward/model=none and reward/judge=none; name a scorer, or set "
                 "reward/model=sequence_classifier or reward/judge=openai or engine"
             )
         if self.function.path is not None and self.scorers:
             yield (
                 f"reward.function.path={self.function.path} scores every source, so reward.scorers "
-                f"({', '.join(self.scorers)}) would never be asked; set reward.function.path=null, "
-                "or leave reward.scorers empty"
+                f"({', '.join(self.scorers)}) is unused; set reward.function.path=null, or leave "
+                "reward.scorers empty"
             )
 
     def _part_conflicts(self) -> Iterator[str]:
@@ -318,10 +302,7 @@ class RewardConfig(Section):
                 continue
             if same := [other for other, name in names.items() if name == model.part]:
                 with_name = f"={model.part}" if same[0].endswith(".part") else ""
-                yield (
-                    f"{key}={model.part} and {same[0]}{with_name} have the same name; rename one "
-                    "of them"
-                )
+                yield f"{key}={model.part} and {same[0]}{with_name} have the same name; rename one"
             names[key] = model.part
 
     def _manager_conflicts(self) -> Iterator[str]:
@@ -329,38 +310,35 @@ class RewardConfig(Section):
         both = f"reward/manager={manager.name} and reward.workers={workers}"
         if isinstance(manager, NaiveManager) and workers:
             yield (
-                f"{both}: naive scores in the run's own process; set reward.workers=null, or "
-                "reward/manager=parallel"
+                f"{both}: naive has no workers; set reward.workers=null, or reward/manager=parallel"
             )
         if isinstance(manager, ParallelManager | BatchManager) and workers == 0:
             yield f"{both}: it scores in workers; set reward.workers to null or at least 1"
         if isinstance(manager, BatchManager) and path is None:
             yield (
-                "reward/manager=batch and reward.function.path=null: it calls your own function "
-                "with many answers; name its file in reward.function.path, or set "
-                "reward/manager=auto"
+                "reward/manager=batch needs a reward function, got reward.function.path=null; set "
+                "reward.function.path, or reward/manager=auto"
             )
         if isinstance(manager, RemoteManager | CustomManager):
             if workers and not self.parts:
-                yield f"{both}: there is nothing that workers would score; set reward.workers=null"
+                yield f"{both}: nothing is scored in workers; set reward.workers=null"
             if path is not None:
                 yield (
-                    f"reward/manager={manager.name} and reward.function.path={path}: only one of "
-                    "them can score; set reward.function.path=null, or reward/manager=auto"
+                    f"reward/manager={manager.name} and reward.function.path={path} both score; "
+                    "set reward.function.path=null, or reward/manager=auto"
                 )
         if isinstance(manager, DapoManager) and not self.overlong.enabled:
             yield (
-                "reward/manager=dapo adds the penalty for long answers, but "
-                "reward.overlong.enabled=false; set reward.overlong.enabled=true, or "
-                "reward/manager=auto"
+                "reward/manager=dapo needs reward.overlong, got reward.overlong.enabled=false; set "
+                "it to true, or reward/manager=auto"
             )
 
     def part_weights(self) -> dict[str, float]:
         """Return the weight of each part that this section adds to the task's, by its key."""
         weights = {f"reward.parts.{name}.weight": part.weight for name, part in self.parts.items()}
-        if isinstance(self.model, SequenceClassifier):
+        if self.model.name != "none":
             weights["reward.model.weight"] = self.model.weight
-        if isinstance(self.judge, LanguageModelJudge):
+        if self.judge.name != "none":
             weights["reward.judge.weight"] = self.judge.weight
         if self.cosine.enabled:
             weights["reward.cosine.weight"] = self.cosine.weight

@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from winnow.config.algorithm import GaeAdvantage, NoKl
-from winnow.config.data import Demonstrations
-from winnow.config.judge import NoRewardModel, scorer_sharding
+from winnow.config.judge import scorer_sharding
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.trainer import SyncMode
 
 POLICY_STATE = "ranks"
 """A checkpoint's folder of the state that the ranks of the policy hold."""
@@ -108,15 +105,7 @@ class Roles:
 def needs_reference(config: Config) -> bool:
     """Return whether a loss or the rewards have a KL to the reference."""
     kl = config.algorithm.kl
-    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
-
-
-def _has_rollouts(config: Config) -> bool:
-    return not isinstance(config.sft, Demonstrations)
-
-
-def _uses_critic(config: Config) -> bool:
-    return isinstance(config.algorithm.advantage, GaeAdvantage)
+    return (kl.reward.name, kl.loss.name) != ("none", "none")
 
 
 ROLES = [
@@ -168,14 +157,14 @@ ROLES = [
         "reference.strategy.ranks",
         "winnow.ranks.workers:ReferenceWorker",
         ("config", "start", "vocabulary"),
-        is_needed=lambda config: needs_reference(config) and _has_rollouts(config),
+        is_needed=lambda c: needs_reference(c) and c.sft.name == "none",
     ),
     Role(
         "critic",
         "critic.strategy.ranks",
         "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
-        is_needed=lambda config: _uses_critic(config) and _has_rollouts(config),
+        is_needed=lambda c: c.algorithm.advantage.name == "gae" and c.sft.name == "none",
         saved_in="critic",
     ),
 ]
@@ -190,10 +179,10 @@ def _resolve_role(role: Role, config: Config) -> Role:
         section = getattr(section, part, None)
     count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
     if count is None:  # engines: 1 where none can be in the run's process
-        count = int(is_vllm or not isinstance(config.trainer.mode, SyncMode))
+        count = int(is_vllm or config.trainer.mode.name != "sync")
     width, model = getattr(section, "tensor_parallel", 1), config.reward.model
     if role.name == "reward":
-        width = int(not isinstance(model, NoRewardModel) and scorer_sharding(model) is None)
+        width = int(model.name != "none" and scorer_sharding(model) is None)
     return replace(
         role,
         worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from winnow.config.base import (
     ADDRESS,
@@ -16,7 +16,7 @@ from winnow.config.base import (
     Section,
     SideEffect,
     UserCode,
-    parse_url,
+    http_url,
 )
 
 
@@ -54,17 +54,13 @@ _ENGINE_KEYS = {
     "enable_return_routed_experts": "rollout.routing_replay",
 }
 """Keys of a recipe that set an option of vLLM's."""
-VLLM_MAX_ADAPTER_RANK = 512
+VLLM_MAX_RANK = 512
 """The largest rank of an adapter that vLLM applies by itself."""
 _RESERVED_OPTIONS = {
     *("additional_config", "async_scheduling", "logits_processors", "logprobs_mode"),
     *("max_logprobs", "scheduling_policy", "skip_tokenizer_init", "tokenizer"),
-    *(
-        "weight_transfer_config",
-        "worker_extension_cls",
-        "data_parallel_size",
-        "distributed_executor_backend",
-    ),
+    *("weight_transfer_config", "worker_extension_cls"),
+    *("data_parallel_size", "distributed_executor_backend"),
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
     *("lora_dtype", "lora_target_modules"),
     # They name Python code, which the run of a stranger could bring along.
@@ -110,19 +106,28 @@ class VllmEngineConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.processes == 0:
             yield (
-                "rollout.engine.processes=0 and rollout/engine=vllm exclude each other, as vLLM "
-                "sets random numbers, threads and memory of the run's process; set "
+                "rollout/engine=vllm does not support rollout.engine.processes=0; set "
                 "rollout.engine.processes=1 or more (null is 1), or choose rollout/engine=torch"
             )
         below = [f"{n}.{key}" for n, v in self.extra.items() if isinstance(v, dict) for key in v]
         for name in (*self.extra, *below):
             if name in _ENGINE_KEYS:
-                yield f"rollout.engine.extra.{name} has a key of its own: set {_ENGINE_KEYS[name]}"
+                yield f"rollout.engine.extra.{name} has its own key: set {_ENGINE_KEYS[name]}"
             elif name in _RESERVED_OPTIONS:
-                yield (
-                    f"rollout.engine.extra.{name} is not free, as Winnow's draws, weights or trust "
-                    "rest on it; leave it out"
-                )
+                yield f"rollout.engine.extra.{name} is reserved by Winnow; leave it out"
+
+
+def _check_servers(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(urls)) < len(urls):
+        raise ValueError("names a server twice")
+    return urls
+
+
+ServerUrls = Annotated[
+    tuple[Annotated[str, http_url("use rollout.engine.token_env")], ...],
+    BeforeValidator(lambda urls: (urls,) if isinstance(urls, str) else urls),
+    AfterValidator(_check_servers),
+]
 
 
 class HttpEngineConfig(Section):
@@ -132,7 +137,7 @@ class HttpEngineConfig(Section):
     name: Literal["http"] = "http"
     processes: ClassVar[int] = 0
     """They are no processes of the run's."""
-    url: Annotated[tuple[str, ...], ADDRESS, Change.ON_RESUME] = Field(min_length=1)
+    url: Annotated[ServerUrls, ADDRESS, Change.ON_RESUME] = Field(min_length=1)
     """Address of each server, such as [http://127.0.0.1:8000]; all hold the same model."""
     token_env: Annotated[EnvironmentName, Change.ON_RESUME] = None
     """Environment variable that holds the servers' key (--api-key), which is sent as a bearer."""
@@ -150,22 +155,6 @@ class HttpEngineConfig(Section):
     """Longest time in which a server loads new weights."""
     restart_timeout_s: Annotated[float, Change.ON_RESUME] = Field(300.0, gt=0)
     """Longest time without any server that answers; then the run ends."""
-
-    @field_validator("url", mode="before")
-    @classmethod
-    def _to_tuple(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for each in value:
-            url = parse_url(each, "rollout.engine.token_env is for keys")
-            if url.query or url.fragment:
-                raise ValueError("must end before ? and #")
-        if len(set(value)) < len(value):
-            raise ValueError("names a server twice")
-        return value
 
 
 class CustomEngine(UserCode):
@@ -214,9 +203,9 @@ class RolloutConfig(Section):
         cuts += [f"rollout.min_p={self.min_p:g}"] if self.min_p > 0 else []
         if cuts and self.support == "error":
             yield (
-                f"{' and '.join(cuts)} cut tokens that the trained policy still counts, and "
-                "rollout.support=error refuses that; set rollout.support=ignore to train all the "
-                "same, or sample from the whole vocabulary (top_p=1, top_k=0, min_p=0)"
+                f"{' and '.join(cuts)} with rollout.support=error: the sampler's support differs "
+                "from the policy's; set rollout.support=ignore to train anyway, or sample from the "
+                "full vocabulary (top_p=1, top_k=0, min_p=0)"
             )
 
 

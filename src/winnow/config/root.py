@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import ADDRESS, PLACE, Change, ImportPath, Options, SecretError, Section
@@ -23,10 +23,16 @@ from winnow.config.trainer import (
 )
 
 
+def _check_run_name(value: str | None) -> str | None:
+    if value is not None and (not value or value[0] == "." or set(value) & set("/\\\0")):
+        raise ValueError("must name one folder (not empty, no slash, no leading dot)")
+    return value
+
+
 class RunConfig(Section):
     """Name, folder, seed and machine of a run."""
 
-    name: Annotated[str | None, Change.SILENTLY] = None
+    name: Annotated[str | None, AfterValidator(_check_run_name), Change.SILENTLY] = None
     """Name of the run's folder; null makes RECIPE-DATE-TIME."""
     description: Annotated[tuple[str, ...], Change.SILENTLY] = ()
     """Lines that a new run prints about itself at its start."""
@@ -48,13 +54,6 @@ class RunConfig(Section):
     """CPU threads for tensor work; null takes all cores. Bits depend on it."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Change.SILENTLY] = "auto"
     """Device of the model; auto takes a GPU if there is one."""
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, value: str | None) -> str | None:
-        if value is not None and (not value or value[0] == "." or set(value) & set("/\\\0")):
-            raise ValueError("must name one folder (not empty, no slash, no dot in front)")
-        return value
 
 
 class CustomSink(Section):
@@ -107,23 +106,22 @@ class WandbConfig(Section):
     """User or team; null is your default one."""
 
 
+def _check_mlflow_uri(value: str | None) -> str | None:
+    if value is not None and "@" in urlsplit(value).netloc:
+        variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        raise SecretError(f"must not hold a user or a password (set {variables})")
+    return value
+
+
 class MlflowConfig(Section):
     """Options of the tracker mlflow (winnow-rl[mlflow]); user and password come from
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
 
-    uri: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
+    uri: Annotated[str | None, AfterValidator(_check_mlflow_uri), ADDRESS] = Field(
+        None, min_length=1
+    )
     """Address of the tracking server or data base; null is MLFLOW_TRACKING_URI, else a data base
     in run.dir/mlflow."""
-
-    @field_validator("uri")
-    @classmethod
-    def _check_uri(cls, value: str | None) -> str | None:
-        if value is not None and "@" in urlsplit(value).netloc:
-            raise SecretError(
-                "must hold no user and password (set MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD)"
-            )
-        return value
 
 
 class TrackioConfig(Section):
@@ -147,13 +145,12 @@ class SwanlabConfig(Section):
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
-TRACKER_SECTIONS: dict[TrackerName, type[Section]] = {
-    "tensorboard": TensorboardConfig,
-    "wandb": WandbConfig,
-    "mlflow": MlflowConfig,
-    "trackio": TrackioConfig,
-    "swanlab": SwanlabConfig,
-}
+
+
+def _check_trackers(names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+    if len({*names}) < len(names):
+        raise ValueError("must name each tracker once")
+    return names
 
 
 class ObserveConfig(Section):
@@ -178,7 +175,7 @@ class ObserveConfig(Section):
     sinks: tuple[CustomSink, ...] = ()
     """Sinks of your own that get every record beside metrics.jsonl, such as
     [{path: mine.py:Table, options: {file: x}}]."""
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: Annotated[tuple[TrackerName, ...], AfterValidator(_check_trackers)] = ()
     """Trackers that get curves, the recipe and sample answers, each in a thread of its own: names,
     also with options, as in [tensorboard,{name: wandb, mode: offline}]; docs/trackers.md."""
     tracking: TrackingConfig = TrackingConfig()
@@ -193,13 +190,6 @@ class ObserveConfig(Section):
     """Options of that tracker."""
     swanlab: SwanlabConfig = SwanlabConfig()
     """Options of that tracker."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _check_trackers(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
-        if len({*value}) < len(value):
-            raise ValueError("must name each tracker once")
-        return value
 
 
 class EnvironmentValue(NamedTuple):

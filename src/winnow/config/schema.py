@@ -300,16 +300,21 @@ def _initials(name: str) -> str:
     return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
 
 
+def type_message(path: KeyPath, field: FieldInfo, value: Any, place: str) -> str:
+    """Return the message for a value of the wrong type."""
+    return f"{dotted(path)} must be {describe_type(field)}, got {quote(value)} (set by {place})"
+
+
 def unknown_key_message(
     path: KeyPath, variant: tuple[KeyPath, str] | None, place: str, value: Any = ""
 ) -> str:
     """Return the message for a key that no section has, or not the variant that was chosen."""
     parts = ".".join(path).split(".")
     group = "" if variant is None else "/".join(variant[0])
-    fault = "no known key" if variant is None else f"no key of {group}={variant[1]}"
+    fault = "not a known key" if variant is None else f"not a key of {group}={variant[1]}"
     if len(parts) > len(path) and any(key.path == tuple(parts) for key in all_keys()):
         nested = ": {".join(parts) + ": …" + "}" * (len(parts) - 1)
-        remedy = f"a file nests keys instead of dotting them: {nested}"
+        remedy = f"nest keys in a file: {nested}"
     elif elsewhere := explain_foreign_key(".".join(path), value):
         remedy = elsewhere
     elif variant is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from winnow.config.base import (
     ADDRESS,
@@ -48,10 +48,9 @@ class Sharded(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.ranks % self.replicas:
-            yield (
-                f"{self.section_key}.ranks={self.ranks} cannot be cut into "
-                f"{self.section_key}.replicas={self.replicas} groups of ranks; use a divisor of ranks"
-            )
+            key = self.section_key
+            sizes = f"{key}.ranks={self.ranks} is not a multiple of {key}.replicas={self.replicas}"
+            yield f"{sizes}; use a divisor of ranks"
 
 
 class WithPolicy(Section):
@@ -84,8 +83,8 @@ class Fsdp2(Sharded):
         yield from super().conflicts()
         if self.ranks % self.sequence:
             yield (
-                f"trainer.strategy.ranks={self.ranks} cannot be cut into groups of "
-                f"trainer.strategy.sequence={self.sequence} ranks; use a divisor of ranks"
+                f"trainer.strategy.ranks={self.ranks} is not a multiple of "
+                f"trainer.strategy.sequence={self.sequence}; use a divisor of ranks"
             )
 
 
@@ -125,9 +124,8 @@ class Megatron(Section):
         at = "trainer.strategy"
         if self.ranks % self.model_parallel_ranks:
             yield (
-                f"{at}.ranks={self.ranks} cannot be cut into groups of {at}.tensor={self.tensor} x "
-                f"{at}.pipeline={self.pipeline} ranks; use a multiple of "
-                f"{self.model_parallel_ranks}"
+                f"{at}.ranks={self.ranks} is not a multiple of {at}.tensor={self.tensor} x "
+                f"{at}.pipeline={self.pipeline}; use a multiple of {self.model_parallel_ranks}"
             )
         elif (self.tensor * self.data) % self.expert:
             yield (
@@ -138,8 +136,7 @@ class Megatron(Section):
         if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
             yield (
                 f"{at}.expert={self.expert} and {at}.tensor={self.tensor} need {at}."
-                "sequence_parallel=true, as experts take other tokens from each rank; set that, "
-                f"or {at}.tensor=1"
+                f"sequence_parallel=true; set that, or {at}.tensor=1"
             )
 
 
@@ -204,6 +201,16 @@ def to_epoch_seconds(value: str | float) -> float:
     return seconds
 
 
+def _check_time(value: str | float | None) -> str | float | None:
+    try:
+        if value is not None and value != "never":
+            to_epoch_seconds(value)
+    except ValueError:
+        example = "2026-11-23T07:05:00+00:00"
+        raise ValueError(f"must be a time such as {example}, or in seconds, or never") from None
+    return value
+
+
 class TrainerConfig(Section):
     """Number of steps, the updates of each, memory bounds and checkpoints."""
 
@@ -241,7 +248,7 @@ class TrainerConfig(Section):
     checkpoint_url: Annotated[str | None, ADDRESS, Change.ON_RESUME] = None
     """Address to which the run's folder is copied after each checkpoint, and from which it is
     fetched when it is not here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
-    expires_at: Annotated[str | float | None, Change.ON_RESUME] = None
+    expires_at: Annotated[str | float | None, AfterValidator(_check_time), Change.ON_RESUME] = None
     """End of the machine, an ISO 8601 time or seconds since 1970: the run saves and ends before it,
     as at SIGTERM. null: what Slurm, SageMaker or veMLP announce in variables; never: no end."""
     expiry_margin_s: Annotated[float | None, Change.ON_RESUME] = Field(None, gt=0)
@@ -252,17 +259,6 @@ class TrainerConfig(Section):
     stall_timeout_s: Annotated[float, Change.ON_RESUME] = Field(1800.0, gt=0)
     """Seconds without a token, an update, a step or a byte of a fetched model, after which a
     supervised run has hung; loading models and starting processes must take less."""
-
-    @field_validator("expires_at")
-    @classmethod
-    def _check_time(cls, value: str | float | None) -> str | float | None:
-        try:
-            if value not in (None, "never"):
-                to_epoch_seconds(value)
-        except ValueError:
-            example = "2026-11-23T07:05:00+00:00"
-            raise ValueError(f"must be a time such as {example}, or in seconds, or never") from None
-        return value
 
 
 class OptimConfig(Section):
@@ -357,8 +353,8 @@ class EvaluationConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if 0 < self.temperature < TEMPERATURES[0]:
             yield (
-                f"evaluation.temperature={self.temperature:g} divides logits until they overflow; "
-                f"set it to 0, which is greedy, or to {TEMPERATURES[0]:g} and more"
+                f"evaluation.temperature={self.temperature:g} overflows the logits; set it to 0 "
+                f"(greedy), or to {TEMPERATURES[0]:g} or more"
             )
 
 
@@ -475,8 +471,8 @@ class RayCluster(Section):
     def conflicts(self) -> Iterator[str]:
         if self.address is not None and self.init != RayInitConfig():
             yield (
-                f"cluster.init is for an instance that the run starts, and cluster.address="
-                f"{self.address} is there already; leave cluster.init out, or set the address null"
+                f"cluster.init applies to a Ray instance that the run starts, got cluster.address="
+                f"{self.address}; leave cluster.init out, or set cluster.address=null"
             )
         ours, env = self.environment, self.runtime_env.env_vars
         for name in sorted(name for name in {*ours} & {*env} if ours[name] != env[name]):

@@ -46,7 +46,7 @@ def disk_error(path: Path, error: OSError) -> WinnowError:
 
 
 def disk_errors(error: OSError, otherwise: type[WinnowError] = WinnowError) -> type[WinnowError]:
-    """Return the type of the error for a system's error: `TransientError` where it may be over soon.
+    """Return the type of the error for a system's error: `TransientError` if it may be over soon.
 
     Args:
         otherwise: the type of all others.

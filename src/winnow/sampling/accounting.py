@@ -125,6 +125,11 @@ class Tally:
         """Over all answers of the closed groups; NaN when none was."""
         return _ratio(self.accuracy_sum, self.answers)
 
+    @property
+    def truncated_share(self) -> float:
+        """Share of the closed groups' answers that the response limit ended; NaN when none was."""
+        return _ratio(self.truncated_answers, self.answers)
+
 
 @dataclass(frozen=True)
 class StepCounts:
@@ -156,7 +161,7 @@ class StepGroups:
 
     version: int
     """Version of the weights that learn it."""
-    target: int
+    wanted: int
     """N"""
     trained: tuple[SettledGroup, ...]
     """In admission order."""
@@ -174,7 +179,7 @@ class StepGroups:
     @property
     def is_short(self) -> bool:
         """True if the bound came before N groups qualified."""
-        return len(self.trained) < self.target
+        return len(self.trained) < self.wanted
 
 
 @dataclass
@@ -256,31 +261,28 @@ def _ratio(part: float, whole: int) -> float:
 
 def describe_filtering(tally: Tally, fates: Mapping[Fate, int]) -> str:
     """Describe groups by verdict, accuracy and truncation, in one clause."""
-    accuracy = tally.accuracy_sum / tally.answers if tally.answers else 0.0
-    truncated = tally.truncated_answers / tally.answers if tally.answers else 0.0
     return (
-        f"of {tally.closed + tally.failed:,} groups looked at, {tally.qualified:,} qualified, "
+        f"of {tally.closed + tally.failed:,} groups, {tally.qualified:,} qualified, "
         f"{fates['all_wrong']:,} were all wrong, {fates['all_right']:,} all right, "
-        f"{tally.failed:,} failed; mean accuracy {accuracy:.3f}, "
-        f"{truncated:.0%} of the answers truncated"
+        f"{tally.failed:,} failed; mean accuracy {tally.mean_accuracy:.3f}, "
+        f"{tally.truncated_share:.0%} of answers truncated"
     )
 
 
 def no_signal_error(tally: Tally, fates: Mapping[Fate, int]) -> NoSignalError:
     """Make the error of a run that has nothing to learn from, with its likely cause."""
     right, wrong, failed = fates["all_right"], fates["all_wrong"], tally.failed
-    cut_off = tally.truncated_answers / tally.answers if tally.answers else 0.0
     if failed > right + wrong:
         rule, cause = "scoring_fails", "most groups failed in the engine or in scoring"
     elif right > wrong:
-        rule, cause = "reward_flat_right", "nearly all counts as right"
-    elif cut_off > 0.5:
-        rule, cause = "cut_off", "most answers are cut off"
+        rule, cause = "reward_flat_right", "nearly all answers count as right"
+    elif tally.truncated_share > 0.5:
+        rule, cause = "cut_off", "most answers are truncated"
     else:
-        rule, cause = "reward_flat_wrong", "nearly all counts as wrong"
+        rule, cause = "reward_flat_wrong", "nearly all answers count as wrong"
     reason = f"; last error: {tally.last_error}" if failed and tally.last_error else ""
     return NoSignalError(
-        f"no group to learn from: sampling met its bound {tally.empty_bounds} times in a row; "
+        f"no group qualified: sampling reached its bound {tally.empty_bounds} times in a row; "
         f"{describe_filtering(tally, fates)}{reason}; {cause}",
         rule,
     )
@@ -289,8 +291,7 @@ def no_signal_error(tally: Tally, fates: Mapping[Fate, int]) -> NoSignalError:
 def bound_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, bound: int) -> str:
     """Say why `on_bound=stop` stopped."""
     return (
-        f"sampling.on_bound is stop and {tally.qualified:,} qualified groups do not fill the "
-        f"step's {config.groups_per_step:,} within {bound:,} groups looked at: "
-        f"{describe_filtering(tally, fates)}; the accepted groups are kept: raise "
-        f"sampling.max_groups_per_step or set sampling.on_bound=short and resume"
+        f"sampling.on_bound=stop: {tally.qualified:,} of {config.groups_per_step:,} groups "
+        f"qualified within the bound of {bound:,}; {describe_filtering(tally, fates)}; raise "
+        "sampling.max_groups_per_step or set sampling.on_bound=short, and resume"
     )

@@ -62,12 +62,12 @@ def _apply_user_filter(scores: Sequence[Score], keep: Callable[..., object], whe
         reason = " ".join(str(error).split())
         raise RewardError(
             f"sampling.filter.path {where} fails with {type(error).__name__}: {reason}; "
-            "correct the function, and resume"
+            "fix the function, and resume"
         ) from error
     if not isinstance(qualifies, bool | np.bool_):
         raise RewardError(
             f"sampling.filter.path {where} must return True or False, returned {qualifies!r:.80}; "
-            "correct the function, and resume"
+            "fix the function, and resume"
         )
     return "qualified" if qualifies else _unqualified_verdict(scores)
 
@@ -118,7 +118,7 @@ def _metric_value(score: Score, metric: str) -> float | None:
         if score.error:
             return None
         raise RewardError(
-            f"sampling.filter.metric asks for {metric!r}, but the scorer gives "
+            f"sampling.filter.metric={metric} is not in the score, which has "
             f"{', '.join(_metric_names(score))}; choose one of these or let the scorer return it"
         ) from None
     except (TypeError, ValueError):
@@ -126,8 +126,8 @@ def _metric_value(score: Score, metric: str) -> float | None:
     if not math.isfinite(value):
         shown = score.extra.get(metric, value)
         raise RewardError(
-            f"sampling.filter.metric {metric!r} must be a finite number, the scorer gave "
-            f"{shown!r}; return a number or filter on another metric"
+            f"sampling.filter.metric={metric} must be a finite number, got {shown!r}; return a "
+            "number or filter on another metric"
         )
     return value
 

@@ -61,7 +61,6 @@ class Ledger:
         """Version of the weights that learn the step under way; it is as many as steps are cut."""
         self.looked_at = 0
         """For this step so far."""
-        self.short_steps = 0
         self.groups = LiveGroups()
         self.accounting = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
@@ -101,7 +100,7 @@ class Ledger:
 
     def may_admit(self) -> bool:
         """Return whether one more group may open (`admission.may_open_group`, and the bound)."""
-        expected = self.rate.expected_qualified(self.groups.histories)
+        expected = self.prefix.rate.expected_qualified(self.groups.histories)
         return self.looked_at < self.bound and may_open_group(
             self.config, self.qualified, self.in_flight, expected, self.unlearnt_steps
         )
@@ -113,7 +112,7 @@ class Ledger:
             turn = self.turns_again.popleft()
         else:
             self.next_turn += 1
-        history = self.rate.history(prompt.uid)
+        history = self.prefix.rate.history(prompt.uid)
         answers = [AnswerState() for _ in range(self._n + self._with_baseline)]
         n, unscored = self._n, len(answers)
         self.groups.add(
@@ -231,22 +230,16 @@ class Ledger:
         looked_at = self.looked_at - later
         returned = self._drop_after(last) if self.config.max_staleness == 0 else []
         self.looked_at = later if self.config.max_staleness else 0
-        self.short_steps += short
         return self.accounting.close_step(
             self.learns,
             self.target,
             returned,
             looked_at,
             (self.qualified, self.in_flight),
-            self.rate.rate,
+            self.prefix.rate.rate,
         )
 
     # Looking
-
-    @property
-    def rate(self) -> QualifyRate:
-        """p̂"""
-        return self.prefix.rate
 
     @property
     def account(self) -> TokenAccount:
@@ -380,7 +373,7 @@ class Ledger:
 
 
 _STATE = (
-    *("version", "learns", "looked_at", "short_steps", "next_id"),
+    *("version", "learns", "looked_at", "next_id"),
     *("next_turn", "turns_again"),
     *("queue", "prefix", "groups", "accounting"),
 )

@@ -200,10 +200,10 @@ class Sampler:
     async def step(self, version: int, learns: int | None = None) -> StepGroups:
         """Sample with weights `version` until a step can be cut.
 
-        Weights may be loaded in between: in deterministic mode nothing runs in the engine then,
-        in free mode only where it takes them live; there `set_engine_version` may come meanwhile, too. An
-        error or a cancellation leaves everything accepted in the ledger, and so in `state_dict`;
-        another call goes on from it.
+        Weights may be loaded between two calls. In deterministic mode the engine is idle then; in
+        free mode it may run on if it loads weights live, and `set_engine_version` may be called
+        during a step. After an error or a cancellation the ledger keeps everything accepted, and
+        the next call continues from it.
 
         Args:
             learns: version of the weights that learn the step; None: the same.
@@ -231,14 +231,14 @@ class Sampler:
             await _cancel_and_wait(watch)
         lost = self._unrecorded_tokens - before
         if lost > 0:
-            log.warning("step %d: the engine wrote %d tokens that never came back", version, lost)
+            log.warning("step %d: the engine lost %d generated tokens", version, lost)
         step = self.ledger.commit()
         if step.is_short:
             log.warning(
                 "step %d is short: %d of %d groups qualified within the bound of %d",
                 version,
                 len(step.trained),
-                step.target,
+                step.wanted,
                 self.ledger.bound,
             )
         if step.returned:
@@ -340,7 +340,7 @@ class Sampler:
         if tally.empty_bounds >= self._config.max_empty_steps:
             await self.abort_running()
             raise no_signal_error(tally, fates)
-        log.warning("nothing qualified within the bound: %s", describe_filtering(tally, fates))
+        log.warning("no group qualified within the bound: %s", describe_filtering(tally, fates))
         return False
 
     async def _submit(self) -> None:
@@ -489,12 +489,12 @@ class Sampler:
                 moved = now()
                 if stalls > self._config.max_attempts:
                     raise TrainingError(
-                        f"the rollout engine wrote no token for {timeout_s:g} s, {stalls} times in "
-                        f"a row ({self._status_line()}); look at the engine, or raise "
+                        f"the rollout engine generated no token for {timeout_s:g} s, {stalls} "
+                        f"times in a row ({self._status_line()}); check the engine, or raise "
                         "sampling.stall_timeout_s if it is only slow"
                     )
                 log.warning(
-                    "no token for %g s; sending answers again. %s", timeout_s, self._status_line()
+                    "no token for %g s; resubmitting answers; %s", timeout_s, self._status_line()
                 )
                 running = {group_id for group_id, _ in self.ledger.groups.running_keys()}
                 await self._engine.abort(sorted(running))
@@ -504,9 +504,8 @@ class Sampler:
         ledger, status = self.ledger, self._engine.status()
         line = (
             f"sampling waits for {'the engine' if self._is_waiting_for_engine else 'scores'}: "
-            f"{ledger.committable} of {ledger.target} groups can be "
-            f"trained, {ledger.in_flight} are open, {status.running} answers run and "
-            f"{status.queued} are queued"
+            f"{ledger.committable} of {ledger.target} groups are ready, {ledger.in_flight} open; "
+            f"{status.running} answers running, {status.queued} queued"
         )
         oldest = next(iter(ledger.groups.open.values()), None)
         if oldest is not None:

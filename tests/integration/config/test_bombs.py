@@ -72,17 +72,17 @@ def data(place: Path) -> list[str]:
     return []
 
 
-WRITTEN_OUT = f"its ${{…}} write out more than {MAX_CHARACTERS:,} characters; mend the value or"
+WRITTEN_OUT = f"its ${{…}} write out more than {MAX_CHARACTERS:,} characters; fix the value or"
 BOMBS: list[tuple[Callable[[Path], list[str]], str]] = [
     (
         anchors,
-        f"recipe bomb.yaml, line 5: more than {MAX_NODES:,} values, anchors written out; repeat "
-        "fewer anchors; mend the YAML there",
+        f"recipe bomb.yaml, line 5: more than {MAX_NODES:,} values after expanding "
+        "anchors; use fewer anchors; fix the YAML there",
     ),
     (
         merges,
-        f"recipe bomb.yaml, line 5: more than {MAX_NODES:,} values, anchors written out; repeat "
-        "fewer anchors; mend the YAML there",
+        f"recipe bomb.yaml, line 5: more than {MAX_NODES:,} values after expanding "
+        "anchors; use fewer anchors; fix the YAML there",
     ),
     (references, f"data.prompt_template.p6: {WRITTEN_OUT} its ${{…}}"),
     (typed_lists, f"reward.function.kwargs.p5.7: {WRITTEN_OUT} its ${{…}}"),

@@ -65,13 +65,13 @@ def test_recipes_that_sample_beside_learning_correct_for_older_weights() -> None
         "dapo_one_step_off_qwen2.5_math_7b": "one_step_off",
     }
     assert not any(
-        "correct nothing" in line for c in beside.values() for line in config_warnings(c)
+        "off-policy tokens" in line for c in beside.values() for line in config_warnings(c)
     )
 
 
 def test_older_weights_without_a_correction_are_told() -> None:
     (line,) = config_warnings(recipe("dapo_one_step_off", "algorithm/correction/weight=none"))
-    assert line.startswith("Warning: trainer/mode=one_step_off learns from tokens of older weights")
+    assert line.startswith("Warning: trainer/mode=one_step_off trains on off-policy tokens")
     assert config_warnings(recipe("dapo_one_step_off", "algorithm/correction/rejection=k1")) == []
     bypass = ("algorithm/correction/weight=none", "algorithm.correction.mode=bypass")
     assert config_warnings(recipe("dapo_one_step_off", *bypass)) == []

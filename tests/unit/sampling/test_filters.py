@@ -81,13 +81,13 @@ def test_where_a_scorer_gives_no_accuracy_answers_are_to_differ_in_their_reward(
 
 
 def test_a_missing_metric_is_named_with_what_the_scorer_gives() -> None:
-    with pytest.raises(RewardError, match=r"'style'.*accuracy, reward, task_reward, steps;"):
+    with pytest.raises(RewardError, match=r"=style is .*accuracy, reward, task_reward, steps;"):
         apply_filter(scores(0, 1, steps=3, pred="12"), VarianceFilter(metric="style"))
 
 
 @pytest.mark.parametrize("value", ["many", None, float("nan"), float("inf")])
 def test_a_metric_that_is_no_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(RewardError, match="'pred' must be a finite number"):
+    with pytest.raises(RewardError, match="=pred must be a finite number"):
         apply_filter(scores(0, 1, pred=value), VarianceFilter(metric="pred"))
 
 
@@ -133,9 +133,9 @@ def test_a_users_own_filter_judges_by_its_function_and_options(tmp_path: Path) -
 def test_a_users_filter_that_fails_or_says_no_yes_or_no_is_named_in_one_line(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(RewardError, match=r"mine\.py:broken fails with KeyError: 'steps'; correct"):
+    with pytest.raises(RewardError, match=r"mine\.py:broken fails with KeyError: 'steps'; fix"):
         make_filter(mine(tmp_path, "broken"))(scores(1))
-    with pytest.raises(RewardError, match=r"counts must return True or False, returned 1\.5; corr"):
+    with pytest.raises(RewardError, match=r"counts must return True or False, returned 1\.5; fix"):
         make_filter(mine(tmp_path, "counts"))(scores(1, 0.5))
     with pytest.raises(ConfigError, match=r"sampling\.filter\.path .*has no callable gone"):
         make_filter(mine(tmp_path, "gone"))
