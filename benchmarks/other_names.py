@@ -14,8 +14,8 @@ from winnow.config.other_names import NO_KEY_REASONS, OURS, SUBKEYS, load_other_
 _HEAD = """# Coming from verl, TRL or OpenRLHF
 
 Keys of public GRPO, DAPO and PPO scripts, and what they are called here. A name typed as one of
-these systems knows it is answered with ours: `num_generations=16` with "num_generations is no known
-key (set by the command line); that is TRL's name for rollout.n". All names of a command line are
+these systems knows it is answered with ours: `num_generations=16` with "num_generations is not a
+known key (set by the command line); that is TRL's name for rollout.n". All names of a command line are
 answered at once, before anything starts, with exit code 2.
 
 Settings are given as `KEY=VALUE`; a slash chooses a variant (`algorithm/advantage=rloo`).

@@ -100,7 +100,7 @@ def test_prompts_that_do_not_fit_are_refused_and_the_engine_goes_on(llm: winnow.
     with pytest.raises(DataError, match=r"prompts\[1\]: the prompt has"):
         llm.generate(["21:", "1" * 5000 + ":"])
     assert llm.generate([]) == []
-    with pytest.raises(ConfigError, match="max_tokens is 1000000, but answers have 1 to 32"):
+    with pytest.raises(ConfigError, match=r"max_tokens must be in \[1, 32\], got 1000000"):
         llm.generate(["21:"], max_tokens=10**6)
     for wrong in ({"n": 0}, {"temperature": 1e-9}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
         ((name, value),) = wrong.items()
@@ -110,7 +110,7 @@ def test_prompts_that_do_not_fit_are_refused_and_the_engine_goes_on(llm: winnow.
         with pytest.raises(TypeError, match="give a list of them"):
             llm.generate(single)  # type: ignore[arg-type]
     for talk in ([{"role": "user"}], [{"role": "user", "content": ["21:"]}], []):
-        with pytest.raises(ConfigError, match=r"prompts\[0\] needs messages with a role and"):
+        with pytest.raises(ConfigError, match=r"prompts\[0\] must have messages with role and"):
             llm.generate([talk])
     assert llm.generate(["21:"])
 
@@ -194,7 +194,7 @@ def test_a_run_that_is_gone_on_with_is_the_one_that_comes_back(
     (home / "runs/taken/mine.txt").touch()
     settings = [*SMALL, f"run.resume={run.path}", "trainer.steps=3"]
     said = python(server, GOING_ON.format(settings=settings), home).check().out
-    assert "the run ended with exit code 2" in said
+    assert "the run failed with exit code 2" in said
     assert said.endswith(f"{run.path} 3\n")
 
 
