@@ -15,8 +15,8 @@ _HEAD = """# Coming from verl, TRL or OpenRLHF
 
 Keys of public GRPO, DAPO and PPO scripts, and what they are called here. A name typed as one of
 these systems knows it is answered with ours: `num_generations=16` with "num_generations is not a
-known key (set by the command line); that is TRL's name for rollout.n". All names of a command line are
-answered at once, before anything starts, with exit code 2.
+known key (set by the command line); that is TRL's name for rollout.n". All names of a command line
+are answered at once, before anything starts, with exit code 2.
 
 Settings are given as `KEY=VALUE`; a slash chooses a variant (`algorithm/advantage=rloo`).
 `winnow train RECIPE --help-config KEY` says what a key means. Where the value decides, a row has

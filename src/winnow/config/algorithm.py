@@ -101,7 +101,7 @@ class GaeAdvantage(Section):
 
 
 class CustomAdvantage(UserCode):
-    """An estimator of your own, given by its place; docs/algorithms.md shows its signature."""
+    """A custom estimator, given by its import path; docs/algorithms.md shows its signature."""
 
 
 Advantage = Annotated[
@@ -161,7 +161,7 @@ class CispoLoss(PolicyLossSection):
     r_max: float = Field(5.0, gt=0)
     """The largest weight."""
     two_sided: tuple[Positive, Positive] | None = None
-    """[low, high] holds the weight in [1 - low, 1 + high], and r_max does not apply."""
+    """[low, high] clips the weight to [1 - low, 1 + high]; r_max then has no effect."""
 
 
 class SapoLoss(PolicyLossSection):
@@ -201,7 +201,7 @@ class ClipCovLoss(PolicyLossSection):
     cov_high: float = 5.0
     """Highest covariance (exclusive) of the tokens that may be left out."""
     selection: Literal["update", "microbatch"] = "update"
-    """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
+    """Choose the tokens once per update, or (as verl does) in each micro-batch."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self.order_conflicts("algorithm.policy_loss", "cov_low", "cov_high")
@@ -216,7 +216,7 @@ class KlCovLoss(PolicyLossSection):
     share: Share = 2e-4
     """Share of the tokens that is penalised, at least one."""
     selection: Literal["update", "microbatch"] = "update"
-    """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
+    """Choose the tokens once per update, or (as verl does) in each micro-batch."""
 
 
 class DppoTvLoss(PolicyLossSection):
@@ -264,7 +264,7 @@ class ReinforceLoss(PolicyLossSection):
 
 
 class CustomPolicyLoss(UserCode, PolicyLossSection):
-    """A policy loss of your own, given by its place; docs/algorithms.md shows its signature."""
+    """A custom policy loss, given by its import path; docs/algorithms.md shows its signature."""
 
 
 PolicyLoss = Annotated[
@@ -313,7 +313,7 @@ class AdaptiveRewardKl(Section):
     estimator: RewardEstimator = "k1"
     """Estimator of a token's KL."""
     target: float = Field(0.1, gt=0)
-    """KL aimed at, nats a token: the mean over samples of their means."""
+    """Target KL in nats per token: the mean over samples of their means."""
     horizon_samples: int = Field(10_000, ge=1)
     """Samples over which a KL 20 % or more off the target moves beta by about 20 %."""
 
@@ -335,19 +335,19 @@ class KlConfig(Section):
     """KL to the reference policy, the frozen model that the run started from."""
 
     reward: Annotated[NoKl | FixedRewardKl | AdaptiveRewardKl, Field(discriminator="name")] = NoKl()
-    """KL taken off the rewards of tokens."""
+    """KL subtracted from token rewards."""
     loss: Annotated[NoKl | LossKl, Field(discriminator="name")] = NoKl()
     """KL as a term of the loss."""
 
 
 class NoWeight(Section):
-    """The loss is not weighed."""
+    """The loss is not weighted."""
 
     name: Literal["none"] = "none"
 
 
 class TruncatedWeight(Section):
-    """The loss of a token is weighed by min(w, cap): truncated importance sampling (TIS)."""
+    """The loss of a token is weighted by min(w, cap): truncated importance sampling (TIS)."""
 
     name: Literal["truncated"] = "truncated"
     level: Literal["token", "sequence"] = "token"
@@ -359,7 +359,7 @@ class TruncatedWeight(Section):
 
 
 class MaskedWeight(Section):
-    """The loss of a token is weighed by w, and by 0 where w leaves [low, high] (IcePop)."""
+    """The loss of a token is weighted by w, and by 0 where w leaves [low, high] (IcePop)."""
 
     name: Literal["masked"] = "masked"
     level: Literal["token", "sequence"] = "token"
@@ -376,7 +376,7 @@ class MaskedWeight(Section):
 
 
 class NoRejection(Section):
-    """Every token is learnt from."""
+    """No token is rejected."""
 
     name: Literal["none"] = "none"
 
@@ -391,9 +391,9 @@ class K1Rejection(Section):
     """Ratio of a sample: the product of its tokens' ratios, their geometric mean, or each of
     them."""
     low: float = Field(0.5, gt=0)
-    """Smallest ratio behav / old that stays."""
+    """Smallest ratio behav / old that is kept."""
     high: float = Field(2.0, gt=0)
-    """Largest ratio behav / old that stays."""
+    """Largest ratio behav / old that is kept."""
 
     def conflicts(self) -> Iterator[str]:
         yield from self.order_conflicts("algorithm.correction.rejection", "low", "high")
@@ -412,7 +412,7 @@ class K2Rejection(_DivergenceRejection):
 
     name: Literal["k2"] = "k2"
     bound: float = Field(0.25, gt=0)
-    """Largest k2 that stays; 0.25 is reached at w = 2.03 and w = 0.49."""
+    """Largest k2 that is kept; 0.25 is reached at w = 2.03 and w = 0.49."""
 
 
 class K3Rejection(_DivergenceRejection):
@@ -420,7 +420,7 @@ class K3Rejection(_DivergenceRejection):
 
     name: Literal["k3"] = "k3"
     bound: float = Field(0.3, gt=0)
-    """Largest k3 that stays; 0.3 is reached at w = 1.99 and w = 0.41."""
+    """Largest k3 that is kept; 0.3 is reached at w = 1.99 and w = 0.41."""
 
 
 Weight = Annotated[NoWeight | TruncatedWeight | MaskedWeight, Field(discriminator="name")]
@@ -437,8 +437,8 @@ class CorrectionConfig(Section):
     """
 
     mode: Literal["recompute", "fused", "bypass"] = "recompute"
-    """Source of `old`: a pass of its own before the updates; the update's own forward pass (fused:
-    needs one update and one epoch a step); or the sampler (bypass: old is behav)."""
+    """Source of `old`: a separate pass before the updates (recompute); the update's forward pass
+    (fused: needs one update and one epoch a step); or the sampler (bypass: old is behav)."""
     weight: Weight = NoWeight()
     """Weight of the loss of a token."""
     rejection: Rejection = NoRejection()

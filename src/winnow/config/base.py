@@ -24,7 +24,7 @@ class SecretError(ValueError):
 
 
 class ConflictError(ValueError):
-    """Contradiction between fields of one section: whole lines for the user."""
+    """Contradiction between fields of one section, as complete lines for the user."""
 
 
 class Section(BaseModel):
@@ -94,7 +94,7 @@ class Change(IntEnum):
     IN_FORK = auto()
     """In a fork alone; fields without a mark have this one."""
     BETWEEN_GROUPS = auto()
-    """In a fork alone, of a checkpoint that holds no groups under way."""
+    """In a fork alone, of a checkpoint without unfinished groups."""
     NEVER = auto()
     """Neither on resuming nor in a fork: the state of the run rests on it."""
 
@@ -141,7 +141,7 @@ Options = dict[str, bool | int | float | str]
 
 
 class UserCode(Section):
-    """A variant of your own, given by its place."""
+    """A custom variant, given by its import path."""
 
     name: Literal["custom"] = "custom"
     path: ImportPath
@@ -171,9 +171,7 @@ _ENVIRONMENT_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 def _check_environment_name(value: str | None, info: ValidationInfo) -> str | None:
     if value is not None and not _ENVIRONMENT_NAME.fullmatch(value):
         secret = "key" if "key" in str(info.field_name) else "token"
-        raise SecretError(
-            f"must be the name of an environment variable in capitals, never a {secret} itself"
-        )
+        raise SecretError(f"must name an environment variable in capitals, never a {secret} itself")
     return value
 
 

@@ -51,7 +51,7 @@ class ReasoningGymTask(Section):
 
 
 class CustomTask(UserCode):
-    """A source of prompts of your own, given by its place; docs/data.md shows its signature."""
+    """A custom source of prompts, given by its import path; docs/data.md shows its signature."""
 
 
 Task = Annotated[
@@ -75,7 +75,7 @@ class ColumnsConfig(Section):
 
 
 class NoDemonstrations(Section):
-    """Learn from rewards."""
+    """Learn from rewards (no SFT)."""
 
     name: Literal["none"] = "none"
 
@@ -92,7 +92,7 @@ class SftColumns(Section):
 
 
 class Demonstrations(Section):
-    """Imitate demonstrations of your own, with winnow sft; see docs/sft.md."""
+    """Supervised fine-tuning on demonstrations, with winnow sft; see docs/sft.md."""
 
     name: Literal["demonstrations"] = "demonstrations"
     train_files: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class DataConfig(Section):
     """Training and evaluation data, prompt form and length limits."""
 
     task: Task = NoTask()
-    """A task that makes prompts, in place of files."""
+    """A task that generates prompts, instead of files."""
     train_files: Annotated[tuple[str, ...], Change.ON_RESUME] = ()
     """Parquet or JSONL files: paths, fsspec URLs, or hf://datasets/OWNER/NAME/CONFIG/SPLIT on the
     hub; docs/data.md says which columns are known."""
@@ -140,12 +140,12 @@ class DataConfig(Section):
     """Data source of rows that have none; null: gsm8k where the answers are GSM8K's, else the name
     of the file."""
     chat_template: str = "auto"
-    """auto applies the tokenizer's chat template if it has one; none joins the contents; else a
-    template in Jinja, or the file that holds it."""
+    """auto applies the tokenizer's chat template if it has one; none joins the contents; anything
+    else is a Jinja template or a file that contains one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
     system_prompt: str | None = None
-    """Message of the system in front of every prompt, in the place of a row's own."""
+    """System message of every prompt; it replaces a row's system message."""
     prompt_template: Annotated[dict[str, str], AfterValidator(_check_prompt_template)] = Field({})
     """Text put around the last user message, by data source (case-insensitive, `*` for
     every source); `{prompt}` stands for the message."""
@@ -154,14 +154,14 @@ class DataConfig(Section):
     overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = "filter"
     """Fate of a longer prompt: leave the row out, stop, or cut it on that side."""
     max_train_prompts: int | None = Field(None, ge=1)
-    """Take only so many rows, before the length limit: some by run.seed where data.shuffle is true,
-    else the first; of endless prompts the first so many, in epochs. evaluation.max_prompts is the
-    limit of held-out ones."""
+    """Maximum number of training rows, before the length limit: a seeded (run.seed) sample if
+    data.shuffle is true, else the first rows. An endless task then repeats its first prompts in
+    epochs. evaluation.max_prompts limits held-out prompts."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
     sampler: Annotated[ImportPath | None, CODE] = None
-    """Class of your own that chooses the next row, in the place of epochs; its place, FILE.py:NAME
-    or package.module:NAME. docs/extending.md shows one."""
+    """Import path of a class that chooses the next row, instead of epochs: FILE.py:NAME or
+    package.module:NAME. docs/extending.md shows one."""
     sampler_options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
 

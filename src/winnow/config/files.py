@@ -186,7 +186,7 @@ def parse_layer(content: bytes, source: str) -> Layer:
     """
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(
-            f"recipe {source} has more than {MAX_FILE_BYTES:,} bytes; give a recipe, not data"
+            f"recipe {source} exceeds {MAX_FILE_BYTES:,} bytes; give a recipe, not data"
         )
     try:
         tree, lines = _parse_yaml(content)

@@ -36,7 +36,7 @@ PartName = Annotated[str, AfterValidator(_check_part_name)]
 
 
 class NoRewardModel(Section):
-    """Rules, or your own function, score alone."""
+    """No reward model; rules or your function score."""
 
     name: Literal["none"] = "none"
 
@@ -77,9 +77,9 @@ class SequenceClassifier(Section):
     wrong_score: float = 0.0
     """Score of an answer whose scoring failed (reward.on_failure=wrong)."""
     max_tokens: int | None = Field(None, ge=1)
-    """Longest conversation in its tokens; null is what its positions hold."""
+    """Maximum length of a conversation in tokens; null is the model's number of positions."""
     overlong: Literal["error", "left"] = "error"
-    """A longer one fails to be scored (error), or loses its beginning (left)."""
+    """A longer one fails (error) or is truncated from the left (left)."""
     microbatch_tokens: int | None = Field(None, ge=1)
     """Packed tokens run at once; null is trainer.microbatch_tokens. Deterministic runs score one
     answer at a time, because the last bits depend on what is packed together."""
@@ -136,7 +136,7 @@ def _check_labels(value: dict[str, float]) -> dict[str, float]:
 
 
 class LabelsParse(Section):
-    """The last of these words, as whole words in the same case, stands for a number."""
+    """The last of these words in the reply (whole word, same case) stands for a number."""
 
     name: Literal["labels"] = "labels"
     labels: Annotated[dict[str, float], AfterValidator(_check_labels)] = Field({})
@@ -147,7 +147,7 @@ Parse = Annotated[BuiltInParse | NumberParse | LabelsParse, Field(discriminator=
 
 
 class NoJudge(Section):
-    """No language model is asked."""
+    """No language-model judge."""
 
     name: Literal["none"] = "none"
 
@@ -169,8 +169,8 @@ class LanguageModelJudge(Section):
     max_tokens: int = Field(1024, ge=1)
     """Longest reply, in tokens."""
     cache: Annotated[str, PLACE, Change.ON_RESUME] = "auto"
-    """File of replies that need not be asked for again: auto is judge.sqlite in WINNOW_CACHE or
-    ~/.cache/winnow, none keeps no replies, anything else is a path."""
+    """File that caches replies: auto is judge.sqlite in WINNOW_CACHE or ~/.cache/winnow, none
+    disables the cache, anything else is a path."""
     part: PartName = "judge"
     """Name of the judge's score in metrics, rollouts and filters."""
     weight: float = 1.0
@@ -226,8 +226,8 @@ class OpenAiJudge(LanguageModelJudge):
 
     name: Literal["openai"] = "openai"
     base_url: Annotated[str, http_url("use reward.judge.api_key_env"), ADDRESS, Change.ON_RESUME]
-    """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
-    it."""
+    """Base URL up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is
+    appended."""
     model: str
     """Name that the endpoint knows the model by."""
     api_key_env: Annotated[EnvironmentName, Change.ON_RESUME] = None
@@ -241,7 +241,7 @@ class OpenAiJudge(LanguageModelJudge):
     tokens_per_minute: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Most tokens of prompts and replies in any minute; null is no limit."""
     max_concurrent: Annotated[int, Change.ON_RESUME] = Field(32, ge=1)
-    """Requests under way at once."""
+    """Maximum number of concurrent requests."""
     retries: Annotated[int, Change.ON_RESUME] = Field(5, ge=0)
     """Further tries after 429, 5xx and broken connections."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(120.0, gt=0)
@@ -266,17 +266,18 @@ def to_judge_keys(line: str) -> str:
 
 
 class JudgeTorchEngine(TorchEngineConfig):
-    """The embedded engine, in processes of its own."""
+    """The embedded engine, in separate processes."""
 
     processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
-    """Engines, each with the whole model; on a GPU each where there are any."""
+    """Number of engines, each with the full model, on one GPU each if there are GPUs."""
 
 
 class JudgeVllmEngine(VllmEngineConfig):
-    """vLLM in processes of its own (winnow-rl[vllm])."""
+    """vLLM in separate processes (winnow-rl[vllm])."""
 
     processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
-    """Engines, each with the whole model, on tensor_parallel GPUs where there are any."""
+    """Number of engines, each with the full model, on tensor_parallel GPUs each if there are
+    GPUs."""
 
     def conflicts(self) -> Iterator[str]:
         yield from map(to_judge_keys, super().conflicts())
@@ -285,8 +286,8 @@ class JudgeVllmEngine(VllmEngineConfig):
 
 
 class EngineJudge(LanguageModelJudge):
-    """A model on engines of the run's own, in processes that do nothing but judge; each answer is
-    put before it in its chat template."""
+    """A judge model on dedicated engines of this run; each answer is rendered in its chat
+    template."""
 
     name: Literal["engine"] = "engine"
     path: str
@@ -298,9 +299,9 @@ class EngineJudge(LanguageModelJudge):
     )
     """Engine that writes the judgements, and its processes."""
     one_by_one: bool | None = None
-    """An engine writes one judgement at a time, whose bits then follow from question, seed and
-    settings alone; false writes as many at once as there are slots, in another order of sums. null
-    is run.deterministic."""
+    """Write one judgement at a time per engine, so that its bits depend on question, seed and
+    settings alone; false batches them, which changes the order of sums. null is
+    run.deterministic."""
     max_prompt_tokens: int = Field(8192, ge=1)
     """Longest question in its tokens, the answer included; a longer one fails to be scored."""
     seed: int = 0

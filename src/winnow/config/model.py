@@ -18,7 +18,7 @@ class NoAdapter(Section):
 
 
 class LoraAdapter(Section):
-    """Train a low-rank adapter (arXiv 2106.09685) beside frozen weights; needs winnow-rl[peft]."""
+    """Train a low-rank adapter (arXiv 2106.09685) on frozen weights; needs winnow-rl[peft]."""
 
     name: Literal["lora"] = "lora"
     rank: int = Field(16, ge=1)
@@ -34,9 +34,9 @@ class LoraAdapter(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     publish: Literal["merged", "adapter"] = "merged"
-    """Weights that engines in processes of their own get after each step: all, with the adapter
-    merged into them, or the adapter's alone, which the engine (torch or vllm) applies to the base
-    model it has loaded."""
+    """Weights that engines in separate processes get after each step: merged (the full weights with
+    the adapter merged in), or adapter (only the adapter, which the engine, torch or vllm, applies
+    to its base model)."""
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter, Field(discriminator="name")]
@@ -60,7 +60,7 @@ class ModelConfig(Section):
     fp32_head: Annotated[bool, Change.IN_FORK] = False
     """Compute the logits of a bfloat16 model in float32, in training and rollouts alike."""
     adapter: Adapter = NoAdapter()
-    """Adapter that is trained in place of the model's own weights."""
+    """Adapter that is trained instead of the model's weights."""
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by patterns of their names, such as *.embed_tokens.*"""
     trust_remote_code: Annotated[bool, CODE, Change.IN_FORK] = False

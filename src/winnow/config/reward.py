@@ -28,33 +28,33 @@ from winnow.config.judge import (
 
 
 class AutoManager(Section):
-    """Your function in workers, quick built-in rules in the run's own process."""
+    """Your function runs in workers, fast built-in rules in the run's process."""
 
     name: Literal["auto"] = "auto"
 
 
 class NaiveManager(Section):
-    """Answers one by one in the run's own process, without limits of time and memory."""
+    """Scores answers one by one in the run's process, without limits on time and memory."""
 
     name: Literal["naive"] = "naive"
 
 
 class ParallelManager(Section):
-    """Everything that scores in worker processes, with limits for each answer."""
+    """Scores everything in worker processes, with limits for each answer."""
 
     name: Literal["parallel"] = "parallel"
 
 
 class BatchManager(Section):
-    """Your function gets the answers that wait together in one call, in a worker."""
+    """Passes waiting answers to your function in one call, in a worker."""
 
     name: Literal["batch"] = "batch"
     max_answers: int = Field(64, ge=1)
-    """Answers in one call at most; reward.timeout_s is the time of the whole call."""
+    """Maximum number of answers per call; reward.timeout_s limits the whole call."""
 
 
 class DapoManager(Section):
-    """As auto, for reward.overlong; logs `overlong` and `overlong_reward` as verl's dapo does."""
+    """As auto, with reward.overlong; logs `overlong` and `overlong_reward` as verl's dapo does."""
 
     name: Literal["dapo"] = "dapo"
 
@@ -66,15 +66,15 @@ class RemoteManager(Section):
     url: Annotated[str, http_url("use reward.manager.token_env", with_query=True), ADDRESS]
     """Address to which answers are posted, with verl's arguments as JSON."""
     token_env: EnvironmentName = None
-    """Environment variable that holds the service's token, which is sent as a bearer."""
+    """Environment variable with the service's bearer token."""
     max_concurrent: int = Field(64, ge=1)
-    """Requests in flight at once over the whole run."""
+    """Maximum number of concurrent requests of the whole run."""
     tries: int = Field(3, ge=1)
     """Tries of each request, at statuses 429, 502, 503 and 504 and where the connection fails."""
 
 
 class CustomManager(Section):
-    """A class of your own scores every source."""
+    """A custom class scores every source."""
 
     name: Literal["custom"] = "custom"
     path: ImportPath
@@ -117,13 +117,13 @@ class SandboxConfig(_ProgramLimits):
     python: Annotated[str, PROGRAM] = "/usr/bin/python3"
     """Python interpreter; one outside /usr is bound read-only, with its library."""
     max_concurrent: int | None = Field(None, ge=1, le=256)
-    """Programs that run at once over the whole run; null: as many as there are cores."""
+    """Maximum number of concurrent programs of the whole run; null is the number of cores."""
     memory_mb: int = Field(512, ge=64)
     """Address space of one process, in MiB; times `processes` bounds a program's memory."""
     processes: int = Field(8, ge=4, le=1024)
     """Processes and threads of a program, three of Winnow's included."""
     open_files: int = Field(64, ge=32)
-    """Files that a process may hold open."""
+    """Maximum number of open files per process."""
     scratch_mb: int = Field(16, ge=1)
     """Size of a program's folder in memory, in MiB (bubblewrap only)."""
 
@@ -138,11 +138,11 @@ class FusionConfig(_ProgramLimits):
         AfterValidator(lambda url: url.rstrip("/").removesuffix("/run_code")),
         ADDRESS,
     ]
-    """Address of the service, such as http://127.0.0.1:8080; /run_code is put behind it."""
+    """Address of the service, such as http://127.0.0.1:8080; /run_code is appended."""
     token_env: EnvironmentName = None
     """Name of the environment variable that holds its token; null sends none."""
     max_concurrent: int = Field(64, ge=1, le=4096)
-    """Requests under way at once over the whole run."""
+    """Maximum number of concurrent requests of the whole run."""
     compile_s: float = Field(10.0, gt=0, le=3600)
     """Seconds to compile a program; a request may take this, the program's time and 10 s."""
     memory_mb: int = Field(1024, ge=64)
@@ -170,21 +170,21 @@ class CosineConfig(Section):
     weight: float = 1.0
     """Weight of this part in the reward."""
     right_short: float = 2.0
-    """Reward of a right answer of no length."""
+    """Reward of a right answer of length 0."""
     right_long: float = 1.0
-    """Reward of a right answer as long as the limit."""
+    """Reward of a right answer at the limit."""
     wrong_short: float = -10.0
-    """Reward of a wrong answer of no length."""
+    """Reward of a wrong answer of length 0."""
     wrong_long: float = 0.0
-    """Reward of a wrong answer as long as the limit."""
+    """Reward of a wrong answer at the limit."""
     exceeded: float = -10.0
-    """Reward of any answer that has reached the limit."""
+    """Reward of any answer that reaches the limit."""
     limit_tokens: int | None = Field(None, ge=1)
     """Limit in tokens; null is rollout.max_response_tokens."""
 
 
 class PartConfig(Section):
-    """A scorer beside the one that the data source chooses."""
+    """An additional scorer, next to the one that the data source chooses."""
 
     scorer: str
     """Name of a built-in scorer."""
@@ -216,28 +216,27 @@ class RewardConfig(Section):
     """Scorers, shaping, and the handling of failed scorings."""
 
     function: UserFunction = UserFunction()
-    """Reward function of your own."""
+    """A custom reward function."""
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
     a source to the reward model or the judge alone."""
     processes: Annotated[int, Change.ON_RESUME] = Field(0, ge=0)
-    """Processes apart that score a run's answers, each with all that this section names: the
-    manager and its own workers, the reward model, the judge's client. Limits over the whole run are
-    shared among them. 0: the run's own process does it all, as it always does for winnow eval and
-    winnow reward."""
+    """Number of reward processes; each runs everything in this section: the manager and its
+    workers, the reward model, the judge's client. They share the limits that apply to the whole
+    run. 0 scores in the run's process, as winnow eval and winnow reward always do."""
     manager: RewardManager = AutoManager()
     """Manager that calls the scorers."""
     model: RewardModel = NoRewardModel()
-    """Model that scores, too."""
+    """Reward model."""
     judge: Judge = NoJudge()
-    """Language model that is asked, too."""
+    """Language-model judge."""
     weights: PartWeights = PartWeights()
     """Weights of the parts of the reward; reward.model.weight and reward.judge.weight are
     the models'."""
     workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=0)
-    """Processes that score, of each of reward.processes. null: half of the cores, where anything
-    scores apart. With reward/manager=auto 0 keeps everything in the process that asks, a number
-    takes rules apart."""
+    """Worker processes that score, per reward process. null: half of the cores if anything is
+    scored in workers. With reward/manager=auto 0 scores in the calling process, and a number moves
+    rules to workers, too."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(10.0, gt=0)
     """Seconds that a worker has for one answer."""
     memory_mb: Annotated[int, Change.ON_RESUME] = Field(2048, ge=64)
@@ -249,7 +248,7 @@ class RewardConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
     """Length shaping near the limit."""
     cosine: CosineConfig = CosineConfig()
-    """Length shaping by right and wrong."""
+    """Length shaping by right and wrong answers."""
     on_failure: Literal["wrong", "drop_group", "fatal"] = "drop_group"
     """A failed scoring drops its group, which says nothing of the answer; or it counts as a wrong
     answer, or stops the run. Where a sandbox failed, `wrong` drops the group, too."""

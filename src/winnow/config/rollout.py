@@ -25,15 +25,15 @@ class TorchEngineConfig(Section):
 
     name: Literal["torch"] = "torch"
     processes: int | None = Field(None, ge=0)
-    """Engines in processes of their own; 0 writes in the run's process, with its own weights. null:
-    0 where that is possible, else 1."""
+    """Number of engines in separate processes; 0 generates in the run's process with its weights.
+    null: 0 where that is possible, else 1."""
     slots: int = Field(256, ge=1)
-    """Answers that an engine writes at once."""
+    """Maximum number of answers that an engine generates at once."""
     prefill_tokens: int = Field(8192, ge=1)
     """Most prompt tokens prefilled between two decode ticks."""
     cache_gib: float | None = Field(None, gt=0)
-    """Most GiB of keys and values an engine holds; where `slots` answers of the longest prompt and
-    response need more, it writes fewer at once. null sets no bound."""
+    """Maximum GiB of KV cache per engine; if `slots` answers of the longest prompt and response
+    need more, fewer are generated at once. null is no limit."""
 
 
 VLLM_CPU_CACHE_GIB = 2.0
@@ -74,29 +74,31 @@ _RESERVED_OPTIONS = {
 
 
 class VllmEngineConfig(Section):
-    """vLLM in processes of its own (winnow-rl[vllm]): its scheduler and kernels, Winnow's draws."""
+    """vLLM in separate processes (winnow-rl[vllm]): its scheduler and kernels, Winnow's
+    sampling."""
 
     name: Literal["vllm"] = "vllm"
     processes: int | None = Field(None, ge=0)
-    """Engines, each in a process of its own; null: 1. 0 is refused, because vLLM sets random
-    numbers, threads and memory of the whole process it is in."""
+    """Number of engines, each in a separate process; null: 1. 0 is refused, because vLLM changes
+    the RNG, threads and memory of its whole process."""
     slots: int = Field(256, ge=1)
-    """Answers that an engine writes at once, as far as its cache holds them."""
+    """Maximum number of answers that an engine generates at once, as far as its cache holds
+    them."""
     prefill_tokens: int = Field(8192, ge=1)
     """Most tokens of a step of vLLM's scheduler, prompts and answers together."""
     cache_gib: float | None = Field(None, gt=0)
-    """GiB of keys and values of an engine, on each of its GPUs. null: 2 on a CPU; on GPUs what
-    vLLM finds free there (extra.gpu_memory_utilization)."""
+    """GiB of KV cache of an engine on each of its GPUs. null: 2 on a CPU; on GPUs the memory that
+    vLLM finds free (extra.gpu_memory_utilization)."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of one node, or processes of a CPU, that an engine is split over; a divisor of the
     model's attention heads."""
     prefix_caching: bool = True
-    """Keep the keys and values of prompts: the answers to a prompt share one prefill."""
+    """Cache the KV of prompts, so that answers to a prompt share one prefill."""
     chunked_prefill: bool = True
-    """Cut long prompts, so that answers under way go on while one is prefilled."""
+    """Split long prompts, so that decoding continues during their prefill."""
     sleep: bool = False
-    """Give GPU memory back while a step is learnt, for engines that share GPUs with ranks: weights
-    go to the host's memory, the cache is dropped. Takes GPUs and trainer/mode=sync."""
+    """Free GPU memory while the trainer runs, for engines that share GPUs with ranks: weights move
+    to host memory, the cache is dropped. Needs GPUs and trainer/mode=sync."""
     extra: Annotated[dict[str, Any], SideEffect("gives vLLM options, which may name code")] = Field(
         default_factory=dict
     )
@@ -131,24 +133,25 @@ ServerUrls = Annotated[
 
 
 class HttpEngineConfig(Section):
-    """Servers of your own that speak /inference/v1/generate, such as vLLM's (docs/http_engine.md).
-    They write free of ticks, so run.deterministic must be false."""
+    """External servers with the API /inference/v1/generate, such as vLLM's (docs/http_engine.md).
+    They are not deterministic, so run.deterministic must be false."""
 
     name: Literal["http"] = "http"
     processes: ClassVar[int] = 0
-    """They are no processes of the run's."""
+    """The servers are not processes of the run."""
     url: Annotated[ServerUrls, ADDRESS, Change.ON_RESUME] = Field(min_length=1)
-    """Address of each server, such as [http://127.0.0.1:8000]; all hold the same model."""
+    """Address of each server, such as [http://127.0.0.1:8000]; all serve the same model."""
     token_env: Annotated[EnvironmentName, Change.ON_RESUME] = None
-    """Environment variable that holds the servers' key (--api-key), which is sent as a bearer."""
+    """Environment variable with the servers' key (--api-key), sent as a bearer token."""
     slots: int = Field(64, ge=1)
-    """Answers under way at each server; more than it writes at once (--max-num-seqs) only wait."""
+    """Concurrent answers per server; more than it generates at once (--max-num-seqs) wait."""
     exact_draws: bool = False
-    """Winnow's draws, on servers that have its logits processor (docs/http_engine.md): an answer's
-    tokens follow from its seed, however often it is interrupted. false: the server's draws."""
+    """Winnow's sampling, on servers that load its logits processor (docs/http_engine.md): an
+    answer's tokens depend on its seed alone, however often it is interrupted. false: the server's
+    sampling."""
     weights_folder: Annotated[str | None, PLACE, Change.ON_RESUME] = None
-    """Folder that the run and all servers see by the same path; new weights are written there. null
-    makes one among this machine's temporary files."""
+    """Folder with the same path on the run's machine and on all servers, for new weights. null
+    creates one in this machine's temporary folder."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(600.0, gt=0)
     """Longest wait for the next token of an answer."""
     reload_timeout_s: Annotated[float, Change.ON_RESUME] = Field(600.0, gt=0)
@@ -158,7 +161,7 @@ class HttpEngineConfig(Section):
 
 
 class CustomEngine(UserCode):
-    """An engine of your own, given by its place; docs/rollouts.md shows its protocol."""
+    """A custom engine, given by its import path; docs/rollouts.md shows its protocol."""
 
     processes: ClassVar[int] = 0
     """It runs in the run's process."""
@@ -174,7 +177,7 @@ class RolloutConfig(Section):
     """Sampling of answers for training. Evaluation has its own settings."""
 
     engine: Engine = TorchEngineConfig()
-    """Engine that writes the tokens."""
+    """Engine that generates the answers."""
     n: Annotated[int, Change.BETWEEN_GROUPS] = Field(8, ge=1)
     """Answers a prompt (the group's size)."""
     max_response_tokens: Annotated[int, Change.BETWEEN_GROUPS] = Field(1024, ge=1)
@@ -188,14 +191,14 @@ class RolloutConfig(Section):
     min_p: float = Field(0.0, ge=0, lt=1)
     """Least probability of a token, relative to the likeliest one."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Change.BETWEEN_GROUPS] = ()
-    """Strings that end an answer, special tokens too, beside the tokenizer's EOS."""
+    """Strings that end an answer, special tokens included, in addition to the tokenizer's EOS."""
     support: Literal["error", "ignore"] = "error"
     """Refuse top_p, top_k and min_p that truncate the sampler's support (error), or train on
     although old and behaviour policies then differ (ignore)."""
 
     routing_replay: Annotated[bool, Change.BETWEEN_GROUPS] = False
-    """Train a mixture with the experts that the engine sent each token to, while its routers' own
-    logits weigh them (rollout routing replay, R3; see docs/ranks.md)."""
+    """Train a mixture of experts with the engine's expert choice for each token, weighted by the
+    trained router's logits (rollout routing replay, R3; see docs/ranks.md)."""
 
     def conflicts(self) -> Iterator[str]:
         cuts = [f"rollout.top_p={self.top_p:g}"] if self.top_p < 1 else []
@@ -239,7 +242,7 @@ class BandFilter(Section):
 
 
 class CustomFilter(UserCode):
-    """A filter of your own, given by its place; docs/extending.md shows one."""
+    """A custom filter, given by its import path; docs/extending.md shows one."""
 
 
 Filter = Annotated[
@@ -253,17 +256,17 @@ class SamplingConfig(Section):
     groups_per_step: int = Field(64, ge=1)
     """N: qualified groups trained a step."""
     filter: Filter = VarianceFilter()
-    """Rule that says which groups carry signal."""
+    """Rule that decides which groups are trained on."""
     lookahead: float = Field(0.0, ge=0)
     """Further steps for which groups are admitted while waiting; at most max_staleness."""
     max_staleness: int = Field(1, ge=0)
-    """Steps a group may wait for its training. 0 drops what is later than the cut."""
+    """Maximum number of steps a group may wait to be trained on. 0 drops groups after the cut."""
     max_groups_per_step: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
-    """Groups looked at for one step; null is 10*N."""
+    """Bound on the groups inspected for one step; null is 10*N."""
     on_bound: Annotated[Literal["short", "stop"], Change.ON_RESUME] = "short"
     """At that bound: train what qualified, or stop with the accepted groups saved."""
     max_empty_steps: int = Field(3, ge=1)
-    """Bounds met in a row without one qualified group after which the run stops."""
+    """Bounds in a row without a qualified group after which the run stops."""
     commit: Annotated[Literal["admission_order", "completion_order"], Change.NEVER] = (
         "admission_order"
     )
@@ -274,9 +277,9 @@ class SamplingConfig(Section):
     stall_timeout_s: Annotated[float, Change.ON_RESUME] = Field(300.0, gt=0)
     """Seconds without any progress of the engine after which its answers are re-dispatched."""
     score_lag_ticks: int | None = Field(None, ge=0)
-    """Deterministic mode: decode ticks from an answer's end to the moment its score is seen (with
-    several engines, when they are next looked at: docs/rollouts.md). Scorers have that long before
-    anything waits for them. null: 16 where they run beside the engine (workers, async functions),
-    else 0; a resumed run keeps what it began with."""
+    """Deterministic mode: decode ticks between the end of an answer and its score taking effect
+    (with several engines, at the next look at them: docs/rollouts.md). Scorers have that long
+    before generation waits for them. null: 16 if they run asynchronously (workers, async
+    functions), else 0; a resumed run keeps its value."""
     rate_decay: float = Field(0.98, gt=0, lt=1)
-    """Memory of the estimated chance that a group qualifies, for each group seen."""
+    """Decay per group of the estimated chance to qualify."""

@@ -42,14 +42,14 @@ class RunConfig(Section):
     """auto continues the run of that name if it is unfinished and its recipe the same; never
     starts a new one; a run's or checkpoint's folder is continued."""
     fork: str | None = None
-    """Run that a new one goes on from: its weights, optimizer, place in the data and groups, at its
-    last checkpoint or that of RUN@STEP; settings that the state can hold may differ."""
+    """Run to start from: its weights, optimizer, data position and groups, at its last checkpoint
+    or at RUN@STEP; settings that the state allows may differ."""
     seed: Annotated[int, Change.NEVER] = Field(0, ge=0, lt=2**63)
     """Seed of the data order, of sampling and of shuffles."""
     deterministic: bool = True
-    """The same seed gives the same bits, however long anything takes. false: scores count as soon
-    as they are there, and answers under way go on across new weights without a new prefill; a
-    resumed run then has the same prompts, groups and counters, but not the same bits."""
+    """The same seed gives the same bits, whatever the timing. false: scores take effect on arrival,
+    and unfinished answers continue on new weights without a new prefill; a resumed run then has the
+    same prompts, groups and counters, but not the same bits."""
     threads: Annotated[int | None, Change.SILENTLY] = Field(None, ge=1)
     """CPU threads for tensor work; null takes all cores. Bits depend on it."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Change.SILENTLY] = "auto"
@@ -57,7 +57,7 @@ class RunConfig(Section):
 
 
 class CustomSink(Section):
-    """A sink of your own for the records of steps; winnow.observe.sinks has the protocol."""
+    """A custom sink for step records; winnow.observe.sinks has the protocol."""
 
     path: ImportPath
     """Place of the class: FILE.py:NAME or package.module:NAME."""
@@ -66,8 +66,7 @@ class CustomSink(Section):
 
 
 class TrackingConfig(Section):
-    """The names that a run has in all its trackers, what they show of it, and how long they may
-    take."""
+    """Names of the run in all trackers, samples sent to them, and time limits."""
 
     project: str = Field("winnow", min_length=1)
     """Project (wandb, trackio, swanlab) or experiment (mlflow)."""
@@ -83,17 +82,17 @@ class TrackingConfig(Section):
     answers_every: int = Field(10, ge=1)
     """Steps between tables of training answers; held-out ones come with each evaluation."""
     timeout_s: float = Field(300.0, gt=0)
-    """Seconds that a tracker, or a sink of your own, may take for one record before it is given
-    up; the run does not wait for it meanwhile."""
+    """Seconds after which a tracker or custom sink is disabled if it has not taken a record; the
+    run does not wait for it."""
     close_s: float = Field(60.0, gt=0)
-    """Seconds at the end of the run in which all of them together may send what is left."""
+    """Seconds at the end of the run for all trackers to send pending data."""
 
 
 class TensorboardConfig(Section):
     """Options of the tracker tensorboard (winnow-rl[tensorboard])."""
 
     dir: Annotated[str | None, PLACE] = Field(None, min_length=1)
-    """Folder that holds a folder of events for each run; null is trackers/ in the run's own."""
+    """Folder with one event folder per run; null is trackers/ in the run's folder."""
 
 
 class WandbConfig(Section):
@@ -173,11 +172,11 @@ class ObserveConfig(Section):
     """Peak of a device in TFLOP/s, for model FLOP utilisation; null takes that of a known GPU in
     model.dtype, and leaves it out elsewhere."""
     sinks: tuple[CustomSink, ...] = ()
-    """Sinks of your own that get every record beside metrics.jsonl, such as
-    [{path: mine.py:Table, options: {file: x}}]."""
+    """Custom sinks that get every record of metrics.jsonl, such as [{path: mine.py:Table, options:
+    {file: x}}]."""
     trackers: Annotated[tuple[TrackerName, ...], AfterValidator(_check_trackers)] = ()
-    """Trackers that get curves, the recipe and sample answers, each in a thread of its own: names,
-    also with options, as in [tensorboard,{name: wandb, mode: offline}]; docs/trackers.md."""
+    """Trackers that get curves, the recipe and sample answers, each in its own thread: names,
+    optionally with options, as in [tensorboard,{name: wandb, mode: offline}]; docs/trackers.md."""
     tracking: TrackingConfig = TrackingConfig()
     """The names, samples and time limits that all trackers share."""
     tensorboard: TensorboardConfig = TensorboardConfig()
@@ -211,9 +210,9 @@ class Config(Section):
     model: Annotated[ModelConfig, Change.NEVER] = ModelConfig()
     """The model."""
     warm_start: Annotated[WarmStart, Change.NEVER] = NoWarmStart()
-    """A start made on the spot."""
+    """A model made before training."""
     sft: Sft = NoDemonstrations()
-    """Demonstrations to imitate, in the place of rewards."""
+    """Supervised fine-tuning on demonstrations, instead of rewards."""
     data: Annotated[DataConfig, Change.NEVER] = DataConfig()
     """Prompts."""
     reward: RewardConfig = RewardConfig()
@@ -231,9 +230,9 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     trainer: TrainerConfig = TrainerConfig()
-    """The course of the run."""
+    """Steps, updates and checkpoints."""
     cluster: Annotated[Cluster, Change.ON_RESUME] = LocalCluster()
-    """Machines of its processes."""
+    """Machines of the processes."""
     evaluation: Annotated[EvaluationConfig, Change.ON_RESUME] = EvaluationConfig()
     """Held-out prompts."""
     observe: Annotated[ObserveConfig, Change.ON_RESUME] = ObserveConfig()

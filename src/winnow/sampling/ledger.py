@@ -159,15 +159,14 @@ class Ledger:
         """Retry an answer on which the engine failed, behind what is written of it."""
         self._requeue(group_id, index, segment, True, error)
 
-    def fail_running(self, error: str) -> None:
-        """Count every answer that the engine had, and forgot, as failed once more."""
-        for group_id, index in self.groups.running_keys():
-            self.record_failed(group_id, index, None, error)
+    def requeue_running(self, error: str = "") -> None:
+        """Continue every running answer from its last known prefix, as the engine has lost it.
 
-    def requeue_running(self) -> None:
-        """Let what ran in an engine that is gone go on behind its last known prefix."""
+        Args:
+            error: counts as a failed attempt of each; empty where the engine was replaced.
+        """
         for group_id, index in self.groups.running_keys():
-            self._requeue(group_id, index, None, False, "")
+            self._requeue(group_id, index, None, bool(error), error)
 
     def record_score(self, group_id: int, index: int, score: Score) -> None:
         """Enter a finished answer's score; with the last one the group closes.

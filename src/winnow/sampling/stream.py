@@ -385,7 +385,7 @@ class Sampler:
         elif not events and self.ledger.groups.running:
             status = self._engine.status()
             if not status.running + status.queued:
-                self.ledger.fail_running("the engine lost the answer")
+                self.ledger.requeue_running("the engine lost the answer")
             await asyncio.sleep(0)
 
     async def _events_or_change(self) -> Sequence[CompletionEvent]:

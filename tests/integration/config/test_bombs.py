@@ -91,7 +91,7 @@ BOMBS: list[tuple[Callable[[Path], list[str]], str]] = [
         f"recipe bomb.yaml includes more than {MAX_FILES} recipes, the last of them "
         "part11.yaml; include each only once in `defaults`",
     ),
-    (data, f"recipe bomb.yaml has more than {MAX_FILE_BYTES:,} bytes; give a recipe, not data"),
+    (data, f"recipe bomb.yaml exceeds {MAX_FILE_BYTES:,} bytes; give a recipe, not data"),
 ]
 
 

@@ -173,7 +173,7 @@ class World:
     def engine_forgets(self) -> None:
         lost = sorted(self.running)
         self.running.clear()
-        self.ledger.fail_running("lost")
+        self.ledger.requeue_running("lost")
         for key in lost:
             self.count_failure(key)
 
