@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class WinnowError(Exception):
-    """Something the user gave us is wrong; the message is one line: field, value, remedy."""
+    """An error in the user's input; the message is one line: field, value, remedy."""
 
     exit_code = 2
 
@@ -68,7 +68,7 @@ class WorkerError(WinnowError):
 
 
 class TransientError(WinnowError):
-    """A disk or a network failed in a way that may be over soon; exit code 75, "try again"."""
+    """A disk or network error that may be transient; exit code 75, "try again"."""
 
     exit_code = 75
 

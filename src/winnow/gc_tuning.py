@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Collect nothing while the block runs, as for imports."""
+    """Disable the collector while the block runs, as for imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -28,7 +28,7 @@ def disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Leave alone, while the block runs, the objects that are there when it begins."""
+    """Freeze the existing objects while the block runs."""
     is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -40,7 +40,7 @@ def frozen() -> Iterator[None]:
 
 
 def freeze_at_exit() -> None:
-    """Leave all objects alone at the process's end: the system takes the memory back."""
+    """Freeze all objects when the process ends; the system frees the memory."""
     atexit.unregister(_freeze)
     atexit.register(_freeze)
 

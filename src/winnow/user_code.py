@@ -24,7 +24,7 @@ _refusal = ""
 
 
 def disable_user_code(reason: str) -> None:
-    """Have this process import no code that a recipe names, from now on.
+    """Refuse to import user code in this process from now on.
 
     Args:
         reason: and remedy, as the end of a message.
@@ -105,7 +105,7 @@ def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file under a name of its own, so that two files of one name do not meet."""
+    """Import a file under a unique module name, so that files of one name do not collide."""
     name = f"winnow_user_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]

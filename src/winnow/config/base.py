@@ -54,7 +54,7 @@ class Section(BaseModel):
     def order_conflicts(
         self, key: str, low: str, high: str, *, equal: bool = False
     ) -> Iterator[str]:
-        """Yield the line for two bounds between which nothing can lie.
+        """Yield a line if a lower bound is above its upper bound.
 
         Args:
             at: key of this section.
@@ -69,7 +69,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class SideEffect:
-    """Mark of a field by which a recipe does something outside its run's folder."""
+    """Mark of a field with an effect outside the run's folder."""
 
     effect: str
     """Verb and object, for messages."""
@@ -82,7 +82,7 @@ PLACE = SideEffect("writes files outside the run's folder")
 
 
 class Change(IntEnum):
-    """Mark of a field, and of all within it, that says where a run may go on with another value.
+    """Mark of a field, and of all within it, that says when its value may change.
 
     A dict of marks is of keys within the field; its `name` is the choice of a variant.
     """
@@ -102,7 +102,7 @@ class Change(IntEnum):
 def side_effects(
     section: Section, at: str = "", around: SideEffect | None = None
 ) -> Iterator[EffectSetting]:
-    """Yield the settings of a section, and of those within, whose fields have a mark.
+    """Yield the non-default settings of a section, and of those within, that have side effects.
 
     Args:
         at: key of the section.

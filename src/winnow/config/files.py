@@ -35,7 +35,7 @@ _EVALUATION = "eval_"
 
 
 class Layer(NamedTuple):
-    """Keys of one file alone, to be laid over what came before it."""
+    """Keys of one file, to be applied over those of earlier files."""
 
     source: str
     """Name of the file in messages."""
@@ -69,7 +69,7 @@ def recipe_title(name: str) -> str:
 
 
 def resolve_evaluation_recipe(name: str) -> str:
-    """Return what `read_layers` takes for a recipe of `--recipe`: any recipe can be given."""
+    """Return the path of a shipped evaluation recipe, or the name of another recipe as it is."""
     return str(RECIPES / f"{_EVALUATION}{name}.yaml") if name in evaluation_recipes() else name
 
 
@@ -98,7 +98,7 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
 
 
 def _find_recipe_file(recipe: str, files: list[Path], included: str) -> Path:
-    """Return the first of the files that a recipe may stand for that exists."""
+    """Return the first existing file of the candidates for a recipe."""
     path = next((file for file in files if file.is_file()), None)
     if path is None:
         near = difflib.get_close_matches(Path(recipe).stem, available_recipes(), n=1)
@@ -147,7 +147,7 @@ def _iter_layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iter
 
 
 def _parse_variant_entry(entry: Any, where: str) -> dict[str, Any]:
-    """Turn `algorithm/policy_loss: reinforce` into the tree that says the same."""
+    """Parse an entry such as `algorithm/policy_loss: reinforce` into a tree of keys."""
     pair = list(entry.items()) if isinstance(entry, dict) else []
     if len(pair) != 1 or not isinstance(pair[0][1], str):
         raise ConfigError(

@@ -93,7 +93,7 @@ RewardModel = Annotated[NoRewardModel | SequenceClassifier, Field(discriminator=
 
 
 def scorer_sharding(model: RewardModel) -> ShardedScorer | None:
-    """Return how a reward model is sharded; None where it is whole, or there is none."""
+    """Return the strategy of a sharded reward model; None if it is not sharded or there is none."""
     chosen = model.strategy if isinstance(model, SequenceClassifier) else None
     return chosen if isinstance(chosen, ShardedScorer) else None
 
@@ -260,7 +260,7 @@ _JUDGE_KEYS = {
 
 
 def to_judge_keys(line: str) -> str:
-    """Return what an engine of the policy's says of its settings, with the keys of a judge's."""
+    """Return a message about the policy's engine with the keys of a judge's engine."""
     pattern = "|".join(map(re.escape, _JUDGE_KEYS))
     return re.sub(pattern, lambda match: _JUDGE_KEYS[match[0]], line)
 

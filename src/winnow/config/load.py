@@ -82,7 +82,7 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
-    """Load a recipe without the rules across sections: a recipe to be completed passes.
+    """Load a recipe without the rules across sections, such as one still to be completed.
 
     Args:
         recipe: None lays the overrides over the defaults alone.
@@ -118,7 +118,7 @@ def parse_recipe(recipe: str | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def _boolean_errors(values: Mapping[str, Any], tree: ConfigTree) -> Iterator[str]:
-    """Report true and false given for numbers: Python, and so pydantic, counts them as 1 and 0."""
+    """Yield an error for each boolean given for a number, which pydantic would take for 1 or 0."""
     for path, value in _leaves(values):
         field = find_key(values, path).field if isinstance(value, bool) else None
         if field and takes_number(field):
@@ -148,7 +148,7 @@ def config_to_dict(config: Config, convert: Callable[[Any], Any] = copy.deepcopy
 
 
 def redact_secrets(text: str, *configs: Config) -> str:
-    """Put `${oc.env:NAME}` back into a text that quotes values from the environment."""
+    """Replace values from the environment in a text by their `${oc.env:NAME}`."""
     for config in configs:
         text = _replace_secrets(text, config.from_environment)
     return text
@@ -253,7 +253,7 @@ def _leaves(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 @cache
 def _renamed_path(path: KeyPath) -> KeyPath:
-    """Return the name that a key has now; once a process a line says that it was renamed."""
+    """Return the current path of a renamed key, with a warning once per process."""
     now = current_key(path)
     if now != path:
         log.warning(
@@ -265,7 +265,7 @@ def _renamed_path(path: KeyPath) -> KeyPath:
 
 
 class ConfigTree:
-    """Values of every key, the place that set each, and the faults of what was typed."""
+    """Values of all keys with the source of each, and the faults of the settings."""
 
     def __init__(self) -> None:
         self.values = default_values(Config)
@@ -273,7 +273,7 @@ class ConfigTree:
         self.faults: list[str] = []
 
     def source_of(self, path: KeyPath) -> str:
-        """Return where the value of a key was typed: itself, the nearest key around or within."""
+        """Return where a key was set: itself, or the nearest key around or within it."""
         for stop in range(len(path), 0, -1):
             if path[:stop] in self.places:
                 return self.places[path[:stop]]
@@ -281,7 +281,7 @@ class ConfigTree:
         return within[-1] if within else "default"
 
     def apply(self, settings: Sequence[Setting]) -> None:
-        """Lay what one file, or the whole command line, sets over the values."""
+        """Apply the settings of one file, or of the whole command line, to the values."""
         settings = [each._replace(path=_renamed_path(each.path)) for each in settings]
         settings = [each for setting in settings for each in self._split_options(setting)]
         # Choices before values, so that each key meets the variants chosen in the end; outer unions
@@ -307,7 +307,7 @@ class ConfigTree:
         yield setting._replace(value=names) if is_list else setting
 
     def _choose_variant(self, setting: Setting) -> bool:
-        """Choose the variant that a setting names; False where it is no choice."""
+        """Choose the variant that a setting names; False if it names none."""
         union, field, _, _ = find_key(self.values, setting.path)
         options, name = variants(field), setting.value
         is_other = isinstance(name, str) and name not in options
@@ -401,8 +401,8 @@ def _unresolved(path: KeyPath, reason: str) -> ConfigError:
 class _ReferenceResolver:
     """Resolves the `${…}` of a tree in OmegaConf's grammar, each once.
 
-    OmegaConf itself writes a value out as often as it is named, in each value around it again
-    ("billion laughs"), and has no bound of its own.
+    OmegaConf itself resolves a value again for each reference to it, without a bound ("billion
+    laughs").
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

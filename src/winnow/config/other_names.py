@@ -40,13 +40,13 @@ class OtherName(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """Our key, or why there is none, in words."""
+        """Our key, or the reason why there is none."""
         if self.ours in NO_KEY_REASONS:
             return NO_KEY_REASONS[self.ours] + (f": {self.meaning}" if self.meaning else "")
         return self.ours.removesuffix(SUBKEYS) + (f" ({self.meaning})" if self.meaning else "")
 
     def for_subkey(self, rest: Sequence[str]) -> OtherName | None:
-        """Return the row of a key below the name; None where the row is of the name alone."""
+        """Return the row for a key below this one; None if the row covers this key alone."""
         if self.ours.endswith(SUBKEYS) and rest:
             return self._replace(ours=self.ours[:-1] + ".".join(rest))
         return self if self.ours in NO_KEY_REASONS or not rest else None
@@ -84,7 +84,7 @@ def _normalize_value(value: Any) -> str:
 
 
 def explain_foreign_key(typed: str, value: Any = "") -> str:
-    """Say what a key of another system is called here; empty for a name that none has.
+    """Return the remedy for a key of another system; empty for an unknown name.
 
     Args:
         typed: a key, or one below it: what verl has under `override_config` is of no use either.

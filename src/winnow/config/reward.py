@@ -355,13 +355,13 @@ _SHARED_LIMITS = (
 
 
 def shared_limits(config: RewardConfig) -> dict[tuple[str, str], int]:
-    """Return the limits of a recipe that several reward processes have to share."""
+    """Return the limits of a run that its reward processes share, by section and key."""
     limits = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED_LIMITS}
     return {place: limit for place, limit in limits.items() if limit is not None}
 
 
 def config_per_process(config: RewardConfig) -> RewardConfig:
-    """Return the section for one of `reward.processes`: with its part of each shared limit."""
+    """Return the section for one reward process, with its part of each shared limit."""
     changed: dict[str, Any] = {}
     for (name, key), limit in shared_limits(config).items():
         section = changed.get(name, getattr(config, name))

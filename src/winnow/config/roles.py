@@ -20,7 +20,7 @@ POLICY_STATE = "ranks"
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of work that may have processes of its own; `ROLES` has them without their numbers."""
+    """A kind of work that may have dedicated processes; `ROLES` has them without counts."""
 
     name: str
     """Its name in `cluster.roles`."""
@@ -54,7 +54,7 @@ class Role:
 
     @property
     def pool_name(self) -> str:
-        """Return its pool, or its own name: roles of one place share GPUs."""
+        """Return its pool, or its own name without one; roles of one pool share GPUs."""
         return self.pool or self.name
 
     @property
@@ -172,7 +172,7 @@ ROLES = [
 
 
 def _resolve_role(role: Role, config: Config) -> Role:
-    """Put a recipe's numbers into a role."""
+    """Return a role with the counts and classes of a recipe."""
     *path, name = role.key.split(".")
     section: Any = config
     for part in path:

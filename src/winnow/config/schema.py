@@ -40,17 +40,17 @@ def section_type(annotation: Any) -> type[Section] | None:
 
 
 def is_section(field: FieldInfo) -> bool:
-    """Return whether a field holds keys of its own, of a section or of a variant."""
+    """Return whether a field is a section or a union of variants."""
     return section_type(field.annotation) is not None or bool(variants(field))
 
 
 def is_table(field: FieldInfo | None) -> bool:
-    """Return whether a field holds entries whose names the user chooses."""
+    """Return whether a field is a dict with keys of the user's choice."""
     return field is not None and get_origin(field.annotation) is dict
 
 
 def is_name_list(field: FieldInfo | None) -> bool:
-    """Return whether a field is a list of names out of a given set."""
+    """Return whether a field is a list of names from a fixed set."""
     return field is not None and get_origin(_entry_type(field)) is Literal
 
 
@@ -61,7 +61,7 @@ def takes_text(field: FieldInfo) -> bool:
 
 
 def is_enumeration(values: Mapping[str, Any], path: KeyPath) -> bool:
-    """Return whether the value at a path is one out of a given set."""
+    """Return whether the key at a path takes values from a fixed set."""
     field = find_key(values, path).field
     options = () if field is None else _union_members(field.annotation)
     return any(get_origin(option) is Literal for option in options)
@@ -250,26 +250,26 @@ def _range_text(metadata: Sequence[Any]) -> str:
 
 
 def quote(value: Any) -> str:
-    """Return a value on one line, as YAML and Hydra write it."""
+    """Return a value as one line of YAML, cut to 80 characters."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[: _MAX_VALUE_CHARACTERS - 1]}…"
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a key path as it is written, on one line whatever was typed."""
+    """Return a key path joined by dots, on one line."""
     text = ".".join(path)
     return text if text and text.isprintable() else repr(text)
 
 
 def variant_hint(path: KeyPath, name: object) -> str:
-    """Return a hint to the choices of that name in a section, such as `algorithm=grpo` means."""
+    """Return a hint to the variants of that name within a section, as for `algorithm=grpo`."""
     matches = [k for k in all_keys() if name in variants(k.field) and k.path[: len(path)] == path]
     choices = " or ".join(f"{key.spelling}={name}" for key in matches)
     return f"; choose {choices}" if choices else ""
 
 
 def suggest_keys(key: str) -> str:
-    """Return the section or the keys that were probably meant, as a remedy."""
+    """Return a remedy with the section or the keys that resemble an unknown key."""
     sections = () if "." in key else Config.model_fields
     if near := difflib.get_close_matches(key, sections, n=1) or _nearest_keys(key):
         return f"did you mean {' or '.join(near)}?"
@@ -308,7 +308,7 @@ def type_message(path: KeyPath, field: FieldInfo, value: Any, place: str) -> str
 def unknown_key_message(
     path: KeyPath, variant: tuple[KeyPath, str] | None, place: str, value: Any = ""
 ) -> str:
-    """Return the message for a key that no section has, or not the variant that was chosen."""
+    """Return the message for a key that no section, or not the chosen variant, has."""
     parts = ".".join(path).split(".")
     group = "" if variant is None else "/".join(variant[0])
     fault = "not a known key" if variant is None else f"not a key of {group}={variant[1]}"
@@ -339,7 +339,7 @@ def unknown_key_message(
 def validation_errors(
     error: ValidationError, values: Mapping[str, Any], place: Callable[[KeyPath], str]
 ) -> list[str]:
-    """Put pydantic's findings into our words, one line a key."""
+    """Return a message of ours for each key that pydantic refuses."""
     lines: dict[KeyPath, str] = {}
     for fault in error.errors(include_url=False):
         path, field, _, rest = find_key(values, fault["loc"], has_tags=True)
@@ -366,7 +366,7 @@ def validation_errors(
 
 
 def _value_hint(path: KeyPath, field: FieldInfo, want: str, value: Any) -> str:
-    """Return what to write instead, where the range alone does not say it."""
+    """Return a hint about the value to write, if the type alone does not show it."""
     if isinstance(value, str) and quote(value) == f"'{value}'" and "a list of" in want:
         return f"; write {'.'.join(path)}=[{value}]"
     if isinstance(value, str) and value.lower() == "none" and "null" in want:

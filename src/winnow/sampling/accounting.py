@@ -63,14 +63,14 @@ class TokenAccount:
     booked: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
 
     def add_generated(self, tokens: int) -> None:
-        """Book tokens that the policy wrote."""
+        """Book newly generated tokens."""
         assert tokens >= 0
         self.generated += tokens
         self.in_progress += tokens
         self.check()
 
     def settle(self, fate: Fate, group: GroupState) -> None:
-        """Move all tokens of a group from in progress to its fate."""
+        """Book all tokens of a group under its fate."""
         cut_off = [a.tokens for a in group.sampled if a.trajectory and a.trajectory.truncated]
         self.booked[fate] += group.tokens
         self.in_progress -= group.tokens
@@ -157,7 +157,7 @@ class StepCounts:
 
 @dataclass(frozen=True, eq=False)
 class StepGroups:
-    """The groups that one step trains on, and what became of the rest."""
+    """The groups that one step trains on, and the others that ended with it."""
 
     version: int
     """Version of the weights that learn it."""
@@ -178,7 +178,7 @@ class StepGroups:
 
     @property
     def is_short(self) -> bool:
-        """True if the bound came before N groups qualified."""
+        """True if fewer than N groups qualified within the bound."""
         return len(self.trained) < self.wanted
 
 
@@ -260,7 +260,7 @@ def _ratio(part: float, whole: int) -> float:
 
 
 def describe_filtering(tally: Tally, fates: Mapping[Fate, int]) -> str:
-    """Describe groups by verdict, accuracy and truncation, in one clause."""
+    """Return a clause with the counts of groups by verdict, mean accuracy and truncation."""
     return (
         f"of {tally.closed + tally.failed:,} groups, {tally.qualified:,} qualified, "
         f"{fates['all_wrong']:,} were all wrong, {fates['all_right']:,} all right, "
@@ -270,7 +270,7 @@ def describe_filtering(tally: Tally, fates: Mapping[Fate, int]) -> str:
 
 
 def no_signal_error(tally: Tally, fates: Mapping[Fate, int]) -> NoSignalError:
-    """Make the error of a run that has nothing to learn from, with its likely cause."""
+    """Return the error of a run without qualified groups, with its likely cause."""
     right, wrong, failed = fates["all_right"], fates["all_wrong"], tally.failed
     if failed > right + wrong:
         rule, cause = "scoring_fails", "most groups failed in the engine or in scoring"
@@ -289,7 +289,7 @@ def no_signal_error(tally: Tally, fates: Mapping[Fate, int]) -> NoSignalError:
 
 
 def bound_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, bound: int) -> str:
-    """Say why `on_bound=stop` stopped."""
+    """Return the message of a run that stops at its bound."""
     return (
         f"sampling.on_bound=stop: {tally.qualified:,} of {config.groups_per_step:,} groups "
         f"qualified within the bound of {bound:,}; {describe_filtering(tally, fates)}; raise "

@@ -82,7 +82,7 @@ Outcome = Literal["qualified", "not", "failed", "dropped"]
 
 @dataclass
 class ClosedPrefix:
-    """Passes outcomes on in admission order, as far as every group is closed."""
+    """Feeds outcomes to p̂ in admission order, up to the first open group."""
 
     rate: QualifyRate
     next: int = 0
@@ -107,7 +107,7 @@ class ClosedPrefix:
         return passed
 
     def skip_to(self, group_id: int) -> None:
-        """Look no further at any group before `group_id`."""
+        """Skip all groups before `group_id`."""
         self.outcomes.clear()
         self.next = group_id
 

@@ -37,7 +37,7 @@ GroupFilter = Callable[[Sequence[Score]], Verdict]
 
 
 def make_filter(rule: Filter) -> GroupFilter:
-    """Make the judge of `sampling.filter`.
+    """Return the function of `sampling.filter`.
 
     Raises:
         ConfigError: a custom filter cannot be imported.
@@ -51,7 +51,7 @@ def make_filter(rule: Filter) -> GroupFilter:
 
 
 def _apply_user_filter(scores: Sequence[Score], keep: Callable[..., object], where: str) -> Verdict:
-    """Ask a user's function.
+    """Apply a custom filter.
 
     Raises:
         RewardError: it fails, or returns something else than True or False.
@@ -86,7 +86,7 @@ def differ(values: Sequence[float]) -> bool:
 
 
 def apply_filter(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter) -> Verdict:
-    """Judge a group by its answers' scores.
+    """Return the verdict of a built-in filter on a group's scores.
 
     An answer whose scoring failed and that lacks the metric is left out. Where a scorer gives no
     accuracy, answers that should differ in it are to differ in the task's reward. A group that does

@@ -22,7 +22,7 @@ class AnswerState:
     attempts: int = 0
     """Times it was retried."""
     tokens: int = 0
-    """Booked so far for it."""
+    """Tokens booked for it so far."""
 
     @property
     def answer(self) -> Answer | None:
@@ -89,7 +89,7 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Answers of one group that the engine must write, with what is written already."""
+    """Answers of one group to submit to the engine, with their prefixes."""
 
     group_id: int
     prompt: Prompt
@@ -109,29 +109,29 @@ class LiveGroups:
     open: dict[int, GroupState] = field(default_factory=dict)
     qualified: dict[int, GroupState] = field(default_factory=dict)
     failing: dict[int, GroupState] = field(default_factory=dict)
-    """Failed groups of which the engine still has answers."""
+    """Failed groups with running answers."""
     waiting: set[int] = field(default_factory=set)
     """Open groups with answers to dispatch."""
     running: int = 0
-    """Answers that the engine has."""
+    """Number of running answers."""
     histories: dict[History, int] = field(default_factory=dict)
     """Number of open groups by their prompts' histories: counts, so that in Σ p̂ no rounding
     accumulates."""
 
     def add(self, group: GroupState) -> None:
-        """Open a group."""
+        """Add an open group."""
         self.open[group.id] = group
         self.waiting.add(group.id)
         self.histories[group.history] = self.histories.get(group.history, 0) + 1
 
     def remove(self, group: GroupState) -> None:
-        """Take a group from the open ones."""
+        """Remove a group from the open ones."""
         del self.open[group.id]
         self.waiting.discard(group.id)
         self.histories[group.history] -= 1
 
     def dispatch(self) -> list[Dispatch]:
-        """Return all that waits, in admission order; from now on it runs."""
+        """Return all waiting answers in admission order, and mark them as running."""
         batch: list[Dispatch] = []
         for group_id in sorted(self.waiting):
             group = self.open[group_id]
@@ -147,7 +147,7 @@ class LiveGroups:
         return batch
 
     def return_answer(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
-        """Take an answer from the engine's."""
+        """Mark a running answer as returned by the engine; return it and its group."""
         group, answer = self.running_answer(group_id, index)
         answer.running = False
         group.running -= 1
@@ -155,7 +155,7 @@ class LiveGroups:
         return group, answer
 
     def running_answer(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
-        """Return an answer that the engine has, and its group."""
+        """Return a running answer and its group."""
         group = self.open.get(group_id) or self.failing[group_id]
         answer = group.answers[index]
         assert answer.running, f"answer {index} of group {group_id} was not with the engine"
@@ -182,7 +182,7 @@ class LiveGroups:
         return group.prompt, trajectory
 
     def running_keys(self) -> list[tuple[int, int]]:
-        """Return the answers that the engine has: (group, answer), in admission order."""
+        """Return the running answers as (group, answer), in admission order."""
         groups = sorted([*self.failing.values(), *self.open.values()], key=lambda group: group.id)
         return [
             (group.id, index)

@@ -30,7 +30,7 @@ from winnow.types import Fate, Prompt, Score, Segment, Trajectory
 
 
 class Ledger:
-    """All groups that live, and the token account. O(1) amortised per event."""
+    """The state of all live groups, and the token account. O(1) amortised per event."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Ledger:
         """Groups looked at for one step: those admitted later than the last cut, carried ones
         included. No group is admitted beyond it, look-ahead or not."""
         self.version = 0
-        """Version of the weights that engines write with."""
+        """Version of the engines' weights."""
         self.learns = 0
-        """Version of the weights that learn the step under way; it is as many as steps are cut."""
+        """Version of the weights that train the current step, which is the number of cut steps."""
         self.looked_at = 0
-        """For this step so far."""
+        """Groups inspected for the current step."""
         self.groups = LiveGroups()
         self.accounting = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
@@ -124,7 +124,7 @@ class Ledger:
         return group_id
 
     def dispatch(self) -> list[Dispatch]:
-        """Return what the engine must be given now, in admission order; it counts as running."""
+        """Return all answers to submit, in admission order, and mark them as running."""
         batch = self.groups.dispatch()
         for ask in batch:
             self.tally.resumed_answers += sum(p is not None for p in ask.prefixes.values())
@@ -133,13 +133,13 @@ class Ledger:
     # What the engine and the scorers report
 
     def record_progress(self, group_id: int, index: int, segment: Segment) -> None:
-        """Book what is written of an answer that goes on; a restart resumes behind it."""
+        """Record the tokens so far of an answer that continues; a restart resumes after them."""
         _, answer = self.groups.running_answer(group_id, index)
         if self._book_tokens(answer, len(segment)):
             answer.prefix = segment
 
     def record_finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
-        """Enter a complete answer, which awaits its score."""
+        """Record a complete answer, whose score is pending."""
         group, answer = self.groups.return_answer(group_id, index)
         self._book_tokens(answer, trajectory.generated_tokens)
         answer.trajectory = trajectory
@@ -147,16 +147,16 @@ class Ledger:
         self._settle_failed(group)
 
     def record_aborted(self, group_id: int, index: int, segment: Segment, *, stalled: bool) -> None:
-        """Take back an unfinished answer, which will go on behind `segment`.
+        """Record an unfinished answer that the engine gave up; it continues after `segment`.
 
         Args:
-            stalled: it was taken back for want of progress, which counts as an attempt.
+            stalled: it was aborted for lack of progress, which counts as an attempt.
         """
         self.tally.aborted_answers += 1
         self._requeue(group_id, index, segment, stalled, "no progress")
 
     def record_failed(self, group_id: int, index: int, segment: Segment | None, error: str) -> None:
-        """Retry an answer on which the engine failed, behind what is written of it."""
+        """Retry an answer on which the engine failed, with its prefix."""
         self._requeue(group_id, index, segment, True, error)
 
     def requeue_running(self, error: str = "") -> None:
@@ -169,7 +169,7 @@ class Ledger:
             self._requeue(group_id, index, None, bool(error), error)
 
     def record_score(self, group_id: int, index: int, score: Score) -> None:
-        """Enter a finished answer's score; with the last one the group closes.
+        """Record a finished answer's score; the group closes with the last one.
 
         Ignored when the group has ended meanwhile.
 
@@ -205,14 +205,14 @@ class Ledger:
         )
 
     def extend_bound(self) -> None:
-        """Look at as many groups again after a bound within which nothing qualified."""
+        """Allow as many groups again after a bound within which none qualified."""
         assert self.step_is_ready()
         assert not self.queue
         self.looked_at = 0
         self.tally.empty_bounds += 1
 
     def commit(self) -> StepGroups:
-        """Take the step: settle what is trained, carry or drop everything later.
+        """Cut a step: settle the groups it trains on, carry or drop all later ones.
 
         Call it when a cut is due; nothing may run unless `may_keep_running`. With max_staleness 0
         all later groups are dropped, closed ones included, and their prompts come back in
@@ -252,12 +252,12 @@ class Ledger:
 
     @property
     def unlearnt_steps(self) -> int:
-        """Steps that are cut and whose weights the engines do not have."""
+        """Number of cut steps whose weights the engines do not have yet."""
         return self.learns - self.version
 
     @property
     def may_keep_running(self) -> bool:
-        """True if no group is dropped at a cut, so that the engine may go on writing across it."""
+        """True if no group is dropped at a cut, so that the engine may run across it."""
         return self._in_order and self.config.max_staleness > 0
 
     @property
@@ -278,7 +278,7 @@ class Ledger:
     # Inside
 
     def _book_tokens(self, answer: AnswerState, length: int) -> bool:
-        """Book what is new of an answer; return whether anything is."""
+        """Book the new tokens of an answer; return whether there are any."""
         new = length - answer.tokens
         if new <= 0:
             return False
@@ -351,7 +351,7 @@ class Ledger:
         return self._queue_prompts_again(dropped)
 
     def _queue_prompts_again(self, dropped: Mapping[int, tuple[int, Prompt]]) -> list[Prompt]:
-        """Return the prompts of dropped groups, by admission; they come next, each in its turn."""
+        """Return the prompts of dropped groups in admission order, and queue their turns first."""
         again = [dropped[group_id] for group_id in sorted(dropped)]
         self.turns_again.extendleft(turn for turn, _ in reversed(again))
         return [prompt for _, prompt in again]
@@ -359,12 +359,12 @@ class Ledger:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of everything; exact at any moment, mid-step too."""
+        """Return a copy of the whole state; exact at any time, mid-step too."""
         state = {name: getattr(self, name) for name in _STATE}
         return {name: _copy_state(value) for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Restore a state from `state_dict`."""
         older = {"learns": state["version"], "next_turn": state["next_id"], "turns_again": deque()}
         complete = {**older, **state}
         for name in _STATE:

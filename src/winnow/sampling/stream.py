@@ -44,7 +44,7 @@ from winnow.types import Group, Prompt, Score, Trajectory
 log = logging.getLogger(__name__)
 
 REPORT_S = 30.0
-"""Seconds without a closed group after which a line says what is waited for."""
+"""Seconds without a closed group after which a status line is logged."""
 Key = tuple[int, int]
 """Group and answer."""
 Scorer = Callable[[Prompt, Trajectory], Score | Awaitable[Score]]
@@ -58,14 +58,14 @@ class _PendingScore:
 
 
 class PendingScores:
-    """Scorings under way: from the end of an answer to the moment its score is seen.
+    """Pending scores: from the end of an answer until its score is recorded.
 
-    A scoring begins when its answer finishes and goes on beside the engine. When a score is *seen*
-    decides what the ledger does next, and there are two answers to that:
+    A scoring starts when its answer finishes and runs concurrently with the engine. The time at
+    which a score is recorded decides what the ledger does next:
 
-    - deterministic: a fixed number of decode ticks after the answer finished, and the scheduler
-      waits for those that are late; the run is then the same however long scorers take;
-    - free: as soon as it is there; nothing is waited for.
+    - deterministic: a fixed number of decode ticks after the answer finished; the scheduler waits
+      for late scores, so that the run does not depend on how long scorers take;
+    - free: on arrival, without waiting.
     """
 
     def __init__(self, score: Scorer) -> None:
@@ -76,7 +76,7 @@ class PendingScores:
         self._is_woken = False
 
     def begin(self, key: Key, prompt: Prompt, trajectory: Trajectory, due: int) -> None:
-        """Begin to score an answer; `due` is the tick at which the score should be seen."""
+        """Start to score an answer, whose score is to be recorded at tick `due`."""
         assert key not in self.under_way
         score = self._score(prompt, trajectory)
         if isinstance(score, Score):
@@ -89,20 +89,20 @@ class PendingScores:
 
     @property
     def next_due_tick(self) -> int | None:
-        """The tick at which the next score is to be seen; None when there is none."""
+        """The tick at which the next score is to be recorded; None without pending scores."""
         first = next(iter(self.under_way.values()), None)
         return None if first is None else first.due
 
     def due_keys(self, tick: int) -> list[Key]:
-        """Return those to be seen at `tick`, in the order in which they began."""
+        """Return the answers whose scores are due at `tick`, in their order of starting."""
         return [key for key, scoring in self.under_way.items() if scoring.due <= tick]
 
     def ready_keys(self) -> list[Key]:
-        """Return those whose score is there, in the order in which they began."""
+        """Return the answers whose scores have arrived, in their order of starting."""
         return [key for key, scoring in self.under_way.items() if scoring.future.done()]
 
     async def wait_for_change(self) -> None:
-        """Wait until a score is there, or `wake` was called since the last wait."""
+        """Wait until a score arrives, or `wake` was called since the last wait."""
         while not self.ready_keys() and not self._is_woken:
             self._changed.clear()
             await self._changed.wait()
@@ -114,7 +114,7 @@ class PendingScores:
         self._changed.set()
 
     async def take(self, keys: Iterable[Key]) -> list[Score]:
-        """Wait for the scores of these answers, which are then under way no longer.
+        """Wait for the scores of these answers and remove them from the pending ones.
 
         An error of one scoring ends the waiting at once.
         """
@@ -125,7 +125,7 @@ class PendingScores:
         return [self.under_way.pop(key).future.result() for key in keys]
 
     async def cancel(self) -> None:
-        """End all scorings; an answer whose score was not taken stays unscored."""
+        """Cancel all scorings; answers whose scores were not taken stay unscored."""
         futures = [scoring.future for scoring in self.under_way.values()]
         self.under_way.clear()
         for future in futures:
@@ -193,9 +193,9 @@ class Sampler:
         self._progress_turn = asyncio.Lock()
         self._unrecorded_tokens = 0
         self.idle_s = 0.0
-        """Seconds in which engines had nothing to write and waited for a publication."""
+        """Seconds in which engines were idle and waited for a publication."""
         self.score_lag_ticks = config.score_lag_ticks or 0
-        """Decode ticks from an answer's end to the moment from which its score may be seen."""
+        """Decode ticks between the end of an answer and the recording of its score."""
 
     async def step(self, version: int, learns: int | None = None) -> StepGroups:
         """Sample with weights `version` until a step can be cut.
@@ -248,12 +248,12 @@ class Sampler:
         return step
 
     def set_engine_version(self, version: int) -> None:
-        """Note that engines have weights `version`, while a step is sampled; more may open now."""
+        """Set the version of the engines' weights during a step; more groups may open now."""
         self.ledger.version = version
         self._scores.wake()
 
     async def record_progress(self) -> None:
-        """Enter what is written of answers under way, also while a step is sampled."""
+        """Record the tokens so far of running answers; allowed during a step."""
         async with self._progress_turn:  # of two calls at once, one would enter the older state
             self._is_collecting_progress = True
             try:
@@ -268,7 +268,7 @@ class Sampler:
         self._scores.wake()
 
     async def abort_running(self) -> None:
-        """Turn everything that runs into prefixes, so that the engine is free for other work."""
+        """Abort all running answers and keep them as prefixes, which leaves the engine idle."""
         groups = self.ledger.groups
         running = list(dict.fromkeys(group_id for group_id, _ in groups.running_keys()))
         if running:
@@ -281,7 +281,7 @@ class Sampler:
         return {"ledger": self.ledger.state_dict(), "score_lag_ticks": self.score_lag_ticks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described, with an engine that has nothing running.
+        """Restore a state from `state_dict`, with an idle engine.
 
         The lag is the state's: schedules depend on it, and what chose it may have changed.
         """
@@ -290,7 +290,7 @@ class Sampler:
         self.ledger.requeue_running()
 
     async def _sample(self) -> None:
-        """Take turn after turn until a step can be cut."""
+        """Run the loop until a step can be cut."""
         tick = self._engine.status().tick
         unscored = self.ledger.groups.unscored()
         under_way = self._scores.under_way
@@ -320,11 +320,11 @@ class Sampler:
         self._unrecorded_tokens = self._count_unrecorded_tokens()
 
     def _count_unrecorded_tokens(self) -> int:
-        """Count the tokens that the engine wrote and the ledger does not have."""
+        """Count the tokens that the engine generated and the ledger does not have."""
         return self._engine.status().generated_tokens - self.ledger.account.generated
 
     async def _is_ready_to_commit(self) -> bool:
-        """Return whether to cut; deal with a bound that was met too early."""
+        """Return whether to cut a step; extend or enforce a bound that was met too early."""
         ledger = self.ledger
         if not ledger.step_is_ready():
             return False
@@ -344,7 +344,7 @@ class Sampler:
         return False
 
     async def _submit(self) -> None:
-        """Open groups while the rule allows, and hand the engine all that waits."""
+        """Open groups while the rule allows, and submit all waiting answers to the engine."""
         ledger = self.ledger
         while ledger.may_admit():
             ledger.admit(self._next_prompt())
@@ -413,7 +413,7 @@ class Sampler:
         return events
 
     async def _record_events(self, events: Sequence[CompletionEvent], *, stalled: bool) -> None:
-        """Enter a turn's events; `stalled` says what an abort means now."""
+        """Record a turn's events; `stalled`: aborts in it count as attempts."""
         ledger = self.ledger
         for event in events:
             if event.kind == "finished":
@@ -435,7 +435,7 @@ class Sampler:
                 self._scores.begin(key, *groups.finished_answer(*key), due)
 
     async def _record_due_scores(self) -> None:
-        """Enter the scores that this turn may know of.
+        """Record the scores that are due in this turn.
 
         The one place that decides when a score is seen. Deterministic: at its tick, or when the
         engine has nothing left to write. Free: what is there.
@@ -451,19 +451,19 @@ class Sampler:
         await self._abort_failing()
 
     async def _abort_failing(self) -> None:
-        """Ask for the answers that the engine still has of failed groups."""
+        """Abort the answers of failed groups that still run."""
         failing = [group.id for group in self.ledger.groups.failing.values() if group.running]
         if failing:
             await self._engine.abort(failing)
 
     async def _record_scores(self, keys: Iterable[Key] | None) -> None:
-        """Enter scores in this order; None: all that are under way."""
+        """Record the scores of these answers in this order; None: of all pending ones."""
         keys = list(self._scores.under_way) if keys is None else list(keys)
         for key, score in zip(keys, await self._scores.take(keys), strict=True):
             self.ledger.record_score(*key, score)
 
     async def _watch_engine(self) -> None:
-        """Look at the engine now and then; have its answers sent again where it writes nothing.
+        """Poll the engine, and resubmit its answers if it generates nothing.
 
         Raises:
             TrainingError: it wrote nothing however often it was asked.
@@ -500,7 +500,7 @@ class Sampler:
                 await self._engine.abort(sorted(running))
 
     def _status_line(self) -> str:
-        """Say in one line what the step waits for, and which group holds it up."""
+        """Return one line about what the step waits for, and the oldest open group."""
         ledger, status = self.ledger, self._engine.status()
         line = (
             f"sampling waits for {'the engine' if self._is_waiting_for_engine else 'scores'}: "
