@@ -68,14 +68,14 @@ class DropStaleLedger(Ledger):
         if group.id in self.groups.qualified:
             self._drop(group, "stale")
             return
-        self._leave(group, "dropped")
+        self._end_group(group, "dropped")
         self._late.add(group.id)
         self.groups.failing[group.id] = group  # the sampler takes its answers from the engine
-        self._finish_failed(group)
+        self._settle_failed(group)
 
-    def _finish_failed(self, group: GroupState) -> None:
+    def _settle_failed(self, group: GroupState) -> None:
         if group.id not in self._late:
-            super()._finish_failed(group)
+            super()._settle_failed(group)
         elif not group.running:
             self._late.remove(group.id)
             late = self.groups.failing.pop(group.id)

@@ -28,10 +28,10 @@ def uses_gpu(device: str) -> bool:
     Raises:
         ConfigError: it must, and there is none.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise ConfigError("run.device=cuda, but PyTorch finds no GPU; set run.device=cpu")
-    return device != "cpu" and has_gpu
+    return has_gpu
 
 
 def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
