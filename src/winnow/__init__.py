@@ -1,12 +1,10 @@
 """Winnow trains language models by reinforcement learning from verifiable rewards.
 
-`import winnow` stays instant: each module imports what it needs, and the names of `winnow.api` are
-resolved on first use.
+Nothing is imported here: `import winnow` stays instant, and each module imports what it needs. The
+names of `winnow.api` are found when they are asked for.
 """
 
 from typing import TYPE_CHECKING, Any
-
-from winnow.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from winnow.api import (
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
         score,
         train,
     )
+    from winnow.version import __version__ as __version__
 
 __all__ = [
     "LLM",
@@ -33,6 +32,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from winnow import version
+
+        return version.__version__
     if name not in __all__:
         raise AttributeError(f"module 'winnow' has no attribute {name!r}")
     from winnow import api
