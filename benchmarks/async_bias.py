@@ -78,7 +78,7 @@ class LearnerBeside(ScriptedEngine):
             self._due.popleft()
             await self.load_weights(WeightUpdate(self.version + 1))
             assert self.sampler is not None
-            self.sampler.published(self.version)
+            self.sampler.set_engine_version(self.version)
         return events
 
 

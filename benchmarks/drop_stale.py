@@ -51,7 +51,7 @@ class DropStaleLedger(Ledger):
     def begin_step(self, version: int, learns: int | None = None) -> list[Prompt]:
         self.version, self.learns = version, version if learns is None else learns
         oldest = self.learns - self.config.max_staleness
-        for group in self.groups.waiting_for_cut():
+        for group in self.groups.uncommitted_groups():
             if group.version < oldest:
                 self._throw_away(group)
         self.queue = deque(number for number in self.queue if number in self.groups.qualified)
@@ -68,14 +68,14 @@ class DropStaleLedger(Ledger):
         if group.id in self.groups.qualified:
             self._drop(group, "stale")
             return
-        self._leave(group, "dropped")
+        self._end_group(group, "dropped")
         self._late.add(group.id)
         self.groups.failing[group.id] = group  # the sampler takes its answers from the engine
-        self._finish_failed(group)
+        self._settle_failed(group)
 
-    def _finish_failed(self, group: GroupState) -> None:
+    def _settle_failed(self, group: GroupState) -> None:
         if group.id not in self._late:
-            super()._finish_failed(group)
+            super()._settle_failed(group)
         elif not group.running:
             self._late.remove(group.id)
             late = self.groups.failing.pop(group.id)

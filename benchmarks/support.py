@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from winnow.config.load import resolve_recipe
+from winnow.config.load import parse_recipe
 from winnow.config.root import Config
 from winnow.config.rules import check_config
-from winnow.config.schema import validation_lines
+from winnow.config.schema import validation_errors
 from winnow.errors import ConfigError
 
 Runner = Literal["cpu", "vllm", "gpu"]
@@ -267,9 +267,9 @@ class Matrix:
     """The lines that refuse a recipe with two choices; none for a supported pair."""
 
     def __init__(self) -> None:
-        self._first = resolve_recipe(None, settings_of(FIRST)).model_dump()
+        self._first = parse_recipe(None, settings_of(FIRST)).model_dump()
         self._chosen = {
-            name: resolve_recipe(None, settings_of(completed([name]))).model_dump()
+            name: parse_recipe(None, settings_of(completed([name]))).model_dump()
             for name in CHOICES
         }
         self.refusals: dict[Pair, list[str]] = {
@@ -286,7 +286,7 @@ class Matrix:
         try:
             check_config(Config.model_validate(values))
         except ValidationError as error:
-            return validation_lines(error, values, lambda path: "the command line")
+            return validation_errors(error, values, lambda path: "the command line")
         except ConfigError as error:
             return str(error).splitlines()
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from winnow.config.load import resolve_recipe
+from winnow.config.load import parse_recipe
 from winnow.config.root import Config
 from winnow.config.rules import check_config
 
@@ -12,7 +12,7 @@ from winnow.config.rules import check_config
 @cache
 def resolved(name: str, *overrides: str) -> Config:
     """The recipe without the rules across sections."""
-    return resolve_recipe(name, overrides)
+    return parse_recipe(name, overrides)
 
 
 @cache

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from winnow.config.base import TEMPERATURES
-from winnow.config.files import evaluation_recipe
-from winnow.config.load import dump_config, load_recipe, resolve_recipe
+from winnow.config.files import resolve_evaluation_recipe
+from winnow.config.load import dump_config, load_recipe, parse_recipe
 from winnow.config.root import Config
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, recipe_stem, unused_path
@@ -48,7 +48,7 @@ class RunRecord:
     @property
     def config(self) -> Config:
         """The resolved recipe."""
-        return resolve_recipe(str(RunFolder.open(self.path).config))
+        return parse_recipe(str(RunFolder.open(self.path).config))
 
     @property
     def metrics(self) -> list[dict[str, float]]:
@@ -119,13 +119,13 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
             words.append(f"run.name={path.name}")
         start = sys.executable, "-m", "winnow.cli.main", "train", "--parent", str(os.getpid())
         child = subprocess.Popen([*start, *words], process_group=0)
-        code = _wait(child)
+        code = _wait_for_run(child)
     if code:
-        raise WinnowError(f"the run ended with exit code {code}; its last lines say why")
+        raise WinnowError(f"the run failed with exit code {code}; see its last lines above")
     return open_run(path)
 
 
-def _wait(child: subprocess.Popen[bytes]) -> int:
+def _wait_for_run(child: subprocess.Popen[bytes]) -> int:
     """Wait for a run; the first interrupt lets it save, the second kills it."""
     try:
         return child.wait()
@@ -178,11 +178,11 @@ class LLM:
         from winnow.checkpoints.strangers import require_trusted_start
         from winnow.ranks.models import load_policy
 
-        path, recipe = str(model), evaluation_recipe("default")
+        path, recipe = str(model), resolve_evaluation_recipe("default")
         if (Path(model) / "config.yaml").is_file():
             path = str(find_checkpoint(Path(model), None).model)
             recipe = str(RunFolder(Path(model)).config)
-        self._config = resolve_recipe(recipe, overrides)
+        self._config = parse_recipe(recipe, overrides)
         require_trusted_start(self._config, recipe, overrides, trust)
         self._policy = load_policy(self._config, path, use_machine(self._config))
         self._engine = make_engine(self._config, self._policy)
@@ -220,17 +220,17 @@ class LLM:
         from winnow.rollout.engine import SamplingParams, generate, group_request
 
         if not self._thread.is_alive():
-            raise WinnowError("this LLM is closed; make another one")
+            raise WinnowError("this LLM is closed; create a new one")
         if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
-            raise TypeError("prompts is a single text or conversation; give a list of them")
-        _check_draws(n, temperature, top_p, top_k)
+            raise TypeError("prompts must be a list, got a single text or conversation")
+        _check_sampling(n, temperature, top_p, top_k)
         limit = self._config.rollout.max_response_tokens
         if max_tokens is not None and not 0 < max_tokens <= limit:
             raise ConfigError(
-                f"max_tokens is {max_tokens}, but answers have 1 to {limit} tokens; give another, "
-                f"or LLM(…, ['rollout.max_response_tokens={max(max_tokens, 1)}'])"
+                f"max_tokens must be in [1, {limit}], got {max_tokens}; change it, or pass "
+                f"'rollout.max_response_tokens={max(max_tokens, 1)}' to LLM"
             )
-        rows = [self._row(number, prompt) for number, prompt in enumerate(prompts)]
+        rows = [self._make_row(number, prompt) for number, prompt in enumerate(prompts)]
         data = self._config.data.model_copy(update={"overlong_prompts": "error"})
         rendered = PromptRenderer(self._policy.tokenizer, data).render(rows).prompts
         sampling = SamplingParams(
@@ -247,10 +247,10 @@ class LLM:
             for i, prompt in enumerate(rendered)
         ]
         try:
-            found = self._run(generate(self._engine, requests))
+            found = self._run_coroutine(generate(self._engine, requests))
         except BaseException:
-            self._run(self._engine.abort([request.group_id for request in requests]))
-            self._run(self._engine.events())
+            self._run_coroutine(self._engine.abort([request.group_id for request in requests]))
+            self._run_coroutine(self._engine.events())
             raise
         answers = (
             Completion(self._policy.decode(t.token_ids), t.token_ids, t.logprobs, t.finish_reason)
@@ -261,7 +261,7 @@ class LLM:
     def close(self) -> None:
         """Release what the engine holds."""
         if self._thread.is_alive():
-            self._run(self._engine.close())
+            self._run_coroutine(self._engine.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
@@ -272,19 +272,19 @@ class LLM:
         self.close()
 
     @staticmethod
-    def _row(number: int, prompt: str | Sequence[Mapping[str, Any]]) -> Row:
+    def _make_row(number: int, prompt: str | Sequence[Mapping[str, Any]]) -> Row:
         from winnow.data.sources import Row
 
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         for message in said or [{}]:
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 raise ConfigError(
-                    f"prompts[{number}] needs messages with a role and a content, which are texts; "
+                    f"prompts[{number}] must have messages with role and content as text, "
                     f"got {message}"
                 )
         return Row(f"prompts:{number}", f"prompts[{number}]", "python", tuple(map(dict, said)), "")
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_coroutine(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -293,7 +293,7 @@ class LLM:
             raise
 
 
-def _check_draws(n: int, temperature: float, top_p: float, top_k: int) -> None:
+def _check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None:
     least, most = TEMPERATURES
     is_drawn = least <= temperature <= most
     for name, value, is_fine, allowed in (
@@ -336,12 +336,12 @@ def score(
     from winnow.types import Segment, Trajectory
 
     if isinstance(answers, str):
-        raise TypeError("answers is a text; give a list of texts")
+        raise TypeError("answers must be a list of text, got a single text")
     if source is None and function is None:
-        raise ConfigError("score needs a source or a function, got neither; give one of them")
+        raise ConfigError("score needs a source or a function, got neither")
     path, _, name = (function or "").partition(":")
     words = [f"reward.function.path={path}"] if path else []
-    config = resolve_recipe(None, [*words, *([f"reward.function.name={name}"] if name else []),
+    config = parse_recipe(None, [*words, *([f"reward.function.name={name}"] if name else []),
                                    "reward.on_failure=wrong", *overrides])  # fmt: skip
     nothing: IntArray = np.zeros(0, np.int64)
     extra = {"extra_info": dict(extra_info or {})}
@@ -355,10 +355,10 @@ def score(
             given = (rewards.score(asked, silent, text, training=True) for text in answers)
             return list(await asyncio.gather(*given))
 
-        return _off_the_loop(all_scores())
+        return _run_in_thread(all_scores())
 
 
-def _off_the_loop(work: Coroutine[Any, Any, T]) -> T:
+def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in a thread, since this one may have a loop already."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -388,17 +388,16 @@ def advantages(
 
     if len(rewards) != len(groups):
         raise ConfigError(
-            f"there are {len(rewards)} rewards and {len(groups)} groups; give the group of each"
+            f"rewards and groups must have the same length, got {len(rewards)} and {len(groups)}"
         )
     words = [f"algorithm/advantage={estimator}"]
     words += [f"algorithm.advantage.{key}={value}" for key, value in options.items()]
-    section = resolve_recipe(None, words).algorithm.advantage
+    section = parse_recipe(None, words).algorithm.advantage
     found = ESTIMATORS.get(section.name)
     if found is None or found.needs:
         needs = " and ".join(sorted(found.needs)) if found else "code of its own"
         raise ConfigError(
-            f"estimator={estimator} needs {needs} beside rewards; call it from "
-            "winnow.algorithms.advantages"
+            f"estimator={estimator} also needs {needs}; call it from winnow.algorithms.advantages"
         )
     count, values = len(rewards), torch.tensor(rewards, dtype=torch.float64)
     ones = torch.ones(count, dtype=torch.bool)

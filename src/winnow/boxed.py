@@ -18,7 +18,7 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def last_box(text: str) -> tuple[int, str] | None:
+def find_last_box(text: str) -> tuple[int, str] | None:
     """Return the start of the last box and its content; None without one that ends."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
@@ -32,7 +32,7 @@ def last_box(text: str) -> tuple[int, str] | None:
     return None if end is None else (found.start(), rest[1:end].strip())
 
 
-def last_boxed(text: str) -> str | None:
+def last_box_content(text: str) -> str | None:
     """Return the content of the last box, if any."""
-    found = last_box(text)
+    found = find_last_box(text)
     return None if found is None else found[1]

@@ -2,14 +2,14 @@
 
 A message says what was given, what is allowed, and what to do. `WinnowError` and its
 children mean that the user can mend it (exit code 2), but for `WorkerError`, `PublicationError`,
-`FolderGoneError` and `PassingError`; anything else is our mistake (exit code 1).
+`FolderGoneError` and `TransientError`; anything else is our mistake (exit code 1).
 """
 
 from __future__ import annotations
 
 
 class WinnowError(Exception):
-    """Something the user gave us is wrong; the message is one line: field, value, remedy."""
+    """An error in the user's input; the message is one line: field, value, remedy."""
 
     exit_code = 2
 
@@ -67,8 +67,8 @@ class WorkerError(WinnowError):
         return str(self.args[0])
 
 
-class PassingError(WinnowError):
-    """A disk or a network failed in a way that may be over soon; exit code 75, "try again"."""
+class TransientError(WinnowError):
+    """A disk or network error that may be transient; exit code 75, "try again"."""
 
     exit_code = 75
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def growing() -> Iterator[None]:
-    """Collect nothing while the block runs, as for imports."""
+def disabled() -> Iterator[None]:
+    """Disable the collector while the block runs, as for imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -28,7 +28,7 @@ def growing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Leave alone, while the block runs, the objects that are there when it begins."""
+    """Freeze the existing objects while the block runs."""
     is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -39,13 +39,13 @@ def frozen() -> Iterator[None]:
             gc.unfreeze()
 
 
-def leave_at_exit() -> None:
-    """Leave all objects alone at the process's end: the system takes the memory back."""
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+def freeze_at_exit() -> None:
+    """Freeze all objects when the process ends; the system frees the memory."""
+    atexit.unregister(_freeze)
+    atexit.register(_freeze)
 
 
-def _leave() -> None:
+def _freeze() -> None:
     # Triton's bindings print a page about objects that are left.
     if "triton._C.libtriton" not in sys.modules:
         gc.freeze()

@@ -196,8 +196,8 @@ class Group:
         return self.answers if self.baseline is None else (*self.answers, self.baseline)
 
     @property
-    def bare(self) -> Group:
-        """The group without its answers' extras, which are for the policy alone, and large."""
+    def without_extras(self) -> Group:
+        """The group without the extras of its answers, which are large and for the policy only."""
         made = [replace(a, trajectory=replace(a.trajectory, extras={})) for a in self.answers]
         return replace(self, answers=tuple(made))
 

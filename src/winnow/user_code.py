@@ -19,18 +19,18 @@ from typing import Any
 
 from winnow.errors import WinnowError
 
-_refused = ""
+_refusal = ""
 """The reason why this process runs no code of users; empty where it does."""
 
 
-def refuse_user_code(reason: str) -> None:
-    """Have this process import no code that a recipe names, from now on.
+def disable_user_code(reason: str) -> None:
+    """Refuse to import user code in this process from now on.
 
     Args:
         reason: and remedy, as the end of a message.
     """
-    global _refused
-    _refused = reason
+    global _refusal
+    _refusal = reason
 
 
 def load_user_object(
@@ -48,8 +48,8 @@ def load_user_object(
             such callable. The message has the field, the place and a remedy.
     """
     where = f"{field} {place}"
-    if _refused:
-        raise error(f"{where} {_refused}")
+    if _refusal:
+        raise error(f"{where} {_refusal}")
     if name is None:
         place, _, name = place.rpartition(":")
         if not place:
@@ -58,8 +58,8 @@ def load_user_object(
     found = getattr(module, name, None)
     if not callable(found):
         own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        others = f"give one of {', '.join(own)}" if own else f"define {name} in it"
-        raise error(f"{where} has no callable {name}; {others}")
+        choices = f"give one of {', '.join(own)}" if own else f"define {name} in it"
+        raise error(f"{where} has no callable {name}; {choices}")
     return found  # type: ignore[no-any-return]
 
 
@@ -79,13 +79,13 @@ def check_user_file(
         found = ast.parse(text).body
     except (SyntaxError, ValueError) as fault:
         line, kind = getattr(fault, "lineno", None) or "?", type(fault).__name__
-        said = f"importing it fails with {kind}: {fault}; correct the file"
-        raise error(f"{where}, line {line}: {said}") from fault
+        reason = f"importing it fails with {kind}: {fault}; correct the file"
+        raise error(f"{where}, line {line}: {reason}") from fault
     if name is not None and name.encode() not in text:
         callables = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
         own = [each.name for each in found if isinstance(each, callables)]
-        others = f"give one of {', '.join(own)}" if own else f"define {name} in it"
-        raise error(f"{where} has no callable {name}; {others}")
+        choices = f"give one of {', '.join(own)}" if own else f"define {name} in it"
+        raise error(f"{where} has no callable {name}; {choices}")
 
 
 def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:
@@ -97,7 +97,7 @@ def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:
         return _import_file(file) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as fault:
         reason = " ".join(str(fault).split())
-        line = f", line {_line(fault, str(file))}" if is_file else ""
+        line = f", line {_error_line(fault, str(file))}" if is_file else ""
         raise error(
             f"{where}{line}: importing it fails with {type(fault).__name__}: {reason}; correct "
             f"{'the file' if is_file else 'the module, or give FILE.py:NAME'}"
@@ -105,7 +105,7 @@ def _import(place: str, where: str, error: type[WinnowError]) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file under a name of its own, so that two files of one name do not meet."""
+    """Import a file under a unique module name, so that files of one name do not collide."""
     name = f"winnow_user_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -126,7 +126,7 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _line(error: BaseException, file: str) -> int | str:
+def _error_line(error: BaseException, file: str) -> int | str:
     """The last line of the file that the error passed through."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return error.lineno or "?"

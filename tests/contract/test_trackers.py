@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from tests.recipes import recipe
 
-from winnow.config.root import TRACKER_SECTIONS, Config
+from winnow.config.root import Config, TrackerName
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.observe.sinks import RunInfo, Sinks
@@ -266,7 +266,7 @@ def track(config: Config, folder: RunFolder, first: int, last: int) -> tuple[str
     return json.loads((folder.trackers / f"{name}.json").read_text())["id"], said
 
 
-@pytest.fixture(scope="module", params=TRACKER_SECTIONS)
+@pytest.fixture(scope="module", params=get_args(TrackerName))
 def tracked(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, trackio_folder: Path
 ) -> Tracked:

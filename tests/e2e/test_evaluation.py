@@ -151,7 +151,7 @@ TOO_LONG = f"eval model {DATA} {' '.join(ASKED)} evaluation.max_response_tokens=
 WRONG = {
     "eval model --out new": "no held-out prompts; pass --data FILE, or set data.eval_files",
     "eval model --recipe aime2024": "no such file; create it with `winnow data prepare aime-2024`",
-    f"eval model --recipe aime1824 {DATA}": "there is no recipe 'aime1824'; Give the path of a",
+    f"eval model --recipe aime1824 {DATA}": "recipe 'aime1824' not found; give the path of a",
     f"eval model {DATA} --out both": "both/answers.parquet already exists; choose another folder",
     f"eval model {DATA} --out reward.py": "reward.py already exists; choose another folder with",
     f"eval model {DATA} --step 3": "--step is 3, but model is a model, not a run; drop --step",

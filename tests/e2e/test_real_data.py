@@ -102,9 +102,9 @@ def test_a_run_in_which_every_answer_is_wrong_says_so_and_stops(place: Place) ->
     said: Outcome = in_this_process(*command, folder=place.path)
     assert said.code == 2
     assert re.fullmatch(
-        r"winnow: no group to learn from: sampling met its bound 3 times in a row; "
-        r"of 12 groups looked at, 0 qualified, 12 were all wrong, 0 all right, 0 failed; "
-        r"mean accuracy 0\.000, \d+% of the answers truncated; most answers are cut off: "
+        r"winnow: no group qualified: sampling reached its bound 3 times in a row; "
+        r"of 12 groups, 0 qualified, 12 were all wrong, 0 all right, 0 failed; "
+        r"mean accuracy 0\.000, \d+% of answers truncated; most answers are truncated: "
         r"raise rollout\.max_response_tokens; if answers go round .*\n",
         said.err,
     )
@@ -115,7 +115,7 @@ def test_a_run_in_which_every_answer_is_wrong_says_so_and_stops(place: Place) ->
     assert [record["step"] for record in read_metrics(run.metrics)] == [0]
     asked = [row for row in rows_of(run.eval_file(0)) if row["outcome"] == "held_out"]
     assert len(asked) == 3 * 2
-    assert run.log.read_text().count("nothing qualified within the bound") == 2
+    assert run.log.read_text().count("no group qualified within the bound") == 2
     assert not list(run.path.rglob("*.partial"))
 
 

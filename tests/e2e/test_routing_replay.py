@@ -89,7 +89,7 @@ def test_routes_reach_ranks_from_an_engine_in_a_process_of_its_own(
         ("model.path=dense", "Qwen3ForCausalLM has no routers that choose them"),
         (
             "rollout/engine=http rollout.engine.url=http://127.0.0.1:9 run.deterministic=false",
-            "needs an engine that tells the experts of each token",
+            "does not support rollout.routing_replay=true",
         ),
     ],
 )

@@ -21,8 +21,8 @@ from tests.pages import PAGES, ROOT, code_blocks, commands
 
 from winnow.cli.main import app
 from winnow.cli.sweep import plan_sweep
-from winnow.config.files import evaluation_recipe
-from winnow.config.load import resolve_recipe
+from winnow.config.files import resolve_evaluation_recipe
+from winnow.config.load import parse_recipe
 from winnow.errors import WinnowError
 
 COMMAND: Any = typer.main.get_command(app)
@@ -42,14 +42,14 @@ def refused(*words: str) -> str:
         if given.get("recipe") and "overrides" in given and not given.get("help_config"):
             recipe = given["recipe"].replace("RECIPE", "gsm8k")
             if context.info_name == "eval":
-                recipe = evaluation_recipe(recipe)
+                recipe = resolve_evaluation_recipe(recipe)
             elif recipe.endswith((".yaml", ".yml")):
                 recipe = "gsm8k"  # the reader's file
             if given.get("multirun"):
                 several = plan_sweep(recipe, given["overrides"])
                 assert len(several.runs) > 1
             else:
-                resolve_recipe(recipe, given["overrides"] or [])
+                parse_recipe(recipe, given["overrides"] or [])
     except (WinnowError, typer.BadParameter.__base__) as error:  # type: ignore[misc]
         return str(error) or repr(error)
     return ""

@@ -26,7 +26,7 @@ del cycle
 def test_nothing_is_collected_while_it_grows_and_then_as_before(is_enabled: bool) -> None:
     (gc.enable if is_enabled else gc.disable)()
     try:
-        with gc_tuning.growing():
+        with gc_tuning.disabled():
             assert not gc.isenabled()
         assert gc.isenabled() == is_enabled
     finally:
@@ -50,10 +50,10 @@ def test_what_is_frozen_is_free_again_but_where_it_was_before() -> None:
     ("asks", "said"),
     [
         ("", "looked at\n"),
-        ("gc_tuning.leave_at_exit()", ""),
+        ("gc_tuning.freeze_at_exit()", ""),
         # Whose bindings would print each object that is left.
         (
-            "import sys; sys.modules['triton._C.libtriton'] = gc; gc_tuning.leave_at_exit()",
+            "import sys; sys.modules['triton._C.libtriton'] = gc; gc_tuning.freeze_at_exit()",
             "looked at\n",
         ),
     ],

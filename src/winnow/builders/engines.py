@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from winnow.config.base import Section
-from winnow.config.judge import SequenceClassifier, engines_of, rename_for_judge, sharding_of
+from winnow.config.judge import SequenceClassifier, scorer_sharding, to_judge_keys
 from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
 from winnow.config.rollout import (
@@ -18,7 +18,7 @@ from winnow.config.rollout import (
     VllmEngineConfig,
 )
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens
+from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import LocalCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError, ModelError
@@ -48,7 +48,7 @@ def check_engine(config: Config) -> None:
 
     if isinstance(config.rollout.engine, VllmEngineConfig):
         check_installed()
-    if isinstance(engines_of(config.reward.judge), VllmEngineConfig):
+    if isinstance(getattr(config.reward.judge, "engine", None), VllmEngineConfig):
         with name_judge():
             check_installed()
 
@@ -59,7 +59,7 @@ def name_judge() -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        raise type(error)(rename_for_judge(str(error))) from error
+        raise type(error)(to_judge_keys(str(error))) from error
 
 
 def adapter_alone(config: Config) -> LoraAdapter | None:
@@ -121,7 +121,7 @@ def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
         section.timeout_s,
         policy.vocabulary,
         policy.model.config.vocab_size,
-        max(longest_tokens(config), *map(len, canary_of(config, policy).sequences)),
+        max(max_sequence_tokens(config), *map(len, canary_of(config, policy).sequences)),
         exact_draws=section.exact_draws,
         slots=section.slots,
         decode=decoder(policy.tokenizer, special_tokens=True),
@@ -137,7 +137,7 @@ def _engine_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
     if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
         engine = TorchEngineConfig()
     return {
-        **engine_options(engine, policy.vocabulary, longest_tokens(config)),
+        **engine_options(engine, policy.vocabulary, max_sequence_tokens(config)),
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
         **({"routes": True} if config.rollout.routing_replay else {}),
@@ -228,6 +228,6 @@ def uses_device(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
     A reward model in it does so on this machine; on Ray, GPUs belong to actors.
     """
     judges = isinstance(config.reward.model, SequenceClassifier) and not config.reward.processes
-    judges = judges and sharding_of(config.reward.model) is None
+    judges = judges and scorer_sharding(config.reward.model) is None
     is_local = isinstance(config.cluster, LocalCluster)
     return not holds_no_weights(config, roles) or (judges and is_local)

@@ -22,6 +22,18 @@ _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 """Variables of PyTorch's allocator, the one that every version knows first."""
 
 
+def uses_gpu(device: str) -> bool:
+    """Return whether a process with this `run.device` takes a GPU.
+
+    Raises:
+        ConfigError: it must, and there is none.
+    """
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("run.device=cuda, but PyTorch finds no GPU; set run.device=cpu")
+    return has_gpu
+
+
 def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
     """Choose a GPU of this machine for each process that takes one, by role; none on CPUs.
 
@@ -34,9 +46,7 @@ def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, r
     Raises:
         ConfigError: there are fewer GPUs.
     """
-    if device == "cpu" or not torch.cuda.is_available():
-        if device == "cuda":
-            raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
+    if not uses_gpu(device):
         return {}
     least = {"policy": int(trains)}
     counts = {role.name: max(role.gpus, least.get(role.name, 0)) for role in roles.entries}

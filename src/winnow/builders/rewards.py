@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from winnow.config.judge import EngineJudge, NoRewardModel, OpenAiJudge, SequenceClassifier
 from winnow.config.model import ModelConfig
-from winnow.config.reward import RewardConfig, share_of
+from winnow.config.reward import RewardConfig, config_per_process
 from winnow.config.root import Config
 from winnow.errors import ModelError
 from winnow.rewards.pipeline import Decode, RewardPipeline, Section
@@ -111,7 +111,7 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
         torch.set_num_threads(config.run.threads)
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     decode = decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
-    local_config = config.model_copy(update={"reward": share_of(config.reward)})
+    local_config = config.model_copy(update={"reward": config_per_process(config.reward)})
     return PipelineWorker(
         make_pipeline(local_config, "cpu" if index is None else f"cuda:{index}", decode)
     )

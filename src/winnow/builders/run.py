@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
+from winnow.builders.placement import uses_gpu
 from winnow.builders.topology import Topology
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.opening import code_hashes
 from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.rollout import BandFilter, VarianceFilter
 from winnow.config.root import Config
-from winnow.config.rules import notices
+from winnow.config.rules import config_warnings
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
 from winnow.data.prompts import PromptSet
 from winnow.data.user_source import UserOrder
@@ -59,11 +60,7 @@ def use_machine(config: Config, holds_model: bool = True) -> torch.device:
         os.environ[MODEL_CACHE] = config.model.cache_dir
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    if config.run.device == "cpu" or not holds_model:
-        return torch.device("cpu")
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if holds_model and uses_gpu(config.run.device) else "cpu")
 
 
 def rollout_sampling(config: Config, policy: LoadedPolicy) -> SamplingParams:
@@ -192,7 +189,7 @@ def build(
     parts: dict[str, Stateful] = {"sampler": sampler, "passes": passes, "pending": pending}
     gpu = str(placed.machine.get("device", ""))
     peak = config.observe.peak_tflops or device_peak(gpu, config.model.dtype)
-    notes = (*_notes(source, held_out, config), *kl_notes(config), *notices(config))
+    notes = (*_notes(source, held_out, config), *kl_notes(config), *config_warnings(config))
     base = make_base(context, evaluator, loader, parts)
     return Run(
         **vars(replace(base, notes=notes)),

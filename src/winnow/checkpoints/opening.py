@@ -49,7 +49,7 @@ from winnow.checkpoints.checkpoint import (
 )
 from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_state, with_settings
 from winnow.checkpoints.strangers import MARK, mark_as_local
-from winnow.config.base import CODE, reaching
+from winnow.config.base import CODE, side_effects
 from winnow.config.data import Demonstrations
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.roles import Roles
@@ -512,6 +512,6 @@ def _user_code_paths(config: Config) -> Iterator[tuple[str, Path]]:
 
 def user_code_settings(config: Config) -> Iterator[tuple[str, str]]:
     """Find the settings that name Python code, FILE.py, FILE.py:NAME or a module, by key."""
-    for key, value, reach in reaching(config):
+    for key, value, reach in side_effects(config):
         if reach is CODE and isinstance(value, str):
             yield key, value

@@ -12,10 +12,10 @@ from typing import Any
 
 from winnow.config.algorithm import GaeAdvantage, NoKl
 from winnow.config.base import Change
-from winnow.config.load import ABSENT, differing_keys, without_secrets
+from winnow.config.load import ABSENT, differing_keys, redact_secrets
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.schema import all_keys, show
+from winnow.config.schema import all_keys, quote
 from winnow.errors import CheckpointError, ConfigError
 
 _MARKS = {".".join(key.path): key.change for key in all_keys()}
@@ -119,8 +119,8 @@ def _config_changes(config: Config, saved: Config) -> Iterator[tuple[str, Change
             continue
         if key.startswith("trainer.strategy.") and ABSENT in (was, now):
             continue  # of another strategy, whose name differs
-        line = f"{key} was {show(was)} and is {show(now)}"
-        yield key, _allowed_change(key, (config, saved)), without_secrets(line, config, saved)
+        line = f"{key} was {quote(was)} and is {quote(now)}"
+        yield key, _allowed_change(key, (config, saved)), redact_secrets(line, config, saved)
 
 
 def _allowed_change(key: str, configs: Sequence[Config]) -> Change:

@@ -34,7 +34,7 @@ from winnow.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from winnow.config.trainer import TrainerConfig
-from winnow.errors import ConfigError, PassingError
+from winnow.errors import ConfigError, TransientError
 from winnow.learning.strategy import Strategy
 from winnow.observe.files import RunFolder, explain_write_errors, fsync_path
 from winnow.observe.jsonl import MetricsLog
@@ -154,7 +154,7 @@ class RunState:
         """Longest time that a checkpoint took to be written so far."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._passing: PassingError | None = None
+        self._passing: TransientError | None = None
         """Why the last checkpoint could not be written, where the next one may be."""
         self._failures = 0
         self._upload = None
@@ -285,7 +285,7 @@ class RunState:
             if self._upload is not None:
                 self._upload.push(checkpoint)
             self._passing, self._failures = None, 0
-        except PassingError as error:
+        except TransientError as error:
             self._passing, self._failures = error, self._failures + 1
             if self._failures >= PATIENCE:
                 self._error = error

@@ -1,7 +1,7 @@
 """Runs that this user did not begin on this machine, and the leave that their recipes need.
 
 A recipe in a run's folder may name code, programs, addresses, places and variables (fields with a
-`Reach`, and `${oc.env:NAME}`), and the folder may hold links to files elsewhere. Commands that
+`SideEffect`, and `${oc.env:NAME}`), and the folder may hold links to files elsewhere. Commands that
 would follow them want `--trust`, but for a run that was begun here: its folder has a mark, made of
 its inode by a key that only this user's state directory holds. A copy has another inode, and so
 counts as a stranger's. docs/resume.md says what each command does.
@@ -20,9 +20,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from winnow.config.base import CODE, reaching
+from winnow.config.base import CODE, side_effects
 from winnow.config.root import Config
-from winnow.config.schema import show
+from winnow.config.schema import quote
 from winnow.errors import ConfigError
 from winnow.observe.files import explain_write_errors, open_nofollow
 
@@ -129,11 +129,11 @@ def _run_folder(folder: Path) -> Path:
 
 def _outside_effects(config: Config) -> Iterator[tuple[str, str]]:
     """Yield a recipe's effects outside its run's folder, by key, code first."""
-    for key, value, reach in sorted(reaching(config), key=lambda each: each[2] != CODE):
-        yield key, f"{key}={show(value)} {reach.effect}"
+    for key, value, reach in sorted(side_effects(config), key=lambda each: each[2] != CODE):
+        yield key, f"{key}={quote(value)} {reach.effect}"
     for path, (text, _) in config.from_environment.items():
         key = ".".join(path)
-        yield key, f"{key}={show(text)} reads an environment variable"
+        yield key, f"{key}={quote(text)} reads an environment variable"
 
 
 def _special_files(folder: Path) -> Iterator[Path]:

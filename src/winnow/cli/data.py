@@ -84,11 +84,11 @@ def check_command(
         raise DataError(
             f"--max-prompt-tokens {max_prompt_tokens} needs a tokenizer; add --tokenizer FOLDER"
         )
-    from winnow.config.load import resolve_recipe
+    from winnow.config.load import parse_recipe
     from winnow.data.check import check
     from winnow.data.tokenizer import load_tokenizer
 
-    config = resolve_recipe(None, settings or ()).data
+    config = parse_recipe(None, settings or ()).data
     config = config.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
     report = check(
         file,

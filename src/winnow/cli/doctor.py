@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
 from winnow.config.reward import SandboxConfig
-from winnow.config.root import TRACKER_SECTIONS
+from winnow.config.root import TrackerName
 from winnow.errors import RewardError
 from winnow.observe.format import printable
 from winnow.version import __version__
@@ -41,7 +41,7 @@ _PURPOSE = {
     "megatron": "trainer/strategy=megatron on GPUs",
     "reasoning-gym": "procedural tasks",
     "vllm": "rollout/engine=vllm on GPUs",
-    **{str(name): f"observe.trackers=[{name}]" for name in TRACKER_SECTIONS},
+    **{name: f"observe.trackers=[{name}]" for name in get_args(TrackerName)},
 }
 
 

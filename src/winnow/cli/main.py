@@ -143,7 +143,7 @@ def sft(
     if config.sft.name != "none":  # supervised, where the recipe asks for that
         _run_training(recipe, overrides, None, ["--fresh"] * fresh + ["--trust"] * trust)
     _require_trust(config, recipe, overrides, trust)
-    with gc_tuning.growing():
+    with gc_tuning.disabled():
         from winnow.commands.train import run_sft
 
     typer.echo(f"Warm start: {run_sft(config, fresh, _console())}")
@@ -173,7 +173,7 @@ def eval_command(
     trust: Trust = False,
 ) -> None:
     """Evaluate a model on held-out prompts: avg@N, pass@k, maj@k by source; all answers saved."""
-    with gc_tuning.growing():
+    with gc_tuning.disabled():
         from winnow.commands.evaluate import EvalRequest, run_evaluation
         from winnow.run.shutdown import EXIT_INTERRUPTED, Stopped
 
@@ -236,7 +236,7 @@ def export(
     for option, is_set in (("--private", private), ("--revision", revision is not None)):
         if is_set and push is None:
             raise ConfigError(f"{option} needs --push; add --push OWNER/NAME, or drop {option}")
-    with gc_tuning.growing():
+    with gc_tuning.disabled():
         from winnow.commands.export import run_export
         from winnow.commands.push import HubTarget
 
@@ -267,7 +267,7 @@ def check_engine(
     """
     from dataclasses import asdict
 
-    with gc_tuning.growing():
+    with gc_tuning.disabled():
         from winnow.commands.engine_check import config_to_check, run_engine_check
 
     config = config_to_check(engine, overrides or [], model)
@@ -392,7 +392,7 @@ def _run_training(
     stop = ShutdownSignal()
     try:
         with stop.listening():
-            with gc_tuning.growing():
+            with gc_tuning.disabled():
                 from winnow.commands.train import TrainOptions, run_training
 
             beats, fresh = Heartbeat(heartbeat), "--fresh" in options
@@ -427,11 +427,11 @@ def _console() -> Console:
 
 def _print_settings(recipe: str, overrides: list[str]) -> None:
     """Print settings as recipe and overrides resolve them, under the prefixes among `overrides`."""
-    from winnow.config.load import describe_config, resolve_recipe
+    from winnow.config.load import describe_config, parse_recipe
     from winnow.observe.format import safe_line
 
     prefixes = [word for word in overrides if "=" not in word]
-    config = resolve_recipe(recipe, [word for word in overrides if "=" in word])
+    config = parse_recipe(recipe, [word for word in overrides if "=" in word])
     lines = [line for prefix in prefixes or [""] for line in describe_config(config, prefix)]
     for line in lines:
         only = f" [only with {line.variant}]" if line.variant else ""
@@ -449,7 +449,7 @@ _INTERRUPTED = 130
 def main() -> None:
     """Entry point: errors for the user become one line and exit code 2."""
     os.environ.setdefault(*_CALM_THREADS)
-    gc_tuning.leave_at_exit()
+    gc_tuning.freeze_at_exit()
     code = _run_command()
     sinks = sys.modules.get("winnow.observe.sinks")
     hangs = sinks is not None and sinks.has_hanging_sink()
@@ -508,7 +508,7 @@ def _usage_lines(error: Any) -> Iterator[str]:
 def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield typed flags and keys of other systems, each with its Winnow equivalent."""
     from winnow.config.load import SHORTHANDS
-    from winnow.config.other_names import foreign_name
+    from winnow.config.other_names import explain_foreign_key
     from winnow.config.schema import all_keys
 
     keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
@@ -518,8 +518,8 @@ def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
             value = following
         key = name.lstrip("-").replace("-", "_") if is_flag else name.lstrip("+~")
         is_ours = key.replace("/", ".") in keys and not is_flag
-        if (is_flag or equals) and not is_ours and (answer := foreign_name(key, value)):
-            fault = f"no such option: {name}" if is_flag else f"{key} is no known key"
+        if (is_flag or equals) and not is_ours and (answer := explain_foreign_key(key, value)):
+            fault = f"no such option: {name}" if is_flag else f"{key} is not a known key"
             form = ", given as KEY=VALUE" if is_flag and "'s name for " in answer else ""
             yield name, f"{fault}; {answer}{form}"
 

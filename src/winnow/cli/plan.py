@@ -37,7 +37,7 @@ def plan_command(
 
     For instance: winnow plan dapo_qwen2.5_32b --nodes 16 --gpus 8
     """
-    with gc_tuning.growing():
+    with gc_tuning.disabled():
         from winnow.plan.estimate import Machine, find_gpu
         from winnow.plan.plan import PlanRequest, as_text, make_plan
 

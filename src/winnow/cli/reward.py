@@ -116,11 +116,11 @@ def _resolve_config(
 ) -> Config:
     """The settings of a recipe, or the defaults, with those given here."""
     from winnow.checkpoints.recipe_changes import with_settings
-    from winnow.config.load import resolve_recipe
+    from winnow.config.load import parse_recipe
     from winnow.config.root import Config
 
     # Hydra takes its time to load, and most trials need no settings.
-    config = resolve_recipe(recipe, settings) if recipe or settings else Config()
+    config = parse_recipe(recipe, settings) if recipe or settings else Config()
     changes: dict[str, Any] = {"on_failure": "wrong"}
     manager = config.reward.manager.name
     source = scorer or function

@@ -29,7 +29,7 @@ from winnow.builders.processes import worker_processes
 from winnow.builders.run import use_machine
 from winnow.checkpoints.recipe_changes import with_settings
 from winnow.config.judge import NoJudge, NoRewardModel
-from winnow.config.load import resolve_recipe
+from winnow.config.load import parse_recipe
 from winnow.config.model import LoraAdapter, ReferenceConfig
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -123,7 +123,7 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
         defaults += ["rollout/engine=http", f"rollout.engine.url={json.dumps([target])}"]
         defaults.append(f"data.max_prompt_tokens={_PROMPT_TOKENS}")
         defaults.append(f"rollout.max_response_tokens={TOKENS}")
-    config = resolve_recipe(None if is_server else target, [*defaults, *overrides])
+    config = parse_recipe(None if is_server else target, [*defaults, *overrides])
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
     config = config.model_copy(update=unused)
     config = with_settings(config, reward={"model": NoRewardModel(), "judge": NoJudge()})

@@ -39,9 +39,9 @@ from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.strangers import require_trust
 from winnow.commands.engine_check import TrainerModel
 from winnow.config.data import DataConfig, NoTask
-from winnow.config.files import evaluation_recipe
+from winnow.config.files import resolve_evaluation_recipe
 from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
-from winnow.config.load import load_recipe, resolve_recipe
+from winnow.config.load import load_recipe, parse_recipe
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.reward import RewardConfig
 from winnow.config.roles import Roles
@@ -446,7 +446,7 @@ def _run_setup(
 
 def _resolve_recipe(name: str, overrides: Sequence[str]) -> Config:
     """Resolve a recipe without cross-section rules, most of which concern training."""
-    return resolve_recipe(evaluation_recipe(name), overrides)
+    return parse_recipe(resolve_evaluation_recipe(name), overrides)
 
 
 def _with_model_and_data(request: EvalRequest, config: Config, model: ModelConfig) -> Config:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from winnow.config.base import Aggregation, Change, Section, UserCode
 
-BYPASS_WEIGHTED = ("reinforce", "gpg")
+LOSSES_WITHOUT_RATIO = ("reinforce", "gpg")
 """Losses without a ratio of their own to the sampler."""
 
 
@@ -101,7 +101,7 @@ class GaeAdvantage(Section):
 
 
 class CustomAdvantage(UserCode):
-    """An estimator of your own, given by its place; docs/algorithms.md shows its signature."""
+    """A custom estimator, given by its import path; docs/algorithms.md shows its signature."""
 
 
 Advantage = Annotated[
@@ -161,7 +161,7 @@ class CispoLoss(PolicyLossSection):
     r_max: float = Field(5.0, gt=0)
     """The largest weight."""
     two_sided: tuple[Positive, Positive] | None = None
-    """[low, high] holds the weight in [1 - low, 1 + high], and r_max does not apply."""
+    """[low, high] clips the weight to [1 - low, 1 + high]; r_max then has no effect."""
 
 
 class SapoLoss(PolicyLossSection):
@@ -201,10 +201,10 @@ class ClipCovLoss(PolicyLossSection):
     cov_high: float = 5.0
     """Highest covariance (exclusive) of the tokens that may be left out."""
     selection: Literal["update", "microbatch"] = "update"
-    """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
+    """Choose the tokens once per update, or (as verl does) in each micro-batch."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("algorithm.policy_loss", "cov_low", "cov_high")
+        yield from self.order_conflicts("algorithm.policy_loss", "cov_low", "cov_high")
 
 
 class KlCovLoss(PolicyLossSection):
@@ -216,7 +216,7 @@ class KlCovLoss(PolicyLossSection):
     share: Share = 2e-4
     """Share of the tokens that is penalised, at least one."""
     selection: Literal["update", "microbatch"] = "update"
-    """Choose the tokens once an update, or (as verl does) anew in each micro-batch."""
+    """Choose the tokens once per update, or (as verl does) in each micro-batch."""
 
 
 class DppoTvLoss(PolicyLossSection):
@@ -264,7 +264,7 @@ class ReinforceLoss(PolicyLossSection):
 
 
 class CustomPolicyLoss(UserCode, PolicyLossSection):
-    """A policy loss of your own, given by its place; docs/algorithms.md shows its signature."""
+    """A custom policy loss, given by its import path; docs/algorithms.md shows its signature."""
 
 
 PolicyLoss = Annotated[
@@ -313,7 +313,7 @@ class AdaptiveRewardKl(Section):
     estimator: RewardEstimator = "k1"
     """Estimator of a token's KL."""
     target: float = Field(0.1, gt=0)
-    """KL aimed at, nats a token: the mean over samples of their means."""
+    """Target KL in nats per token: the mean over samples of their means."""
     horizon_samples: int = Field(10_000, ge=1)
     """Samples over which a KL 20 % or more off the target moves beta by about 20 %."""
 
@@ -335,19 +335,19 @@ class KlConfig(Section):
     """KL to the reference policy, the frozen model that the run started from."""
 
     reward: Annotated[NoKl | FixedRewardKl | AdaptiveRewardKl, Field(discriminator="name")] = NoKl()
-    """KL taken off the rewards of tokens."""
+    """KL subtracted from token rewards."""
     loss: Annotated[NoKl | LossKl, Field(discriminator="name")] = NoKl()
     """KL as a term of the loss."""
 
 
 class NoWeight(Section):
-    """The loss is not weighed."""
+    """The loss is not weighted."""
 
     name: Literal["none"] = "none"
 
 
 class TruncatedWeight(Section):
-    """The loss of a token is weighed by min(w, cap): truncated importance sampling (TIS)."""
+    """The loss of a token is weighted by min(w, cap): truncated importance sampling (TIS)."""
 
     name: Literal["truncated"] = "truncated"
     level: Literal["token", "sequence"] = "token"
@@ -359,7 +359,7 @@ class TruncatedWeight(Section):
 
 
 class MaskedWeight(Section):
-    """The loss of a token is weighed by w, and by 0 where w leaves [low, high] (IcePop)."""
+    """The loss of a token is weighted by w, and by 0 where w leaves [low, high] (IcePop)."""
 
     name: Literal["masked"] = "masked"
     level: Literal["token", "sequence"] = "token"
@@ -372,11 +372,11 @@ class MaskedWeight(Section):
     """Divide the weights by their mean over the step; with mode=recompute only."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("algorithm.correction.weight", "low", "high")
+        yield from self.order_conflicts("algorithm.correction.weight", "low", "high")
 
 
 class NoRejection(Section):
-    """Every token is learnt from."""
+    """No token is rejected."""
 
     name: Literal["none"] = "none"
 
@@ -391,12 +391,12 @@ class K1Rejection(Section):
     """Ratio of a sample: the product of its tokens' ratios, their geometric mean, or each of
     them."""
     low: float = Field(0.5, gt=0)
-    """Smallest ratio behav / old that stays."""
+    """Smallest ratio behav / old that is kept."""
     high: float = Field(2.0, gt=0)
-    """Largest ratio behav / old that stays."""
+    """Largest ratio behav / old that is kept."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("algorithm.correction.rejection", "low", "high")
+        yield from self.order_conflicts("algorithm.correction.rejection", "low", "high")
 
 
 class _DivergenceRejection(Section):
@@ -412,7 +412,7 @@ class K2Rejection(_DivergenceRejection):
 
     name: Literal["k2"] = "k2"
     bound: float = Field(0.25, gt=0)
-    """Largest k2 that stays; 0.25 is reached at w = 2.03 and w = 0.49."""
+    """Largest k2 that is kept; 0.25 is reached at w = 2.03 and w = 0.49."""
 
 
 class K3Rejection(_DivergenceRejection):
@@ -420,7 +420,7 @@ class K3Rejection(_DivergenceRejection):
 
     name: Literal["k3"] = "k3"
     bound: float = Field(0.3, gt=0)
-    """Largest k3 that stays; 0.3 is reached at w = 1.99 and w = 0.41."""
+    """Largest k3 that is kept; 0.3 is reached at w = 1.99 and w = 0.41."""
 
 
 Weight = Annotated[NoWeight | TruncatedWeight | MaskedWeight, Field(discriminator="name")]
@@ -437,8 +437,8 @@ class CorrectionConfig(Section):
     """
 
     mode: Literal["recompute", "fused", "bypass"] = "recompute"
-    """Source of `old`: a pass of its own before the updates; the update's own forward pass (fused:
-    needs one update and one epoch a step); or the sampler (bypass: old is behav)."""
+    """Source of `old`: a separate pass before the updates (recompute); the update's forward pass
+    (fused: needs one update and one epoch a step); or the sampler (bypass: old is behav)."""
     weight: Weight = NoWeight()
     """Weight of the loss of a token."""
     rejection: Rejection = NoRejection()
@@ -448,9 +448,8 @@ class CorrectionConfig(Section):
         is_normalized = not isinstance(self.weight, NoWeight) and self.weight.normalize
         if is_normalized and self.mode != "recompute":
             yield (
-                "algorithm.correction.weight.normalize=true needs all weights of a step before its "
-                f"first update, which algorithm.correction.mode={self.mode} does not have; set "
-                "normalize=false, or mode=recompute"
+                "algorithm.correction.weight.normalize=true does not support "
+                f"algorithm.correction.mode={self.mode}; set normalize=false, or mode=recompute"
             )
 
 
@@ -478,37 +477,35 @@ class AlgorithmConfig(Section):
         loss, aggregation, mode = self.policy_loss, self.aggregation, self.correction.mode
         if self.aggregation_norm_tokens is not None and aggregation != "seq-mean-token-sum-norm":
             yield (
-                f"algorithm.aggregation_norm_tokens={self.aggregation_norm_tokens} has no use in "
+                f"algorithm.aggregation_norm_tokens={self.aggregation_norm_tokens} is unused by "
                 f"algorithm.aggregation={aggregation}; set it to null, or aggregation to "
                 "seq-mean-token-sum-norm"
             )
         if loss.aggregations and aggregation not in loss.aggregations:
             needed = " or ".join(loss.aggregations)
             yield (
-                f"algorithm/policy_loss={loss.name} is a mean over samples, which "
-                f"algorithm.aggregation={aggregation} is not; set algorithm.aggregation={needed}"
+                f"algorithm/policy_loss={loss.name} does not support algorithm.aggregation="
+                f"{aggregation}; set algorithm.aggregation={needed}"
             )
         if what := self._needs_pass_before_updates():
             yield (
-                f"{what} before the updates, which algorithm.correction.mode={mode} does not "
+                f"{what} before the first update, which algorithm.correction.mode={mode} does not "
                 "compute; set algorithm.correction.mode=recompute"
             )
         # Each component is divided by its own spread, so a KL among them would lose its weight.
         kl, weight = self.kl.reward.name, self.correction.weight.name
         if isinstance(self.advantage, GdpoAdvantage) and kl != "none":
             yield (
-                f"algorithm/kl/reward={kl} has no place in algorithm/advantage=gdpo, which looks "
-                "at the parts of the score one by one; set algorithm/kl/reward=none and "
-                "algorithm/kl/loss=fixed"
+                f"algorithm/advantage=gdpo does not support algorithm/kl/reward={kl}; set "
+                "algorithm/kl/reward=none and algorithm/kl/loss=fixed"
             )
         # In bypass mode a loss with a ratio to `old` corrects by itself.
-        if mode == "bypass" and weight != "none" and loss.name not in BYPASS_WEIGHTED:
+        if mode == "bypass" and weight != "none" and loss.name not in LOSSES_WITHOUT_RATIO:
             yield (
-                f"algorithm/correction/weight={weight} weighs twice in "
-                "algorithm.correction.mode=bypass, where the ratio of "
-                f"algorithm/policy_loss={loss.name} is to the sampler already; set "
+                f"algorithm/correction/weight={weight} with algorithm.correction.mode=bypass "
+                f"corrects twice, as algorithm/policy_loss={loss.name} does; set "
                 "algorithm/correction/weight=none, or policy_loss to "
-                f"{' or '.join(BYPASS_WEIGHTED)}"
+                f"{' or '.join(LOSSES_WITHOUT_RATIO)}"
             )
 
     def _needs_pass_before_updates(self) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,7 @@ class SecretError(ValueError):
 
 
 class ConflictError(ValueError):
-    """Contradiction between fields of one section: whole lines for the user."""
+    """Contradiction between fields of one section, as complete lines for the user."""
 
 
 class Section(BaseModel):
@@ -51,8 +51,10 @@ class Section(BaseModel):
             raise ConflictError("\n".join(faults))
         return self
 
-    def out_of_order(self, at: str, low: str, high: str, *, equal: bool = False) -> Iterator[str]:
-        """Yield the line for two bounds between which nothing can lie.
+    def order_conflicts(
+        self, key: str, low: str, high: str, *, equal: bool = False
+    ) -> Iterator[str]:
+        """Yield a line if a lower bound is above its upper bound.
 
         Args:
             at: key of this section.
@@ -61,28 +63,26 @@ class Section(BaseModel):
         least, most = getattr(self, low), getattr(self, high)
         if least > most or (least == most and not equal):
             relation = "above" if equal else "not below"
-            yield (
-                f"{at}.{low}={least:g} is {relation} {at}.{high}={most:g}; lower the one or raise "
-                "the other"
-            )
+            bounds = f"{key}.{low}={least:g} is {relation} {key}.{high}={most:g}"
+            yield f"{bounds}; lower the one or raise the other"
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Mark of a field by which a recipe does something outside its run's folder."""
+class SideEffect:
+    """Mark of a field with an effect outside the run's folder."""
 
     effect: str
     """Verb and object, for messages."""
 
 
-CODE = Reach("runs Python code")
-PROGRAM = Reach("starts a program, or sets its environment")
-ADDRESS = Reach("sends data to an address")
-PLACE = Reach("writes files outside the run's folder")
+CODE = SideEffect("runs Python code")
+PROGRAM = SideEffect("starts a program, or sets its environment")
+ADDRESS = SideEffect("sends data to an address")
+PLACE = SideEffect("writes files outside the run's folder")
 
 
 class Change(IntEnum):
-    """Mark of a field, and of all within it, that says where a run may go on with another value.
+    """Mark of a field, and of all within it, that says when its value may change.
 
     A dict of marks is of keys within the field; its `name` is the choice of a variant.
     """
@@ -94,13 +94,15 @@ class Change(IntEnum):
     IN_FORK = auto()
     """In a fork alone; fields without a mark have this one."""
     BETWEEN_GROUPS = auto()
-    """In a fork alone, of a checkpoint that holds no groups under way."""
+    """In a fork alone, of a checkpoint without unfinished groups."""
     NEVER = auto()
     """Neither on resuming nor in a fork: the state of the run rests on it."""
 
 
-def reaching(section: Section, at: str = "", around: Reach | None = None) -> Iterator[Reaching]:
-    """Yield the settings of a section, and of those within, whose fields have a mark.
+def side_effects(
+    section: Section, at: str = "", around: SideEffect | None = None
+) -> Iterator[EffectSetting]:
+    """Yield the non-default settings of a section, and of those within, that have side effects.
 
     Args:
         at: key of the section.
@@ -108,41 +110,41 @@ def reaching(section: Section, at: str = "", around: Reach | None = None) -> Ite
     """
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{at}.{name}" if at else name
-        reach = next((mark for mark in field.metadata if isinstance(mark, Reach)), around)
+        reach = next((mark for mark in field.metadata if isinstance(mark, SideEffect)), around)
         entries = dict(enumerate(value)) if isinstance(value, tuple) else value
         entries = entries.items() if isinstance(entries, Mapping) else [("", value)]
         inner = [
             (f"{key}.{n}" if n != "" else key, v) for n, v in entries if isinstance(v, Section)
         ]
         for place, each in inner:
-            yield from reaching(each, place, reach)
+            yield from side_effects(each, place, reach)
         is_default = value == field.get_default(call_default_factory=True)
         if reach and not inner and not is_default and value not in ("auto", "none"):
             yield key, value, reach
 
 
-Reaching = tuple[str, Any, Reach]
+EffectSetting = tuple[str, Any, SideEffect]
 """Key and value of a setting, and the mark of its field."""
 
 
-def _user_object(value: str) -> str:
+def _check_import_path(value: str) -> str:
     module, _, name = value.rpartition(":")
     if not module or not name.isidentifier():
         raise ValueError("must be FILE.py:NAME or package.module:NAME")
     return value
 
 
-UserObject = Annotated[str, AfterValidator(_user_object), CODE]
+ImportPath = Annotated[str, AfterValidator(_check_import_path), CODE]
 """Place of a user's own function or class: `FILE.py:NAME` or `package.module:NAME`."""
 Options = dict[str, bool | int | float | str]
 """Keyword arguments of a user's own function or class."""
 
 
 class UserCode(Section):
-    """A variant of your own, given by its place."""
+    """A custom variant, given by its import path."""
 
     name: Literal["custom"] = "custom"
-    path: UserObject
+    path: ImportPath
     """Place of the function or class: FILE.py:NAME or package.module:NAME."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the function or class."""
@@ -166,42 +168,41 @@ Aggregation = Literal[
 _ENVIRONMENT_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
-def _environment_name(value: str | None, info: ValidationInfo) -> str | None:
+def _check_environment_name(value: str | None, info: ValidationInfo) -> str | None:
     if value is not None and not _ENVIRONMENT_NAME.fullmatch(value):
         secret = "key" if "key" in str(info.field_name) else "token"
-        raise SecretError(
-            f"must be the name of an environment variable in capitals, never a {secret} itself"
-        )
+        raise SecretError(f"must name an environment variable in capitals, never a {secret} itself")
     return value
 
 
-EnvironmentName = Annotated[str | None, AfterValidator(_environment_name)]
+EnvironmentName = Annotated[str | None, AfterValidator(_check_environment_name)]
 """Name of the environment variable that holds a secret, never the secret itself."""
 
 
-def web_address(
-    value: str, instead: str, rule: str = "must begin with http:// or https:// and name a host"
-) -> SplitResult:
-    """Split an HTTP address into its parts.
+def http_url(remedy: str, *, with_query: bool = False) -> AfterValidator:
+    """Return the validator of an HTTP address; one with a user or password is never shown.
 
     Args:
-        instead: remedy for a password in the address, for the error.
-        wanted: text of the error where the value is no address.
-
-    Raises:
-        ValueError: the value is no address.
-        SecretError: the value holds a user or a password, or might.
+        remedy: for the error about a user or password in the address.
+        with_query: allow a query and a fragment behind a path.
     """
-    try:
-        parts = urlsplit(value)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_whole = is_whole and parts.port != 0 and value.isprintable() and " " not in value
-        str(parts.hostname).encode("idna")
-    except ValueError:  # a port that is no number, a bracket left open, an empty part of a name
-        is_whole = False
-    if not is_whole:
-        kind = SecretError if "@" in value else ValueError
-        raise kind(rule)
-    if parts.username is not None or parts.password is not None:
-        raise SecretError(f"must hold no user and password ({instead})")
-    return parts
+
+    def check(value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+            is_whole = is_whole and parts.port != 0 and value.isprintable() and " " not in value
+            str(parts.hostname).encode("idna")
+        except ValueError:  # a port that is no number, a bracket left open, an empty part of a name
+            is_whole = False
+        if not is_whole:
+            kind = SecretError if "@" in value else ValueError
+            raise kind("must begin with http:// or https:// and name a host")
+        if parts.username is not None or parts.password is not None:
+            raise SecretError(f"must not hold a user or a password ({remedy})")
+        if (parts.query or parts.fragment) and not (with_query and parts.path):
+            rule = "have a path, such as /," if with_query else "end"
+            raise ValueError(f"must {rule} before ? and #")
+        return value
+
+    return AfterValidator(check)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
-from winnow.config.base import CODE, Change, Options, Section, UserCode, UserObject
+from winnow.config.base import CODE, Change, ImportPath, Options, Section, UserCode
 
 
 class NoTask(Section):
@@ -31,7 +31,7 @@ class SortDigitsTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("data.task", "min_digits", "max_digits", equal=True)
+        yield from self.order_conflicts("data.task", "min_digits", "max_digits", equal=True)
 
 
 class ReasoningGymTask(Section):
@@ -51,7 +51,7 @@ class ReasoningGymTask(Section):
 
 
 class CustomTask(UserCode):
-    """A source of prompts of your own, given by its place; docs/data.md shows its signature."""
+    """A custom source of prompts, given by its import path; docs/data.md shows its signature."""
 
 
 Task = Annotated[
@@ -75,7 +75,7 @@ class ColumnsConfig(Section):
 
 
 class NoDemonstrations(Section):
-    """Learn from rewards."""
+    """Learn from rewards (no SFT)."""
 
     name: Literal["none"] = "none"
 
@@ -92,7 +92,7 @@ class SftColumns(Section):
 
 
 class Demonstrations(Section):
-    """Imitate demonstrations of your own, with winnow sft; see docs/sft.md."""
+    """Supervised fine-tuning on demonstrations, with winnow sft; see docs/sft.md."""
 
     name: Literal["demonstrations"] = "demonstrations"
     train_files: tuple[str, ...] = ()
@@ -114,11 +114,17 @@ class Demonstrations(Section):
 Sft = Annotated[NoDemonstrations | Demonstrations, Field(discriminator="name")]
 
 
+def _check_prompt_template(texts: dict[str, str]) -> dict[str, str]:
+    if without := [source for source, text in texts.items() if "{prompt}" not in text]:
+        raise ValueError(f"must contain {{prompt}}, for {without[0]!r} too")
+    return texts
+
+
 class DataConfig(Section):
     """Training and evaluation data, prompt form and length limits."""
 
     task: Task = NoTask()
-    """A task that makes prompts, in place of files."""
+    """A task that generates prompts, instead of files."""
     train_files: Annotated[tuple[str, ...], Change.ON_RESUME] = ()
     """Parquet or JSONL files: paths, fsspec URLs, or hf://datasets/OWNER/NAME/CONFIG/SPLIT on the
     hub; docs/data.md says which columns are known."""
@@ -134,13 +140,13 @@ class DataConfig(Section):
     """Data source of rows that have none; null: gsm8k where the answers are GSM8K's, else the name
     of the file."""
     chat_template: str = "auto"
-    """auto applies the tokenizer's chat template if it has one; none joins the contents; else a
-    template in Jinja, or the file that holds it."""
+    """auto applies the tokenizer's chat template if it has one; none joins the contents; anything
+    else is a Jinja template or a file that contains one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
     system_prompt: str | None = None
-    """Message of the system in front of every prompt, in the place of a row's own."""
-    prompt_template: dict[str, str] = Field(default_factory=dict)
+    """System message of every prompt; it replaces a row's system message."""
+    prompt_template: Annotated[dict[str, str], AfterValidator(_check_prompt_template)] = Field({})
     """Text put around the last user message, by data source (case-insensitive, `*` for
     every source); `{prompt}` stands for the message."""
     max_prompt_tokens: int = Field(1024, ge=1)
@@ -148,24 +154,16 @@ class DataConfig(Section):
     overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = "filter"
     """Fate of a longer prompt: leave the row out, stop, or cut it on that side."""
     max_train_prompts: int | None = Field(None, ge=1)
-    """Take only so many rows, before the length limit: some by run.seed where data.shuffle is true,
-    else the first; of endless prompts the first so many, in epochs. evaluation.max_prompts is the
-    limit of held-out ones."""
+    """Maximum number of training rows, before the length limit: a seeded (run.seed) sample if
+    data.shuffle is true, else the first rows. An endless task then repeats its first prompts in
+    epochs. evaluation.max_prompts limits held-out prompts."""
     shuffle: bool = True
     """Reshuffle the rows in each epoch (seeded)."""
-    sampler: Annotated[UserObject | None, CODE] = None
-    """Class of your own that chooses the next row, in the place of epochs; its place, FILE.py:NAME
-    or package.module:NAME. docs/extending.md shows one."""
+    sampler: Annotated[ImportPath | None, CODE] = None
+    """Import path of a class that chooses the next row, instead of epochs: FILE.py:NAME or
+    package.module:NAME. docs/extending.md shows one."""
     sampler_options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
-
-    @field_validator("prompt_template")
-    @classmethod
-    def _holds_the_message(cls, value: dict[str, str]) -> dict[str, str]:
-        without = [source for source, text in value.items() if "{prompt}" not in text]
-        if without:
-            raise ValueError(f"must say {{prompt}} where the message goes, for {without[0]!r} too")
-        return value
 
     def conflicts(self) -> Iterator[str]:
         if self.columns.prompt and self.prompt_key not in ("prompt", self.columns.prompt):

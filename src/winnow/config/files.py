@@ -18,24 +18,24 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from winnow.config.schema import show
+from winnow.config.schema import quote
 from winnow.errors import ConfigError, WinnowError
 from winnow.version import __version__
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-MOST_BYTES = 1_000_000
+MAX_FILE_BYTES = 1_000_000
 """Most bytes of one file; the longest that ships has 4,000."""
-MOST_NODES = 20_000
+MAX_NODES = 20_000
 """Most keys and items of lists of one file, each as often as anchors repeat it."""
-MOST_FILES = 100
+MAX_FILES = 100
 """Most files that a recipe may take in, each as often as it is included."""
-WRITTEN_BY = "# Written by winnow "
+VERSION_PREFIX = "# Written by winnow "
 """Beginning of the first line of a recipe that a run keeps; its version follows."""
 _EVALUATION = "eval_"
 
 
 class Layer(NamedTuple):
-    """Keys of one file alone, to be laid over what came before it."""
+    """Keys of one file, to be applied over those of earlier files."""
 
     source: str
     """Name of the file in messages."""
@@ -68,8 +68,8 @@ def recipe_title(name: str) -> str:
     return textwrap.shorten(re.split(r"(?<!Dr)[.:](?: [A-Zw]|$)", head)[0], 100, placeholder="…")
 
 
-def evaluation_recipe(name: str) -> str:
-    """Return what `read_layers` takes for a recipe of `--recipe`: any recipe can be given."""
+def resolve_evaluation_recipe(name: str) -> str:
+    """Return the path of a shipped evaluation recipe, or the name of another recipe as it is."""
     return str(RECIPES / f"{_EVALUATION}{name}.yaml") if name in evaluation_recipes() else name
 
 
@@ -83,7 +83,7 @@ def read_layers(recipe: str) -> list[Layer]:
     """
     shipped = RECIPES / f"{recipe}.yaml"
     files = [shipped if recipe in available_recipes() else Path(recipe)]
-    return list(_layers(_existing(recipe, files, ""), (), []))
+    return list(_iter_layers(_find_recipe_file(recipe, files, ""), (), []))
 
 
 def is_encodable(text: str) -> bool:
@@ -97,20 +97,20 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
     return str(text)
 
 
-def _existing(recipe: str, files: list[Path], included: str) -> Path:
-    """Return the first of the files that a recipe may stand for that exists."""
+def _find_recipe_file(recipe: str, files: list[Path], included: str) -> Path:
+    """Return the first existing file of the candidates for a recipe."""
     path = next((file for file in files if file.is_file()), None)
     if path is None:
         near = difflib.get_close_matches(Path(recipe).stem, available_recipes(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"there is no recipe {recipe!r}{included}; {hint}Give the path of a YAML file, or a "
-            "name that `winnow recipes` lists"
+            f"recipe {recipe!r}{included} not found{hint}; give the path of a YAML file, or a name "
+            "that `winnow recipes` lists"
         )
     return path
 
 
-def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[Layer]:
+def _iter_layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[Layer]:
     """Yield a file's own keys and the layers that it includes; `read` counts the files."""
     resolved = path.resolve()
     if resolved in around:
@@ -118,18 +118,18 @@ def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[
         raise ConfigError(f"recipe {path} includes itself ({chain}); remove it from `defaults`")
     # Files that include one another twice each grow as anchors do: they are counted as they come.
     read.append(path)
-    if len(read) > MOST_FILES:
+    if len(read) > MAX_FILES:
         raise ConfigError(
-            f"recipe {read[0]} includes more than {MOST_FILES} recipes, the last of them {path}; "
+            f"recipe {read[0]} includes more than {MAX_FILES} recipes, the last of them {path}; "
             "include each only once in `defaults`"
         )
-    layer = _read(path)
+    layer = _read_layer(path)
     where = layer.source_of(("defaults",))
     entries = layer.tree.pop("defaults", [])
     if not isinstance(entries, list) or entries.count("_self_") > 1:
         raise ConfigError(
             "`defaults` must be a list of recipes, with _self_ at most once, "
-            f"got {show(entries)} ({where})"
+            f"got {quote(entries)} ({where})"
         )
     # As in Hydra, a file's own keys come last unless `_self_` says otherwise.
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
@@ -140,14 +140,14 @@ def _layers(path: Path, around: tuple[Path, ...], read: list[Path]) -> Iterator[
             names = [entry] if entry.endswith((".yaml", ".yml")) else names
             files = [path.parent / name for name in names]
             files += [RECIPES / f"{entry}.yaml"] if entry in available_recipes() else []
-            included = _existing(entry, files, f" to include ({where})")
-            yield from _layers(included, (*around, resolved), read)
+            included = _find_recipe_file(entry, files, f" in `defaults` ({where})")
+            yield from _iter_layers(included, (*around, resolved), read)
         else:
-            yield Layer(layer.source, _variant_tree(entry, where), layer.lines)
+            yield Layer(layer.source, _parse_variant_entry(entry, where), layer.lines)
 
 
-def _variant_tree(entry: Any, where: str) -> dict[str, Any]:
-    """Turn `algorithm/policy_loss: reinforce` into the tree that says the same."""
+def _parse_variant_entry(entry: Any, where: str) -> dict[str, Any]:
+    """Parse an entry such as `algorithm/policy_loss: reinforce` into a tree of keys."""
     pair = list(entry.items()) if isinstance(entry, dict) else []
     if len(pair) != 1 or not isinstance(pair[0][1], str):
         raise ConfigError(
@@ -159,18 +159,18 @@ def _variant_tree(entry: Any, where: str) -> dict[str, Any]:
     return dict(tree)
 
 
-def _read(path: Path) -> Layer:
+def _read_layer(path: Path) -> Layer:
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
-    written = re.match(rf"{WRITTEN_BY}(\d{{1,9}}(?:\.\d{{1,9}})*)".encode(), content)
+    written = re.match(rf"{VERSION_PREFIX}(\d{{1,9}}(?:\.\d{{1,9}})*)".encode(), content)
     version = written[1].decode() if written else "0"
     if [int(n) for n in version.split(".")] > [int(n) for n in __version__.split(".")]:
         raise WinnowError(
             f"{path} was written by winnow {version}, and this is {__version__}; upgrade "
-            "winnow-rl, or remove its first line to read it all the same"
+            "winnow-rl, or remove its first line to read it anyway"
         )
     return parse_layer(content, str(path))
 
@@ -184,12 +184,12 @@ def parse_layer(content: bytes, source: str) -> Layer:
     Raises:
         ConfigError: it is no YAML, or asks for more than any recipe needs.
     """
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_FILE_BYTES:
         raise ConfigError(
-            f"recipe {source} has more than {MOST_BYTES:,} bytes; give a recipe, not data"
+            f"recipe {source} exceeds {MAX_FILE_BYTES:,} bytes; give a recipe, not data"
         )
     try:
-        tree, lines = _parse(content)
+        tree, lines = _parse_yaml(content)
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"recipe {source} is not text in UTF-8 (position {error.position}: {error.reason}); "
@@ -199,7 +199,7 @@ def parse_layer(content: bytes, source: str) -> Layer:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else "?"
         problem = " ".join((error.problem or error.context or "syntax error").split())
-        raise ConfigError(f"recipe {source}, line {line}: {problem}; mend the YAML there") from None
+        raise ConfigError(f"recipe {source}, line {line}: {problem}; fix the YAML there") from None
     except RecursionError:
         raise ConfigError(f"recipe {source} is nested too deeply; flatten it") from None
     if not isinstance(tree, dict):
@@ -208,17 +208,17 @@ def parse_layer(content: bytes, source: str) -> Layer:
     return Layer(source, tree, lines)
 
 
-def _parse(content: bytes) -> tuple[Any, dict[tuple[str, ...], int]]:
+def _parse_yaml(content: bytes) -> tuple[Any, dict[tuple[str, ...], int]]:
     loader = _RecipeLoader(content)
     node = loader.get_single_node()
     lines: dict[tuple[str, ...], int] = {}
     if node is None:
         return {}, lines
-    _check(node, (), (), lines)
+    _check_node(node, (), (), lines)
     return loader.construct_document(node), lines
 
 
-def _check(
+def _check_node(
     node: Node, path: tuple[str, ...], around: tuple[Node, ...], lines: dict[tuple[str, ...], int]
 ) -> None:
     """Note the line of each key and item; refuse what no recipe holds.
@@ -227,25 +227,25 @@ def _check(
     hold themselves or make a short file a giant ("billion laughs").
     """
     if node in around:
-        raise _fault(node, "an anchor contains itself")
-    if len(lines) > MOST_NODES:
-        raise _fault(
+        raise _yaml_error(node, "an anchor contains itself")
+    if len(lines) > MAX_NODES:
+        raise _yaml_error(
             (*around, node)[1],
-            f"more than {MOST_NODES:,} values, anchors written out; repeat fewer anchors",
+            f"more than {MAX_NODES:,} values after expanding anchors; use fewer anchors",
         )
     if node.tag not in _TAGS:
-        raise _fault(node, f"the tag {node.tag!r} is not known")
+        raise _yaml_error(node, f"the tag {node.tag!r} is not known")
     if isinstance(node, ScalarNode) and not is_encodable(node.value):
-        raise _fault(node, "half a character (surrogate)")
-    for name, start, value in _children(node):
+        raise _yaml_error(node, "half a character (surrogate)")
+    for name, start, value in _node_entries(node):
         place = (*path, name)
         if place in lines:
-            raise _fault(start, f"the key {name!r} appears twice")
+            raise _yaml_error(start, f"the key {name!r} appears twice")
         lines[place] = start.start_mark.line + 1
-        _check(value, place, (*around, node), lines)
+        _check_node(value, place, (*around, node), lines)
 
 
-def _children(node: Node) -> Iterator[tuple[str, Node, Node]]:
+def _node_entries(node: Node) -> Iterator[tuple[str, Node, Node]]:
     """Yield name, start and value of each entry; the name of a list's item is its index."""
     if isinstance(node, SequenceNode):
         for index, item in enumerate(node.value):
@@ -253,13 +253,13 @@ def _children(node: Node) -> Iterator[tuple[str, Node, Node]]:
     elif isinstance(node, MappingNode):
         for key, value in node.value:
             if not isinstance(key, ScalarNode) or not is_encodable(key.value):
-                raise _fault(key, "a key must be text")
+                raise _yaml_error(key, "a key must be text")
             if key.tag != f"{_TAG}merge":
                 key.tag = f"{_TAG}str"
             yield key.value, key, value
 
 
-def _fault(node: Node, problem: str) -> ConstructorError:
+def _yaml_error(node: Node, problem: str) -> ConstructorError:
     return ConstructorError(None, None, problem, node.start_mark)
 
 
@@ -272,7 +272,7 @@ class _RecipeLoader(yaml.SafeLoader):
         # A number of thousands of digits, or a tag that its text does not fit (`!!int x`).
         except (ValueError, LookupError):
             kind = node.tag.removeprefix(_TAG)
-            raise _fault(node, f"{show(node.value)} cannot be read as {kind}") from None
+            raise _yaml_error(node, f"{quote(node.value)} cannot be read as {kind}") from None
 
 
 class _RecipeDumper(yaml.SafeDumper):

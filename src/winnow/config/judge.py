@@ -8,35 +8,35 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from winnow.config.base import ADDRESS, PLACE, Change, Dtype, EnvironmentName, Section, web_address
+from winnow.config.base import ADDRESS, PLACE, Change, Dtype, EnvironmentName, Section, http_url
 from winnow.config.rollout import TorchEngineConfig, VllmEngineConfig
 from winnow.config.trainer import Sharded, WholeModels
 
-BUILT_IN = ("correctness", "quality")
+TEMPLATES = ("correctness", "quality")
 """Templates by name; their texts are in `winnow.rewards.judge_prompt`."""
 VARIABLES = ("question", "messages", "answer", "ground_truth", "extra", "data_source")
 """Variables that a template may use."""
-_TAKEN = (
+_RESERVED_PARTS = (
     *("accuracy", "reward", "task_reward", "task", "pred"),
     *("acc", "score", "seq_reward", "seq_final_reward"),
     *("overlong", "overlong_reward", "cosine"),
 )
 
 
-def _free_part(value: str) -> str:
+def _check_part_name(value: str) -> str:
     if not value.isidentifier():
         raise ValueError("must be a name of letters, digits and _")
-    if value in _TAKEN:
-        raise ValueError(f"must be none of {', '.join(_TAKEN)}, which are taken")
+    if value in _RESERVED_PARTS:
+        raise ValueError(f"must be none of {', '.join(_RESERVED_PARTS)}, which are taken")
     return value
 
 
-PartName = Annotated[str, AfterValidator(_free_part)]
+PartName = Annotated[str, AfterValidator(_check_part_name)]
 """Name of a part of the reward, as metrics, rollouts and filters call it."""
 
 
 class NoRewardModel(Section):
-    """Rules, or your own function, score alone."""
+    """No reward model; rules or your function score."""
 
     name: Literal["none"] = "none"
 
@@ -45,10 +45,16 @@ class ShardedScorer(Sharded):
     """The model sharded over processes that only score (PyTorch's `fully_shard`); see
     docs/ranks.md."""
 
-    at: ClassVar[str] = "reward.model.strategy"
+    section_key: ClassVar[str] = "reward.model.strategy"
 
 
 Scorer = Annotated[WholeModels | ShardedScorer, Field(discriminator="name")]
+
+
+def _check_chat_template(value: str) -> str:
+    if value not in ("auto", "none") and "{" not in value:
+        raise ValueError("must be auto, none, or the text of a Jinja template")
+    return value
 
 
 class SequenceClassifier(Section):
@@ -61,7 +67,7 @@ class SequenceClassifier(Section):
     """Folder of its tokenizer; null takes the model's own."""
     dtype: Dtype | None = None
     """Type of weights and activations; null is model.dtype. The head is always float32."""
-    chat_template: str = "auto"
+    chat_template: Annotated[str, AfterValidator(_check_chat_template)] = "auto"
     """auto applies its tokenizer's chat template, none joins the messages' contents and puts the
     answer behind them; anything else is a template itself, in Jinja."""
     part: PartName = "model"
@@ -71,9 +77,9 @@ class SequenceClassifier(Section):
     wrong_score: float = 0.0
     """Score of an answer whose scoring failed (reward.on_failure=wrong)."""
     max_tokens: int | None = Field(None, ge=1)
-    """Longest conversation in its tokens; null is what its positions hold."""
+    """Maximum length of a conversation in tokens; null is the model's number of positions."""
     overlong: Literal["error", "left"] = "error"
-    """A longer one fails to be scored (error), or loses its beginning (left)."""
+    """A longer one fails (error) or is truncated from the left (left)."""
     microbatch_tokens: int | None = Field(None, ge=1)
     """Packed tokens run at once; null is trainer.microbatch_tokens. Deterministic runs score one
     answer at a time, because the last bits depend on what is packed together."""
@@ -82,19 +88,12 @@ class SequenceClassifier(Section):
     strategy: Annotated[Scorer, Change.ON_RESUME, {"compile": Change.IN_FORK}] = WholeModels()
     """Placement of the model's weights."""
 
-    @field_validator("chat_template")
-    @classmethod
-    def _is_supported(cls, value: str) -> str:
-        if value not in ("auto", "none") and "{" not in value:
-            raise ValueError("must be auto, none, or the text of a Jinja template")
-        return value
-
 
 RewardModel = Annotated[NoRewardModel | SequenceClassifier, Field(discriminator="name")]
 
 
-def sharding_of(model: RewardModel) -> ShardedScorer | None:
-    """Return how a reward model is sharded; None where it is whole, or there is none."""
+def scorer_sharding(model: RewardModel) -> ShardedScorer | None:
+    """Return the strategy of a sharded reward model; None if it is not sharded or there is none."""
     chosen = model.strategy if isinstance(model, SequenceClassifier) else None
     return chosen if isinstance(chosen, ShardedScorer) else None
 
@@ -105,56 +104,50 @@ class BuiltInParse(Section):
     name: Literal["built_in"] = "built_in"
 
 
+def _check_pattern(value: str) -> str:
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise ValueError(f"must be a regular expression ({error})") from None
+    if groups != 1:
+        raise ValueError(f"must have one group, the number, and has {groups}")
+    return value
+
+
 class NumberParse(Section):
     """The last match of a pattern is a number, which is mapped to 0..1."""
 
     name: Literal["number"] = "number"
-    pattern: str = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
+    pattern: Annotated[str, AfterValidator(_check_pattern)] = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression of Python with one group, the number."""
     lowest: float = 1.0
     """Number that becomes 0; a reply with a lower one is not understood."""
     highest: float = 10.0
     """Number that becomes 1; a reply with a higher one is not understood."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _has_one_group(cls, value: str) -> str:
-        try:
-            groups = re.compile(value).groups
-        except re.error as error:
-            raise ValueError(f"must be a regular expression ({error})") from None
-        if groups != 1:
-            raise ValueError(f"must have one group, the number, and has {groups}")
-        return value
-
     def conflicts(self) -> Iterator[str]:
-        if self.lowest >= self.highest:
-            yield (
-                f"reward.judge.parse.lowest={self.lowest:g} is not below "
-                f"reward.judge.parse.highest={self.highest:g}; exchange them, or widen the range"
-            )
+        yield from self.order_conflicts("reward.judge.parse", "lowest", "highest")
+
+
+def _check_labels(value: dict[str, float]) -> dict[str, float]:
+    if not value or not all(label.strip() for label in value):
+        raise ValueError("must name one word or more, none of them empty")
+    return value
 
 
 class LabelsParse(Section):
-    """The last of these words, as whole words in the same case, stands for a number."""
+    """The last of these words in the reply (whole word, same case) stands for a number."""
 
     name: Literal["labels"] = "labels"
-    labels: dict[str, float] = Field(default_factory=dict)
+    labels: Annotated[dict[str, float], AfterValidator(_check_labels)] = Field({})
     """Words, and the number that each stands for, such as {GOOD: 1, BAD: 0}."""
-
-    @field_validator("labels")
-    @classmethod
-    def _are_labels(cls, value: dict[str, float]) -> dict[str, float]:
-        if not value or not all(label.strip() for label in value):
-            raise ValueError("must name one word or more, none of them empty")
-        return value
 
 
 Parse = Annotated[BuiltInParse | NumberParse | LabelsParse, Field(discriminator="name")]
 
 
 class NoJudge(Section):
-    """No language model is asked."""
+    """No language-model judge."""
 
     name: Literal["none"] = "none"
 
@@ -176,8 +169,8 @@ class LanguageModelJudge(Section):
     max_tokens: int = Field(1024, ge=1)
     """Longest reply, in tokens."""
     cache: Annotated[str, PLACE, Change.ON_RESUME] = "auto"
-    """File of replies that need not be asked for again: auto is judge.sqlite in WINNOW_CACHE or
-    ~/.cache/winnow, none keeps no replies, anything else is a path."""
+    """File that caches replies: auto is judge.sqlite in WINNOW_CACHE or ~/.cache/winnow, none
+    disables the cache, anything else is a path."""
     part: PartName = "judge"
     """Name of the judge's score in metrics, rollouts and filters."""
     weight: float = 1.0
@@ -193,12 +186,12 @@ class LanguageModelJudge(Section):
 
     @field_validator("template", "system")
     @classmethod
-    def _is_template(cls, value: str | None, info: Any) -> str | None:
+    def _check_template(cls, value: str | None, info: Any) -> str | None:
         is_system = info.field_name == "system"
-        if value is None or (value in BUILT_IN and not is_system):
+        if value is None or (value in TEMPLATES and not is_system):
             return value
         if not is_system and "{" not in value:
-            raise ValueError(f"must be {', '.join(BUILT_IN)}, or the text of a Jinja template")
+            raise ValueError(f"must be {', '.join(TEMPLATES)}, or the text of a Jinja template")
         used = template_variables(value)
         if unknown := sorted(used - {*VARIABLES}):
             raise ValueError(f"must use {', '.join(VARIABLES)} only, and uses {', '.join(unknown)}")
@@ -207,65 +200,55 @@ class LanguageModelJudge(Section):
         return value
 
     def conflicts(self) -> Iterator[str]:
-        if self.template not in BUILT_IN and isinstance(self.parse, BuiltInParse):
+        if self.template not in TEMPLATES and isinstance(self.parse, BuiltInParse):
             yield (
-                "reward.judge.template is one of your own and reward/judge/parse=built_in only "
-                f"knows {' and '.join(BUILT_IN)}; set reward/judge/parse to number or labels"
+                "reward/judge/parse=built_in does not support a custom reward.judge.template; set "
+                "reward/judge/parse to number or labels"
             )
         labels = self.parse.labels if isinstance(self.parse, LabelsParse) else {}
         least, most = min(labels.values(), default=0.0), max(labels.values(), default=1.0)
         if self.as_accuracy and not least < self.threshold <= most:
             what = "right" if self.threshold <= least else "wrong"
             yield (
-                f"reward.judge.threshold={self.threshold:g} makes every answer {what}: its scores "
-                f"go from {least:g} to {most:g}; choose a threshold above the one and not above "
-                "the other"
+                f"reward.judge.threshold={self.threshold:g} makes every answer {what}; set it "
+                f"above {least:g} and to at most {most:g}"
             )
+
+
+def _check_options(value: dict[str, Any]) -> dict[str, Any]:
+    if reserved := sorted(value.keys() & {"model", "messages", "stream", "n"}):
+        raise ValueError(f"must not set {', '.join(reserved)}")
+    return value
 
 
 class OpenAiJudge(LanguageModelJudge):
     """A model behind an OpenAI-compatible endpoint; each answer is a chat completion there."""
 
     name: Literal["openai"] = "openai"
-    base_url: Annotated[str, ADDRESS, Change.ON_RESUME]
-    """Address up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is put behind
-    it."""
+    base_url: Annotated[str, http_url("use reward.judge.api_key_env"), ADDRESS, Change.ON_RESUME]
+    """Base URL up to the version, such as http://127.0.0.1:8000/v1; /chat/completions is
+    appended."""
     model: str
     """Name that the endpoint knows the model by."""
     api_key_env: Annotated[EnvironmentName, Change.ON_RESUME] = None
     """Name of the environment variable that holds the key; null sends none."""
     seed: int | None = 0
     """Sampling seed of the judge, where the endpoint takes one; null sends none."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], AfterValidator(_check_options)] = Field({})
     """Further fields of the request, over those above; null takes a field out."""
     requests_per_minute: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Most requests in any minute, tries after failures included; null is no limit."""
     tokens_per_minute: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Most tokens of prompts and replies in any minute; null is no limit."""
     max_concurrent: Annotated[int, Change.ON_RESUME] = Field(32, ge=1)
-    """Requests under way at once."""
+    """Maximum number of concurrent requests."""
     retries: Annotated[int, Change.ON_RESUME] = Field(5, ge=0)
     """Further tries after 429, 5xx and broken connections."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(120.0, gt=0)
     """Seconds that a reply may take."""
 
-    @field_validator("base_url")
-    @classmethod
-    def _is_address(cls, value: str) -> str:
-        url = web_address(value, "reward.judge.api_key_env is for keys")
-        if url.query or url.fragment:
-            raise ValueError("must end with its path: no ? and no #")
-        return value
 
-    @field_validator("options")
-    @classmethod
-    def _are_further(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(value.keys() & {"model", "messages", "stream", "n"}):
-            raise ValueError(f"must leave {', '.join(taken)} alone")
-        return value
-
-
-_OF_JUDGES = {
+_JUDGE_KEYS = {
     "rollout.engine": "reward.judge.engine",
     "rollout/engine": "reward/judge/engine",
     "model.path": "reward.judge.path",
@@ -276,37 +259,35 @@ _OF_JUDGES = {
 }
 
 
-def rename_for_judge(line: str) -> str:
-    """Return what an engine of the policy's says of its settings, with the keys of a judge's."""
-    pattern = "|".join(map(re.escape, _OF_JUDGES))
-    return re.sub(pattern, lambda match: _OF_JUDGES[match[0]], line)
+def to_judge_keys(line: str) -> str:
+    """Return a message about the policy's engine with the keys of a judge's engine."""
+    pattern = "|".join(map(re.escape, _JUDGE_KEYS))
+    return re.sub(pattern, lambda match: _JUDGE_KEYS[match[0]], line)
 
 
 class JudgeTorchEngine(TorchEngineConfig):
-    """The embedded engine, in processes of its own."""
+    """The embedded engine, in separate processes."""
 
     processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
-    """Engines, each with the whole model; on a GPU each where there are any."""
+    """Number of engines, each with the full model, on one GPU each if there are GPUs."""
 
 
 class JudgeVllmEngine(VllmEngineConfig):
-    """vLLM in processes of its own (winnow-rl[vllm])."""
+    """vLLM in separate processes (winnow-rl[vllm])."""
 
     processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
-    """Engines, each with the whole model, on tensor_parallel GPUs where there are any."""
+    """Number of engines, each with the full model, on tensor_parallel GPUs each if there are
+    GPUs."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from map(rename_for_judge, super().conflicts())
+        yield from map(to_judge_keys, super().conflicts())
         if self.sleep:
-            yield (
-                "reward.judge.engine.sleep=true leaves a judge no time to be asked, as answers are "
-                "judged while others are written; set reward.judge.engine.sleep=false"
-            )
+            yield "reward.judge.engine.sleep=true is not supported; set it to false"
 
 
 class EngineJudge(LanguageModelJudge):
-    """A model on engines of the run's own, in processes that do nothing but judge; each answer is
-    put before it in its chat template."""
+    """A judge model on dedicated engines of this run; each answer is rendered in its chat
+    template."""
 
     name: Literal["engine"] = "engine"
     path: str
@@ -318,9 +299,9 @@ class EngineJudge(LanguageModelJudge):
     )
     """Engine that writes the judgements, and its processes."""
     one_by_one: bool | None = None
-    """An engine writes one judgement at a time, whose bits then follow from question, seed and
-    settings alone; false writes as many at once as there are slots, in another order of sums. null
-    is run.deterministic."""
+    """Write one judgement at a time per engine, so that its bits depend on question, seed and
+    settings alone; false batches them, which changes the order of sums. null is
+    run.deterministic."""
     max_prompt_tokens: int = Field(8192, ge=1)
     """Longest question in its tokens, the answer included; a longer one fails to be scored."""
     seed: int = 0
@@ -328,11 +309,6 @@ class EngineJudge(LanguageModelJudge):
 
 
 Judge = Annotated[NoJudge | OpenAiJudge | EngineJudge, Field(discriminator="name")]
-
-
-def engines_of(judge: Judge) -> JudgeTorchEngine | JudgeVllmEngine | None:
-    """Return the engines of the run's own that judge; None where there are none."""
-    return judge.engine if isinstance(judge, EngineJudge) else None
 
 
 def template_variables(text: str) -> set[str]:

@@ -18,7 +18,7 @@ class NoAdapter(Section):
 
 
 class LoraAdapter(Section):
-    """Train a low-rank adapter (arXiv 2106.09685) beside frozen weights; needs winnow-rl[peft]."""
+    """Train a low-rank adapter (arXiv 2106.09685) on frozen weights; needs winnow-rl[peft]."""
 
     name: Literal["lora"] = "lora"
     rank: int = Field(16, ge=1)
@@ -34,9 +34,9 @@ class LoraAdapter(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     publish: Literal["merged", "adapter"] = "merged"
-    """Weights that engines in processes of their own get after each step: all, with the adapter
-    merged into them, or the adapter's alone, which the engine (torch or vllm) applies to the base
-    model it has loaded."""
+    """Weights that engines in separate processes get after each step: merged (the full weights with
+    the adapter merged in), or adapter (only the adapter, which the engine, torch or vllm, applies
+    to its base model)."""
 
 
 Adapter = Annotated[NoAdapter | LoraAdapter, Field(discriminator="name")]
@@ -60,7 +60,7 @@ class ModelConfig(Section):
     fp32_head: Annotated[bool, Change.IN_FORK] = False
     """Compute the logits of a bfloat16 model in float32, in training and rollouts alike."""
     adapter: Adapter = NoAdapter()
-    """Adapter that is trained in place of the model's own weights."""
+    """Adapter that is trained instead of the model's weights."""
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by patterns of their names, such as *.embed_tokens.*"""
     trust_remote_code: Annotated[bool, CODE, Change.IN_FORK] = False
@@ -76,8 +76,8 @@ class ModelConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.revision is not None and (self.path is None or "://" in self.path):
             yield (
-                f"model.revision={self.revision} is of a model on the hub, and model.path="
-                f"{self.path or 'null'} is none; set model.revision=null, or model.path=OWNER/NAME"
+                f"model.revision={self.revision} needs a hub model, got model.path="
+                f"{self.path or 'null'}; set model.revision=null, or model.path=OWNER/NAME"
             )
 
 
@@ -85,10 +85,10 @@ class ShardedReference(Sharded):
     """The reference sharded over processes that only answer for it (PyTorch's `fully_shard`); see
     docs/ranks.md."""
 
-    at: ClassVar[str] = "reference.strategy"
+    section_key: ClassVar[str] = "reference.strategy"
 
 
-Reference = Annotated[WithPolicy | ShardedReference, Field(discriminator="name")]
+ReferenceStrategy = Annotated[WithPolicy | ShardedReference, Field(discriminator="name")]
 
 
 class ReferenceConfig(Section):
@@ -102,7 +102,7 @@ class ReferenceConfig(Section):
     """Folder of the model; null is the policy's start."""
     dtype: Dtype | None = None
     """Type of weights and activations; null is model.dtype."""
-    strategy: Annotated[Reference, Change.ON_RESUME] = WithPolicy()
+    strategy: Annotated[ReferenceStrategy, Change.ON_RESUME] = WithPolicy()
     """Placement of the model's weights."""
 
 
@@ -145,9 +145,8 @@ class DemonstrationConfig(Section):
         # Shares such as 0.1 and 0.9 may sum to a hair over 1 in floats.
         if self.guess_share + self.working_share > 1 + 1e-9:
             yield (
-                f"warm_start.demonstrations.guess_share={self.guess_share:g} and "
-                f"warm_start.demonstrations.working_share={self.working_share:g} sum to more than "
-                "1; lower one of them"
+                f"warm_start.demonstrations.guess_share={self.guess_share:g} and working_share="
+                f"{self.working_share:g} sum to more than 1; lower one of them"
             )
 
 

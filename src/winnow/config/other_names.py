@@ -1,13 +1,12 @@
 """Names that verl, TRL, OpenRLHF, Hydra, Ray and earlier versions have for our keys.
 
-The table is other_names.yaml. `python -m winnow.config.other_names docs/coming_from.md` writes the
-page again.
+The table is other_names.yaml; `python -m benchmarks.other_names docs/coming_from.md` writes its
+page.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,23 +16,13 @@ import yaml
 OURS = "Winnow"
 """The part of the table with keys of a recipe, for values that other systems know."""
 _TABLE = Path(__file__).with_suffix(".yaml")
-_BELOW = ".*"
-_KINDS = {
-    "-": "nothing is to be set here",
+SUBKEYS = ".*"
+"""End of a key that stands for all keys below it."""
+NO_KEY_REASONS = {
+    "-": "no setting needed",
     "!": "not in Winnow yet",
     "?": "no counterpart in docs/coming_from.md",
 }
-_HEAD = """# Coming from verl, TRL or OpenRLHF
-
-Keys of public GRPO, DAPO and PPO scripts, and what they are called here. A name typed as one of
-these systems knows it is answered with ours: `num_generations=16` with "num_generations is no known
-key (set by the command line); that is TRL's name for rollout.n". All names of a command line are
-answered at once, before anything starts, with exit code 2.
-
-Settings are given as `KEY=VALUE`; a slash chooses a variant (`algorithm/advantage=rloo`).
-`winnow train RECIPE --help-config KEY` says what a key means. Where the value decides, a row has
-`NAME=VALUE`. This page is written by `python -m winnow.config.other_names docs/coming_from.md`.
-"""
 
 
 class OtherName(NamedTuple):
@@ -51,28 +40,28 @@ class OtherName(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """Our key, or why there is none, in words."""
-        if self.ours in _KINDS:
-            return _KINDS[self.ours] + (f": {self.meaning}" if self.meaning else "")
-        return self.ours.removesuffix(_BELOW) + (f" ({self.meaning})" if self.meaning else "")
+        """Our key, or the reason why there is none."""
+        if self.ours in NO_KEY_REASONS:
+            return NO_KEY_REASONS[self.ours] + (f": {self.meaning}" if self.meaning else "")
+        return self.ours.removesuffix(SUBKEYS) + (f" ({self.meaning})" if self.meaning else "")
 
-    def below(self, rest: Sequence[str]) -> OtherName | None:
-        """Return the row of a key below the name; None where the row is of the name alone."""
-        if self.ours.endswith(_BELOW) and rest:
+    def for_subkey(self, rest: Sequence[str]) -> OtherName | None:
+        """Return the row for a key below this one; None if the row covers this key alone."""
+        if self.ours.endswith(SUBKEYS) and rest:
             return self._replace(ours=self.ours[:-1] + ".".join(rest))
-        return self if self.ours in _KINDS or not rest else None
+        return self if self.ours in NO_KEY_REASONS or not rest else None
 
     @property
     def remedy(self) -> str:
         """The key to write, or the reason why there is none, in words."""
         if self.system == OURS:
-            return self.answer if self.ours in _KINDS else f"write {self.answer}"
-        link = ", and" if self.ours in _KINDS else " for"
+            return self.answer if self.ours in NO_KEY_REASONS else f"write {self.answer}"
+        link = ", and" if self.ours in NO_KEY_REASONS else " for"
         return f"that is {self.system}'s name{link} {self.answer}"
 
 
 @cache
-def other_names() -> Mapping[str, Sequence[OtherName]]:
+def load_other_names() -> Mapping[str, Sequence[OtherName]]:
     """Read the table: rows by name."""
     rows: dict[str, list[OtherName]] = {}
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eleven times as fast
@@ -80,12 +69,12 @@ def other_names() -> Mapping[str, Sequence[OtherName]]:
         for name, texts in names.items():
             for value, text in (texts if isinstance(texts, dict) else {"*": texts}).items():
                 ours, _, meaning = text.partition(" | ")
-                plain = "" if value == "*" else _plain(value)
+                plain = "" if value == "*" else _normalize_value(value)
                 rows.setdefault(name, []).append(OtherName(system, name, plain, ours, meaning))
     return rows
 
 
-def _plain(value: Any) -> str:
+def _normalize_value(value: Any) -> str:
     """Write a value as rows have it: `0` for 0.0 and '0', `true` for True."""
     text = "null" if value is None else str(value).lower()
     try:
@@ -94,8 +83,8 @@ def _plain(value: Any) -> str:
         return text
 
 
-def foreign_name(typed: str, value: Any = "") -> str:
-    """Say what a key of another system is called here; empty for a name that none has.
+def explain_foreign_key(typed: str, value: Any = "") -> str:
+    """Return the remedy for a key of another system; empty for an unknown name.
 
     Args:
         typed: a key, or one below it: what verl has under `override_config` is of no use either.
@@ -103,8 +92,8 @@ def foreign_name(typed: str, value: Any = "") -> str:
     """
     parts = typed.replace("/", ".").split(".")
     for stop in range(len(parts), 0, -1):
-        named = _rows(".".join(parts[:stop]), value if stop == len(parts) else "")
-        rows = [row for each in named if (row := each.below(parts[stop:]))]
+        named = _find_rows(".".join(parts[:stop]), value if stop == len(parts) else "")
+        rows = [row for each in named if (row := each.for_subkey(parts[stop:]))]
         systems = {row.answer: [r.system for r in rows if r.answer == row.answer] for row in rows}
         if rows:
             merged = [row._replace(system=" and ".join(systems[row.answer])) for row in rows]
@@ -112,47 +101,24 @@ def foreign_name(typed: str, value: Any = "") -> str:
     return ""
 
 
-def _rows(name: str, value: Any) -> list[OtherName]:
+def _find_rows(name: str, value: Any) -> list[OtherName]:
     """Return the row of each system for a name: of the value, else that of all values."""
-    plain = _plain(value)
-    rows = [row for row in other_names().get(name, ()) if row.value in ("", plain)]
+    plain = _normalize_value(value)
+    rows = [row for row in load_other_names().get(name, ()) if row.value in ("", plain)]
     return list({row.system: row for row in sorted(rows, key=lambda row: row.value != "")}.values())
 
 
-def other_value(path: Sequence[str], value: Any) -> OtherName | None:
+def find_foreign_value(path: Sequence[str], value: Any) -> OtherName | None:
     """Return the row for a value that other systems have for a key of ours, if there is one."""
-    rows = _rows(".".join(path), value)
+    rows = _find_rows(".".join(path), value)
     return next((row for row in rows if row.system == OURS and row.value), None)
 
 
 def current_key(path: tuple[str, ...]) -> tuple[str, ...]:
     """Return the name that a key of an earlier version has now; any other key as it is."""
     for stop in range(len(path), 0, -1):
-        for row in other_names().get(".".join(path[:stop]), ()):
-            now = row.below(path[stop:]) if row.system.startswith(f"{OURS} ") else None
-            if now and now.ours not in _KINDS:
-                return tuple(now.ours.removesuffix(_BELOW).replace("/", ".").split("."))
+        for row in load_other_names().get(".".join(path[:stop]), ()):
+            now = row.for_subkey(path[stop:]) if row.system.startswith(f"{OURS} ") else None
+            if now and now.ours not in NO_KEY_REASONS:
+                return tuple(now.ours.removesuffix(SUBKEYS).replace("/", ".").split("."))
     return path
-
-
-def as_markdown() -> str:
-    """Write the table as a page of the docs."""
-    return "\n".join(_lines())
-
-
-def _lines() -> Iterator[str]:
-    yield _HEAD
-    every = [row for rows in other_names().values() for row in rows]
-    for system in dict.fromkeys(row.system for row in every):
-        title = "Values of other systems for keys of Winnow" if system == OURS else system
-        yield f"## {title}\n\n| {system} | {'Write' if system == OURS else OURS} | |\n|---|---|---|"
-        for row in every:
-            if row.system == system:
-                name = f"{row.name}={row.value}" if row.value else row.name
-                ours = _KINDS.get(row.ours) or f"`{row.ours.removesuffix(_BELOW)}`"
-                yield f"| `{name}` | {ours} | {row.meaning} |"
-        yield ""
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(as_markdown(), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from winnow.config.base import (
     ADDRESS,
@@ -13,51 +13,48 @@ from winnow.config.base import (
     PROGRAM,
     Change,
     EnvironmentName,
+    ImportPath,
     Section,
-    UserObject,
-    web_address,
+    http_url,
 )
 from winnow.config.judge import (
     Judge,
-    LanguageModelJudge,
     NoJudge,
     NoRewardModel,
     PartName,
     RewardModel,
-    SequenceClassifier,
-    engines_of,
-    sharding_of,
+    scorer_sharding,
 )
 
 
 class AutoManager(Section):
-    """Your function in workers, quick built-in rules in the run's own process."""
+    """Your function runs in workers, fast built-in rules in the run's process."""
 
     name: Literal["auto"] = "auto"
 
 
 class NaiveManager(Section):
-    """Answers one by one in the run's own process, without limits of time and memory."""
+    """Scores answers one by one in the run's process, without limits on time and memory."""
 
     name: Literal["naive"] = "naive"
 
 
 class ParallelManager(Section):
-    """Everything that scores in worker processes, with limits for each answer."""
+    """Scores everything in worker processes, with limits for each answer."""
 
     name: Literal["parallel"] = "parallel"
 
 
 class BatchManager(Section):
-    """Your function gets the answers that wait together in one call, in a worker."""
+    """Passes waiting answers to your function in one call, in a worker."""
 
     name: Literal["batch"] = "batch"
     max_answers: int = Field(64, ge=1)
-    """Answers in one call at most; reward.timeout_s is the time of the whole call."""
+    """Maximum number of answers per call; reward.timeout_s limits the whole call."""
 
 
 class DapoManager(Section):
-    """As auto, for reward.overlong; logs `overlong` and `overlong_reward` as verl's dapo does."""
+    """As auto, with reward.overlong; logs `overlong` and `overlong_reward` as verl's dapo does."""
 
     name: Literal["dapo"] = "dapo"
 
@@ -66,29 +63,21 @@ class RemoteManager(Section):
     """A service over HTTP scores every source."""
 
     name: Literal["remote"] = "remote"
-    url: Annotated[str, ADDRESS]
+    url: Annotated[str, http_url("use reward.manager.token_env", with_query=True), ADDRESS]
     """Address to which answers are posted, with verl's arguments as JSON."""
     token_env: EnvironmentName = None
-    """Environment variable that holds the service's token, which is sent as a bearer."""
+    """Environment variable with the service's bearer token."""
     max_concurrent: int = Field(64, ge=1)
-    """Requests in flight at once over the whole run."""
+    """Maximum number of concurrent requests of the whole run."""
     tries: int = Field(3, ge=1)
     """Tries of each request, at statuses 429, 502, 503 and 504 and where the connection fails."""
 
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: str) -> str:
-        url = web_address(value, "reward.manager.token_env is for tokens")
-        if (url.query or url.fragment) and not url.path:
-            raise ValueError("must have a path, such as /, before ? and #")
-        return value
-
 
 class CustomManager(Section):
-    """A class of your own scores every source."""
+    """A custom class scores every source."""
 
     name: Literal["custom"] = "custom"
-    path: UserObject
+    path: ImportPath
     """Place of the class: FILE.py:NAME or package.module:NAME."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
@@ -106,7 +95,7 @@ RewardManager = Annotated[
 ]
 
 
-class _Programs(Section):
+class _ProgramLimits(Section):
     """Limits of programs in any sandbox."""
 
     time_s: float = Field(5.0, gt=0, le=3600)
@@ -119,7 +108,7 @@ class _Programs(Section):
     """Reward 1 for passing all test cases and else 0, or the share of them that pass."""
 
 
-class SandboxConfig(_Programs):
+class SandboxConfig(_ProgramLimits):
     """The local sandbox, and the limits of a program in it."""
 
     name: Literal["local"] = "local"
@@ -128,40 +117,36 @@ class SandboxConfig(_Programs):
     python: Annotated[str, PROGRAM] = "/usr/bin/python3"
     """Python interpreter; one outside /usr is bound read-only, with its library."""
     max_concurrent: int | None = Field(None, ge=1, le=256)
-    """Programs that run at once over the whole run; null: as many as there are cores."""
+    """Maximum number of concurrent programs of the whole run; null is the number of cores."""
     memory_mb: int = Field(512, ge=64)
     """Address space of one process, in MiB; times `processes` bounds a program's memory."""
     processes: int = Field(8, ge=4, le=1024)
     """Processes and threads of a program, three of Winnow's included."""
     open_files: int = Field(64, ge=32)
-    """Files that a process may hold open."""
+    """Maximum number of open files per process."""
     scratch_mb: int = Field(16, ge=1)
     """Size of a program's folder in memory, in MiB (bubblewrap only)."""
 
 
-class FusionConfig(_Programs):
+class FusionConfig(_ProgramLimits):
     """A service that speaks SandboxFusion's HTTP API, such as `winnow sandbox serve`."""
 
     name: Literal["fusion"] = "fusion"
-    url: Annotated[str, ADDRESS]
-    """Address of the service, such as http://127.0.0.1:8080; /run_code is put behind it."""
+    url: Annotated[
+        str,
+        http_url("use reward.sandbox.token_env"),
+        AfterValidator(lambda url: url.rstrip("/").removesuffix("/run_code")),
+        ADDRESS,
+    ]
+    """Address of the service, such as http://127.0.0.1:8080; /run_code is appended."""
     token_env: EnvironmentName = None
     """Name of the environment variable that holds its token; null sends none."""
     max_concurrent: int = Field(64, ge=1, le=4096)
-    """Requests under way at once over the whole run."""
+    """Maximum number of concurrent requests of the whole run."""
     compile_s: float = Field(10.0, gt=0, le=3600)
     """Seconds to compile a program; a request may take this, the program's time and 10 s."""
     memory_mb: int = Field(1024, ge=64)
     """Memory of a program, in MB, as the service counts it."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: str) -> str:
-        rule = "must be an address such as http://127.0.0.1:8080"
-        parts = web_address(value, "reward.sandbox.token_env is for tokens", rule)
-        if parts.query or parts.fragment:
-            raise ValueError(rule)
-        return value.rstrip("/").removesuffix("/run_code")
 
 
 class OverlongConfig(Section):
@@ -185,21 +170,21 @@ class CosineConfig(Section):
     weight: float = 1.0
     """Weight of this part in the reward."""
     right_short: float = 2.0
-    """Reward of a right answer of no length."""
+    """Reward of a right answer of length 0."""
     right_long: float = 1.0
-    """Reward of a right answer as long as the limit."""
+    """Reward of a right answer at the limit."""
     wrong_short: float = -10.0
-    """Reward of a wrong answer of no length."""
+    """Reward of a wrong answer of length 0."""
     wrong_long: float = 0.0
-    """Reward of a wrong answer as long as the limit."""
+    """Reward of a wrong answer at the limit."""
     exceeded: float = -10.0
-    """Reward of any answer that has reached the limit."""
+    """Reward of any answer that reaches the limit."""
     limit_tokens: int | None = Field(None, ge=1)
     """Limit in tokens; null is rollout.max_response_tokens."""
 
 
 class PartConfig(Section):
-    """A scorer beside the one that the data source chooses."""
+    """An additional scorer, next to the one that the data source chooses."""
 
     scorer: str
     """Name of a built-in scorer."""
@@ -231,28 +216,27 @@ class RewardConfig(Section):
     """Scorers, shaping, and the handling of failed scorings."""
 
     function: UserFunction = UserFunction()
-    """Reward function of your own."""
+    """A custom reward function."""
     scorers: dict[str, str] = Field(default_factory=dict)
     """Scorer by data source, over the built-in routing (`*` at the end for prefixes); none leaves
     a source to the reward model or the judge alone."""
     processes: Annotated[int, Change.ON_RESUME] = Field(0, ge=0)
-    """Processes apart that score a run's answers, each with all that this section names: the
-    manager and its own workers, the reward model, the judge's client. Limits over the whole run are
-    shared among them. 0: the run's own process does it all, as it always does for winnow eval and
-    winnow reward."""
+    """Number of reward processes; each runs everything in this section: the manager and its
+    workers, the reward model, the judge's client. They share the limits that apply to the whole
+    run. 0 scores in the run's process, as winnow eval and winnow reward always do."""
     manager: RewardManager = AutoManager()
     """Manager that calls the scorers."""
     model: RewardModel = NoRewardModel()
-    """Model that scores, too."""
+    """Reward model."""
     judge: Judge = NoJudge()
-    """Language model that is asked, too."""
+    """Language-model judge."""
     weights: PartWeights = PartWeights()
     """Weights of the parts of the reward; reward.model.weight and reward.judge.weight are
     the models'."""
     workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=0)
-    """Processes that score, of each of reward.processes. null: half of the cores, where anything
-    scores apart. With reward/manager=auto 0 keeps everything in the process that asks, a number
-    takes rules apart."""
+    """Worker processes that score, per reward process. null: half of the cores if anything is
+    scored in workers. With reward/manager=auto 0 scores in the calling process, and a number moves
+    rules to workers, too."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(10.0, gt=0)
     """Seconds that a worker has for one answer."""
     memory_mb: Annotated[int, Change.ON_RESUME] = Field(2048, ge=64)
@@ -264,7 +248,7 @@ class RewardConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
     """Length shaping near the limit."""
     cosine: CosineConfig = CosineConfig()
-    """Length shaping by right and wrong."""
+    """Length shaping by right and wrong answers."""
     on_failure: Literal["wrong", "drop_group", "fatal"] = "drop_group"
     """A failed scoring drops its group, which says nothing of the answer; or it counts as a wrong
     answer, or stops the run. Where a sandbox failed, `wrong` drops the group, too."""
@@ -272,102 +256,95 @@ class RewardConfig(Section):
     """Share of a step's answers whose scoring may fail before the run stops."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._missing_models()
-        yield from self._repeated_parts()
-        yield from self._unfit_manager()
-        if self.processes and sharding_of(self.model) is not None:
+        yield from self._function_conflicts()
+        yield from self._part_conflicts()
+        yield from self._manager_conflicts()
+        if self.processes and scorer_sharding(self.model) is not None:
             yield (
-                f"reward.processes={self.processes} hold a whole reward model each, and "
-                "reward/model/strategy=fsdp2 shards it over processes of its own, which the run's "
-                "process asks; set reward.processes=0 (reward.workers takes your function apart), "
-                "or reward/model/strategy=single"
+                f"reward.processes={self.processes} does not support reward/model/strategy=fsdp2; "
+                "set reward.processes=0 (reward.workers still runs your function in workers), or "
+                "reward/model/strategy=single"
             )
-        if self.processes and engines_of(self.judge) is not None:
+        if self.processes and self.judge.name == "engine":
             yield (
-                f"reward.processes={self.processes} and reward/judge=engine exclude each other, as "
-                "the run's process asks the judge's engines; set reward.processes=0 "
-                "(reward.workers takes your function apart), or reward/judge=openai"
+                f"reward.processes={self.processes} does not support reward/judge=engine; set "
+                "reward.processes=0 (reward.workers still runs your function in workers), or "
+                "reward/judge=openai"
             )
         for (section, key), limit in shared_limits(self).items():
             if limit < self.processes:
                 yield (
-                    f"reward.processes={self.processes} share reward.{section}.{key}={limit}, "
-                    f"which leaves some of them nothing; set reward.processes to {limit} or less, "
-                    "or raise the limit"
+                    f"reward.processes={self.processes} is more than reward.{section}.{key}="
+                    f"{limit}, which they share; set reward.processes to {limit} or less, or raise "
+                    "the limit"
                 )
 
-    def _missing_models(self) -> Iterator[str]:
+    def _function_conflicts(self) -> Iterator[str]:
         sources = [source for source, scorer in self.scorers.items() if scorer == "none"]
         if sources and (self.model, self.judge) == (NoRewardModel(), NoJudge()):
             yield (
-                f"reward.scorers.{sources[0]}=none leaves a source to the reward model or the "
-                "judge, but reward/model=none and reward/judge=none; name a scorer, or set "
+                f"reward.scorers.{sources[0]}=none needs a reward model or a judge, got "
+                "reward/model=none and reward/judge=none; name a scorer, or set "
                 "reward/model=sequence_classifier or reward/judge=openai or engine"
             )
         if self.function.path is not None and self.scorers:
             yield (
                 f"reward.function.path={self.function.path} scores every source, so reward.scorers "
-                f"({', '.join(self.scorers)}) would never be asked; set reward.function.path=null, "
-                "or leave reward.scorers empty"
+                f"({', '.join(self.scorers)}) is unused; set reward.function.path=null, or leave "
+                "reward.scorers empty"
             )
 
-    def _repeated_parts(self) -> Iterator[str]:
+    def _part_conflicts(self) -> Iterator[str]:
         names = {f"reward.parts.{name}": name for name in self.parts}
         for key, model in (("reward.model.part", self.model), ("reward.judge.part", self.judge)):
             if isinstance(model, NoRewardModel | NoJudge):
                 continue
             if same := [other for other, name in names.items() if name == model.part]:
                 with_name = f"={model.part}" if same[0].endswith(".part") else ""
-                yield (
-                    f"{key}={model.part} and {same[0]}{with_name} have the same name; rename one "
-                    "of them"
-                )
+                yield f"{key}={model.part} and {same[0]}{with_name} have the same name; rename one"
             names[key] = model.part
 
-    def _unfit_manager(self) -> Iterator[str]:
+    def _manager_conflicts(self) -> Iterator[str]:
         manager, workers, path = self.manager, self.workers, self.function.path
         both = f"reward/manager={manager.name} and reward.workers={workers}"
         if isinstance(manager, NaiveManager) and workers:
             yield (
-                f"{both}: naive scores in the run's own process; set reward.workers=null, or "
-                "reward/manager=parallel"
+                f"{both}: naive has no workers; set reward.workers=null, or reward/manager=parallel"
             )
         if isinstance(manager, ParallelManager | BatchManager) and workers == 0:
             yield f"{both}: it scores in workers; set reward.workers to null or at least 1"
         if isinstance(manager, BatchManager) and path is None:
             yield (
-                "reward/manager=batch and reward.function.path=null: it calls your own function "
-                "with many answers; name its file in reward.function.path, or set "
-                "reward/manager=auto"
+                "reward/manager=batch needs a reward function, got reward.function.path=null; set "
+                "reward.function.path, or reward/manager=auto"
             )
         if isinstance(manager, RemoteManager | CustomManager):
             if workers and not self.parts:
-                yield f"{both}: there is nothing that workers would score; set reward.workers=null"
+                yield f"{both}: nothing is scored in workers; set reward.workers=null"
             if path is not None:
                 yield (
-                    f"reward/manager={manager.name} and reward.function.path={path}: only one of "
-                    "them can score; set reward.function.path=null, or reward/manager=auto"
+                    f"reward/manager={manager.name} and reward.function.path={path} both score; "
+                    "set reward.function.path=null, or reward/manager=auto"
                 )
         if isinstance(manager, DapoManager) and not self.overlong.enabled:
             yield (
-                "reward/manager=dapo adds the penalty for long answers, but "
-                "reward.overlong.enabled=false; set reward.overlong.enabled=true, or "
-                "reward/manager=auto"
+                "reward/manager=dapo needs reward.overlong, got reward.overlong.enabled=false; set "
+                "it to true, or reward/manager=auto"
             )
 
     def part_weights(self) -> dict[str, float]:
         """Return the weight of each part that this section adds to the task's, by its key."""
         weights = {f"reward.parts.{name}.weight": part.weight for name, part in self.parts.items()}
-        if isinstance(self.model, SequenceClassifier):
+        if self.model.name != "none":
             weights["reward.model.weight"] = self.model.weight
-        if isinstance(self.judge, LanguageModelJudge):
+        if self.judge.name != "none":
             weights["reward.judge.weight"] = self.judge.weight
         if self.cosine.enabled:
             weights["reward.cosine.weight"] = self.cosine.weight
         return weights
 
 
-_SHARED = (
+_SHARED_LIMITS = (
     ("judge", "max_concurrent"),
     ("judge", "requests_per_minute"),
     ("judge", "tokens_per_minute"),
@@ -378,13 +355,13 @@ _SHARED = (
 
 
 def shared_limits(config: RewardConfig) -> dict[tuple[str, str], int]:
-    """Return the limits of a recipe that several reward processes have to share."""
-    limits = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED}
+    """Return the limits of a run that its reward processes share, by section and key."""
+    limits = {place: getattr(getattr(config, place[0]), place[1], None) for place in _SHARED_LIMITS}
     return {place: limit for place, limit in limits.items() if limit is not None}
 
 
-def share_of(config: RewardConfig) -> RewardConfig:
-    """Return the section for one of `reward.processes`: with its part of each shared limit."""
+def config_per_process(config: RewardConfig) -> RewardConfig:
+    """Return the section for one reward process, with its part of each shared limit."""
     changed: dict[str, Any] = {}
     for (name, key), limit in shared_limits(config).items():
         section = changed.get(name, getattr(config, name))

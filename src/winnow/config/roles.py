@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from winnow.config.algorithm import GaeAdvantage, NoKl
-from winnow.config.data import Demonstrations
-from winnow.config.judge import NoRewardModel, sharding_of
+from winnow.config.judge import scorer_sharding
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.trainer import SyncMode
 
 POLICY_STATE = "ranks"
 """A checkpoint's folder of the state that the ranks of the policy hold."""
@@ -23,7 +20,7 @@ POLICY_STATE = "ranks"
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of work that may have processes of its own; `ROLES` has them without their numbers."""
+    """A kind of work that may have dedicated processes; `ROLES` has them without counts."""
 
     name: str
     """Its name in `cluster.roles`."""
@@ -56,12 +53,12 @@ class Role:
     """Its pool on a Ray cluster; None: one of its own."""
 
     @property
-    def place(self) -> str:
-        """Return its pool, or its own name: roles of one place share GPUs."""
+    def pool_name(self) -> str:
+        """Return its pool, or its own name without one; roles of one pool share GPUs."""
         return self.pool or self.name
 
     @property
-    def plural(self) -> str:
+    def plural_title(self) -> str:
         """Return the title of several processes. Example: `ranks of the policy`."""
         return self.title.format(s="s", name=self.name.replace("_", " "))
 
@@ -85,7 +82,7 @@ class Roles:
     """The roles of a recipe, by name; iterates over those that have processes."""
 
     def __init__(self, config: Config) -> None:
-        self._roles = {role.name: _resolved(role, config) for role in ROLES}
+        self._roles = {role.name: _resolve_role(role, config) for role in ROLES}
 
     def __getitem__(self, name: str) -> Role:
         return self._roles[name]
@@ -108,15 +105,7 @@ class Roles:
 def needs_reference(config: Config) -> bool:
     """Return whether a loss or the rewards have a KL to the reference."""
     kl = config.algorithm.kl
-    return not (isinstance(kl.reward, NoKl) and isinstance(kl.loss, NoKl))
-
-
-def _samples(config: Config) -> bool:
-    return not isinstance(config.sft, Demonstrations)
-
-
-def _has_values(config: Config) -> bool:
-    return isinstance(config.algorithm.advantage, GaeAdvantage)
+    return (kl.reward.name, kl.loss.name) != ("none", "none")
 
 
 ROLES = [
@@ -168,32 +157,32 @@ ROLES = [
         "reference.strategy.ranks",
         "winnow.ranks.workers:ReferenceWorker",
         ("config", "start", "vocabulary"),
-        is_needed=lambda config: needs_reference(config) and _samples(config),
+        is_needed=lambda c: needs_reference(c) and c.sft.name == "none",
     ),
     Role(
         "critic",
         "critic.strategy.ranks",
         "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
-        is_needed=lambda config: _has_values(config) and _samples(config),
+        is_needed=lambda c: c.algorithm.advantage.name == "gae" and c.sft.name == "none",
         saved_in="critic",
     ),
 ]
 """Each role of a recipe, in the order in which they get GPUs of one machine."""
 
 
-def _resolved(role: Role, config: Config) -> Role:
-    """Put a recipe's numbers into a role."""
+def _resolve_role(role: Role, config: Config) -> Role:
+    """Return a role with the counts and classes of a recipe."""
     *path, name = role.key.split(".")
     section: Any = config
     for part in path:
         section = getattr(section, part, None)
     count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
     if count is None:  # engines: 1 where none can be in the run's process
-        count = int(is_vllm or not isinstance(config.trainer.mode, SyncMode))
+        count = int(is_vllm or config.trainer.mode.name != "sync")
     width, model = getattr(section, "tensor_parallel", 1), config.reward.model
     if role.name == "reward":
-        width = int(not isinstance(model, NoRewardModel) and sharding_of(model) is None)
+        width = int(model.name != "none" and scorer_sharding(model) is None)
     return replace(
         role,
         worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),

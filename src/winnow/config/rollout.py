@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from winnow.config.base import (
     ADDRESS,
@@ -13,10 +13,10 @@ from winnow.config.base import (
     TEMPERATURES,
     Change,
     EnvironmentName,
-    Reach,
     Section,
+    SideEffect,
     UserCode,
-    web_address,
+    http_url,
 )
 
 
@@ -25,15 +25,15 @@ class TorchEngineConfig(Section):
 
     name: Literal["torch"] = "torch"
     processes: int | None = Field(None, ge=0)
-    """Engines in processes of their own; 0 writes in the run's process, with its own weights. null:
-    0 where that is possible, else 1."""
+    """Number of engines in separate processes; 0 generates in the run's process with its weights.
+    null: 0 where that is possible, else 1."""
     slots: int = Field(256, ge=1)
-    """Answers that an engine writes at once."""
+    """Maximum number of answers that an engine generates at once."""
     prefill_tokens: int = Field(8192, ge=1)
     """Most prompt tokens prefilled between two decode ticks."""
     cache_gib: float | None = Field(None, gt=0)
-    """Most GiB of keys and values an engine holds; where `slots` answers of the longest prompt and
-    response need more, it writes fewer at once. null sets no bound."""
+    """Maximum GiB of KV cache per engine; if `slots` answers of the longest prompt and response
+    need more, fewer are generated at once. null is no limit."""
 
 
 VLLM_CPU_CACHE_GIB = 2.0
@@ -54,17 +54,13 @@ _ENGINE_KEYS = {
     "enable_return_routed_experts": "rollout.routing_replay",
 }
 """Keys of a recipe that set an option of vLLM's."""
-VLLM_ADAPTER_RANK = 512
+VLLM_MAX_RANK = 512
 """The largest rank of an adapter that vLLM applies by itself."""
-_FIXED = {
+_RESERVED_OPTIONS = {
     *("additional_config", "async_scheduling", "logits_processors", "logprobs_mode"),
     *("max_logprobs", "scheduling_policy", "skip_tokenizer_init", "tokenizer"),
-    *(
-        "weight_transfer_config",
-        "worker_extension_cls",
-        "data_parallel_size",
-        "distributed_executor_backend",
-    ),
+    *("weight_transfer_config", "worker_extension_cls"),
+    *("data_parallel_size", "distributed_executor_backend"),
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
     *("lora_dtype", "lora_target_modules"),
     # They name Python code, which the run of a stranger could bring along.
@@ -78,30 +74,32 @@ _FIXED = {
 
 
 class VllmEngineConfig(Section):
-    """vLLM in processes of its own (winnow-rl[vllm]): its scheduler and kernels, Winnow's draws."""
+    """vLLM in separate processes (winnow-rl[vllm]): its scheduler and kernels, Winnow's
+    sampling."""
 
     name: Literal["vllm"] = "vllm"
     processes: int | None = Field(None, ge=0)
-    """Engines, each in a process of its own; null: 1. 0 is refused, because vLLM sets random
-    numbers, threads and memory of the whole process it is in."""
+    """Number of engines, each in a separate process; null: 1. 0 is refused, because vLLM changes
+    the RNG, threads and memory of its whole process."""
     slots: int = Field(256, ge=1)
-    """Answers that an engine writes at once, as far as its cache holds them."""
+    """Maximum number of answers that an engine generates at once, as far as its cache holds
+    them."""
     prefill_tokens: int = Field(8192, ge=1)
     """Most tokens of a step of vLLM's scheduler, prompts and answers together."""
     cache_gib: float | None = Field(None, gt=0)
-    """GiB of keys and values of an engine, on each of its GPUs. null: 2 on a CPU; on GPUs what
-    vLLM finds free there (extra.gpu_memory_utilization)."""
+    """GiB of KV cache of an engine on each of its GPUs. null: 2 on a CPU; on GPUs the memory that
+    vLLM finds free (extra.gpu_memory_utilization)."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of one node, or processes of a CPU, that an engine is split over; a divisor of the
     model's attention heads."""
     prefix_caching: bool = True
-    """Keep the keys and values of prompts: the answers to a prompt share one prefill."""
+    """Cache the KV of prompts, so that answers to a prompt share one prefill."""
     chunked_prefill: bool = True
-    """Cut long prompts, so that answers under way go on while one is prefilled."""
+    """Split long prompts, so that decoding continues during their prefill."""
     sleep: bool = False
-    """Give GPU memory back while a step is learnt, for engines that share GPUs with ranks: weights
-    go to the host's memory, the cache is dropped. Takes GPUs and trainer/mode=sync."""
-    extra: Annotated[dict[str, Any], Reach("gives vLLM options, which may name code")] = Field(
+    """Free GPU memory while the trainer runs, for engines that share GPUs with ranks: weights move
+    to host memory, the cache is dropped. Needs GPUs and trainer/mode=sync."""
+    extra: Annotated[dict[str, Any], SideEffect("gives vLLM options, which may name code")] = Field(
         default_factory=dict
     )
     """Further options of vLLM's `EngineArgs`, by its names, such as
@@ -110,40 +108,50 @@ class VllmEngineConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.processes == 0:
             yield (
-                "rollout.engine.processes=0 and rollout/engine=vllm exclude each other, as vLLM "
-                "sets random numbers, threads and memory of the run's process; set "
+                "rollout/engine=vllm does not support rollout.engine.processes=0; set "
                 "rollout.engine.processes=1 or more (null is 1), or choose rollout/engine=torch"
             )
         below = [f"{n}.{key}" for n, v in self.extra.items() if isinstance(v, dict) for key in v]
         for name in (*self.extra, *below):
             if name in _ENGINE_KEYS:
-                yield f"rollout.engine.extra.{name} has a key of its own: set {_ENGINE_KEYS[name]}"
-            elif name in _FIXED:
-                yield (
-                    f"rollout.engine.extra.{name} is not free, as Winnow's draws, weights or trust "
-                    "rest on it; leave it out"
-                )
+                yield f"rollout.engine.extra.{name} has its own key: set {_ENGINE_KEYS[name]}"
+            elif name in _RESERVED_OPTIONS:
+                yield f"rollout.engine.extra.{name} is reserved by Winnow; leave it out"
+
+
+def _check_servers(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(urls)) < len(urls):
+        raise ValueError("names a server twice")
+    return urls
+
+
+ServerUrls = Annotated[
+    tuple[Annotated[str, http_url("use rollout.engine.token_env")], ...],
+    BeforeValidator(lambda urls: (urls,) if isinstance(urls, str) else urls),
+    AfterValidator(_check_servers),
+]
 
 
 class HttpEngineConfig(Section):
-    """Servers of your own that speak /inference/v1/generate, such as vLLM's (docs/http_engine.md).
-    They write free of ticks, so run.deterministic must be false."""
+    """External servers with the API /inference/v1/generate, such as vLLM's (docs/http_engine.md).
+    They are not deterministic, so run.deterministic must be false."""
 
     name: Literal["http"] = "http"
     processes: ClassVar[int] = 0
-    """They are no processes of the run's."""
-    url: Annotated[tuple[str, ...], ADDRESS, Change.ON_RESUME] = Field(min_length=1)
-    """Address of each server, such as [http://127.0.0.1:8000]; all hold the same model."""
+    """The servers are not processes of the run."""
+    url: Annotated[ServerUrls, ADDRESS, Change.ON_RESUME] = Field(min_length=1)
+    """Address of each server, such as [http://127.0.0.1:8000]; all serve the same model."""
     token_env: Annotated[EnvironmentName, Change.ON_RESUME] = None
-    """Environment variable that holds the servers' key (--api-key), which is sent as a bearer."""
+    """Environment variable with the servers' key (--api-key), sent as a bearer token."""
     slots: int = Field(64, ge=1)
-    """Answers under way at each server; more than it writes at once (--max-num-seqs) only wait."""
+    """Concurrent answers per server; more than it generates at once (--max-num-seqs) wait."""
     exact_draws: bool = False
-    """Winnow's draws, on servers that have its logits processor (docs/http_engine.md): an answer's
-    tokens follow from its seed, however often it is interrupted. false: the server's draws."""
+    """Winnow's sampling, on servers that load its logits processor (docs/http_engine.md): an
+    answer's tokens depend on its seed alone, however often it is interrupted. false: the server's
+    sampling."""
     weights_folder: Annotated[str | None, PLACE, Change.ON_RESUME] = None
-    """Folder that the run and all servers see by the same path; new weights are written there. null
-    makes one among this machine's temporary files."""
+    """Folder with the same path on the run's machine and on all servers, for new weights. null
+    creates one in this machine's temporary folder."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(600.0, gt=0)
     """Longest wait for the next token of an answer."""
     reload_timeout_s: Annotated[float, Change.ON_RESUME] = Field(600.0, gt=0)
@@ -151,25 +159,9 @@ class HttpEngineConfig(Section):
     restart_timeout_s: Annotated[float, Change.ON_RESUME] = Field(300.0, gt=0)
     """Longest time without any server that answers; then the run ends."""
 
-    @field_validator("url", mode="before")
-    @classmethod
-    def _as_list(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for each in value:
-            url = web_address(each, "rollout.engine.token_env is for keys")
-            if url.query or url.fragment:
-                raise ValueError("must end before ? and #")
-        if len(set(value)) < len(value):
-            raise ValueError("names a server twice")
-        return value
-
 
 class CustomEngine(UserCode):
-    """An engine of your own, given by its place; docs/rollouts.md shows its protocol."""
+    """A custom engine, given by its import path; docs/rollouts.md shows its protocol."""
 
     processes: ClassVar[int] = 0
     """It runs in the run's process."""
@@ -185,7 +177,7 @@ class RolloutConfig(Section):
     """Sampling of answers for training. Evaluation has its own settings."""
 
     engine: Engine = TorchEngineConfig()
-    """Engine that writes the tokens."""
+    """Engine that generates the answers."""
     n: Annotated[int, Change.BETWEEN_GROUPS] = Field(8, ge=1)
     """Answers a prompt (the group's size)."""
     max_response_tokens: Annotated[int, Change.BETWEEN_GROUPS] = Field(1024, ge=1)
@@ -199,14 +191,14 @@ class RolloutConfig(Section):
     min_p: float = Field(0.0, ge=0, lt=1)
     """Least probability of a token, relative to the likeliest one."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Change.BETWEEN_GROUPS] = ()
-    """Strings that end an answer, special tokens too, beside the tokenizer's EOS."""
+    """Strings that end an answer, special tokens included, in addition to the tokenizer's EOS."""
     support: Literal["error", "ignore"] = "error"
     """Refuse top_p, top_k and min_p that truncate the sampler's support (error), or train on
     although old and behaviour policies then differ (ignore)."""
 
     routing_replay: Annotated[bool, Change.BETWEEN_GROUPS] = False
-    """Train a mixture with the experts that the engine sent each token to, while its routers' own
-    logits weigh them (rollout routing replay, R3; see docs/ranks.md)."""
+    """Train a mixture of experts with the engine's expert choice for each token, weighted by the
+    trained router's logits (rollout routing replay, R3; see docs/ranks.md)."""
 
     def conflicts(self) -> Iterator[str]:
         cuts = [f"rollout.top_p={self.top_p:g}"] if self.top_p < 1 else []
@@ -214,9 +206,9 @@ class RolloutConfig(Section):
         cuts += [f"rollout.min_p={self.min_p:g}"] if self.min_p > 0 else []
         if cuts and self.support == "error":
             yield (
-                f"{' and '.join(cuts)} cut tokens that the trained policy still counts, and "
-                "rollout.support=error refuses that; set rollout.support=ignore to train all the "
-                "same, or sample from the whole vocabulary (top_p=1, top_k=0, min_p=0)"
+                f"{' and '.join(cuts)} with rollout.support=error: the sampler's support differs "
+                "from the policy's; set rollout.support=ignore to train anyway, or sample from the "
+                "full vocabulary (top_p=1, top_k=0, min_p=0)"
             )
 
 
@@ -246,11 +238,11 @@ class BandFilter(Section):
     """Highest mean that passes."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self.out_of_order("sampling.filter", "low", "high", equal=True)
+        yield from self.order_conflicts("sampling.filter", "low", "high", equal=True)
 
 
 class CustomFilter(UserCode):
-    """A filter of your own, given by its place; docs/extending.md shows one."""
+    """A custom filter, given by its import path; docs/extending.md shows one."""
 
 
 Filter = Annotated[
@@ -264,17 +256,17 @@ class SamplingConfig(Section):
     groups_per_step: int = Field(64, ge=1)
     """N: qualified groups trained a step."""
     filter: Filter = VarianceFilter()
-    """Rule that says which groups carry signal."""
+    """Rule that decides which groups are trained on."""
     lookahead: float = Field(0.0, ge=0)
     """Further steps for which groups are admitted while waiting; at most max_staleness."""
     max_staleness: int = Field(1, ge=0)
-    """Steps a group may wait for its training. 0 drops what is later than the cut."""
+    """Maximum number of steps a group may wait to be trained on. 0 drops groups after the cut."""
     max_groups_per_step: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
-    """Groups looked at for one step; null is 10*N."""
+    """Bound on the groups inspected for one step; null is 10*N."""
     on_bound: Annotated[Literal["short", "stop"], Change.ON_RESUME] = "short"
     """At that bound: train what qualified, or stop with the accepted groups saved."""
     max_empty_steps: int = Field(3, ge=1)
-    """Bounds met in a row without one qualified group after which the run stops."""
+    """Bounds in a row without a qualified group after which the run stops."""
     commit: Annotated[Literal["admission_order", "completion_order"], Change.NEVER] = (
         "admission_order"
     )
@@ -285,9 +277,9 @@ class SamplingConfig(Section):
     stall_timeout_s: Annotated[float, Change.ON_RESUME] = Field(300.0, gt=0)
     """Seconds without any progress of the engine after which its answers are re-dispatched."""
     score_lag_ticks: int | None = Field(None, ge=0)
-    """Deterministic mode: decode ticks from an answer's end to the moment its score is seen (with
-    several engines, when they are next looked at: docs/rollouts.md). Scorers have that long before
-    anything waits for them. null: 16 where they run beside the engine (workers, async functions),
-    else 0; a resumed run keeps what it began with."""
+    """Deterministic mode: decode ticks between the end of an answer and its score taking effect
+    (with several engines, at the next look at them: docs/rollouts.md). Scorers have that long
+    before generation waits for them. null: 16 if they run asynchronously (workers, async
+    functions), else 0; a resumed run keeps its value."""
     rate_decay: float = Field(0.98, gt=0, lt=1)
-    """Memory of the estimated chance that a group qualifies, for each group seen."""
+    """Decay per group of the estimated chance to qualify."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from winnow.config.algorithm import AlgorithmConfig
-from winnow.config.base import ADDRESS, PLACE, Change, Options, SecretError, Section, UserObject
+from winnow.config.base import ADDRESS, PLACE, Change, ImportPath, Options, SecretError, Section
 from winnow.config.data import DataConfig, NoDemonstrations, Sft
 from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
@@ -23,10 +23,16 @@ from winnow.config.trainer import (
 )
 
 
+def _check_run_name(value: str | None) -> str | None:
+    if value is not None and (not value or value[0] == "." or set(value) & set("/\\\0")):
+        raise ValueError("must name one folder (not empty, no slash, no leading dot)")
+    return value
+
+
 class RunConfig(Section):
     """Name, folder, seed and machine of a run."""
 
-    name: Annotated[str | None, Change.SILENTLY] = None
+    name: Annotated[str | None, AfterValidator(_check_run_name), Change.SILENTLY] = None
     """Name of the run's folder; null makes RECIPE-DATE-TIME."""
     description: Annotated[tuple[str, ...], Change.SILENTLY] = ()
     """Lines that a new run prints about itself at its start."""
@@ -36,39 +42,31 @@ class RunConfig(Section):
     """auto continues the run of that name if it is unfinished and its recipe the same; never
     starts a new one; a run's or checkpoint's folder is continued."""
     fork: str | None = None
-    """Run that a new one goes on from: its weights, optimizer, place in the data and groups, at its
-    last checkpoint or that of RUN@STEP; settings that the state can hold may differ."""
+    """Run to start from: its weights, optimizer, data position and groups, at its last checkpoint
+    or at RUN@STEP; settings that the state allows may differ."""
     seed: Annotated[int, Change.NEVER] = Field(0, ge=0, lt=2**63)
     """Seed of the data order, of sampling and of shuffles."""
     deterministic: bool = True
-    """The same seed gives the same bits, however long anything takes. false: scores count as soon
-    as they are there, and answers under way go on across new weights without a new prefill; a
-    resumed run then has the same prompts, groups and counters, but not the same bits."""
+    """The same seed gives the same bits, whatever the timing. false: scores take effect on arrival,
+    and unfinished answers continue on new weights without a new prefill; a resumed run then has the
+    same prompts, groups and counters, but not the same bits."""
     threads: Annotated[int | None, Change.SILENTLY] = Field(None, ge=1)
     """CPU threads for tensor work; null takes all cores. Bits depend on it."""
     device: Annotated[Literal["auto", "cpu", "cuda"], Change.SILENTLY] = "auto"
     """Device of the model; auto takes a GPU if there is one."""
 
-    @field_validator("name")
-    @classmethod
-    def _one_folder(cls, value: str | None) -> str | None:
-        if value is not None and (not value or value[0] == "." or set(value) & set("/\\\0")):
-            raise ValueError("must name one folder (not empty, no slash, no dot in front)")
-        return value
-
 
 class CustomSink(Section):
-    """A sink of your own for the records of steps; winnow.observe.sinks has the protocol."""
+    """A custom sink for step records; winnow.observe.sinks has the protocol."""
 
-    path: UserObject
+    path: ImportPath
     """Place of the class: FILE.py:NAME or package.module:NAME."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments passed to the class."""
 
 
 class TrackingConfig(Section):
-    """The names that a run has in all its trackers, what they show of it, and how long they may
-    take."""
+    """Names of the run in all trackers, samples sent to them, and time limits."""
 
     project: str = Field("winnow", min_length=1)
     """Project (wandb, trackio, swanlab) or experiment (mlflow)."""
@@ -84,17 +82,17 @@ class TrackingConfig(Section):
     answers_every: int = Field(10, ge=1)
     """Steps between tables of training answers; held-out ones come with each evaluation."""
     timeout_s: float = Field(300.0, gt=0)
-    """Seconds that a tracker, or a sink of your own, may take for one record before it is given
-    up; the run does not wait for it meanwhile."""
+    """Seconds after which a tracker or custom sink is disabled if it has not taken a record; the
+    run does not wait for it."""
     close_s: float = Field(60.0, gt=0)
-    """Seconds at the end of the run in which all of them together may send what is left."""
+    """Seconds at the end of the run for all trackers to send pending data."""
 
 
 class TensorboardConfig(Section):
     """Options of the tracker tensorboard (winnow-rl[tensorboard])."""
 
     dir: Annotated[str | None, PLACE] = Field(None, min_length=1)
-    """Folder that holds a folder of events for each run; null is trackers/ in the run's own."""
+    """Folder with one event folder per run; null is trackers/ in the run's folder."""
 
 
 class WandbConfig(Section):
@@ -107,23 +105,22 @@ class WandbConfig(Section):
     """User or team; null is your default one."""
 
 
+def _check_mlflow_uri(value: str | None) -> str | None:
+    if value is not None and "@" in urlsplit(value).netloc:
+        variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        raise SecretError(f"must not hold a user or a password (set {variables})")
+    return value
+
+
 class MlflowConfig(Section):
     """Options of the tracker mlflow (winnow-rl[mlflow]); user and password come from
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
 
-    uri: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
+    uri: Annotated[str | None, AfterValidator(_check_mlflow_uri), ADDRESS] = Field(
+        None, min_length=1
+    )
     """Address of the tracking server or data base; null is MLFLOW_TRACKING_URI, else a data base
     in run.dir/mlflow."""
-
-    @field_validator("uri")
-    @classmethod
-    def _without_password(cls, value: str | None) -> str | None:
-        if value is not None and "@" in urlsplit(value).netloc:
-            raise SecretError(
-                "must hold no user and password (set MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD)"
-            )
-        return value
 
 
 class TrackioConfig(Section):
@@ -147,13 +144,12 @@ class SwanlabConfig(Section):
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
-TRACKER_SECTIONS: dict[TrackerName, type[Section]] = {
-    "tensorboard": TensorboardConfig,
-    "wandb": WandbConfig,
-    "mlflow": MlflowConfig,
-    "trackio": TrackioConfig,
-    "swanlab": SwanlabConfig,
-}
+
+
+def _check_trackers(names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+    if len({*names}) < len(names):
+        raise ValueError("must name each tracker once")
+    return names
 
 
 class ObserveConfig(Section):
@@ -176,11 +172,11 @@ class ObserveConfig(Section):
     """Peak of a device in TFLOP/s, for model FLOP utilisation; null takes that of a known GPU in
     model.dtype, and leaves it out elsewhere."""
     sinks: tuple[CustomSink, ...] = ()
-    """Sinks of your own that get every record beside metrics.jsonl, such as
-    [{path: mine.py:Table, options: {file: x}}]."""
-    trackers: tuple[TrackerName, ...] = ()
-    """Trackers that get curves, the recipe and sample answers, each in a thread of its own: names,
-    also with options, as in [tensorboard,{name: wandb, mode: offline}]; docs/trackers.md."""
+    """Custom sinks that get every record of metrics.jsonl, such as [{path: mine.py:Table, options:
+    {file: x}}]."""
+    trackers: Annotated[tuple[TrackerName, ...], AfterValidator(_check_trackers)] = ()
+    """Trackers that get curves, the recipe and sample answers, each in its own thread: names,
+    optionally with options, as in [tensorboard,{name: wandb, mode: offline}]; docs/trackers.md."""
     tracking: TrackingConfig = TrackingConfig()
     """The names, samples and time limits that all trackers share."""
     tensorboard: TensorboardConfig = TensorboardConfig()
@@ -194,15 +190,8 @@ class ObserveConfig(Section):
     swanlab: SwanlabConfig = SwanlabConfig()
     """Options of that tracker."""
 
-    @field_validator("trackers")
-    @classmethod
-    def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
-        if len({*value}) < len(value):
-            raise ValueError("must name each tracker once")
-        return value
 
-
-class FromEnvironment(NamedTuple):
+class EnvironmentValue(NamedTuple):
     """A value of a recipe that was written with `${oc.env:NAME}`, as secrets are."""
 
     text: str
@@ -214,16 +203,16 @@ class FromEnvironment(NamedTuple):
 class Config(Section):
     """A validated recipe."""
 
-    _from_environment: dict[tuple[str, ...], FromEnvironment] = PrivateAttr(default_factory=dict)
+    _from_environment: dict[tuple[str, ...], EnvironmentValue] = PrivateAttr(default_factory=dict)
 
     run: RunConfig = RunConfig()
     """Name, folder, seed and machine."""
     model: Annotated[ModelConfig, Change.NEVER] = ModelConfig()
     """The model."""
     warm_start: Annotated[WarmStart, Change.NEVER] = NoWarmStart()
-    """A start made on the spot."""
+    """A model made before training."""
     sft: Sft = NoDemonstrations()
-    """Demonstrations to imitate, in the place of rewards."""
+    """Supervised fine-tuning on demonstrations, instead of rewards."""
     data: Annotated[DataConfig, Change.NEVER] = DataConfig()
     """Prompts."""
     reward: RewardConfig = RewardConfig()
@@ -241,9 +230,9 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     """The optimizer."""
     trainer: TrainerConfig = TrainerConfig()
-    """The course of the run."""
+    """Steps, updates and checkpoints."""
     cluster: Annotated[Cluster, Change.ON_RESUME] = LocalCluster()
-    """Machines of its processes."""
+    """Machines of the processes."""
     evaluation: Annotated[EvaluationConfig, Change.ON_RESUME] = EvaluationConfig()
     """Held-out prompts."""
     observe: Annotated[ObserveConfig, Change.ON_RESUME] = ObserveConfig()
@@ -256,6 +245,6 @@ class Config(Section):
         return min(self.trainer.mini_batch_groups or groups, groups)
 
     @property
-    def from_environment(self) -> dict[tuple[str, ...], FromEnvironment]:
+    def from_environment(self) -> dict[tuple[str, ...], EnvironmentValue]:
         """The values that came from the environment, by path."""
         return self._from_environment

@@ -1,6 +1,7 @@
 """Rules across sections: each line names the fields that contradict each other, and the remedy.
 
-Rules within a section stand in the section (`Section.conflicts`).
+Rules within a section stand in the section (`Section.conflicts`). In the texts here `<rollout.n>`
+stands for the key with its value: `rollout.n=1`.
 """
 
 from __future__ import annotations
@@ -9,25 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from winnow.config.algorithm import (
-    AdaptiveRewardKl,
-    GaeAdvantage,
-    GdpoAdvantage,
-    GrpoPasskAdvantage,
-    OptimalTokenBaselineAdvantage,
-)
-from winnow.config.data import Demonstrations, NoTask, SortDigitsTask
-from winnow.config.model import LoraAdapter, SftWarmStart
 from winnow.config.roles import Roles
-from winnow.config.rollout import (
-    VLLM_ADAPTER_RANK,
-    BandFilter,
-    HttpEngineConfig,
-    VarianceFilter,
-    VllmEngineConfig,
-)
+from winnow.config.rollout import VLLM_MAX_RANK
 from winnow.config.root import Config
-from winnow.config.trainer import AsyncMode, Megatron, RayCluster, SyncMode
 from winnow.errors import ConfigError
 
 
@@ -38,205 +23,216 @@ def check_config(config: Config) -> None:
         ConfigError: a rule is broken; one line each.
     """
     rules = (
-        *(_start, _truths, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
-        *(_mode, _warm_started_model, _megatron, _placement, _routes),
+        *(_sources, _truth_column, _group_size, _admission, _updates, _lengths, _reward),
+        *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement),
     )
-    if faults := [fault for rule in rules for fault in rule(config)]:
+    if faults := [_with_values(config, fault) for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
 
 
-def notices(config: Config) -> list[str]:
-    """Return warnings of what a recipe hardly means: warm-ups longer than the run, idle engines,
-    tokens of older weights without a correction."""
-    lines = [*_uncorrected(config), *_undivided(config)]
+def config_warnings(config: Config) -> list[str]:
+    """Return warnings about settings that are legal and unlikely to be meant: a warm-up longer than
+    the run, idle ranks or engines, off-policy tokens without a correction."""
+    rules = _correction_warnings, _batch_warnings, _warmup_warnings
+    return [_with_values(config, line) for rule in rules for line in rule(config)]
+
+
+def _warmup_warnings(c: Config) -> Iterator[str]:
     warmups = [("optim.warmup_steps", "trainer.steps")]
-    if isinstance(config.algorithm.advantage, GaeAdvantage):
+    if c.algorithm.advantage.name == "gae":
         warmups.append(("critic.optim.warmup_steps", "trainer.steps"))
-        if config.critic.warmup_steps >= config.trainer.steps:
-            lines.append(
-                f"Warning: {_quote(config, 'critic.warmup_steps')} leaves none of "
-                f"{_quote(config, 'trainer.steps')} for the policy: the critic learns alone for "
-                f"{config.trainer.steps - 1}"
+        if c.critic.warmup_steps >= c.trainer.steps:
+            yield (
+                "Warning: <critic.warmup_steps> leaves none of <trainer.steps> for the policy: the "
+                f"first {c.trainer.steps - 1} train the critic only"
             )
-    if not isinstance(config.trainer.mode, SyncMode) and config.sampling.max_staleness == 1:
-        lines.append(
-            f"{_quote(config, 'trainer/mode', _STALENESS)}: while a step waits to be learnt, no "
-            "more groups are open than a step trains on; 2 leaves engines more to write"
+    if c.trainer.mode.name != "sync" and c.sampling.max_staleness == 1:
+        yield (
+            "<trainer/mode> with <sampling.max_staleness> opens no new groups while a full step "
+            "waits for the trainer; 2 keeps the engines busier"
         )
-    if isinstance(config.warm_start, SftWarmStart):
+    if c.warm_start.name == "sft":
         warmups.append(("warm_start.warmup_steps", "warm_start.steps"))
-    lines += [
-        f"Warning: {_quote(config, warmup)} is more than {_quote(config, steps)}: the learning "
-        f"rate warms up over {_value(config, steps)}"
-        for warmup, steps in warmups
-        if _value(config, warmup) > _value(config, steps)
-    ]
-    return lines
+    for warmup, steps in warmups:
+        if _value(c, warmup) > _value(c, steps):
+            yield (
+                f"Warning: <{warmup}> is more than <{steps}>: the learning rate warms up over all "
+                f"{_value(c, steps)} steps"
+            )
 
 
-def _undivided(config: Config) -> Iterator[str]:
-    """Yield what steps cost that ranks or micro-batches do not divide; nothing is dropped."""
-    trainer = config.trainer
-    together = getattr(trainer.strategy, "sequence", 1)
-    if isinstance(trainer.strategy, Megatron):
-        together = trainer.strategy.share_ranks
-    ranks = Roles(config)["policy"].count // together
-    update, key = config.groups_per_update * config.rollout.n, "trainer.microbatch_tokens"
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+def _batch_warnings(c: Config) -> Iterator[str]:
+    """Yield the cost of steps that ranks or micro-batches do not divide; nothing is dropped."""
+    strategy = c.trainer.strategy
+    sharing = getattr(strategy, "sequence", 1)
+    if strategy.name == "megatron":
+        sharing = strategy.model_parallel_ranks
+    ranks = Roles(c)["policy"].count // sharing
+    update = c.groups_per_update * c.rollout.n
+    longest = c.data.max_prompt_tokens + c.rollout.max_response_tokens
     if ranks > update:
         yield (
-            f"Warning: an update has {update} answers for {ranks} ranks that learn side by side: "
-            f"{ranks - update} have nothing to do; raise trainer.mini_batch_groups or "
-            "sampling.groups_per_step, or have fewer ranks"
+            f"Warning: an update has {update} answers for {ranks} data-parallel ranks, so "
+            f"{ranks - update} idle; raise trainer.mini_batch_groups or sampling.groups_per_step, "
+            "or use fewer ranks"
         )
-    if longest > _value(config, key):
+    if longest > c.trainer.microbatch_tokens:
         yield (
-            f"Warning: {_quote(config, key)} holds no answer of {longest} tokens with its prompt, "
-            f"which then runs alone and takes the memory of {longest}"
+            "Warning: <trainer.microbatch_tokens> is less than the longest prompt and answer "
+            f"({longest} tokens), which runs alone and takes the memory of {longest}"
         )
 
 
-def _uncorrected(config: Config) -> Iterator[str]:
-    correction = config.algorithm.correction
+def _correction_warnings(c: Config) -> Iterator[str]:
+    correction = c.algorithm.correction
     weight, rejection = correction.weight.name, correction.rejection.name
     is_off = (weight, rejection) == ("none", "none") and correction.mode != "bypass"
-    if is_off and not isinstance(config.trainer.mode, SyncMode):
+    if is_off and c.trainer.mode.name != "sync":
         yield (
-            f"Warning: {_quote(config, 'trainer/mode')} learns from tokens of older weights, and "
-            "algorithm/correction/weight=none and rejection=none correct nothing for that; recipes "
-            "set algorithm/correction/weight=truncated (dapo_one_step_off)"
+            "Warning: <trainer/mode> trains on off-policy tokens without a correction "
+            "(algorithm/correction/weight=none and rejection=none); set "
+            "algorithm/correction/weight=truncated, as the recipe dapo_one_step_off does"
         )
 
 
-def longest_tokens(config: Config) -> int:
+def max_sequence_tokens(config: Config) -> int:
     """Return the most tokens that an answer has with its prompt, in training and evaluation."""
     evaluated = config.evaluation.max_response_tokens or 0
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, evaluated)
 
 
-_STALENESS = "sampling.max_staleness"
-
-
 def _value(config: Config, key: str) -> Any:
-    """Return the value of a key; the name of the variant for a union."""
+    """Return the value of a key, or the name of a union's variant; None if it has no such key."""
     value: Any = config
     for name in re.split(r"[./]", key):
-        value = getattr(value, name)
+        value = getattr(value, name, None)
     return getattr(value, "name", value)
 
 
-def _quote(config: Config, *keys: str) -> str:
-    """Return keys with their values: `a=1, b=null and c/d=e`."""
-    settings = []
-    for key in keys:
-        value = _value(config, key)
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
-        shown = shown.lower() if isinstance(value, bool) else shown
-        settings.append(f"{key}={'null' if value is None else shown}")
-    return " and ".join([", ".join(settings[:-1]), settings[-1]] if settings[1:] else settings)
+def _setting(config: Config, key: str) -> str:
+    """Return a key with its value. Example: `rollout.n=1`."""
+    value = _value(config, key)
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    shown = shown.lower() if isinstance(value, bool) else shown
+    return f"{key}={'null' if value is None else shown}"
 
 
-def _start(c: Config) -> Iterator[str]:
-    makes_model, task = isinstance(c.warm_start, SftWarmStart), c.data.task
-    imitates = isinstance(c.sft, Demonstrations)
-    if isinstance(c.sft, Demonstrations) and not c.sft.train_files:
-        yield "sft.train_files is empty, so there is nothing to imitate; set sft.train_files=[FILE]"
+def _with_values(config: Config, text: str) -> str:
+    """Put the key and its value in the place of each `<key>` of a text."""
+    return re.sub(r"(?<![^ (])<([a-z_./]+)>", lambda match: _setting(config, match[1]), text)
+
+
+_OVERLAPPED = {
+    "sampling.max_staleness=0": "set it to 1, or 2 for busier engines, or trainer/mode=sync",
+    "sampling.commit=completion_order": "set it to admission_order, or trainer/mode=sync",
+}
+_SLEEP = "set rollout.engine.sleep=false"
+_UNSUPPORTED = {
+    "trainer/mode=one_step_off": _OVERLAPPED,
+    "trainer/mode=async": {
+        "run.deterministic=true": "set it to false, or trainer/mode=one_step_off",
+        **_OVERLAPPED,
+    },
+    "trainer/strategy=megatron": {
+        "model/adapter=lora": "set trainer/strategy=fsdp2, or model/adapter=none",
+    },
+    "trainer.strategy.compile=true": {"rollout.routing_replay=true": "set one of them to false"},
+    "rollout/engine=http": {
+        "run.deterministic=true": "set it to false, or choose rollout/engine=vllm or torch",
+        "model.adapter.publish=adapter": "set it to merged, or choose rollout/engine=torch",
+        "rollout.routing_replay=true": "set it to false, or choose rollout/engine=vllm or torch",
+    },
+    "rollout.engine.sleep=true": {
+        "run.device=cpu": _SLEEP,
+        "trainer/mode=one_step_off": _SLEEP,
+        "trainer/mode=async": _SLEEP,
+    },
+    "rollout.n=1": {
+        "algorithm/advantage=grpo_passk": "set rollout.n to 2 or more",
+        "algorithm/advantage=optimal_token_baseline": "set rollout.n to 2 or more",
+    },
+}
+"""The remedy for each two settings that exclude each other."""
+
+
+def _unsupported(c: Config) -> Iterator[str]:
+    for setting, others in _UNSUPPORTED.items():
+        for other, remedy in others.items():
+            if all(_setting(c, each.partition("=")[0]) == each for each in (setting, other)):
+                yield f"{setting} does not support {other}; {remedy}"
+
+
+def _sources(c: Config) -> Iterator[str]:
+    task, makes_model = c.data.task, c.warm_start.name == "sft"
+    is_sft = c.sft.name == "demonstrations"
+    if c.sft.name == "demonstrations" and not c.sft.train_files:
+        yield "sft.train_files is empty; set sft.train_files=[FILE]"
     for key in ("data.max_train_prompts", "data.sampler"):
-        if imitates and _value(c, key) is not None:
-            yield (
-                f"{_quote(c, key)} chooses among the prompts of training by rewards, and all of "
-                f"sft.train_files is imitated; set {key}=null"
-            )
-    if isinstance(task, NoTask) and not c.data.train_files and not imitates:
+        if is_sft and _value(c, key) is not None:
+            yield f"<{key}> does not apply to SFT, which trains on all rows; set {key}=null"
+    if task.name == "none" and not c.data.train_files and not is_sft:
         yield (
-            "data.train_files is empty and data/task=none, so there is nothing to train on; "
-            "set data.train_files=[FILE.parquet], or data/task=sort_digits"
+            "data.train_files is empty and data/task=none; set data.train_files=[FILE.parquet], or "
+            "data/task=sort_digits"
         )
     if c.model.path is None and not makes_model:
-        yield (
-            "model.path is null and warm_start=none, so there is no model; "
-            "set model.path=FOLDER, or warm_start=sft"
-        )
+        yield "model.path is null and warm_start=none; set model.path=FOLDER, or warm_start=sft"
     for key in ("model.path", "model.tokenizer"):
         if makes_model and _value(c, key):
-            yield (
-                f"{_quote(c, key, 'warm_start')}, which makes its own, exclude each other; set "
-                f"{key}=null or warm_start=none"
-            )
-    if makes_model and not isinstance(task, SortDigitsTask):
+            yield f"<{key}> conflicts with <warm_start>; set {key}=null or warm_start=none"
+    if makes_model and task.name != "sort_digits":
         yield (
-            f"warm_start=sft has demonstrations of sort_digits only, got {_quote(c, 'data/task')}; "
-            "choose data/task=sort_digits, or warm_start=none with a model.path"
+            "warm_start=sft supports data/task=sort_digits only, got <data/task>; choose "
+            "data/task=sort_digits, or warm_start=none with a model.path"
         )
 
 
-def _warm_started_model(c: Config) -> Iterator[str]:
-    """Yield the lines for what ranks cannot share of a model that the recipe makes itself."""
+def _warm_start(c: Config) -> Iterator[str]:
+    """Yield the lines for a model from scratch that the strategy cannot cut."""
     strategy, start = c.trainer.strategy, c.warm_start
-    if not isinstance(start, SftWarmStart):
+    if start.name != "sft":
         return
     for field in ("sequence", "tensor"):
         if start.model.heads % getattr(strategy, field, 1):
-            yield (
-                f"{_quote(c, f'trainer.strategy.{field}')} does not divide "
-                f"{_quote(c, 'warm_start.model.heads')}; use a divisor of it"
-            )
-    if not isinstance(strategy, Megatron):
+            key = f"trainer.strategy.{field}"
+            yield f"<{key}> does not divide <warm_start.model.heads>; use a divisor of it"
+    if strategy.name != "megatron":
         return
     if strategy.expert > 1:
-        yield (
-            f"{_quote(c, 'trainer.strategy.expert')} spreads experts, of which the model of "
-            "warm_start=sft has none; set it to 1"
-        )
+        yield "<trainer.strategy.expert> needs experts, and warm_start=sft has none; set it to 1"
     if strategy.pipeline > start.model.layers:
         yield (
-            f"{_quote(c, 'trainer.strategy.pipeline')} is more than "
-            f"{_quote(c, 'warm_start.model.layers')}; make it {start.model.layers} or less"
+            "<trainer.strategy.pipeline> is more than <warm_start.model.layers>; set it to "
+            f"{start.model.layers} or less"
         )
 
 
-def _megatron(c: Config) -> Iterator[str]:
-    if not isinstance(c.trainer.strategy, Megatron):
-        return
-    if isinstance(c.model.adapter, LoraAdapter):
-        yield (
-            f"{_quote(c, 'trainer/strategy', 'model/adapter')} exclude each other, as "
-            "megatron-core has no adapters; set trainer/strategy=fsdp2, or model/adapter=none"
-        )
-
-
-def _truths(c: Config) -> Iterator[str]:
+def _truth_column(c: Config) -> Iterator[str]:
     reward = c.reward
     is_custom = reward.function.path or reward.manager.name in ("remote", "custom")
     if c.data.columns.truth == "none" and not (is_custom or "none" in reward.scorers.values()):
         yield (
-            "data.columns.truth=none leaves the built-in scorers nothing to compare with; set "
+            "data.columns.truth=none, but the built-in scorers need a ground truth; set "
             "reward.function.path=FILE.py, 'reward.scorers={*: none}' where a model or a judge "
             "scores, or name the column"
         )
 
 
-def _groups(c: Config) -> Iterator[str]:
+def _group_size(c: Config) -> Iterator[str]:
     """Yield the rules about groups of one answer."""
     if c.rollout.n > 1:
         return
     advantage, rule = c.algorithm.advantage, c.sampling.filter
-    if advantage.name == "grpo" and isinstance(rule, VarianceFilter):
+    if advantage.name == "grpo" and rule.name == "variance":
         yield (
-            "rollout.n=1 makes groups of one, in which sampling/filter=variance has nothing to "
-            "compare and algorithm/advantage=grpo nothing to be relative to; set rollout.n to 2 or "
-            "more, or choose sampling/filter=none"
+            "rollout.n=1 leaves nothing to compare for sampling/filter=variance and "
+            "algorithm/advantage=grpo; set rollout.n to 2 or more, or choose sampling/filter=none"
         )
-    if isinstance(advantage, GrpoPasskAdvantage | OptimalTokenBaselineAdvantage):
+    if rule.name == "band" and rule.metric == "accuracy" and 0 < rule.low <= rule.high < 1:
         yield (
-            f"{_quote(c, 'algorithm/advantage')} compares the answers to a prompt, and "
-            "rollout.n=1 gives one; set rollout.n to 2 or more"
-        )
-    if isinstance(rule, BandFilter) and rule.metric == "accuracy" and 0 < rule.low <= rule.high < 1:
-        band = _quote(c, "rollout.n", "sampling.filter.low", "sampling.filter.high")
-        yield (
-            f"{band} let no group pass, as one answer is right or wrong; set rollout.n to 2 or "
-            "more, or choose sampling/filter=none"
+            "<rollout.n>, <sampling.filter.low> and <sampling.filter.high> let no group pass, as "
+            "one answer is right or wrong; set rollout.n to 2 or more, or choose "
+            "sampling/filter=none"
         )
 
 
@@ -245,44 +241,24 @@ def _admission(c: Config) -> Iterator[str]:
     staleness, most = sampling.max_staleness, sampling.max_groups_per_step
     if sampling.lookahead > staleness:
         yield (
-            f"{_quote(c, 'sampling.lookahead')} admits groups for more steps ahead than "
-            f"{_quote(c, 'sampling.max_staleness')} lets them wait; lower lookahead to {staleness} "
-            "or less, or raise max_staleness"
+            "<sampling.lookahead> is more than <sampling.max_staleness>; set lookahead to "
+            f"{staleness} or less, or raise max_staleness"
         )
     if most is not None and most < sampling.groups_per_step:
         yield (
-            f"{_quote(c, 'sampling.max_groups_per_step', 'sampling.groups_per_step')} let no step "
-            f"fill; set the first to {sampling.groups_per_step} or more, or to null"
+            "<sampling.max_groups_per_step> is less than <sampling.groups_per_step>; set it to "
+            f"{sampling.groups_per_step} or more, or to null"
         )
 
 
 def _mode(c: Config) -> Iterator[str]:
-    """Yield the rules of the modes in which sampling goes on while a step is learnt."""
-    mode, sampling = _quote(c, "trainer/mode"), c.sampling
-    if isinstance(c.trainer.mode, SyncMode):
-        return
-    if "rollout" not in Roles(c) and not isinstance(c.rollout.engine, HttpEngineConfig):
+    """Yield the rules of the modes that sample and train at the same time."""
+    has_engines = "rollout" in Roles(c) or c.rollout.engine.name == "http"
+    if c.trainer.mode.name != "sync" and not has_engines:
         yield (
-            f"{mode} writes answers while a step is learnt, which takes engines in processes of "
-            f"their own, got {_quote(c, 'rollout/engine', 'rollout.engine.processes')}; set "
-            "rollout.engine.processes=1 or more (rollout/engine=custom has none), or "
-            "trainer/mode=sync"
-        )
-    if isinstance(c.trainer.mode, AsyncMode) and c.run.deterministic:
-        yield (
-            f"{mode} takes new weights whenever they are there, and run.deterministic=true "
-            "promises the same bits; set run.deterministic=false, or trainer/mode=one_step_off"
-        )
-    if sampling.max_staleness < 1:
-        yield (
-            f"{mode} learns from groups of older weights, and {_quote(c, _STALENESS)} allows "
-            f"none; set {_STALENESS} to 1 or more (2 keeps engines as busy as 1 does with "
-            "trainer/mode=sync), or trainer/mode=sync"
-        )
-    if sampling.commit != "admission_order":
-        yield (
-            f"{mode} never drops a group for being late, and {_quote(c, 'sampling.commit')} does; "
-            "set sampling.commit=admission_order, or trainer/mode=sync"
+            "<trainer/mode> needs engines in separate processes, got <rollout/engine> and "
+            "<rollout.engine.processes>; set rollout.engine.processes=1 or more "
+            "(rollout/engine=custom has none), or trainer/mode=sync"
         )
 
 
@@ -292,26 +268,24 @@ def _updates(c: Config) -> Iterator[str]:
         near = [size for size in range(1, groups + 1) if groups % size == 0]
         fitting = min(near, key=lambda size: (abs(size - mini), size))
         yield (
-            f"{_quote(c, 'sampling.groups_per_step')} cannot be cut into mini-batches of "
-            f"{_quote(c, 'trainer.mini_batch_groups')} groups; use a divisor, such as {fitting}"
+            "<sampling.groups_per_step> is not a multiple of <trainer.mini_batch_groups>; use a "
+            f"divisor, such as {fitting}"
         )
     # Fused mode takes `old` from the update's own forward pass, which is the step's only one.
     is_one_update = c.trainer.epochs == 1 and mini == groups
     if c.algorithm.correction.mode == "fused" and not is_one_update:
-        got = ("trainer.epochs", "trainer.mini_batch_groups", "sampling.groups_per_step")
         yield (
-            f"algorithm.correction.mode=fused needs one update a step, got {_quote(c, *got)}; set "
-            "trainer.epochs=1 and trainer.mini_batch_groups=null, or "
-            "algorithm.correction.mode=recompute"
+            "algorithm.correction.mode=fused needs one update a step, got <trainer.epochs>, "
+            "<trainer.mini_batch_groups> and <sampling.groups_per_step>; set trainer.epochs=1 and "
+            "trainer.mini_batch_groups=null, or algorithm.correction.mode=recompute"
         )
     # With a shorter horizon a step could turn the KL's weight negative.
     kl, answers = c.algorithm.kl.reward, groups * c.rollout.n
-    if isinstance(kl, AdaptiveRewardKl) and kl.horizon_samples <= 0.2 * answers:
+    if kl.name == "adaptive" and kl.horizon_samples <= 0.2 * answers:
         yield (
-            f"{_quote(c, 'algorithm.kl.reward.horizon_samples')} is too short for the {answers} "
-            f"answers of {_quote(c, 'sampling.groups_per_step', 'rollout.n')}, which could turn "
-            f"the weight negative; set it to {answers // 5 + 1} or more, better to several times "
-            f"{answers}"
+            f"<algorithm.kl.reward.horizon_samples> is too short for {answers} answers a step "
+            "(<sampling.groups_per_step>, <rollout.n>): the weight could turn negative; set it to "
+            f"{answers // 5 + 1} or more, ideally several times {answers}"
         )
 
 
@@ -322,16 +296,13 @@ def _lengths(c: Config) -> Iterator[str]:
         ("reward.cosine.limit_tokens", cosine.enabled),
     ):
         if is_used and (_value(c, key) or 0) > limit:
-            yield (
-                f"{_quote(c, key)} is longer than {_quote(c, 'rollout.max_response_tokens')}; make "
-                f"it at most {limit}, or raise the limit"
-            )
+            yield f"<{key}> is more than <rollout.max_response_tokens>; set it to at most {limit}"
 
 
-def _scores(c: Config) -> Iterator[str]:
-    """Yield the line for a reward without a part that counts; gdpo has weights of its own."""
+def _reward(c: Config) -> Iterator[str]:
+    """Yield the line for a reward whose weights are all 0; gdpo has weights of its own."""
     weights = c.reward.part_weights()
-    gdpo = isinstance(c.algorithm.advantage, GdpoAdvantage)
+    gdpo = c.algorithm.advantage.name == "gdpo"
     if c.reward.weights.task == 0 and not any(weights.values()) and not gdpo:
         zeros = " and ".join(f"{key}=0" for key in ("reward.weights.task", *weights))
         none = "" if weights else " and reward/model=none"
@@ -343,124 +314,71 @@ def _evaluation(c: Config) -> Iterator[str]:
     if c.trainer.keep_best is None:
         return
     eval_files = c.data.eval_files or getattr(c.sft, "eval_files", ())
-    if not eval_files and isinstance(c.data.task, NoTask):
+    if not eval_files and c.data.task.name == "none":
         yield (
-            f"{_quote(c, 'trainer.keep_best')} is a figure of an evaluation, but data.eval_files "
-            "is empty; set data.eval_files=[FILE], or trainer.keep_best=null"
+            "<trainer.keep_best> needs an evaluation, but data.eval_files is empty; set "
+            "data.eval_files=[FILE], or trainer.keep_best=null"
         )
     elif save is None or evaluate is None or evaluate % save:
         yield (
-            f"{_quote(c, 'trainer.keep_best')} asks for checkpoints of evaluated steps, but "
-            f"{_quote(c, 'trainer.save_every', 'evaluation.every')} do not meet; make "
-            "evaluation.every a multiple of trainer.save_every, or set trainer.keep_best=null"
+            "<trainer.keep_best> needs a checkpoint at each evaluation, got <trainer.save_every> "
+            "and <evaluation.every>; make evaluation.every a multiple of trainer.save_every, or "
+            "set trainer.keep_best=null"
         )
-
-
-_OVERLAPPED = "trainer/mode=one_step_off", "trainer/mode=async"
 
 
 def _engine(c: Config) -> Iterator[str]:
-    engine, adapter = c.rollout.engine, c.model.adapter
-    rank = adapter.rank if isinstance(adapter, LoraAdapter) else 0
-    is_alone = isinstance(adapter, LoraAdapter) and adapter.publish == "adapter"
-    if is_alone and isinstance(engine, HttpEngineConfig):
-        yield (
-            f"model.adapter.publish=adapter and {_quote(c, 'rollout/engine')} exclude each other: "
-            "servers get whole weights; set model.adapter.publish=merged or rollout/engine=torch"
-        )
-    most = VLLM_ADAPTER_RANK
-    if is_alone and isinstance(engine, VllmEngineConfig) and rank > most:
-        yield (
-            f"{_quote(c, 'model.adapter.rank')} is more than the {most} that vLLM takes; lower it, "
-            "or set model.adapter.publish=merged"
-        )
-    longest = longest_tokens(c)
-    if (
-        isinstance(engine, VllmEngineConfig)
-        and not engine.chunked_prefill
-        and engine.prefill_tokens < longest
-    ):
-        setting = _quote(c, "rollout.engine.chunked_prefill", "rollout.engine.prefill_tokens")
-        yield (
-            f"{setting} prefill no answer that goes on behind {longest} tokens, the longest prompt "
-            f"and response; set prefill_tokens to {longest} or more, or chunked_prefill=true"
-        )
-    sleeps = isinstance(engine, VllmEngineConfig) and engine.sleep
-    for key in ("trainer/mode", "run.device"):
-        if sleeps and (setting := _quote(c, key)) in ("run.device=cpu", *_OVERLAPPED):
-            yield (
-                f"rollout.engine.sleep=true and {setting} exclude each other, as engines sleep on "
-                "GPUs while a step is learnt; set rollout.engine.sleep=false"
-            )
-    if isinstance(engine, HttpEngineConfig) and c.run.deterministic:
-        yield (
-            "run.deterministic=true and rollout/engine=http exclude each other: servers write free "
-            "of ticks, with random numbers of their own; set run.deterministic=false, or choose "
-            "rollout/engine=vllm or torch"
-        )
-
-
-def _routes(c: Config) -> Iterator[str]:
-    """Yield the rules of engines and models that tell or take no routes."""
-    if not c.rollout.routing_replay:
+    engine, adapter, longest = c.rollout.engine, c.model.adapter, max_sequence_tokens(c)
+    if engine.name != "vllm":
         return
-    setting = "rollout.routing_replay=true"
-    if isinstance(c.rollout.engine, HttpEngineConfig):
+    if adapter.name == "lora" and adapter.publish == "adapter" and adapter.rank > VLLM_MAX_RANK:
         yield (
-            f"{setting} needs an engine that tells the experts of each token, and "
-            f"{_quote(c, 'rollout/engine')} tells none; choose rollout/engine=vllm or torch, or "
-            "set it to false"
+            f"<model.adapter.rank> is above vLLM's maximum, {VLLM_MAX_RANK}; lower it, or set "
+            "model.adapter.publish=merged"
         )
-    if isinstance(c.rollout.engine, VllmEngineConfig) and not c.rollout.engine.prefix_caching:
+    if not engine.chunked_prefill and engine.prefill_tokens < longest:
         yield (
-            f"{setting} needs rollout.engine.prefix_caching=true with "
-            f"{_quote(c, 'rollout/engine')}, which keeps routes by the blocks of that cache; set "
-            "that to true, or set it to false"
+            "<rollout.engine.chunked_prefill> and <rollout.engine.prefill_tokens> cannot resume an "
+            f"answer of {longest} tokens, the longest prompt and response; set prefill_tokens to "
+            f"{longest} or more, or chunked_prefill=true"
         )
-    if getattr(c.trainer.strategy, "compile", False):
+    if c.rollout.routing_replay and not engine.prefix_caching:
         yield (
-            f"{setting} and {_quote(c, 'trainer.strategy.compile')} exclude each other, as routers "
-            "are compiled with their blocks; set one of them to false"
+            "<rollout.routing_replay> with <rollout/engine> needs "
+            "rollout.engine.prefix_caching=true; set that to true, or routing_replay to false"
         )
 
 
 def _placement(c: Config) -> Iterator[str]:
     cluster = c.cluster
-    if not isinstance(cluster, RayCluster):
+    if cluster.name != "ray":
         return
     roles, pools, chosen = Roles(c), cluster.pools, cluster.roles.model_dump()
-    names = ", ".join(pools)
     if not roles:
         yield (
-            "cluster=ray has nothing to place: trainer/strategy=single, no engine apart and "
-            "reward.processes=0 keep everything in the run's process; set "
-            "trainer/strategy=fsdp2, rollout.engine.processes=1 or cluster=local"
+            "cluster=ray has nothing to place: trainer/strategy=single, in-process engines and "
+            "reward.processes=0 use the run's process only; set trainer/strategy=fsdp2, "
+            "rollout.engine.processes=1 or cluster=local"
         )
     if cluster.nodes > 1 and pools:
-        yield (
-            f"cluster.nodes={cluster.nodes} spreads ranks where no pools are given, but "
-            f"cluster.pools has {names}; set nodes of the pool, and leave cluster.nodes at 1"
-        )
+        yield "<cluster.nodes> conflicts with cluster.pools; set nodes of the pool instead"
     elif roles["policy"].count % cluster.nodes:
-        yield (
-            f"{_quote(c, 'trainer.strategy.ranks')} cannot be spread over "
-            f"{_quote(c, 'cluster.nodes')}, as many on each; use a divisor of ranks"
-        )
+        yield "<trainer.strategy.ranks> is not a multiple of <cluster.nodes>; use a divisor"
     for role in roles.entries if pools or any(chosen.values()) else ():
         name = role.pool
         slots = pools[name].nodes * pools[name].per_node if name in pools else 0
         if slots != role.count or (name and not slots):
             yield (
-                f"cluster.roles.{role.name}={name or 'null'} has {slots} slots in cluster.pools "
-                f"({names}), and {role.key} asks for {role.count}; name a pool whose nodes "
-                f"x per_node is {role.count} (null for 0), or change {role.key}"
+                f"<cluster.roles.{role.name}> has {slots} slots in cluster.pools, but {role.key} "
+                f"is {role.count}; name a pool whose nodes x per_node is {role.count} (null for "
+                f"0), or change {role.key}"
             )
         mates = [r.name for r in roles.entries if r.pool == name and r.name != role.name]
         for mate in mates if name and role.width > 1 else ():
             key = role.key.replace("processes", "tensor_parallel")
             yield (
-                f"{key}={role.width} takes several GPUs a slot, which cluster.roles.{role.name}="
-                f"{name} shares with {mate}; give it a pool of its own"
+                f"{key}={role.width} needs several GPUs a slot, but <cluster.roles.{role.name}> is "
+                f"shared with {mate}; give it a separate pool"
             )
     for name in [name for name in pools if name not in chosen.values()]:
-        yield f"cluster.pools.{name} has no role; name it in cluster.roles, or leave it out"
+        yield f"cluster.pools.{name} has no role; name it in cluster.roles, or remove it"

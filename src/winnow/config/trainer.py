@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from winnow.config.base import (
     ADDRESS,
@@ -23,7 +23,7 @@ from winnow.config.base import (
 
 
 class WholeModels(Section):
-    """Whole models, in the process that runs them."""
+    """Unsharded models, in the process that runs them."""
 
     name: Literal["single"] = "single"
     compile: bool = False
@@ -32,30 +32,28 @@ class WholeModels(Section):
 
 
 class Sharded(Section):
-    """A model sharded over processes that do nothing else (PyTorch's `fully_shard`); see
-    docs/ranks.md."""
+    """A model sharded over dedicated processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
-    at: ClassVar[str]
+    section_key: ClassVar[str]
     """Key of the section."""
     name: Literal["fsdp2"] = "fsdp2"
     ranks: int = Field(2, ge=1)
     """Processes, each with its share of the weights and of the work."""
     replicas: int = Field(1, ge=1)
-    """Groups of ranks that hold all weights each (HSDP); a divisor of ranks."""
+    """Groups of ranks with a full copy of the weights each (HSDP); a divisor of ranks."""
     offload: bool = False
-    """Keep what a rank holds (weights, gradients, optimizer state) in the host's memory, and step
+    """Keep a rank's weights, gradients and optimizer state in host memory, and run the optimizer
     there."""
 
     def conflicts(self) -> Iterator[str]:
         if self.ranks % self.replicas:
-            yield (
-                f"{self.at}.ranks={self.ranks} cannot be cut into {self.at}.replicas="
-                f"{self.replicas} groups of ranks; use a divisor of ranks"
-            )
+            key = self.section_key
+            sizes = f"{key}.ranks={self.ranks} is not a multiple of {key}.replicas={self.replicas}"
+            yield f"{sizes}; use a divisor of ranks"
 
 
 class WithPolicy(Section):
-    """Beside the policy: on its ranks, or in the run's process."""
+    """With the policy: on its ranks, or in the run's process."""
 
     name: Literal["policy"] = "policy"
 
@@ -63,70 +61,69 @@ class WithPolicy(Section):
 class Fsdp2(Sharded):
     """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
-    at: ClassVar[str] = "trainer.strategy"
+    section_key: ClassVar[str] = "trainer.strategy"
     compile: bool = False
     """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
     compiler (and Triton on GPUs). Bits differ."""
     sequence: int = Field(1, ge=1)
-    """Neighbouring ranks that run each micro-batch together, a part of its tokens each (Ulysses
-    sequence parallelism); a divisor of ranks and of the attention heads."""
+    """Ranks that share each micro-batch, a part of its tokens each (Ulysses sequence parallelism);
+    a divisor of ranks and of the attention heads."""
     reshard_after_forward: bool = True
     """Drop a layer's gathered weights after its forward pass and gather them again for the backward
     pass; false keeps them: faster, more memory."""
     prefetch: int = Field(0, ge=0)
-    """Layers whose weights are gathered ahead while one runs, which takes their memory; 0 leaves it
-    to PyTorch, which gathers the next one in the backward pass."""
+    """Layers gathered ahead of the running one, at the cost of their memory; 0 is PyTorch's
+    default, which gathers the next one in the backward pass."""
     bucket_mb: int = Field(64, ge=1)
-    """MiB of a bucket, in which weights travel to the engine, at most 64. A tensor is gathered
-    whole before it is packed, and two buckets are on their way at once."""
+    """MiB per bucket of weights sent to the engine, at most 64. Tensors are gathered before they
+    are packed; two buckets are in flight."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         if self.ranks % self.sequence:
             yield (
-                f"trainer.strategy.ranks={self.ranks} cannot be cut into groups of "
-                f"trainer.strategy.sequence={self.sequence} ranks; use a divisor of ranks"
+                f"trainer.strategy.ranks={self.ranks} is not a multiple of "
+                f"trainer.strategy.sequence={self.sequence}; use a divisor of ranks"
             )
 
 
 class Megatron(Section):
-    """Models cut by Megatron's tensor, pipeline and expert parallelism over several processes
-    (winnow-rl[megatron]); see docs/megatron.md."""
+    """Megatron's tensor, pipeline and expert parallelism (winnow-rl[megatron]); see
+    docs/megatron.md."""
 
     name: Literal["megatron"] = "megatron"
     ranks: int = Field(2, ge=1)
-    """Processes: a multiple of tensor x pipeline, which run a share of the samples together."""
+    """Number of processes: a multiple of tensor x pipeline."""
     tensor: int = Field(1, ge=1)
-    """Ranks that each matrix is cut over; a divisor of the attention heads, and of those for keys
-    and values."""
+    """Tensor-parallel size; a divisor of the attention heads and of the KV heads."""
     pipeline: int = Field(1, ge=1)
-    """Stages that the layers are cut into, which micro-batches pass through one by one."""
+    """Pipeline-parallel size."""
     expert: int = Field(1, ge=1)
-    """Ranks that the experts of a layer are spread over, across those of tensor and of other
-    shares; a divisor of the experts and of ranks / pipeline."""
+    """Expert-parallel size, over tensor-parallel and data-parallel ranks; a divisor of the experts
+    and of ranks / pipeline."""
     sequence_parallel: bool = True
-    """With tensor > 1, keep a part of the tokens on each rank between the matrices, where false
-    keeps all of them on each; mixtures of experts need it."""
+    """With tensor > 1, split the tokens over tensor-parallel ranks between the matrices; false
+    keeps all tokens on each rank. Mixtures of experts need it."""
     bucket_mb: int = Field(64, ge=1)
-    """MiB of a bucket, in which weights travel to the engine, at most 64. A tensor is gathered
-    whole before it is packed, and two buckets are on their way at once."""
+    """MiB per bucket of weights sent to the engine, at most 64. Tensors are gathered before they
+    are packed; two buckets are in flight."""
 
     @property
-    def share_ranks(self) -> int:
+    def model_parallel_ranks(self) -> int:
         """The number of ranks that run the same samples together."""
         return self.tensor * self.pipeline
 
     @property
     def data(self) -> int:
         """The number of shares that the samples are dealt to."""
-        return self.ranks // self.share_ranks
+        return self.ranks // self.model_parallel_ranks
 
     def conflicts(self) -> Iterator[str]:
         at = "trainer.strategy"
-        if self.ranks % self.share_ranks:
+        if self.ranks % self.model_parallel_ranks:
             yield (
-                f"{at}.ranks={self.ranks} cannot be cut into groups of {at}.tensor={self.tensor} "
-                f"x {at}.pipeline={self.pipeline} ranks; use a multiple of {self.share_ranks}"
+                f"{at}.ranks={self.ranks} is not a multiple of {at}.tensor={self.tensor} x "
+                f"{at}.pipeline={self.pipeline}; use a multiple of {self.model_parallel_ranks}"
             )
         elif (self.tensor * self.data) % self.expert:
             yield (
@@ -137,8 +134,7 @@ class Megatron(Section):
         if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
             yield (
                 f"{at}.expert={self.expert} and {at}.tensor={self.tensor} need {at}."
-                "sequence_parallel=true, as experts take other tokens from each rank; set that, "
-                f"or {at}.tensor=1"
+                f"sequence_parallel=true; set that, or {at}.tensor=1"
             )
 
 
@@ -146,20 +142,20 @@ Strategy = Annotated[WholeModels | Fsdp2 | Megatron, Field(discriminator="name")
 
 
 class SyncMode(Section):
-    """Sample a step, learn it, publish its weights; then the next."""
+    """Sample a step, train on it, publish the weights; then the next step."""
 
     name: Literal["sync"] = "sync"
 
 
 class OneStepOffMode(Section):
-    """Sample a step while the one before is learnt, with the weights before that; see
+    """Sample a step while the trainer runs the one before, one version behind; see
     docs/async.md."""
 
     name: Literal["one_step_off"] = "one_step_off"
 
 
 class AsyncMode(Section):
-    """Sample without a pause; new weights come while answers are written. Needs
+    """Sample continuously; new weights are loaded while answers are generated. Needs
     run.deterministic=false; see docs/async.md."""
 
     name: Literal["async"] = "async"
@@ -179,16 +175,16 @@ class ProfileConfig(Section):
     tool: Literal["torch", "nsight", "memory"] = "torch"
     """torch.profiler's trace; on GPUs also Nsight Systems, or snapshots of their memory."""
     continuous: bool = False
-    """Steps that follow each other share a file; false: each has its own."""
+    """Consecutive steps share a file; false: one file per step."""
     roles: tuple[ProfileRole, ...] = ("driver", "learner", "engine")
-    """Processes: the run's own, ranks that learn, engines in processes of their own."""
+    """Processes to profile: the run's process, learner ranks, engines in separate processes."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = (0,)
-    """Ranks that learn, and engines, by number; null: all."""
+    """Numbers of the learner ranks and engines to profile; null: all."""
     save_path: Annotated[str | None, PLACE] = None
     """Folder of the files; null: RUN/profile."""
 
 
-def epoch_seconds(value: str | float) -> float:
+def to_epoch_seconds(value: str | float) -> float:
     """Return a time as seconds since 1970; one without a time zone is local.
 
     Raises:
@@ -203,16 +199,26 @@ def epoch_seconds(value: str | float) -> float:
     return seconds
 
 
+def _check_time(value: str | float | None) -> str | float | None:
+    try:
+        if value is not None and value != "never":
+            to_epoch_seconds(value)
+    except ValueError:
+        example = "2026-11-23T07:05:00+00:00"
+        raise ValueError(f"must be a time such as {example}, or in seconds, or never") from None
+    return value
+
+
 class TrainerConfig(Section):
     """Number of steps, the updates of each, memory bounds and checkpoints."""
 
     steps: Annotated[int, Change.ON_RESUME] = Field(100, ge=1)
-    """Steps to train; each ends with new weights in the engine."""
+    """Number of training steps; each publishes new weights to the engine."""
     data_epochs: Annotated[float | None, Change.ON_RESUME] = Field(None, gt=0)
-    """Passes over the training data after which the run ends, in the place of trainer.steps, which
-    then becomes the most steps that they can fill; null: trainer.steps."""
+    """Passes over the training data after which the run ends, instead of trainer.steps, which then
+    becomes the maximum number of steps; null: trainer.steps."""
     mode: Annotated[Mode, Change.BETWEEN_GROUPS] = SyncMode()
-    """Order of sampling, learning and publishing: one after the other, or side by side."""
+    """Order of sampling, training and publishing: sequential or overlapped."""
     mini_batch_groups: int | None = Field(None, ge=1)
     """Groups an update (one optimizer step), at most those of a step; null: one update a step."""
     epochs: int = Field(1, ge=1)
@@ -220,48 +226,36 @@ class TrainerConfig(Section):
     strategy: Annotated[Strategy, Change.ON_RESUME, {"name": Change.NEVER}] = WholeModels()
     """Placement of the models' weights."""
     microbatch_tokens: int = Field(16384, ge=1)
-    """Packed tokens run at once, by one rank or by those that share sequences; bounds memory, never
-    changes what is learnt."""
+    """Maximum packed tokens per micro-batch, of one rank or of the ranks that share sequences;
+    limits memory and never changes the result."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits exist at once; null chooses by the vocabulary, 128 MiB of them, 512 on a
-    GPU."""
+    """Tokens whose logits are in memory at once; null depends on the vocabulary, 128 MiB of them,
+    512 on a GPU."""
     profile: Annotated[ProfileConfig, Change.ON_RESUME] = ProfileConfig()
     """Profiles of chosen steps."""
     save_every: Annotated[int | None, Change.ON_RESUME] = Field(10, ge=1)
-    """Steps between checkpoints, of which a crash costs what came after the last; null saves
-    only at the end."""
+    """Steps between checkpoints; null saves only at the end."""
     keep_last: Annotated[int | None, Change.ON_RESUME] = Field(2, ge=1)
     """Number of newest checkpoints kept; null keeps all."""
     keep_every: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
-    """Keep the checkpoints of every so many steps as well."""
+    """Also keep every checkpoint whose step is a multiple of this."""
     keep_best: Annotated[str | None, Change.ON_RESUME] = None
-    """Keep the checkpoint with the largest value of this figure as well, such as
-    eval/SOURCE/pass@1, or with the smallest sft/held_out_loss."""
+    """Also keep the checkpoint with the largest value of this metric, such as eval/SOURCE/pass@1,
+    or with the smallest sft/held_out_loss."""
     checkpoint_url: Annotated[str | None, ADDRESS, Change.ON_RESUME] = None
-    """Address to which the run's folder is copied after each checkpoint, and from which it is
-    fetched when it is not here: s3://BUCKET/PATH, gs://, hdfs://, file://."""
-    expires_at: Annotated[str | float | None, Change.ON_RESUME] = None
-    """End of the machine, an ISO 8601 time or seconds since 1970: the run saves and ends before it,
-    as at SIGTERM. null: what Slurm, SageMaker or veMLP announce in variables; never: no end."""
+    """URL to which the run's folder is uploaded after each checkpoint, and from which it is
+    downloaded if it is missing: s3://BUCKET/PATH, gs://, hdfs://, file://."""
+    expires_at: Annotated[str | float | None, AfterValidator(_check_time), Change.ON_RESUME] = None
+    """End of the allocation, an ISO 8601 time or seconds since 1970: the run saves and stops before
+    it, as at SIGTERM. null: the time from Slurm, SageMaker or veMLP variables; never: no end."""
     expiry_margin_s: Annotated[float | None, Change.ON_RESUME] = Field(None, gt=0)
-    """Seconds before that end at which the run stops; null: as long as a step and a checkpoint took
-    so far, and a minute."""
+    """Seconds before expires_at at which the run stops; null: the longest step and checkpoint so
+    far, plus a minute."""
     max_restarts: Annotated[int, Change.ON_RESUME] = Field(0, ge=0)
-    """Times a run that was killed, crashed or hung is started again; 0 runs it unsupervised."""
+    """Number of restarts after a kill, crash or hang; 0 disables supervision."""
     stall_timeout_s: Annotated[float, Change.ON_RESUME] = Field(1800.0, gt=0)
-    """Seconds without a token, an update, a step or a byte of a fetched model, after which a
-    supervised run has hung; loading models and starting processes must take less."""
-
-    @field_validator("expires_at")
-    @classmethod
-    def _is_time(cls, value: str | float | None) -> str | float | None:
-        try:
-            if value not in (None, "never"):
-                epoch_seconds(value)
-        except ValueError:
-            example = "2026-11-23T07:05:00+00:00"
-            raise ValueError(f"must be a time such as {example}, or in seconds, or never") from None
-        return value
+    """Seconds without progress (a token, an update, a step, a downloaded byte) after which a
+    supervised run counts as hung; loading models and starting processes must take less."""
 
 
 class OptimConfig(Section):
@@ -283,9 +277,9 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, gt=0)
     """Epsilon of AdamW."""
     grad_clip: float | None = Field(1.0, gt=0)
-    """Bound on the gradient's norm; null leaves it as it is."""
+    """Maximum gradient norm; null disables clipping."""
     max_skipped_updates: int = Field(5, ge=1)
-    """Non-finite gradients in a row after which the run stops."""
+    """Consecutive non-finite gradients after which the run stops."""
 
 
 class ValueLossConfig(Section):
@@ -298,16 +292,16 @@ class ValueLossConfig(Section):
 
 
 class ShardedCritic(Sharded):
-    """The critic sharded over processes of its own (PyTorch's `fully_shard`); see docs/ranks.md."""
+    """The critic sharded over dedicated processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
-    at: ClassVar[str] = "critic.strategy"
+    section_key: ClassVar[str] = "critic.strategy"
 
 
-Critic = Annotated[WithPolicy | ShardedCritic, Field(discriminator="name")]
+CriticStrategy = Annotated[WithPolicy | ShardedCritic, Field(discriminator="name")]
 
 
 class CriticConfig(Section):
-    """A value head on a model of its own; unused unless algorithm/advantage needs values."""
+    """A separate value model; unused unless algorithm/advantage needs values."""
 
     path: str | None = None
     """Folder of the model it starts from, a causal LM or a token classifier with one label; null
@@ -319,23 +313,23 @@ class CriticConfig(Section):
     value_loss: ValueLossConfig = ValueLossConfig()
     """Loss of the critic."""
     warmup_steps: int = Field(0, ge=0)
-    """First steps of the run, in which only the critic learns; the last step is always the
-    policy's."""
+    """First steps of the run, in which only the critic is trained; the last step always trains the
+    policy."""
     microbatch_tokens: int | None = Field(None, ge=1)
-    """Packed tokens run at once; null is trainer.microbatch_tokens."""
+    """Maximum packed tokens per micro-batch; null is trainer.microbatch_tokens."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    strategy: Annotated[Critic, Change.ON_RESUME, {"name": Change.NEVER}] = WithPolicy()
+    strategy: Annotated[CriticStrategy, Change.ON_RESUME, {"name": Change.NEVER}] = WithPolicy()
     """Placement of the model's weights."""
 
 
 class EvaluationConfig(Section):
-    """Times of the evaluations on held-out prompts, and sampling for them."""
+    """Schedule and sampling of the evaluations on held-out prompts."""
 
     before: bool = True
-    """Evaluate the start."""
+    """Evaluate before the first step."""
     every: int | None = Field(None, ge=1)
-    """Steps between evaluations; the end is always evaluated. null: only there."""
+    """Steps between evaluations; the last step is always evaluated. null: only that."""
     n: int = Field(1, ge=1)
     """Answers a prompt: avg@n, pass@k for k up to n, maj@k."""
     temperature: float = Field(1.0, ge=0, le=TEMPERATURES[1])
@@ -345,9 +339,9 @@ class EvaluationConfig(Section):
     top_k: int = Field(0, ge=0)
     """Number of most likely tokens kept; 0 keeps all."""
     greedy: bool = False
-    """Report one greedy answer a prompt as well."""
+    """Also report one greedy answer per prompt."""
     max_prompts: int | None = Field(None, ge=1)
-    """Take only the first so many prompts."""
+    """Maximum number of prompts; the first ones are used."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Response limit; null takes the rollout's."""
     data_set: str | None = None
@@ -356,13 +350,13 @@ class EvaluationConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if 0 < self.temperature < TEMPERATURES[0]:
             yield (
-                f"evaluation.temperature={self.temperature:g} divides logits until they overflow; "
-                f"set it to 0, which is greedy, or to {TEMPERATURES[0]:g} and more"
+                f"evaluation.temperature={self.temperature:g} overflows the logits; set it to 0 "
+                f"(greedy), or to {TEMPERATURES[0]:g} or more"
             )
 
 
 class LocalCluster(Section):
-    """All processes on this machine; of several GPUs each process has one of its own."""
+    """All processes on this machine; with several GPUs, one GPU per process."""
 
     name: Literal["local"] = "local"
 
@@ -372,31 +366,31 @@ class PoolConfig(Section):
     of them has a model."""
 
     nodes: int = Field(1, ge=1)
-    """Parts of the pool; each lies on one node."""
+    """Number of parts of the pool; each lies on one node."""
     per_node: int = Field(1, ge=1)
     """Slots of each part."""
     cpus: float | None = Field(None, gt=0)
-    """Cores that each worker takes; null is cluster.cpus."""
+    """Cores per worker; null is cluster.cpus."""
 
 
 class RolesConfig(Section):
     """The pool of each role that has workers. Roles of one pool are colocated, slot by slot."""
 
     policy: str | None = None
-    """Pool of the ranks (trainer/strategy=fsdp2 or megatron), which hold critic and reference, too,
-    where these have none of their own."""
+    """Pool of the policy's ranks (trainer/strategy=fsdp2 or megatron), which also run critic and
+    reference unless these have their own ranks."""
     rollout: str | None = None
     """Pool of the engines (rollout.engine.processes)."""
     reward: str | None = None
-    """Pool of the processes that score (reward.processes)."""
+    """Pool of the reward processes (reward.processes)."""
     reward_model: str | None = None
-    """Pool of the reward model's own ranks (reward/model/strategy=fsdp2)."""
+    """Pool of the reward model's ranks (reward/model/strategy=fsdp2)."""
     judge: str | None = None
-    """Pool of a judge's engines (reward/judge=engine)."""
+    """Pool of the judge's engines (reward/judge=engine)."""
     reference: str | None = None
-    """Pool of the reference's own ranks (reference/strategy=fsdp2)."""
+    """Pool of the reference's ranks (reference/strategy=fsdp2)."""
     critic: str | None = None
-    """Pool of the critic's own ranks (critic/strategy=fsdp2)."""
+    """Pool of the critic's ranks (critic/strategy=fsdp2)."""
 
 
 Packages = str | tuple[str, ...] | dict[str, Any] | None
@@ -404,14 +398,14 @@ Packages = str | tuple[str, ...] | dict[str, Any] | None
 
 
 class RuntimeEnvConfig(Section):
-    """Ray's `runtime_env` of the actors, beside what the run gives them by itself."""
+    """Ray's `runtime_env` of the actors, in addition to Winnow's."""
 
     working_dir: str | None = None
     """Folder that Ray copies to each node, or URI of an archive; its modules can be imported."""
     py_modules: tuple[str, ...] = ()
     """Folders or URIs of modules that are copied likewise."""
     excludes: tuple[str, ...] = ()
-    """Files of working_dir that stay behind, by patterns of .gitignore; run.dir always does."""
+    """Files of working_dir to skip, as .gitignore patterns; run.dir is always skipped."""
     pip: Packages = None
     """Packages to install for the actors: a list, a file, or Ray's table of options."""
     uv: Packages = None
@@ -437,12 +431,12 @@ class RuntimeEnvConfig(Section):
 
 
 class RayInitConfig(Section):
-    """The instance of Ray that a run starts where cluster.address is null."""
+    """The Ray instance that a run starts if cluster.address is null."""
 
     num_cpus: int | None = Field(None, ge=1)
-    """Cores that it says it has; null: all of the machine, also where a batch system gives less."""
+    """Number of cores it reports; null: all of the machine, even if a batch system allots fewer."""
     object_store_mb: int = Field(512, ge=80)
-    """MiB of shared memory for what is passed around; Ray puts the rest on disk."""
+    """MiB of shared memory of the object store; Ray spills the rest to disk."""
     temp_dir: Annotated[str | None, PLACE] = Field(None, min_length=1)
     """Folder for Ray's sockets and logs while it runs; null is TMPDIR, or /tmp if that is long."""
 
@@ -454,9 +448,9 @@ class RayCluster(Section):
     address: Annotated[str | None, ADDRESS] = Field(None, min_length=1)
     """auto (this machine's cluster, or the job's), or HOST:PORT; null starts one for the run."""
     nodes: int = Field(1, ge=1)
-    """Nodes that the ranks are spread over, as many on each; pools say that themselves."""
+    """Number of nodes to spread the ranks over evenly; unused with pools."""
     cpus: float = Field(1.0, gt=0)
-    """Cores that each worker takes."""
+    """Cores per worker."""
     pools: dict[str, PoolConfig] = Field({})
     """Pools of slots by name; empty gives the ranks one of cluster.nodes, and each engine and each
     process that scores a slot anywhere."""
@@ -469,13 +463,13 @@ class RayCluster(Section):
     init: RayInitConfig = RayInitConfig()
     """The instance that the run starts."""
     timeline_file: Annotated[str | None, PLACE] = Field(None, min_length=1)
-    """File for Ray's timeline of all tasks, for chrome://tracing, written at the run's end."""
+    """File for Ray's timeline of all tasks, for chrome://tracing, written when the run ends."""
 
     def conflicts(self) -> Iterator[str]:
         if self.address is not None and self.init != RayInitConfig():
             yield (
-                f"cluster.init is for an instance that the run starts, and cluster.address="
-                f"{self.address} is there already; leave cluster.init out, or set the address null"
+                f"cluster.init applies to a Ray instance that the run starts, got cluster.address="
+                f"{self.address}; leave cluster.init out, or set cluster.address=null"
             )
         ours, env = self.environment, self.runtime_env.env_vars
         for name in sorted(name for name in {*ours} & {*env} if ours[name] != env[name]):

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from winnow.config.files import parse_layer
-from winnow.config.load import flat
+from winnow.config.load import flatten
 from winnow.config.roles import ROLES, Roles
 from winnow.config.root import Config
 from winnow.dashboard import answers
@@ -97,7 +97,7 @@ class RunPages:
         stamp = (root or self.files.entries()).get(CONFIG, ABSENT).stamp
 
         def make() -> dict[str, Any]:
-            return {key: _json_value(value) for key, value in flat(self._tree(stamp)).items()}
+            return {key: _json_value(value) for key, value in flatten(self._tree(stamp)).items()}
 
         return self._cache.get("flat", stamp, make)
 
@@ -524,4 +524,4 @@ def _list_processes(tree: Mapping[str, Any], flat: Mapping[str, Any]) -> Iterato
         counts = ((role, flat.get(role.key)) for role in ROLES)
         roles = [replace(role, count=n) for role, n in counts if isinstance(n, int) and n > 0]
     for role in roles:
-        yield {"name": role.plural, "count": role.count, "field": role.key}
+        yield {"name": role.plural_title, "count": role.count, "field": role.key}

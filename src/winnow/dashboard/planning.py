@@ -21,7 +21,7 @@ from winnow.dashboard.sidecar import exit_with_parent
 from winnow.errors import WinnowError
 from winnow.observe.files import MODEL
 from winnow.observe.gpus import GPU_NAMES
-from winnow.user_code import refuse_user_code
+from winnow.user_code import disable_user_code
 
 MOST_BYTES = 10_000
 """Most bytes of a request's body."""
@@ -143,7 +143,7 @@ def limit_process() -> None:
     A run's folder may be a stranger's: none of the code that it names is run.
     """
     exit_with_parent()
-    refuse_user_code("is code that a run names, which the dashboard does not run; use winnow plan")
+    disable_user_code("is code that a run names, which the dashboard does not run; use winnow plan")
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
 

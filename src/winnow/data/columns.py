@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from winnow.boxed import last_boxed
+from winnow.boxed import last_box_content
 from winnow.config.data import DataConfig
 from winnow.errors import DataError
 
@@ -174,7 +174,7 @@ def after_mark(answer: str) -> str | None:
 
 
 def _boxed_or_all(solution: str) -> str:
-    return last_boxed(solution) or solution.strip()
+    return last_box_content(solution) or solution.strip()
 
 
 def excerpt(text: str, characters: int = 100) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from winnow.boxed import last_boxed
+from winnow.boxed import last_box_content
 from winnow.data.columns import AFTER_MARK, VERL, Record, after_mark, wrong_field
 from winnow.data.sources import Row, to_row
 
@@ -73,7 +73,7 @@ Reader = tuple[Callable[[str], str | None], str]
 """Reads a ground truth out of a column's text, and says what the column must hold."""
 _MARKED: Reader = (after_mark, AFTER_MARK)
 _AS_IT_STANDS: Reader = (str, "a text or a number")
-_BOXED: Reader = (last_boxed, "a text with the final answer in \\boxed{}")
+_BOXED: Reader = (last_box_content, "a text with the final answer in \\boxed{}")
 # The columns that may hold what is asked, and those of the ground truth with their readers.
 _QUESTIONS = ("question", "problem", "Problem", "Question")
 _GSM8K = {"answer": _MARKED, "Answer": _MARKED}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from winnow.errors import ConfigError, FolderGoneError, PassingError, WinnowError
+from winnow.errors import ConfigError, FolderGoneError, TransientError, WinnowError
 
 _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT),
@@ -46,12 +46,12 @@ def disk_error(path: Path, error: OSError) -> WinnowError:
 
 
 def disk_error_type(error: OSError, default: type[WinnowError] = WinnowError) -> type[WinnowError]:
-    """Return the error type for a system's error: `PassingError` if it may be temporary.
+    """Return the error type for a system's error: `TransientError` if it may be temporary.
 
     Args:
         default: the type of all others.
     """
-    return PassingError if error.errno in _PASSING else default
+    return TransientError if error.errno in _PASSING else default
 
 
 def reason_and_remedy(error: OSError) -> str:

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from winnow.config.load import flat, plain_values
+from winnow.config.load import config_to_dict, flatten
 from winnow.config.root import Config, ObserveConfig, TrackerName
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, one_line, write_atomic
@@ -56,7 +56,7 @@ class Tracker(ABC):
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         self.folder, self.options, self.tracking = folder, config.observe, config.observe.tracking
-        self.run_name, self.recipe = self.tracking.name or folder.name, plain_values(config)
+        self.run_name, self.recipe = self.tracking.name or folder.name, config_to_dict(config)
         self._state_file = folder.trackers / f"{self.name}.json"
         self._id, self._last = "", -1
         self._is_open = self._is_complete = False
@@ -112,7 +112,7 @@ class Tracker(ABC):
         """Return the recipe as flat hyper-parameters, such as `optim.lr`."""
         return {
             key: value if isinstance(value, str | int | float) else json.dumps(value)
-            for key, value in flat(self.recipe).items()
+            for key, value in flatten(self.recipe).items()
         }
 
     def _read_state(self) -> dict[str, Any]:

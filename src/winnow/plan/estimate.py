@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from winnow.config.model import NoAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens
+from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.balance import Deal, deal, work
@@ -177,15 +177,15 @@ def kept_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
 def shares_gpus(config: Config) -> bool:
     """Return whether an engine's GPU holds a rank as well."""
     roles = Roles(config)
-    return roles["policy"].place == roles["rollout"].place or "rollout" not in roles
+    return roles["policy"].pool_name == roles["rollout"].pool_name or "rollout" not in roles
 
 
 def gpus_beside(config: Config) -> dict[str, int]:
     """Return the GPUs that ranks of the policy leave to others, by pool; most of its roles."""
     roles, found = Roles(config), dict[str, int]()
     for role in roles:
-        if role.gpus and role.place != roles["policy"].place:
-            found[role.place] = max(found.get(role.place, 0), role.gpus)
+        if role.gpus and role.pool_name != roles["policy"].pool_name:
+            found[role.pool_name] = max(found.get(role.pool_name, 0), role.gpus)
     return found
 
 
@@ -202,7 +202,7 @@ def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: f
     room = min(alone, machine.limit_gib - rank_gib * is_beside)
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
     whole = rank.parameters["policy"] * dtype.itemsize / GIB
-    row = cache_bytes(rank.shape, dtype, longest_tokens(config)) / GIB
+    row = cache_bytes(rank.shape, dtype, max_sequence_tokens(config)) / GIB
     half = alone / 2  # for weights; one answer at a time would fit, but take for ever
     enough = (n for n in (1, 2, 4, 8) if max(whole / n, row / min(n, heads)) <= half)
     split = getattr(engine, "tensor_parallel", 1)
@@ -364,7 +364,7 @@ class RecipeEstimate:
         return {
             "ranks": ranks,
             "peak_gib": max(peak.bytes for peak in _peaks(rank).values()) / GIB,
-            "beside_policy": roles[role].place == roles["policy"].place,
+            "beside_policy": roles[role].pool_name == roles["policy"].pool_name,
             "seconds": sum(seconds for *_, seconds in phases),
         }
 
@@ -409,7 +409,7 @@ class RecipeEstimate:
         if not engine["fits"]:
             return engine
         # At each token weights are read, and half of the rows of the answers that the cache holds.
-        share = (self.prompts_B + self.answers_B).mean() / longest_tokens(config)
+        share = (self.prompts_B + self.answers_B).mean() / max_sequence_tokens(config)
         row = engine["longest_row_gib"] * share
         rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
         read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
@@ -469,7 +469,7 @@ class RecipeEstimate:
         packed = written + int(self.prompts_B.sum())
         tokens = StepTokens(written, packed, self.prompts_B.tolist(), self.answers_B.tolist())
         learning = roles["policy"].count
-        places = {roles[name].place for name in ("rollout", "critic")}
+        places = {roles[name].pool_name for name in ("rollout", "critic")}
         counted = learning + sum(beside.get(place, 0) for place in places)
         run["step_seconds"] = step
         computed = step * counted * self.machine.teraflop_s(self.config) * 1e12

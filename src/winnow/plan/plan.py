@@ -17,7 +17,7 @@ from winnow.config.data import Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens
+from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import Fsdp2, Megatron
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
@@ -94,7 +94,7 @@ def _laid_out(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[st
     beside = estimate.gpus_beside(config)
     ranks = machine.nodes * machine.per_node - sum(beside.values())
     if ranks < 1:
-        neighbours = [role for role in Roles(config) if role.gpus and role.place in beside]
+        neighbours = [role for role in Roles(config) if role.gpus and role.pool_name in beside]
         raise ConfigError(
             f"--nodes {machine.nodes} --gpus {machine.per_node} leave no GPU for ranks beside "
             f"{' and '.join(role.count_text for role in neighbours)}; give more, or lower "
@@ -182,7 +182,7 @@ def _change(
 def changes(config: Config) -> list[list[str]]:
     """List changes of a recipe that take memory from a rank, in the order of what they cost."""
     must = ["model.dtype=bfloat16"] if config.model.dtype == "float32" else []
-    longest, singles = longest_tokens(config), []
+    longest, singles = max_sequence_tokens(config), []
     if not config.model.gradient_checkpointing:
         singles.append("model.gradient_checkpointing=true")
     if config.trainer.microbatch_tokens > longest:

@@ -17,7 +17,7 @@ from winnow.config.judge import EngineJudge, SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.rules import longest_tokens
+from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import Fsdp2, LocalCluster, Megatron
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
@@ -177,7 +177,7 @@ def load_policy(
 
         is_local = isinstance(config.cluster, LocalCluster)
         on_cpu = is_local and device.type == "cpu" and not torch.cuda.is_available()
-        check_vllm_model(path, model.config, longest_tokens(config), on_cpu)
+        check_vllm_model(path, model.config, max_sequence_tokens(config), on_cpu)
     strategy = config.trainer.strategy
     if isinstance(strategy, Fsdp2):
         from winnow.learning.sequence import check_model
@@ -231,7 +231,7 @@ def explain_oom(
         with contextlib.suppress(MemoryError, RuntimeError, WinnowError):
             save()
         answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
-        slots, longest = getattr(config.rollout.engine, "slots", 0), longest_tokens(config)
+        slots, longest = getattr(config.rollout.engine, "slots", 0), max_sequence_tokens(config)
         if slots:
             size = slots * cache_bytes(model.config, torch_dtype(config.model.dtype), longest)
             engine = (
@@ -286,7 +286,7 @@ def check_attention_memory(config: Config, model: nn.Module, field: str, device_
     Raises:
         ConfigError: names the field, the memory and the remedy.
     """
-    shape, longest = cast(Any, model).config, longest_tokens(config)
+    shape, longest = cast(Any, model).config, max_sequence_tokens(config)
     heads = getattr(shape, "num_attention_heads", 0)
     shared = getattr(shape, "num_key_value_heads", None) or heads
     is_exact = next(model.parameters()).dtype == torch.float32

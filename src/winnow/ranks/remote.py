@@ -190,7 +190,7 @@ class AssistedLearner:
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
     ) -> Learned:
         """Train on the groups of a step; a critic learns after the policy."""
-        bare, columns = [group.bare for group in groups], dict[str, TokenColumn]()
+        bare, columns = [group.without_extras for group in groups], dict[str, TokenColumn]()
         if self._reference is not None:
             with watch.phase("reference"):
                 columns["ref"] = _column(self._reference.ask("logprobs", bare))

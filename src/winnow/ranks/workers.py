@@ -27,7 +27,7 @@ from torch import Tensor
 
 from winnow.checkpoints.checkpoint import FileEntry, describe_machine, file_entry, verify_rank_share
 from winnow.checkpoints.run_state import Save
-from winnow.config.judge import SequenceClassifier, sharding_of
+from winnow.config.judge import SequenceClassifier, scorer_sharding
 from winnow.config.model import ShardedReference
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -532,7 +532,7 @@ class RewardModelWorker(Rank):
     """
 
     def __init__(self, rank: RankInfo, config: Config) -> None:
-        section, sharding = config.reward.model, sharding_of(config.reward.model)
+        section, sharding = config.reward.model, scorer_sharding(config.reward.model)
         assert isinstance(section, SequenceClassifier)
         assert sharding is not None
         super().__init__(rank, config.run.threads, sharding.replicas)

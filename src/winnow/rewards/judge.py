@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from winnow.config.judge import BUILT_IN, LanguageModelJudge, OpenAiJudge
+from winnow.config.judge import TEMPLATES, LanguageModelJudge, OpenAiJudge
 from winnow.errors import RewardError
 from winnow.http.client import LONGEST_RETRY_AFTER_S, HttpJson, RemoteError, token_of
 from winnow.rewards.judge_cache import JudgeReply, ReplyCache, cache_path
@@ -344,7 +344,7 @@ class Judge:
                 return cached
         reply = await self._client.reply(body)
         # Cut off, it is no reply to a built-in template; one of the user's own may want it short.
-        if self._cache is None or (reply.is_cut and self.config.template in BUILT_IN):
+        if self._cache is None or (reply.is_cut and self.config.template in TEMPLATES):
             return reply
         return await asyncio.to_thread(self._cache.put, question, reply)
 

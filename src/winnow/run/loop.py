@@ -108,7 +108,7 @@ class PublishedWeights:
     async def rest(self, sampler: Sampler) -> None:
         """Have an engine that sleeps give its memory to learning; answers become prefixes."""
         if self._sleeps:
-            await sampler.halt()
+            await sampler.abort_running()
             await cast(Any, self._engine).sleep()
             self._is_asleep = True
 
@@ -310,7 +310,7 @@ async def _one_step_off(run: Run, watch: Stopwatch) -> None:
     cut. A request to stop waits for the barrier: weights k - 1 are gone afterwards.
     """
     pending = run.pending.steps
-    run.sampler.published(run.first_step - 1)
+    run.sampler.set_engine_version(run.first_step - 1)
     if not pending and run.first_step <= run.steps:
         run.stop.check()
         with watch.phase("rollout"):
@@ -344,7 +344,7 @@ async def _async(run: Run, watch: Stopwatch) -> None:
             "take that; choose trainer/mode=one_step_off, or another rollout/engine"
         )
     pending = run.pending.steps
-    run.sampler.published(run.first_step - 1)
+    run.sampler.set_engine_version(run.first_step - 1)
     run.stop.check()
     sampling = BackgroundSampling(run, run.first_step + len(pending), run.steps)
     try:
@@ -398,7 +398,7 @@ async def _conclude(
     """Publish the weights of a step that is learnt, and record it."""
     with watch.phase("publish"):
         metrics.update(await run.publish(step))
-    run.sampler.published(step)
+    run.sampler.set_engine_version(step)
     with watch.phase("write"):
         run.keep_rollouts(step, rollout_groups(sampled, learned))
         run.keep_ledger(step, sampled)
@@ -430,7 +430,7 @@ async def _finish(
     work = {**run.throughput.figures(tokens, times), **run.scoring_figures(), **run.data_figures()}
     run.sinks.log(step, {**record, **figures, **times, **sampling.figures(times), **work})
     with watch.phase("checkpoint"):
-        await sampling.enter_progress()
+        await sampling.record_progress()
         run.note(step, None, figures, sampling.overrides)
         if run.checkpoints.due(step):
             await sampling.save()
@@ -447,12 +447,12 @@ class ForegroundSampling:
         self.overrides: Mapping[str, Any] = {}
         """States by part that a boundary's note must have in the place of the present ones."""
 
-    async def enter_progress(self) -> None:
+    async def record_progress(self) -> None:
         """Have the ledger know what is written by now, for a note."""
 
     async def pause(self) -> None:
         """Turn everything that runs into prefixes, so that the engine is free for other work."""
-        await self._run.sampler.halt()
+        await self._run.sampler.abort_running()
 
     def resume(self) -> None:
         """Go on after a pause."""
@@ -532,9 +532,9 @@ class BackgroundSampling(ForegroundSampling):
         await asyncio.wait([self._task])
         self._task.result()
 
-    async def enter_progress(self) -> None:
+    async def record_progress(self) -> None:
         if not self._task.done():
-            await self._run.sampler.enter_progress()
+            await self._run.sampler.record_progress()
 
     async def pause(self) -> None:
         if self._task.done() and not self._task.cancelled():

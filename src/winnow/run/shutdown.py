@@ -47,7 +47,7 @@ from datetime import UTC, datetime
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from winnow.config.trainer import TrainerConfig, epoch_seconds
+from winnow.config.trainer import TrainerConfig, to_epoch_seconds
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
 
@@ -112,7 +112,7 @@ class MachineEnd:
 
     def _take(self, source: str, value: str | float) -> None:
         try:
-            at_s = epoch_seconds(value)
+            at_s = to_epoch_seconds(value)
             when = datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         except (ValueError, OverflowError, OSError):
             self.notes += [f"Warning: {source}={value} is no time, and does not count"]

@@ -62,15 +62,15 @@ class TokenAccount:
     baseline_tokens: int = 0
     booked: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
 
-    def write(self, tokens: int) -> None:
-        """Book tokens that the policy wrote."""
+    def add_generated(self, tokens: int) -> None:
+        """Book newly generated tokens."""
         assert tokens >= 0
         self.generated += tokens
         self.in_progress += tokens
         self.check()
 
     def settle(self, fate: Fate, group: GroupState) -> None:
-        """Move all tokens of a group from in progress to its fate."""
+        """Book all tokens of a group under its fate."""
         cut_off = [a.tokens for a in group.sampled if a.trajectory and a.trajectory.truncated]
         self.booked[fate] += group.tokens
         self.in_progress -= group.tokens
@@ -84,7 +84,7 @@ class TokenAccount:
         assert self.in_progress >= 0
         assert self.generated == sum(self.booked.values()) + self.in_progress
 
-    def read(self) -> TokenCounts:
+    def totals(self) -> TokenCounts:
         """Return the totals now."""
         totals = {name: value for name, value in vars(self).items() if name != "booked"}
         return TokenCounts(**totals, **self.booked)
@@ -118,12 +118,17 @@ class Tally:
     @property
     def keep_rate(self) -> float:
         """Qualified share of the closed groups; NaN when none was."""
-        return _share(self.qualified, self.closed)
+        return _ratio(self.qualified, self.closed)
 
     @property
     def mean_accuracy(self) -> float:
         """Over all answers of the closed groups; NaN when none was."""
-        return _share(self.accuracy_sum, self.answers)
+        return _ratio(self.accuracy_sum, self.answers)
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the closed groups' answers that the response limit ended; NaN when none was."""
+        return _ratio(self.truncated_answers, self.answers)
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ class StepCounts:
 
 @dataclass(frozen=True, eq=False)
 class StepGroups:
-    """The groups that one step trains on, and what became of the rest."""
+    """The groups that one step trains on, and the others that ended with it."""
 
     version: int
     """Version of the weights that learn it."""
@@ -172,8 +177,8 @@ class StepGroups:
         return tuple(settled.group for settled in self.trained)
 
     @property
-    def short(self) -> bool:
-        """True if the bound came before N groups qualified."""
+    def is_short(self) -> bool:
+        """True if fewer than N groups qualified within the bound."""
         return len(self.trained) < self.wanted
 
 
@@ -209,7 +214,7 @@ class StepAccounting:
             SettledGroup(group, fate, state.version, version - oldest, state.tokens, state.turn)
         )
 
-    def fates(self) -> dict[Fate, int]:
+    def count_fates(self) -> dict[Fate, int]:
         """Count the groups settled since the last commit, by fate."""
         fates: dict[Fate, int] = dict.fromkeys(FATES, 0)
         for settled in self.settled:
@@ -230,17 +235,17 @@ class StepAccounting:
         Args:
             carried: qualified and open groups that wait for the next step.
         """
-        now = self.account.read()
+        now = self.account.totals()
         trained = sorted((s for s in self.settled if s.fate == "trained"), key=lambda s: s.group.id)
         ages = [settled.staleness for settled in trained]
         counts = StepCounts(
             tally=self.tally,
             looked_at=looked_at,
-            fates=self.fates(),
+            fates=self.count_fates(),
             carried_qualified=carried[0],
             carried_open=carried[1],
             qualify_rate=qualify_rate,
-            staleness_mean=_share(sum(ages), len(ages)),
+            staleness_mean=_ratio(sum(ages), len(ages)),
             staleness_max=max(ages, default=0),
             tokens=now.minus(self.at_commit),
             in_progress=now.in_progress,
@@ -250,47 +255,43 @@ class StepAccounting:
         return StepGroups(version, target, tuple(trained), discarded, tuple(returned), counts)
 
 
-def _share(part: float, whole: int) -> float:
+def _ratio(part: float, whole: int) -> float:
     return part / whole if whole else float("nan")
 
 
-def what_the_filter_saw(tally: Tally, fates: Mapping[Fate, int]) -> str:
-    """Describe groups by verdict, accuracy and truncation, in one clause."""
-    accuracy = tally.accuracy_sum / tally.answers if tally.answers else 0.0
-    truncated = tally.truncated_answers / tally.answers if tally.answers else 0.0
+def describe_filtering(tally: Tally, fates: Mapping[Fate, int]) -> str:
+    """Return a clause with the counts of groups by verdict, mean accuracy and truncation."""
     return (
-        f"of {tally.closed + tally.failed:,} groups looked at, {tally.qualified:,} qualified, "
+        f"of {tally.closed + tally.failed:,} groups, {tally.qualified:,} qualified, "
         f"{fates['all_wrong']:,} were all wrong, {fates['all_right']:,} all right, "
-        f"{tally.failed:,} failed; mean accuracy {accuracy:.3f}, "
-        f"{truncated:.0%} of the answers truncated"
+        f"{tally.failed:,} failed; mean accuracy {tally.mean_accuracy:.3f}, "
+        f"{tally.truncated_share:.0%} of answers truncated"
     )
 
 
 def no_signal_error(tally: Tally, fates: Mapping[Fate, int]) -> NoSignalError:
-    """Make the error of a run that has nothing to learn from, with its likely cause."""
+    """Return the error of a run without qualified groups, with its likely cause."""
     right, wrong, failed = fates["all_right"], fates["all_wrong"], tally.failed
-    cut_off = tally.truncated_answers / tally.answers if tally.answers else 0.0
     if failed > right + wrong:
         rule, cause = "scoring_fails", "most groups failed in the engine or in scoring"
     elif right > wrong:
-        rule, cause = "reward_flat_right", "nearly all counts as right"
-    elif cut_off > 0.5:
-        rule, cause = "cut_off", "most answers are cut off"
+        rule, cause = "reward_flat_right", "nearly all answers count as right"
+    elif tally.truncated_share > 0.5:
+        rule, cause = "cut_off", "most answers are truncated"
     else:
-        rule, cause = "reward_flat_wrong", "nearly all counts as wrong"
+        rule, cause = "reward_flat_wrong", "nearly all answers count as wrong"
     reason = f"; last error: {tally.last_error}" if failed and tally.last_error else ""
     return NoSignalError(
-        f"no group to learn from: sampling met its bound {tally.empty_bounds} times in a row; "
-        f"{what_the_filter_saw(tally, fates)}{reason}; {cause}",
+        f"no group qualified: sampling reached its bound {tally.empty_bounds} times in a row; "
+        f"{describe_filtering(tally, fates)}{reason}; {cause}",
         rule,
     )
 
 
-def stop_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, bound: int) -> str:
-    """Say why `on_bound=stop` stopped."""
+def bound_message(tally: Tally, fates: dict[Fate, int], config: SamplingConfig, bound: int) -> str:
+    """Return the message of a run that stops at its bound."""
     return (
-        f"sampling.on_bound is stop and {tally.qualified:,} qualified groups do not fill the "
-        f"step's {config.groups_per_step:,} within {bound:,} groups looked at: "
-        f"{what_the_filter_saw(tally, fates)}; the accepted groups are kept: raise "
-        f"sampling.max_groups_per_step or set sampling.on_bound=short and resume"
+        f"sampling.on_bound=stop: {tally.qualified:,} of {config.groups_per_step:,} groups "
+        f"qualified within the bound of {bound:,}; {describe_filtering(tally, fates)}; raise "
+        "sampling.max_groups_per_step or set sampling.on_bound=short, and resume"
     )

@@ -11,13 +11,13 @@ from typing import Literal
 
 from winnow.config.rollout import SamplingConfig
 
-LEAST_CHANCE = 1 / 32
+MIN_CHANCE = 1 / 32
 """p̂ never falls below: at most 32 N groups are open however bad the luck."""
 VISIT_WINDOW = 3
 """A prompt's history is its latest visits, this many."""
 SHRINKAGE = 2.0
 """The global rate weighs as much as this many visits of the prompt itself."""
-HISTORIES = 1 << 18
+MAX_HISTORIES = 1 << 18
 """Prompts whose history is kept; the one longest unseen is forgotten first."""
 
 History = tuple[int, int]
@@ -57,7 +57,7 @@ class QualifyRate:
         if visits >> (VISIT_WINDOW + 1):
             visits = visits & ((1 << VISIT_WINDOW) - 1) | 1 << VISIT_WINDOW
         self.visits[uid] = visits
-        if len(self.visits) > HISTORIES:
+        if len(self.visits) > MAX_HISTORIES:
             del self.visits[next(iter(self.visits))]
 
     def history(self, uid: str) -> History:
@@ -69,9 +69,9 @@ class QualifyRate:
         """Return p̂ of a prompt with this history: its own rate shrunk to the global one."""
         visits, qualified = history
         estimate = (qualified + SHRINKAGE * self.rate) / (visits + SHRINKAGE)
-        return max(LEAST_CHANCE, estimate)
+        return max(MIN_CHANCE, estimate)
 
-    def expected(self, groups: Mapping[History, int]) -> float:
+    def expected_qualified(self, groups: Mapping[History, int]) -> float:
         """Return Σ p̂ over groups, counted by their prompts' histories."""
         # In a fixed order: a sum of floats depends on it.
         return sum(groups[history] * self.chance(history) for history in sorted(groups))
@@ -82,7 +82,7 @@ Outcome = Literal["qualified", "not", "failed", "dropped"]
 
 @dataclass
 class ClosedPrefix:
-    """Passes outcomes on in admission order, as far as every group is closed."""
+    """Feeds outcomes to p̂ in admission order, up to the first open group."""
 
     rate: QualifyRate
     next: int = 0
@@ -107,12 +107,12 @@ class ClosedPrefix:
         return passed
 
     def skip_to(self, group_id: int) -> None:
-        """Look no further at any group before `group_id`."""
+        """Skip all groups before `group_id`."""
         self.outcomes.clear()
         self.next = group_id
 
 
-def may_open(
+def may_open_group(
     config: SamplingConfig, qualified: int, in_flight: int, expected: float, unlearnt_steps: int = 0
 ) -> bool:
     """Return whether one more group may open; N is `groups_per_step`.

@@ -32,26 +32,26 @@ Verdict = Literal["qualified", "all_right", "all_wrong"]
 # and where the advantages' own 1e-6 beside the standard deviation would erase the signal.
 FLOAT_NOISE = 1e-6
 
-Judge = Callable[[Sequence[Score]], Verdict]
+GroupFilter = Callable[[Sequence[Score]], Verdict]
 """The verdict on a group by its sampled answers' scores."""
 
 
-def make_judge(rule: Filter) -> Judge:
-    """Make the judge of `sampling.filter`.
+def make_filter(rule: Filter) -> GroupFilter:
+    """Return the function of `sampling.filter`.
 
     Raises:
         ConfigError: a custom filter cannot be imported.
     """
     if not isinstance(rule, CustomFilter):
-        return partial(judge, rule=rule)
+        return partial(apply_filter, rule=rule)
     from winnow.user_code import load_user_object
 
     keep = load_user_object(rule.path, "sampling.filter.path", ConfigError)
-    return partial(_judge_by, keep=partial(keep, **rule.options), where=rule.path)
+    return partial(_apply_user_filter, keep=partial(keep, **rule.options), where=rule.path)
 
 
-def _judge_by(scores: Sequence[Score], keep: Callable[..., object], where: str) -> Verdict:
-    """Ask a user's function.
+def _apply_user_filter(scores: Sequence[Score], keep: Callable[..., object], where: str) -> Verdict:
+    """Apply a custom filter.
 
     Raises:
         RewardError: it fails, or returns something else than True or False.
@@ -62,17 +62,17 @@ def _judge_by(scores: Sequence[Score], keep: Callable[..., object], where: str) 
         reason = " ".join(str(error).split())
         raise RewardError(
             f"sampling.filter.path {where} fails with {type(error).__name__}: {reason}; "
-            "correct the function, and resume"
+            "fix the function, and resume"
         ) from error
     if not isinstance(qualifies, bool | np.bool_):
         raise RewardError(
             f"sampling.filter.path {where} must return True or False, returned {qualifies!r:.80}; "
-            "correct the function, and resume"
+            "fix the function, and resume"
         )
-    return "qualified" if qualifies else _unqualified(scores)
+    return "qualified" if qualifies else _unqualified_verdict(scores)
 
 
-def _unqualified(scores: Sequence[Score]) -> Verdict:
+def _unqualified_verdict(scores: Sequence[Score]) -> Verdict:
     accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
     return "all_right" if accuracy >= 0.5 else "all_wrong"
 
@@ -85,8 +85,8 @@ def differ(values: Sequence[float]) -> bool:
     return high - low > FLOAT_NOISE * max(1.0, abs(low), abs(high))
 
 
-def judge(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter) -> Verdict:
-    """Judge a group by its answers' scores.
+def apply_filter(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter) -> Verdict:
+    """Return the verdict of a built-in filter on a group's scores.
 
     An answer whose scoring failed and that lacks the metric is left out. Where a scorer gives no
     accuracy, answers that should differ in it are to differ in the task's reward. A group that does
@@ -101,37 +101,37 @@ def judge(scores: Sequence[Score], rule: NoFilter | VarianceFilter | BandFilter)
     has_accuracy = all(score.has_accuracy or score.error for score in scores)
     if isinstance(rule, VarianceFilter) and metric == "accuracy" and not has_accuracy:
         metric = "task_reward"
-    metric_values = (_value(score, metric) for score in scores)
+    metric_values = (_metric_value(score, metric) for score in scores)
     values = [value for value in metric_values if value is not None]
     if isinstance(rule, VarianceFilter):
         passes = len(values) == len(scores) == 1 or differ(values)
     else:
         mean = math.fsum(values) / len(values) if values else math.nan
         passes = rule.low - FLOAT_NOISE <= mean <= rule.high + FLOAT_NOISE
-    return "qualified" if passes else _unqualified(scores)
+    return "qualified" if passes else _unqualified_verdict(scores)
 
 
-def _value(score: Score, metric: str) -> float | None:
+def _metric_value(score: Score, metric: str) -> float | None:
     try:
         value = score.metric(metric)
     except KeyError:
         if score.error:
             return None
         raise RewardError(
-            f"sampling.filter.metric asks for {metric!r}, but the scorer gives "
-            f"{', '.join(_names(score))}; choose one of these or let the scorer return it"
+            f"sampling.filter.metric={metric} is not in the score, which has "
+            f"{', '.join(_metric_names(score))}; choose one of these or let the scorer return it"
         ) from None
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
         shown = score.extra.get(metric, value)
         raise RewardError(
-            f"sampling.filter.metric {metric!r} must be a finite number, the scorer gave "
-            f"{shown!r}; return a number or filter on another metric"
+            f"sampling.filter.metric={metric} must be a finite number, got {shown!r}; return a "
+            "number or filter on another metric"
         )
     return value
 
 
-def _names(score: Score) -> list[str]:
+def _metric_names(score: Score) -> list[str]:
     numbers = [name for name, value in score.extra.items() if isinstance(value, int | float)]
     return list(dict.fromkeys(["accuracy", "reward", "task_reward", *score.parts, *numbers]))

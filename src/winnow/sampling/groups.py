@@ -22,7 +22,7 @@ class AnswerState:
     attempts: int = 0
     """Times it was retried."""
     tokens: int = 0
-    """Booked so far for it."""
+    """Tokens booked for it so far."""
 
     @property
     def answer(self) -> Answer | None:
@@ -76,7 +76,7 @@ class GroupState:
         return sum(answer.tokens for answer in self.answers)
 
     @property
-    def finished(self) -> int:
+    def finished_answers(self) -> int:
         """Number of complete answers, scored or not."""
         return sum(answer.trajectory is not None for answer in self.answers)
 
@@ -89,7 +89,7 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Answers of one group that the engine must write, with what is written already."""
+    """Answers of one group to submit to the engine, with their prefixes."""
 
     group_id: int
     prompt: Prompt
@@ -109,29 +109,29 @@ class LiveGroups:
     open: dict[int, GroupState] = field(default_factory=dict)
     qualified: dict[int, GroupState] = field(default_factory=dict)
     failing: dict[int, GroupState] = field(default_factory=dict)
-    """Failed groups of which the engine still has answers."""
+    """Failed groups with running answers."""
     waiting: set[int] = field(default_factory=set)
     """Open groups with answers to dispatch."""
     running: int = 0
-    """Answers that the engine has."""
+    """Number of running answers."""
     histories: dict[History, int] = field(default_factory=dict)
     """Number of open groups by their prompts' histories: counts, so that in Σ p̂ no rounding
     accumulates."""
 
-    def enter(self, group: GroupState) -> None:
-        """Open a group."""
+    def add(self, group: GroupState) -> None:
+        """Add an open group."""
         self.open[group.id] = group
         self.waiting.add(group.id)
         self.histories[group.history] = self.histories.get(group.history, 0) + 1
 
-    def leave(self, group: GroupState) -> None:
-        """Take a group from the open ones."""
+    def remove(self, group: GroupState) -> None:
+        """Remove a group from the open ones."""
         del self.open[group.id]
         self.waiting.discard(group.id)
         self.histories[group.history] -= 1
 
     def dispatch(self) -> list[Dispatch]:
-        """Return all that waits, in admission order; from now on it runs."""
+        """Return all waiting answers in admission order, and mark them as running."""
         batch: list[Dispatch] = []
         for group_id in sorted(self.waiting):
             group = self.open[group_id]
@@ -146,22 +146,22 @@ class LiveGroups:
         self.waiting.clear()
         return batch
 
-    def come_back(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
-        """Take an answer from the engine's."""
-        group, answer = self.at_engine(group_id, index)
+    def return_answer(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
+        """Mark a running answer as returned by the engine; return it and its group."""
+        group, answer = self.running_answer(group_id, index)
         answer.running = False
         group.running -= 1
         self.running -= 1
         return group, answer
 
-    def at_engine(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
-        """Return an answer that the engine has, and its group."""
+    def running_answer(self, group_id: int, index: int) -> tuple[GroupState, AnswerState]:
+        """Return a running answer and its group."""
         group = self.open.get(group_id) or self.failing[group_id]
         answer = group.answers[index]
         assert answer.running, f"answer {index} of group {group_id} was not with the engine"
         return group, answer
 
-    def waiting_for_cut(self) -> list[GroupState]:
+    def uncommitted_groups(self) -> list[GroupState]:
         """Return open and qualified groups, in admission order."""
         return sorted([*self.open.values(), *self.qualified.values()], key=lambda group: group.id)
 
@@ -181,8 +181,8 @@ class LiveGroups:
         assert trajectory is not None
         return group.prompt, trajectory
 
-    def with_engine(self) -> list[tuple[int, int]]:
-        """Return the answers that the engine has: (group, answer), in admission order."""
+    def running_keys(self) -> list[tuple[int, int]]:
+        """Return the running answers as (group, answer), in admission order."""
         groups = sorted([*self.failing.values(), *self.open.values()], key=lambda group: group.id)
         return [
             (group.id, index)

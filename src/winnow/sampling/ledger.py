@@ -23,14 +23,14 @@ from typing import Any
 
 from winnow.config.rollout import NoFilter, SamplingConfig
 from winnow.sampling.accounting import StepAccounting, StepGroups, Tally, TokenAccount
-from winnow.sampling.admission import ClosedPrefix, Outcome, QualifyRate, may_open
-from winnow.sampling.filters import Verdict, make_judge
+from winnow.sampling.admission import ClosedPrefix, Outcome, QualifyRate, may_open_group
+from winnow.sampling.filters import Verdict, make_filter
 from winnow.sampling.groups import AnswerState, Dispatch, GroupState, LiveGroups
 from winnow.types import Fate, Prompt, Score, Segment, Trajectory
 
 
 class Ledger:
-    """All groups that live, and the token account. O(1) amortised per event."""
+    """The state of all live groups, and the token account. O(1) amortised per event."""
 
     def __init__(
         self,
@@ -56,16 +56,15 @@ class Ledger:
         """Groups looked at for one step: those admitted later than the last cut, carried ones
         included. No group is admitted beyond it, look-ahead or not."""
         self.version = 0
-        """Version of the weights that engines write with."""
+        """Version of the engines' weights."""
         self.learns = 0
-        """Version of the weights that learn the step under way; it is as many as steps are cut."""
+        """Version of the weights that train the current step, which is the number of cut steps."""
         self.looked_at = 0
-        """For this step so far."""
-        self.short_steps = 0
+        """Groups inspected for the current step."""
         self.groups = LiveGroups()
         self.accounting = StepAccounting()
         self._n, self._with_baseline = n, with_baseline
-        self._judge = make_judge(config.filter)
+        self._filter = make_filter(config.filter)
         self._in_order = config.commit == "admission_order"
         self._drop_failed_scores = drop_failed_scores
         self.next_id = self.next_turn = 0
@@ -91,18 +90,18 @@ class Ledger:
         if self._in_order:
             return []
         oldest = version - self.config.max_staleness
-        stale = [group for group in self.groups.waiting_for_cut() if group.version < oldest]
+        stale = [group for group in self.groups.uncommitted_groups() if group.version < oldest]
         for group in stale:
             self._drop(group, "stale")
         qualified = self.groups.qualified
         self.queue = deque(group_id for group_id in self.queue if group_id in qualified)
         self.looked_at -= len(stale)
-        return self._give_back({group.id: (group.turn, group.prompt) for group in stale})
+        return self._queue_prompts_again({group.id: (group.turn, group.prompt) for group in stale})
 
     def may_admit(self) -> bool:
-        """Return whether one more group may open (`admission.may_open`, and the bound)."""
-        expected = self.rate.expected(self.groups.histories)
-        return self.looked_at < self.bound and may_open(
+        """Return whether one more group may open (`admission.may_open_group`, and the bound)."""
+        expected = self.prefix.rate.expected_qualified(self.groups.histories)
+        return self.looked_at < self.bound and may_open_group(
             self.config, self.qualified, self.in_flight, expected, self.unlearnt_steps
         )
 
@@ -113,10 +112,10 @@ class Ledger:
             turn = self.turns_again.popleft()
         else:
             self.next_turn += 1
-        history = self.rate.history(prompt.uid)
+        history = self.prefix.rate.history(prompt.uid)
         answers = [AnswerState() for _ in range(self._n + self._with_baseline)]
         n, unscored = self._n, len(answers)
-        self.groups.enter(
+        self.groups.add(
             GroupState(group_id, prompt, self.version, history, answers, n, unscored, turn=turn)
         )
         self.next_id += 1
@@ -125,7 +124,7 @@ class Ledger:
         return group_id
 
     def dispatch(self) -> list[Dispatch]:
-        """Return what the engine must be given now, in admission order; it counts as running."""
+        """Return all answers to submit, in admission order, and mark them as running."""
         batch = self.groups.dispatch()
         for ask in batch:
             self.tally.resumed_answers += sum(p is not None for p in ask.prefixes.values())
@@ -133,45 +132,44 @@ class Ledger:
 
     # What the engine and the scorers report
 
-    def wrote(self, group_id: int, index: int, segment: Segment) -> None:
-        """Book what is written of an answer that goes on; a restart resumes behind it."""
-        _, answer = self.groups.at_engine(group_id, index)
-        if self._write(answer, len(segment)):
+    def record_progress(self, group_id: int, index: int, segment: Segment) -> None:
+        """Record the tokens so far of an answer that continues; a restart resumes after them."""
+        _, answer = self.groups.running_answer(group_id, index)
+        if self._book_tokens(answer, len(segment)):
             answer.prefix = segment
 
-    def finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
-        """Enter a complete answer, which awaits its score."""
-        group, answer = self.groups.come_back(group_id, index)
-        self._write(answer, trajectory.generated_tokens)
+    def record_finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
+        """Record a complete answer, whose score is pending."""
+        group, answer = self.groups.return_answer(group_id, index)
+        self._book_tokens(answer, trajectory.generated_tokens)
         answer.trajectory = trajectory
         answer.prefix = None
-        self._finish_failed(group)
+        self._settle_failed(group)
 
-    def aborted(self, group_id: int, index: int, segment: Segment, *, stalled: bool) -> None:
-        """Take back an unfinished answer, which will go on behind `segment`.
+    def record_aborted(self, group_id: int, index: int, segment: Segment, *, stalled: bool) -> None:
+        """Record an unfinished answer that the engine gave up; it continues after `segment`.
 
         Args:
-            stalled: it was taken back for want of progress, which counts as an attempt.
+            stalled: it was aborted for lack of progress, which counts as an attempt.
         """
         self.tally.aborted_answers += 1
-        self._unfinished(group_id, index, segment, stalled, "no progress")
+        self._requeue(group_id, index, segment, stalled, "no progress")
 
-    def failed(self, group_id: int, index: int, segment: Segment | None, error: str) -> None:
-        """Retry an answer on which the engine failed, behind what is written of it."""
-        self._unfinished(group_id, index, segment, True, error)
+    def record_failed(self, group_id: int, index: int, segment: Segment | None, error: str) -> None:
+        """Retry an answer on which the engine failed, with its prefix."""
+        self._requeue(group_id, index, segment, True, error)
 
-    def lose_running(self, error: str) -> None:
-        """Count every answer that the engine had, and forgot, as failed once more."""
-        for group_id, index in self.groups.with_engine():
-            self.failed(group_id, index, None, error)
+    def requeue_running(self, error: str = "") -> None:
+        """Continue every running answer from its last known prefix, as the engine has lost it.
 
-    def forget_engine(self) -> None:
-        """Let what ran in an engine that is gone go on behind its last known prefix."""
-        for group_id, index in self.groups.with_engine():
-            self._unfinished(group_id, index, None, False, "")
+        Args:
+            error: counts as a failed attempt of each; empty where the engine was replaced.
+        """
+        for group_id, index in self.groups.running_keys():
+            self._requeue(group_id, index, None, bool(error), error)
 
-    def scored(self, group_id: int, index: int, score: Score) -> None:
-        """Enter a finished answer's score; with the last one the group closes.
+    def record_score(self, group_id: int, index: int, score: Score) -> None:
+        """Record a finished answer's score; the group closes with the last one.
 
         Ignored when the group has ended meanwhile.
 
@@ -190,7 +188,7 @@ class Ledger:
         if group.unscored == 1 and not has_failed:
             # Judged before anything changes: it may raise.
             scores = [score if each is answer else each.score for each in group.sampled]
-            verdict = self._judge([each for each in scores if each is not None])
+            verdict = self._filter([each for each in scores if each is not None])
         answer.score = score
         group.unscored -= 1
         if has_failed:
@@ -206,15 +204,15 @@ class Ledger:
             self.looked_at >= self.bound and not self.groups.open
         )
 
-    def pass_bound(self) -> None:
-        """Look at as many groups again after a bound within which nothing qualified."""
+    def extend_bound(self) -> None:
+        """Allow as many groups again after a bound within which none qualified."""
         assert self.step_is_ready()
         assert not self.queue
         self.looked_at = 0
         self.tally.empty_bounds += 1
 
     def commit(self) -> StepGroups:
-        """Take the step: settle what is trained, carry or drop everything later.
+        """Cut a step: settle the groups it trains on, carry or drop all later ones.
 
         Call it when a cut is due; nothing may run unless `may_keep_running`. With max_staleness 0
         all later groups are dropped, closed ones included, and their prompts come back in
@@ -229,24 +227,18 @@ class Ledger:
         last = cut[-1] if self._in_order and not short else self.next_id - 1
         later = self.next_id - 1 - last if self._in_order else self.in_flight + self.qualified
         looked_at = self.looked_at - later
-        returned = self._drop_later(last) if self.config.max_staleness == 0 else []
+        returned = self._drop_after(last) if self.config.max_staleness == 0 else []
         self.looked_at = later if self.config.max_staleness else 0
-        self.short_steps += short
         return self.accounting.close_step(
             self.learns,
             self.target,
             returned,
             looked_at,
             (self.qualified, self.in_flight),
-            self.rate.rate,
+            self.prefix.rate.rate,
         )
 
     # Looking
-
-    @property
-    def rate(self) -> QualifyRate:
-        """p̂"""
-        return self.prefix.rate
 
     @property
     def account(self) -> TokenAccount:
@@ -260,12 +252,12 @@ class Ledger:
 
     @property
     def unlearnt_steps(self) -> int:
-        """Steps that are cut and whose weights the engines do not have."""
+        """Number of cut steps whose weights the engines do not have yet."""
         return self.learns - self.version
 
     @property
     def may_keep_running(self) -> bool:
-        """True if no group is dropped at a cut, so that the engine may go on writing across it."""
+        """True if no group is dropped at a cut, so that the engine may run across it."""
         return self._in_order and self.config.max_staleness > 0
 
     @property
@@ -285,24 +277,24 @@ class Ledger:
 
     # Inside
 
-    def _write(self, answer: AnswerState, length: int) -> bool:
-        """Book what is new of an answer; return whether anything is."""
+    def _book_tokens(self, answer: AnswerState, length: int) -> bool:
+        """Book the new tokens of an answer; return whether there are any."""
         new = length - answer.tokens
         if new <= 0:
             return False
         answer.tokens = length
-        self.account.write(new)
+        self.account.add_generated(new)
         return True
 
-    def _unfinished(
+    def _requeue(
         self, group_id: int, index: int, segment: Segment | None, attempt: bool, error: str
     ) -> None:
-        group, answer = self.groups.come_back(group_id, index)
+        group, answer = self.groups.return_answer(group_id, index)
         # A failing engine may give back less than it was sent.
-        if segment is not None and self._write(answer, len(segment)):
+        if segment is not None and self._book_tokens(answer, len(segment)):
             answer.prefix = segment
         if group.id in self.groups.failing:
-            self._finish_failed(group)
+            self._settle_failed(group)
         elif attempt and answer.attempts >= self.config.max_attempts:
             self._fail(group, error)
         else:
@@ -313,11 +305,11 @@ class Ledger:
     def _fail(self, group: GroupState, error: str) -> None:
         self.tally.failed += 1
         self.tally.last_error = error
-        self._leave(group, "failed")
+        self._end_group(group, "failed")
         self.groups.failing[group.id] = group
-        self._finish_failed(group)
+        self._settle_failed(group)
 
-    def _finish_failed(self, group: GroupState) -> None:
+    def _settle_failed(self, group: GroupState) -> None:
         if group.id in self.groups.failing and not group.running:
             self.accounting.close_group(self.groups.failing.pop(group.id), "failed", self.learns)
 
@@ -327,39 +319,39 @@ class Ledger:
             self.groups.qualified[group.id] = group
             if not self._in_order:
                 self.queue.append(group.id)
-            self._leave(group, "qualified")
+            self._end_group(group, "qualified")
         else:
-            self._leave(group, "not")
+            self._end_group(group, "not")
             self.accounting.close_group(group, verdict, self.learns)
 
-    def _leave(self, group: GroupState, outcome: Outcome) -> None:
-        self.groups.leave(group)
+    def _end_group(self, group: GroupState, outcome: Outcome) -> None:
+        self.groups.remove(group)
         passed = self.prefix.close(group.id, group.prompt.uid, outcome)
         if self._in_order:
             self.queue.extend(passed)
 
     def _drop(self, group: GroupState, fate: Fate) -> None:
         if group.id in self.groups.open:
-            self._leave(group, "dropped")
+            self._end_group(group, "dropped")
         else:
             del self.groups.qualified[group.id]
         self.accounting.close_group(group, fate, self.learns)
 
-    def _drop_later(self, last: int) -> list[Prompt]:
+    def _drop_after(self, last: int) -> list[Prompt]:
         # Those that closed without qualifying go back as well: otherwise a prompt would get
         # its second chance for being slow.
         ended = (settled for settled in self.accounting.settled if settled.group.id > last)
         dropped = {each.group.id: (each.turn, each.group.prompt) for each in ended}
         # The prefix ends here: groups that closed behind an open one must not reach p̂.
         self.prefix.skip_to(self.next_id)
-        for group in self.groups.waiting_for_cut():
+        for group in self.groups.uncommitted_groups():
             dropped[group.id] = group.turn, group.prompt
             self._drop(group, "surplus")
         self.queue.clear()
-        return self._give_back(dropped)
+        return self._queue_prompts_again(dropped)
 
-    def _give_back(self, dropped: Mapping[int, tuple[int, Prompt]]) -> list[Prompt]:
-        """Return the prompts of dropped groups, by admission; they come next, each in its turn."""
+    def _queue_prompts_again(self, dropped: Mapping[int, tuple[int, Prompt]]) -> list[Prompt]:
+        """Return the prompts of dropped groups in admission order, and queue their turns first."""
         again = [dropped[group_id] for group_id in sorted(dropped)]
         self.turns_again.extendleft(turn for turn, _ in reversed(again))
         return [prompt for _, prompt in again]
@@ -367,20 +359,20 @@ class Ledger:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of everything; exact at any moment, mid-step too."""
+        """Return a copy of the whole state; exact at any time, mid-step too."""
         state = {name: getattr(self, name) for name in _STATE}
-        return {name: _copied(value) for name, value in state.items()}
+        return {name: _copy_state(value) for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Restore a state from `state_dict`."""
         older = {"learns": state["version"], "next_turn": state["next_id"], "turns_again": deque()}
         complete = {**older, **state}
         for name in _STATE:
-            setattr(self, name, _copied(complete[name]))
+            setattr(self, name, _copy_state(complete[name]))
 
 
 _STATE = (
-    *("version", "learns", "looked_at", "short_steps", "next_id"),
+    *("version", "learns", "looked_at", "next_id"),
     *("next_turn", "turns_again"),
     *("queue", "prefix", "groups", "accounting"),
 )
@@ -388,14 +380,14 @@ _STATE = (
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 
 
-def _copied(value: Any) -> Any:
+def _copy_state(value: Any) -> Any:
     """Copy containers and mutable dataclasses; share what is frozen."""
     kind: Any = type(value)
     if isinstance(value, dict):
-        return {k: v if type(v) in _ATOMS else _copied(v) for k, v in value.items()}
+        return {k: v if type(v) in _ATOMS else _copy_state(v) for k, v in value.items()}
     if isinstance(value, list | set | deque):
-        return kind(map(_copied, value))
+        return kind(map(_copy_state, value))
     if is_dataclass(value) and not kind.__dataclass_params__.frozen:
         names = (each.name for each in fields(kind) if each.init)
-        return kind(**{name: _copied(getattr(value, name)) for name in names})
+        return kind(**{name: _copy_state(getattr(value, name)) for name in names})
     return value

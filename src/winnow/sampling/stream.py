@@ -34,9 +34,9 @@ from winnow.rollout.engine import (
 from winnow.sampling.accounting import (
     RETURNED,
     StepGroups,
+    bound_message,
+    describe_filtering,
     no_signal_error,
-    stop_message,
-    what_the_filter_saw,
 )
 from winnow.sampling.ledger import Ledger
 from winnow.types import Group, Prompt, Score, Trajectory
@@ -44,39 +44,39 @@ from winnow.types import Group, Prompt, Score, Trajectory
 log = logging.getLogger(__name__)
 
 REPORT_S = 30.0
-"""Seconds without a closed group after which a line says what is waited for."""
+"""Seconds without a closed group after which a status line is logged."""
 Key = tuple[int, int]
 """Group and answer."""
 Scorer = Callable[[Prompt, Trajectory], Score | Awaitable[Score]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Scoring:
+class _PendingScore:
     future: asyncio.Future[Score]
     due: int
     """Decode tick at which it is seen in deterministic mode."""
 
 
-class Scores:
-    """Scorings under way: from the end of an answer to the moment its score is seen.
+class PendingScores:
+    """Pending scores: from the end of an answer until its score is recorded.
 
-    A scoring begins when its answer finishes and goes on beside the engine. When a score is *seen*
-    decides what the ledger does next, and there are two answers to that:
+    A scoring starts when its answer finishes and runs concurrently with the engine. The time at
+    which a score is recorded decides what the ledger does next:
 
-    - deterministic: a fixed number of decode ticks after the answer finished, and the scheduler
-      waits for those that are late; the run is then the same however long scorers take;
-    - free: as soon as it is there; nothing is waited for.
+    - deterministic: a fixed number of decode ticks after the answer finished; the scheduler waits
+      for late scores, so that the run does not depend on how long scorers take;
+    - free: on arrival, without waiting.
     """
 
     def __init__(self, score: Scorer) -> None:
         self._score = score
-        self.under_way: dict[Key, _Scoring] = {}
+        self.under_way: dict[Key, _PendingScore] = {}
         """In the order in which they began."""
         self._changed = asyncio.Event()
         self._is_woken = False
 
     def begin(self, key: Key, prompt: Prompt, trajectory: Trajectory, due: int) -> None:
-        """Begin to score an answer; `due` is the tick at which the score should be seen."""
+        """Start to score an answer, whose score is to be recorded at tick `due`."""
         assert key not in self.under_way
         score = self._score(prompt, trajectory)
         if isinstance(score, Score):
@@ -85,25 +85,25 @@ class Scores:
         else:
             future = asyncio.ensure_future(score)
             future.add_done_callback(lambda _: self._changed.set())
-        self.under_way[key] = _Scoring(future, due)
+        self.under_way[key] = _PendingScore(future, due)
 
     @property
-    def next_due(self) -> int | None:
-        """The tick at which the next score is to be seen; None when there is none."""
+    def next_due_tick(self) -> int | None:
+        """The tick at which the next score is to be recorded; None without pending scores."""
         first = next(iter(self.under_way.values()), None)
         return None if first is None else first.due
 
-    def due(self, tick: int) -> list[Key]:
-        """Return those to be seen at `tick`, in the order in which they began."""
+    def due_keys(self, tick: int) -> list[Key]:
+        """Return the answers whose scores are due at `tick`, in their order of starting."""
         return [key for key, scoring in self.under_way.items() if scoring.due <= tick]
 
-    def ready(self) -> list[Key]:
-        """Return those whose score is there, in the order in which they began."""
+    def ready_keys(self) -> list[Key]:
+        """Return the answers whose scores have arrived, in their order of starting."""
         return [key for key, scoring in self.under_way.items() if scoring.future.done()]
 
     async def wait_for_change(self) -> None:
-        """Wait until a score is there, or `wake` was called since the last wait."""
-        while not self.ready() and not self._is_woken:
+        """Wait until a score arrives, or `wake` was called since the last wait."""
+        while not self.ready_keys() and not self._is_woken:
             self._changed.clear()
             await self._changed.wait()
         self._is_woken = False
@@ -114,7 +114,7 @@ class Scores:
         self._changed.set()
 
     async def take(self, keys: Iterable[Key]) -> list[Score]:
-        """Wait for the scores of these answers, which are then under way no longer.
+        """Wait for the scores of these answers and remove them from the pending ones.
 
         An error of one scoring ends the waiting at once.
         """
@@ -125,7 +125,7 @@ class Scores:
         return [self.under_way.pop(key).future.result() for key in keys]
 
     async def cancel(self) -> None:
-        """End all scorings; an answer whose score was not taken stays unscored."""
+        """Cancel all scorings; answers whose scores were not taken stay unscored."""
         futures = [scoring.future for scoring in self.under_way.values()]
         self.under_way.clear()
         for future in futures:
@@ -182,28 +182,28 @@ class Sampler:
         self._engine = engine
         self._next_prompt = next_prompt
         self._give_back = give_back
-        self._scores = Scores(score)
+        self._scores = PendingScores(score)
         self._deterministic, self.look_ticks = deterministic, look_ticks
         self._sampling = sampling
         self._run_seed = run_seed
         self._on_progress, self._on_settled = on_progress, on_settled
-        self._waits_for_engine = False
-        self._untaken: list[CompletionEvent] = []  # by a wait that was cancelled
-        self._is_asking = False
+        self._is_waiting_for_engine = False
+        self._pending_events: list[CompletionEvent] = []  # by a wait that was cancelled
+        self._is_collecting_progress = False
         self._progress_turn = asyncio.Lock()
-        self._untold = 0
+        self._unrecorded_tokens = 0
         self.idle_s = 0.0
-        """Seconds in which engines had nothing to write and waited for a publication."""
+        """Seconds in which engines were idle and waited for a publication."""
         self.score_lag_ticks = config.score_lag_ticks or 0
-        """Decode ticks from an answer's end to the moment from which its score may be seen."""
+        """Decode ticks between the end of an answer and the recording of its score."""
 
     async def step(self, version: int, learns: int | None = None) -> StepGroups:
         """Sample with weights `version` until a step can be cut.
 
-        Weights may be loaded in between: in deterministic mode nothing runs in the engine then,
-        in free mode only where it takes them live; there `published` may come meanwhile, too. An
-        error or a cancellation leaves everything accepted in the ledger, and so in `state_dict`;
-        another call goes on from it.
+        Weights may be loaded between two calls. In deterministic mode the engine is idle then; in
+        free mode it may run on if it loads weights live, and `set_engine_version` may be called
+        during a step. After an error or a cancellation the ledger keeps everything accepted, and
+        the next call continues from it.
 
         Args:
             learns: version of the weights that learn the step; None: the same.
@@ -216,24 +216,24 @@ class Sampler:
         stale = self.ledger.begin_step(version, learns)
         if stale:
             self._give_back(stale)
-        before = self._untold_tokens()
+        before = self._count_unrecorded_tokens()
         sampling = asyncio.create_task(self._sample())
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self._watch_engine())
         try:
             done, _ = await asyncio.wait([sampling, watch], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except BaseException:
-            await _cancelled(sampling)
+            await _cancel_and_wait(sampling)
             await self._scores.cancel()
             raise
         finally:
-            await _cancelled(watch)
-        lost = self._untold - before
+            await _cancel_and_wait(watch)
+        lost = self._unrecorded_tokens - before
         if lost > 0:
-            log.warning("step %d: the engine wrote %d tokens that never came back", version, lost)
+            log.warning("step %d: the engine lost %d generated tokens", version, lost)
         step = self.ledger.commit()
-        if step.short:
+        if step.is_short:
             log.warning(
                 "step %d is short: %d of %d groups qualified within the bound of %d",
                 version,
@@ -247,102 +247,104 @@ class Sampler:
         self._on_settled([each.group for each in settled if each.fate not in RETURNED])
         return step
 
-    def published(self, version: int) -> None:
-        """Note that engines have weights `version`, while a step is sampled; more may open now."""
+    def set_engine_version(self, version: int) -> None:
+        """Set the version of the engines' weights during a step; more groups may open now."""
         self.ledger.version = version
         self._scores.wake()
 
-    async def enter_progress(self) -> None:
-        """Enter what is written of answers under way, also while a step is sampled."""
+    async def record_progress(self) -> None:
+        """Record the tokens so far of running answers; allowed during a step."""
         async with self._progress_turn:  # of two calls at once, one would enter the older state
-            self._is_asking = True
+            self._is_collecting_progress = True
             try:
                 events = await self._engine.progress()
             finally:
-                self._is_asking = False
+                self._is_collecting_progress = False
             # Of several engines some report before others: what ended since has been entered.
-            running = set(self.ledger.groups.with_engine())
-            await self._take(
+            running = set(self.ledger.groups.running_keys())
+            await self._record_events(
                 [e for e in events if e.kind != "running" or e.key in running], stalled=False
             )
         self._scores.wake()
 
-    async def halt(self) -> None:
-        """Turn everything that runs into prefixes, so that the engine is free for other work."""
+    async def abort_running(self) -> None:
+        """Abort all running answers and keep them as prefixes, which leaves the engine idle."""
         groups = self.ledger.groups
-        running = list(dict.fromkeys(group_id for group_id, _ in groups.with_engine()))
+        running = list(dict.fromkeys(group_id for group_id, _ in groups.running_keys()))
         if running:
             await self._engine.abort(running)
         while groups.running:
-            await self._take(await self._events(), stalled=False)
+            await self._record_events(await self._next_events(), stalled=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of groups, counters, p̂ and histories."""
         return {"ledger": self.ledger.state_dict(), "score_lag_ticks": self.score_lag_ticks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described, with an engine that has nothing running.
+        """Restore a state from `state_dict`, with an idle engine.
 
         The lag is the state's: schedules depend on it, and what chose it may have changed.
         """
         self.score_lag_ticks = state["score_lag_ticks"]
         self.ledger.load_state_dict(state["ledger"])
-        self.ledger.forget_engine()
+        self.ledger.requeue_running()
 
     async def _sample(self) -> None:
-        """Take turn after turn until a step can be cut."""
+        """Run the loop until a step can be cut."""
         tick = self._engine.status().tick
         unscored = self.ledger.groups.unscored()
         under_way = self._scores.under_way
         self._begin_scoring([key for key in unscored if key not in under_way], tick)
         if self._deterministic:
-            await self._see(unscored)
-            await self._see(None)  # of groups that have ended
+            await self._record_scores(unscored)
+            await self._record_scores(None)  # of groups that have ended
         else:
-            await self._see(self._scores.ready())
-        while not await self._full():
+            await self._record_scores(self._scores.ready_keys())
+        while not await self._is_ready_to_commit():
             await self._submit()
-            events = await (self._events() if self._deterministic else self._events_or_change())
-            await self._take(events, stalled=True)
-            await self._see_what_is_due()
+            events = await (
+                self._next_events() if self._deterministic else self._events_or_change()
+            )
+            await self._record_events(events, stalled=True)
+            await self._record_due_scores()
             self._on_progress(self.ledger)
         live = self._engine.status().live_updates
         if self._deterministic or not live or not self.ledger.may_keep_running:
-            await self.halt()
+            await self.abort_running()
         else:
-            await self.enter_progress()
+            await self.record_progress()
             while self.ledger.groups.failing:  # a cut would pass them over without a fate
                 await self._abort_failing()
-                await self._take(await self._events(), stalled=False)
-                await self.enter_progress()
-        self._untold = self._untold_tokens()
+                await self._record_events(await self._next_events(), stalled=False)
+                await self.record_progress()
+        self._unrecorded_tokens = self._count_unrecorded_tokens()
 
-    def _untold_tokens(self) -> int:
-        """Count the tokens that the engine wrote and the ledger does not have."""
+    def _count_unrecorded_tokens(self) -> int:
+        """Count the tokens that the engine generated and the ledger does not have."""
         return self._engine.status().generated_tokens - self.ledger.account.generated
 
-    async def _full(self) -> bool:
-        """Return whether to cut; deal with a bound that was met too early."""
+    async def _is_ready_to_commit(self) -> bool:
+        """Return whether to cut a step; extend or enforce a bound that was met too early."""
         ledger = self.ledger
         if not ledger.step_is_ready():
             return False
         if ledger.committable == ledger.target:
             return True
-        tally, fates = ledger.tally, ledger.accounting.fates()
+        tally, fates = ledger.tally, ledger.accounting.count_fates()
         if self._config.on_bound == "stop":
-            await self.halt()
-            raise NoSignalError(stop_message(tally, fates, self._config, ledger.bound))
+            await self.abort_running()
+            raise NoSignalError(bound_message(tally, fates, self._config, ledger.bound))
         if ledger.committable:
             return True
-        ledger.pass_bound()
+        ledger.extend_bound()
         if tally.empty_bounds >= self._config.max_empty_steps:
-            await self.halt()
+            await self.abort_running()
             raise no_signal_error(tally, fates)
-        log.warning("nothing qualified within the bound: %s", what_the_filter_saw(tally, fates))
+        log.warning("no group qualified within the bound: %s", describe_filtering(tally, fates))
         return False
 
     async def _submit(self) -> None:
-        """Open groups while the rule allows, and hand the engine all that waits."""
+        """Open groups while the rule allows, and submit all waiting answers to the engine."""
         ledger = self.ledger
         while ledger.may_admit():
             ledger.admit(self._next_prompt())
@@ -359,11 +361,11 @@ class Sampler:
         if requests:
             await self._engine.submit(requests)
 
-    async def _events(self) -> Sequence[CompletionEvent]:
+    async def _next_events(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, up to the tick at which a score is due."""
-        if not self._untaken:
+        if not self._pending_events:
             await self._collect_events()
-        events, self._untaken = self._untaken, []
+        events, self._pending_events = self._pending_events, []
         return events
 
     async def _collect_events(self) -> None:
@@ -371,26 +373,26 @@ class Sampler:
 
         They are kept by the task that collected them, so that no cancellation loses one.
         """
-        until = self._scores.next_due if self._deterministic else None
-        self._waits_for_engine = True
+        until = self._scores.next_due_tick if self._deterministic else None
+        self._is_waiting_for_engine = True
         try:
             events = await self._engine.events(until)
         finally:
-            self._waits_for_engine = False
-        self._untaken += events
-        if not events and self._is_asking:
+            self._is_waiting_for_engine = False
+        self._pending_events += events
+        if not events and self._is_collecting_progress:
             await asyncio.sleep(0)  # events may be on their way there
         elif not events and self.ledger.groups.running:
             status = self._engine.status()
             if not status.running + status.queued:
-                self.ledger.lose_running("the engine lost the answer")
+                self.ledger.requeue_running("the engine lost the answer")
             await asyncio.sleep(0)
 
     async def _events_or_change(self) -> Sequence[CompletionEvent]:
         """Wait for the engine's events, or none once a score is ready or weights are published."""
         is_alone = not self._scores.under_way and not self.ledger.unlearnt_steps
-        if self._untaken or is_alone:  # then neither can come
-            return await self._events()
+        if self._pending_events or is_alone:  # then neither can come
+            return await self._next_events()
         began = asyncio.get_running_loop().time()
         waiting = [asyncio.ensure_future(self._scores.wait_for_change())]
         if self.ledger.groups.running:
@@ -407,22 +409,22 @@ class Sampler:
         for error in outcomes:
             if isinstance(error, Exception):
                 raise error
-        events, self._untaken = self._untaken, []
+        events, self._pending_events = self._pending_events, []
         return events
 
-    async def _take(self, events: Sequence[CompletionEvent], *, stalled: bool) -> None:
-        """Enter a turn's events; `stalled` says what an abort means now."""
+    async def _record_events(self, events: Sequence[CompletionEvent], *, stalled: bool) -> None:
+        """Record a turn's events; `stalled`: aborts in it count as attempts."""
         ledger = self.ledger
         for event in events:
             if event.kind == "finished":
-                ledger.finished(*event.key, trajectory_of(event))
+                ledger.record_finished(*event.key, trajectory_of(event))
                 self._begin_scoring([event.key], event.tick)
             elif event.kind == "running":
-                ledger.wrote(*event.key, event.segment)
+                ledger.record_progress(*event.key, event.segment)
             elif event.kind == "aborted":
-                ledger.aborted(*event.key, event.segment, stalled=stalled)
+                ledger.record_aborted(*event.key, event.segment, stalled=stalled)
             else:
-                ledger.failed(*event.key, event.segment, event.error)
+                ledger.record_failed(*event.key, event.segment, event.error)
 
     def _begin_scoring(self, keys: Iterable[Key], tick: int) -> None:
         """Score answers that finished at `tick`, unless their groups have ended."""
@@ -432,34 +434,36 @@ class Sampler:
                 due = -(-(tick + self.score_lag_ticks) // self.look_ticks) * self.look_ticks
                 self._scores.begin(key, *groups.finished_answer(*key), due)
 
-    async def _see_what_is_due(self) -> None:
-        """Enter the scores that this turn may know of.
+    async def _record_due_scores(self) -> None:
+        """Record the scores that are due in this turn.
 
         The one place that decides when a score is seen. Deterministic: at its tick, or when the
         engine has nothing left to write. Free: what is there.
         """
         if not self._deterministic:
             await asyncio.sleep(0)  # a score that takes no time is ready then
-            await self._see(self._scores.ready())
+            await self._record_scores(self._scores.ready_keys())
         else:
             tick = self._engine.status().tick
-            await self._see(self._scores.due(tick) if self.ledger.groups.running else None)
+            await self._record_scores(
+                self._scores.due_keys(tick) if self.ledger.groups.running else None
+            )
         await self._abort_failing()
 
     async def _abort_failing(self) -> None:
-        """Ask for the answers that the engine still has of failed groups."""
+        """Abort the answers of failed groups that still run."""
         failing = [group.id for group in self.ledger.groups.failing.values() if group.running]
         if failing:
             await self._engine.abort(failing)
 
-    async def _see(self, keys: Iterable[Key] | None) -> None:
-        """Enter scores in this order; None: all that are under way."""
+    async def _record_scores(self, keys: Iterable[Key] | None) -> None:
+        """Record the scores of these answers in this order; None: of all pending ones."""
         keys = list(self._scores.under_way) if keys is None else list(keys)
         for key, score in zip(keys, await self._scores.take(keys), strict=True):
-            self.ledger.scored(*key, score)
+            self.ledger.record_score(*key, score)
 
-    async def _watch(self) -> None:
-        """Look at the engine now and then; have its answers sent again where it writes nothing.
+    async def _watch_engine(self) -> None:
+        """Poll the engine, and resubmit its answers if it generates nothing.
 
         Raises:
             TrainingError: it wrote nothing however often it was asked.
@@ -473,47 +477,46 @@ class Sampler:
             if self.ledger.tally.closed != closed:
                 closed, reported = self.ledger.tally.closed, now()
             elif now() - reported >= REPORT_S:
-                log.info("%s", self._who_waits())
+                log.info("%s", self._status_line())
                 reported = now()
             written = self._engine.status().generated_tokens
             if written != tokens:
                 tokens, moved, stalls = written, now(), 0
-            elif not self._waits_for_engine:
+            elif not self._is_waiting_for_engine:
                 moved = now()
             elif now() - moved >= timeout_s:
                 stalls += 1
                 moved = now()
                 if stalls > self._config.max_attempts:
                     raise TrainingError(
-                        f"the rollout engine wrote no token for {timeout_s:g} s, {stalls} times in "
-                        f"a row ({self._who_waits()}); look at the engine, or raise "
+                        f"the rollout engine generated no token for {timeout_s:g} s, {stalls} "
+                        f"times in a row ({self._status_line()}); check the engine, or raise "
                         "sampling.stall_timeout_s if it is only slow"
                     )
                 log.warning(
-                    "no token for %g s; sending answers again. %s", timeout_s, self._who_waits()
+                    "no token for %g s; resubmitting answers; %s", timeout_s, self._status_line()
                 )
-                running = {group_id for group_id, _ in self.ledger.groups.with_engine()}
+                running = {group_id for group_id, _ in self.ledger.groups.running_keys()}
                 await self._engine.abort(sorted(running))
 
-    def _who_waits(self) -> str:
-        """Say in one line what the step waits for, and which group holds it up."""
+    def _status_line(self) -> str:
+        """Return one line about what the step waits for, and the oldest open group."""
         ledger, status = self.ledger, self._engine.status()
         line = (
-            f"sampling waits for {'the engine' if self._waits_for_engine else 'scores'}: "
-            f"{ledger.committable} of {ledger.target} groups can be "
-            f"trained, {ledger.in_flight} are open, {status.running} answers run and "
-            f"{status.queued} are queued"
+            f"sampling waits for {'the engine' if self._is_waiting_for_engine else 'scores'}: "
+            f"{ledger.committable} of {ledger.target} groups are ready, {ledger.in_flight} open; "
+            f"{status.running} answers running, {status.queued} queued"
         )
         oldest = next(iter(ledger.groups.open.values()), None)
         if oldest is not None:
             line += (
-                f"; the oldest open group is {oldest.id}, {oldest.finished} of "
+                f"; the oldest open group is {oldest.id}, {oldest.finished_answers} of "
                 f"{len(oldest.answers)} answers finished"
             )
         return line
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
+async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
     """Cancel a task and wait until it is gone."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

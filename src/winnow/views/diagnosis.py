@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from winnow.config.load import flat
+from winnow.config.load import flatten
 from winnow.observe import metrics
 from winnow.observe.metrics import Record
 
@@ -59,7 +59,7 @@ class RunHistory:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = flat(settings)
+        self._settings = flatten(settings)
         groups, answers = ("sampling.groups_per_step", 64), ("rollout.n", 8)
         self.answers_per_step = self.setting(*groups) * self.setting(*answers)
         self._first: defaultdict[str, list[float]] = defaultdict(list)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from winnow.config.load import flat
+from winnow.config.load import flatten
 from winnow.errors import WinnowError
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
@@ -149,7 +149,7 @@ def open_ledger(path: str | Path, until: int | None = None) -> LedgerRun:
         raise WinnowError(f"{folder.path} has no step {until} yet; the last step is {last}")
     last = last if until is None else until
     records = read_metrics(folder.metrics) if folder.metrics.is_file() else []
-    settings = flat(folder.read_recipe())
+    settings = flatten(folder.read_recipe())
     exact = settings.get("run.deterministic") is not False
     return LedgerRun(
         folder.path,

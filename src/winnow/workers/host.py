@@ -160,7 +160,7 @@ class Host:
         beating = threading.Thread(target=self._beat, args=[every_s], name="winnow-beats")
         beating.daemon = True
         beating.start()
-        with gc_tuning.growing():
+        with gc_tuning.disabled():
             worker_class = pkgutil.resolve_name(job.path)
         self._worker = worker_class(rank=job.info, **job.kwargs)
         # For those that want to look at it, or to end it.

@@ -30,7 +30,7 @@ from winnow.checkpoints.opening import code_hashes, opened_run
 from winnow.checkpoints.strangers import MARK, is_local_run, mark_as_local
 from winnow.commands.evaluate import EvalRequest, resolve_setup
 from winnow.commands.export import run_export
-from winnow.config.load import dump_config, load_recipe, resolve_recipe
+from winnow.config.load import dump_config, load_recipe, parse_recipe
 from winnow.config.roles import Roles
 from winnow.errors import ConfigError, ModelError, WinnowError
 from winnow.models.causal_lm import load_causal_lm
@@ -96,7 +96,7 @@ def bare(folder: Path, *overrides: str) -> Path:
     """A stranger's run as far as a command reads it before it asks: the recipe, and a log."""
     folder.mkdir(parents=True)
     (folder / "log.txt").touch()
-    text = dump_config(resolve_recipe("quickstart", ["run.name=theirs", *overrides]))
+    text = dump_config(parse_recipe("quickstart", ["run.name=theirs", *overrides]))
     (folder / "config.yaml").write_text(text)
     return folder
 

@@ -258,7 +258,7 @@ def test_code_runs_in_the_sandbox_and_the_failing_case_is_told() -> None:
         (["FILE", "--scorer", "magic"], RewardError, "reward.scorers.* is magic, which is no"),
         (["none.jsonl"], DataError, "none.jsonl: no such file; check the path"),
         (["FILE", "b.jsonl"], DataError, "got 2 files, FILE and b.jsonl; pass one"),
-        (["FILE", "reward.timeout=3"], ConfigError, "reward.timeout is no known key"),
+        (["FILE", "reward.timeout=3"], ConfigError, "reward.timeout is not a known key"),
         (
             ["FILE", "--function", "OWN"],
             RewardError,

@@ -9,7 +9,7 @@ import pytest
 
 from winnow.commands.evaluate import EvalRequest, EvalSetup, resolve_setup
 from winnow.config.data import DataConfig
-from winnow.config.load import resolve_recipe
+from winnow.config.load import parse_recipe
 from winnow.data.prompts import PromptRenderer
 from winnow.data.published import with_dapo_instruction
 from winnow.data.sort_digits import build_tokenizer
@@ -42,7 +42,7 @@ def asked(data: DataConfig) -> list[str]:
 def test_bare_questions_are_asked_as_the_recipes_ask_them(folder: Path) -> None:
     rows = [("gsm8k", "1?"), ("openai/gsm8k", "2?"), ("aime-2024", "3?"), ("mine", "4?")]
     found = subject(folder, rows)
-    gsm8k, dapo = (resolve_recipe(n).data.prompt_template["*"] for n in ("gsm8k", "dapo-math"))
+    gsm8k, dapo = (parse_recipe(n).data.prompt_template["*"] for n in ("gsm8k", "dapo-math"))
     assert asked(found.config.data) == [
         *(gsm8k.replace("{prompt}", question) for question in ("1?", "2?")),
         dapo.replace("{prompt}", "3?"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.winnow_command import WINNOW
 
-from winnow.config.files import MOST_BYTES, MOST_FILES, MOST_NODES
-from winnow.config.load import MOST_CHARACTERS, resolve_recipe
+from winnow.config.files import MAX_FILE_BYTES, MAX_FILES, MAX_NODES
+from winnow.config.load import MAX_CHARACTERS, parse_recipe
 
 LEVELS, TIMES = 12, 10
 """Written out, each has more than 10^12 values."""
@@ -72,26 +72,26 @@ def data(place: Path) -> list[str]:
     return []
 
 
-WRITTEN_OUT = f"its ${{…}} write out more than {MOST_CHARACTERS:,} characters; mend the value or"
+WRITTEN_OUT = f"its ${{…}} write out more than {MAX_CHARACTERS:,} characters; fix the value or"
 BOMBS: list[tuple[Callable[[Path], list[str]], str]] = [
     (
         anchors,
-        f"recipe bomb.yaml, line 5: more than {MOST_NODES:,} values, anchors written out; repeat "
-        "fewer anchors; mend the YAML there",
+        f"recipe bomb.yaml, line 5: more than {MAX_NODES:,} values after expanding "
+        "anchors; use fewer anchors; fix the YAML there",
     ),
     (
         merges,
-        f"recipe bomb.yaml, line 5: more than {MOST_NODES:,} values, anchors written out; repeat "
-        "fewer anchors; mend the YAML there",
+        f"recipe bomb.yaml, line 5: more than {MAX_NODES:,} values after expanding "
+        "anchors; use fewer anchors; fix the YAML there",
     ),
     (references, f"data.prompt_template.p6: {WRITTEN_OUT} its ${{…}}"),
     (typed_lists, f"reward.function.kwargs.p5.7: {WRITTEN_OUT} its ${{…}}"),
     (
         includes,
-        f"recipe bomb.yaml includes more than {MOST_FILES} recipes, the last of them "
+        f"recipe bomb.yaml includes more than {MAX_FILES} recipes, the last of them "
         "part11.yaml; include each only once in `defaults`",
     ),
-    (data, f"recipe bomb.yaml has more than {MOST_BYTES:,} bytes; give a recipe, not data"),
+    (data, f"recipe bomb.yaml exceeds {MAX_FILE_BYTES:,} bytes; give a recipe, not data"),
 ]
 
 
@@ -118,6 +118,6 @@ def test_what_a_recipe_may_need_passes(tmp_path: Path) -> None:
         "  eval_files: *files\n"
         f"  prompt_template: {{a: '{'x' * 100_000} {{prompt}}', b: '${{.a}}'}}\n"
     )
-    config = resolve_recipe(str(tmp_path / "own.yaml"))
+    config = parse_recipe(str(tmp_path / "own.yaml"))
     assert config.data.eval_files == config.data.train_files
     assert config.data.prompt_template["b"] == config.data.prompt_template["a"]

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from winnow.cli.main import app
 from winnow.config.files import available_recipes
-from winnow.config.load import load_recipe, resolve_recipe
+from winnow.config.load import load_recipe, parse_recipe
 from winnow.errors import ConfigError, ModelError
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.sharded_loading import saved_weights
@@ -499,7 +499,7 @@ def test_published_shapes_have_as_many_parameters_as_their_models() -> None:
 
 
 def test_every_recipe_with_a_published_model_has_its_shape() -> None:
-    paths = {name: resolve_recipe(name, []).model.path for name in available_recipes()}
+    paths = {name: parse_recipe(name, []).model.path for name in available_recipes()}
     named = {name: published_shape(path) for name, path in paths.items() if path}
     assert "dapo_qwen2.5_32b" in named
     assert [name for name, shape in named.items() if shape is None] == []

@@ -27,7 +27,7 @@ from winnow.rewards.judge import Judge
 from winnow.rewards.rewards import Rewards
 from winnow.rewards.scorers import SCORERS
 from winnow.run.step_metrics import _record_parts
-from winnow.sampling.filters import judge
+from winnow.sampling.filters import apply_filter
 
 TAGGED = "<think>so</think><answer>#1359</answer>"
 FORMAT = {"format": PartConfig(scorer="think_answer", weight=0.2)}
@@ -57,8 +57,8 @@ def test_a_part_can_be_filtered_on_and_one_without_weight_only_measures() -> Non
     scores = ask(one, ["#1", TAGGED.replace("1359", "1")])
     assert [score.metric("format") for score in scores] == [0.0, 1.0]
     assert {score.reward for score in scores} == {-1.0}
-    assert judge(scores, VarianceFilter()) == "all_wrong"
-    assert judge(scores, VarianceFilter(metric="format")) == "qualified"
+    assert apply_filter(scores, VarianceFilter()) == "all_wrong"
+    assert apply_filter(scores, VarianceFilter(metric="format")) == "qualified"
     assert "format" not in (service().supported_metrics(["sort_digits"]) or ())
 
 

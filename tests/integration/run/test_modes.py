@@ -220,10 +220,10 @@ def check_course(steps: Sequence[StepGroups], last: Sampler, staleness: int) -> 
     trained = [i for ids in ids_of(steps) for i in ids]
     assert trained == sorted(set(trained))
     assert len(steps) == STEPS
-    assert all(len(step.groups) == N or step.short for step in steps)
+    assert all(len(step.groups) == N or step.is_short for step in steps)
     ended = [s.group.id for step in steps for s in (*step.trained, *step.discarded)]
     ledger = last.ledger
-    alive = [group.id for group in ledger.groups.waiting_for_cut()]
+    alive = [group.id for group in ledger.groups.uncommitted_groups()]
     alive += [settled.group.id for settled in ledger.accounting.settled]
     assert sorted(ended + alive) == list(range(ledger.next_id))
     for number, step in enumerate(steps):

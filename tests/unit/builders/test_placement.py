@@ -222,7 +222,7 @@ def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
 
 def test_a_gpu_that_is_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"^run\.device is cuda, but torch sees no GPU"):
+    with pytest.raises(ConfigError, match=r"^run\.device=cuda, but PyTorch finds no GPU"):
         devices(recipe("quickstart", *APART, "run.device=cuda"))
 
 

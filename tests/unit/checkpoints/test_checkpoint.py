@@ -31,7 +31,7 @@ from winnow.checkpoints.checkpoint import (
 )
 from winnow.checkpoints.state_file import read_state
 from winnow.config.load import load_recipe
-from winnow.errors import CheckpointError, PassingError
+from winnow.errors import CheckpointError, TransientError
 
 STATE = {
     "weights": {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)},
@@ -147,7 +147,7 @@ def test_a_file_server_that_is_away_does_not_cost_the_newest_checkpoint(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(module, "_sha256", stale)
-    with pytest.raises(PassingError, match="Stale file handle"):
+    with pytest.raises(TransientError, match="Stale file handle"):
         newest_usable(tmp_path)
 
 

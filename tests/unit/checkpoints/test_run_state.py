@@ -19,7 +19,7 @@ from winnow.checkpoints import run_state as module
 from winnow.checkpoints.checkpoint import Manifest, Snapshot, checkpoints_in
 from winnow.checkpoints.run_state import RunState
 from winnow.config.trainer import TrainerConfig
-from winnow.errors import CheckpointError, PassingError
+from winnow.errors import CheckpointError, TransientError
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
 
@@ -143,7 +143,7 @@ def test_a_passing_error_is_tried_again_and_ends_the_run_with_75_at_the_third(
                 save(step)._join()
 
     for last in ([7], [1, 2, 3, 5]):  # one at the end; three in a row
-        with pytest.raises(PassingError, match=os.strerror(number)) as ended:
+        with pytest.raises(TransientError, match=os.strerror(number)) as ended:
             end(last)
         assert ended.value.exit_code == 75
         assert not steps(tmp_path / str(len(last)))

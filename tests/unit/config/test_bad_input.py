@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from winnow.config.load import load_recipe
-from winnow.config.rules import notices
+from winnow.config.rules import config_warnings
 from winnow.errors import ConfigError
 
 SHELL = "(set by the command line)"
@@ -42,7 +42,7 @@ def test_a_wrong_file_is_answered_in_one_line(text: str, expected: str, tmp_path
     path.write_text(text, encoding="utf-8")
     said = message(str(path), [])
     assert "\n" not in said
-    wanted = expected.replace("{file}", str(path)).replace("{mend}", "mend the YAML there")
+    wanted = expected.replace("{file}", str(path)).replace("{mend}", "fix the YAML there")
     before, _, after = wanted.partition("{yaml}")
     assert said.startswith(before)
     assert said.endswith(after)
@@ -96,8 +96,8 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
         (
             ["algorithm/advantage=gae", "critic.warmup_steps=80", "critic.optim.warmup_steps=81"],
             [
-                "critic.warmup_steps=80 leaves none of trainer.steps=80 for the policy: the critic "
-                "learns alone for 79",
+                "critic.warmup_steps=80 leaves none of trainer.steps=80 for the policy: the first "
+                "79 train the critic only",
                 "critic.optim.warmup_steps=81 is more than trainer.steps=80",
             ],
         ),
@@ -106,7 +106,7 @@ def test_a_contradiction_names_both_fields_and_the_way_out(
 def test_a_warm_up_longer_than_the_run_is_cut_and_told(
     overrides: list[str], said: list[str]
 ) -> None:
-    found = notices(load_recipe("quickstart", overrides))
+    found = config_warnings(load_recipe("quickstart", overrides))
     assert len(found) == len(said)
     assert [s for line, s in zip(found, said, strict=True) if f"Warning: {s}" not in line] == []
 
@@ -114,25 +114,25 @@ def test_a_warm_up_longer_than_the_run_is_cut_and_told(
 @pytest.mark.parametrize(("staleness", "count"), [(1, 1), (2, 0)])
 def test_engines_that_will_want_for_groups_are_told_of(staleness: int, count: int) -> None:
     mode = ["trainer/mode=one_step_off", f"sampling.max_staleness={staleness}"]
-    found = notices(load_recipe("quickstart", mode))
+    found = config_warnings(load_recipe("quickstart", mode))
     assert sum("sampling.max_staleness=1" in line for line in found) == count
 
 
 def test_what_ranks_and_micro_batches_cannot_share_out_is_told() -> None:
     small = "sampling.groups_per_step=4", "rollout.n=2", "trainer.mini_batch_groups=2"
     ranks = "trainer/strategy=fsdp2", "trainer.strategy.ranks=6"
-    (idle,) = notices(load_recipe("quickstart", [*small, *ranks]))
-    assert "an update has 4 answers for 6 ranks that learn side by side: 2 have nothing" in idle
+    (idle,) = config_warnings(load_recipe("quickstart", [*small, *ranks]))
+    assert "an update has 4 answers for 6 data-parallel ranks, so 2 idle" in idle
     shared = [*small, *ranks, "trainer.strategy.sequence=2"]  # three by three
-    assert notices(load_recipe("quickstart", shared)) == []
+    assert config_warnings(load_recipe("quickstart", shared)) == []
     stages = "trainer/strategy=megatron", "trainer.strategy.ranks=6", "trainer.strategy.pipeline=2"
     cut = [*small, *stages]  # as much
-    assert notices(load_recipe("quickstart", cut)) == []
+    assert config_warnings(load_recipe("quickstart", cut)) == []
     limits = "data.max_prompt_tokens=100", "rollout.max_response_tokens=128"
     fits = load_recipe("quickstart", [*limits, "trainer.microbatch_tokens=228"])
-    assert notices(fits) == []
-    (long,) = notices(load_recipe("quickstart", [*limits, "trainer.microbatch_tokens=227"]))
-    assert "trainer.microbatch_tokens=227 holds no answer of 228 tokens with its prompt" in long
+    assert config_warnings(fits) == []
+    (long,) = config_warnings(load_recipe("quickstart", [*limits, "trainer.microbatch_tokens=227"]))
+    assert "trainer.microbatch_tokens=227 is less than the longest prompt and answer" in long
 
 
 def test_each_broken_rule_has_its_line() -> None:

@@ -25,12 +25,12 @@ from winnow.config.load import (
     differing_keys,
     dump_config,
     load_recipe,
-    resolve_recipe,
+    parse_recipe,
 )
 from winnow.config.reward import CustomManager, RewardConfig
 from winnow.config.rollout import BandFilter
 from winnow.config.root import Config, RunConfig
-from winnow.config.schema import all_keys, defaults, variants
+from winnow.config.schema import all_keys, default_values, variants
 from winnow.errors import ConfigError, WinnowError
 from winnow.version import __version__
 
@@ -228,7 +228,7 @@ def test_every_variant_can_be_chosen(toy: str) -> None:
         for name, variant in by_path[key.path].items():
             overrides, needed = chosen(key.path, name)
             overrides += COMPLETED.get(name, [])
-            config = resolve_recipe(toy, [*around, *overrides])
+            config = parse_recipe(toy, [*around, *overrides])
             node: Section = config
             for part in key.path:
                 node = getattr(node, part)
@@ -288,7 +288,7 @@ def test_a_reference_leads_through_a_table_that_is_one_itself(write: Write) -> N
         "data: {prompt_template: {a: '{prompt}'}}\nreward: {scorers: '${data.prompt_template}'}"
     )
     recipe = write(f"defaults: [quickstart]\n{tables}\nrun: {{dir: '${{reward.scorers.a}}'}}\n")
-    assert resolve_recipe(recipe).run.dir == "{prompt}"
+    assert parse_recipe(recipe).run.dir == "{prompt}"
 
 
 def test_two_files_may_include_the_same_third(write: Write) -> None:
@@ -310,12 +310,12 @@ def test_a_user_s_own_code_is_chosen_like_a_variant_of_ours(group: str, write: W
     section, name = group.split("/")
     own = [f"{group}=custom", f"{section}.{name}.path=mine.py:made"]
     own.append(f"{section}.{name}.options={{steps: 3, share: 0.5, on: true, text: '3'}}")
-    config = resolve_recipe("quickstart", own)
+    config = parse_recipe("quickstart", own)
     chosen = getattr(getattr(config, section), name)
     assert (chosen.name, chosen.path) == ("custom", "mine.py:made")
     assert chosen.options == {"steps": 3, "share": 0.5, "on": True, "text": "3"}
     assert isinstance(chosen.options["on"], bool)
-    assert resolve_recipe(write(dump_config(config))) == config
+    assert parse_recipe(write(dump_config(config))) == config
 
 
 TRACKERS = "trackers: [tensorboard, {name: wandb, mode: offline, entity: us}]"
@@ -343,17 +343,17 @@ def test_trackers_are_names_and_their_options_stand_with_them_or_apart(
 
 def test_a_dumped_configuration_loads_back_equal(write: Write) -> None:
     for recipe in ("quickstart", "ppo", "dapo_async", "dapo_megatron_qwen3_30b_a3b", "sft"):
-        config = resolve_recipe(recipe, ["run.name=a", "optim.lr=1e-7"])
-        assert resolve_recipe(write(dump_config(config))) == config
+        config = parse_recipe(recipe, ["run.name=a", "optim.lr=1e-7"])
+        assert parse_recipe(write(dump_config(config))) == config
 
 
 def test_a_dumped_configuration_has_the_version_and_one_of_a_newer_is_refused(write: Write) -> None:
-    config = resolve_recipe("quickstart")
+    config = parse_recipe("quickstart")
     head, _, rest = dump_config(config).partition("\n")
     assert head == f"# Written by winnow {__version__}"
-    assert resolve_recipe(write(f"# Written by winnow 0.0.99\n{rest}")) == config
+    assert parse_recipe(write(f"# Written by winnow 0.0.99\n{rest}")) == config
     with pytest.raises(WinnowError, match=r"mine.yaml was written by winnow 99.1, and this is "):
-        resolve_recipe(write(f"# Written by winnow 99.1\n{rest}"))
+        parse_recipe(write(f"# Written by winnow 99.1\n{rest}"))
 
 
 TRICKY = st.text(max_size=12) | st.sampled_from(
@@ -377,20 +377,20 @@ def test_any_text_survives_a_dump(
     path.write_text(dump_config(config), encoding="utf-8")
     if "???" in (text, key):
         return
-    assert resolve_recipe(str(path)) == config
+    assert parse_recipe(str(path)) == config
 
 
 # Help and comparison
 
 
 def test_every_key_has_a_meaning_and_says_what_it_takes(toy: str) -> None:
-    rows = describe_config(resolve_recipe(toy))
+    rows = describe_config(parse_recipe(toy))
     assert [row.key for row in rows if not row.meaning] == []
     assert [row.key for row in rows if not row.type or "winnow" in row.type] == []
 
 
 def test_help_shows_the_values_of_the_recipe_and_the_keys_of_other_variants() -> None:
-    rows = describe_config(resolve_recipe("quickstart", ["optim.lr=0.5"]))
+    rows = describe_config(parse_recipe("quickstart", ["optim.lr=0.5"]))
     needed = {row.key: row.default for row in rows}["reward.judge.model"]
     assert needed == "???"
     assert not any("Undefined" in row.default for row in rows)
@@ -407,7 +407,7 @@ def test_help_shows_the_values_of_the_recipe_and_the_keys_of_other_variants() ->
 
 
 def test_help_narrows_to_a_prefix() -> None:
-    config = resolve_recipe("quickstart")
+    config = parse_recipe("quickstart")
     assert {row.key.split(".")[0] for row in describe_config(config, "optim")} == {"optim"}
     assert [row.key for row in describe_config(config, "optim.lr")] == ["optim.lr"]
     union = describe_config(config, "algorithm/policy_loss")
@@ -424,8 +424,8 @@ def test_help_covers_every_key_of_the_sections(toy: str) -> None:
             keys |= leaves(value, f"{prefix}{key}.") if nested else {prefix + key}  # type: ignore[arg-type]
         return keys
 
-    listed = {row.key.replace("/", ".") for row in describe_config(resolve_recipe(toy))}
-    missing = {key for key in leaves(defaults(Config)) if key not in listed}
+    listed = {row.key.replace("/", ".") for row in describe_config(parse_recipe(toy))}
+    missing = {key for key in leaves(default_values(Config)) if key not in listed}
     assert {key for key in missing if not key.endswith(".name")} == set()
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.other_names import render_markdown
 from tests.winnow_command import in_this_process
 
-from winnow.config.load import _current, resolve_recipe
-from winnow.config.other_names import OURS, as_markdown, other_names
+from winnow.config.load import _renamed_path, parse_recipe
+from winnow.config.other_names import OURS, load_other_names
 from winnow.config.schema import all_keys, variants
 from winnow.errors import ConfigError
 
@@ -32,7 +33,7 @@ SYSTEMS = {
 
 def faults(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        resolve_recipe("quickstart", overrides)
+        parse_recipe("quickstart", overrides)
     return str(caught.value).splitlines()
 
 
@@ -50,8 +51,8 @@ def wrong_answers(file: str) -> tuple[int, list[str]]:
         remedy = line.partition("; ")[2]
         whose = rf"that is (?:[^;']* )?(?:{SYSTEMS[file]})\b[^;']*'s name(?:, and| for) "
         start = whose if remedy.startswith("that is") else "^(?:write )?"
-        found = re.search(start + r"(?:(?P<kind>nothing is|not in)|(?P<key>[a-z][^\s;]+))", remedy)
-        kinds = {"nothing is": "-", "not in": "!", None: "?"}
+        found = re.search(start + r"(?:(?P<kind>no setting|not in)|(?P<key>[a-z][^\s;]+))", remedy)
+        kinds = {"no setting": "-", "not in": "!", None: "?"}
         answer = (found["key"] or kinds[found["kind"]]) if found else "?"
         if expected not in (answer, answer.partition("=")[0]):
             wrong.append(f"{typed}: {answer}, not {expected}")
@@ -65,13 +66,13 @@ def test_each_name_of_a_list_is_answered_as_the_source_of_its_system_asks_for(fi
 
 def test_every_answer_names_a_key_and_a_variant_that_exist_or_says_why_there_is_none() -> None:
     known = {key.spelling: key.field for key in all_keys()}
-    for row in (row for rows in other_names().values() for row in rows):
+    for row in (row for rows in load_other_names().values() for row in rows):
         assert not row.system.startswith(f"{OURS} ") or row.name not in known, row
         key, _, value = row.ours.removesuffix(".*").partition("=")
         if key in ("-", "!", "?"):
             assert row.meaning or key == "?", row
         elif key == "cluster.runtime_env":
-            assert row.below(["pip"])
+            assert row.for_subkey(["pip"])
         else:
             assert key in known, row
             assert not value or value in variants(known[key]) or not variants(known[key]), row
@@ -90,8 +91,11 @@ def test_every_answer_names_a_key_and_a_variant_that_exist_or_says_why_there_is_
         ("algorithm.filter_groups.metric=seq_final_reward", "after a KL no filter is possible"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=10", "lr * (k - 1) / warm-up, ours at lr"),
         ("data.apply_chat_template_kwargs={enable_thinking: false}", "kwargs.enable_thinking"),
-        ("algorithm.kl.reward.coef=0.0", "no key of algorithm/kl/reward=none (set by the command"),
-        ("algorithm.kl.reward.coef=0.0", "nothing is to be set here: algorithm/kl/reward=none is"),
+        (
+            "algorithm.kl.reward.coef=0.0",
+            "not a key of algorithm/kl/reward=none (set by the command",
+        ),
+        ("algorithm.kl.reward.coef=0.0", "no setting needed: algorithm/kl/reward=none is"),
         ("algorithm.kl.reward.coef=0.1", "choose algorithm/kl/reward=adaptive or"),
         ("sampling.filter.metric=seq_reward", "does not take 'seq_reward' (set by the command"),
         ("sampling.filter.metric=seq_reward", "; write sampling.filter.metric=reward (verl's"),
@@ -111,7 +115,7 @@ def test_a_variant_of_another_system_that_is_one_of_ours_runs_and_a_line_says_so
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        config = resolve_recipe("quickstart", ["trainer/strategy=fsdp", "trainer.strategy.ranks=3"])
+        config = parse_recipe("quickstart", ["trainer/strategy=fsdp", "trainer.strategy.ranks=3"])
     assert (config.trainer.strategy.name, config.trainer.strategy.ranks) == ("fsdp2", 3)
     assert caplog.messages[0].startswith("trainer/strategy=fsdp runs as trainer/strategy=fsdp2 (")
 
@@ -128,27 +132,27 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "names.yaml").write_text(RENAMED)
     (tmp_path / "mine.yaml").write_text(MINE)
     monkeypatch.setattr("winnow.config.other_names._TABLE", tmp_path / "names.yaml")
-    other_names.cache_clear()
+    load_other_names.cache_clear()
     yield str(tmp_path / "mine.yaml")
-    other_names.cache_clear()
-    _current.cache_clear()
+    load_other_names.cache_clear()
+    _renamed_path.cache_clear()
 
 
 def test_a_key_of_an_earlier_version_sets_the_one_of_now_and_one_line_says_so(
     mine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        config = resolve_recipe(mine, ["algorithm/objective=dppo_tv"])
+        config = parse_recipe(mine, ["algorithm/objective=dppo_tv"])
     assert (config.optim.lr, config.critic.optim.lr) == (0.5, 0.5)
     assert config.algorithm.policy_loss.name == "dppo_tv"
-    assert [line.partition(" now; the old name goes with")[0] for line in caplog.messages] == [
-        "optim.rate is called optim.lr",
-        "algorithm.objective.name is called algorithm.policy_loss.name",
-        "algorithm.objective.r_max is called algorithm.policy_loss.r_max",
-        "algorithm.objective is called algorithm.policy_loss",
+    assert [line.partition("; the next version removes")[0] for line in caplog.messages] == [
+        "optim.rate was renamed to optim.lr",
+        "algorithm.objective.name was renamed to algorithm.policy_loss.name",
+        "algorithm.objective.r_max was renamed to algorithm.policy_loss.r_max",
+        "algorithm.objective was renamed to algorithm.policy_loss",
     ]
     assert faults("optim.algorithm=adam")[0].endswith(
-        "that is Winnow 0.1's name, and nothing is to be set here: AdamW is what there is"
+        "that is Winnow 0.1's name, and no setting needed: AdamW is what there is"
     )
 
 
@@ -164,10 +168,10 @@ def test_all_flags_of_another_system_are_answered_at_once(tmp_path: Path) -> Non
             "no such option: --num_generations; that is TRL's name for rollout.n, given as KEY=",
             "no such option: --algo.kl.init_coef; that is OpenRLHF's name for algorithm.kl.reward",
             "no such option: --rollout.top_p; that is OpenRLHF's name for rollout.top_p, given as",
-            "no such option: --cfg; that is Hydra's name, and nothing is to be set here: `winnow",
+            "no such option: --cfg; that is Hydra's name, and no setting needed: `winnow",
             "no such option: --resolve; that is Hydra's name",
             "no such option: --config-name; that is Hydra's name",
-            "beta is no known key; that is TRL's name for algorithm/kl/loss=none",
+            "beta is not a known key; that is TRL's name for algorithm/kl/loss=none",
         ],
         strict=True,
     ):
@@ -176,8 +180,8 @@ def test_all_flags_of_another_system_are_answered_at_once(tmp_path: Path) -> Non
 
 
 def test_the_page_of_the_docs_is_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == as_markdown()
-    assert OURS in {row.system for rows in other_names().values() for row in rows}
+    assert PAGE.read_text(encoding="utf-8") == render_markdown()
+    assert OURS in {row.system for rows in load_other_names().values() for row in rows}
 
 
 if __name__ == "__main__":

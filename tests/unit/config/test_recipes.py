@@ -19,7 +19,7 @@ from winnow.config.algorithm import Advantage, PolicyLoss
 from winnow.config.files import RECIPES, available_recipes
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.config.rules import notices
+from winnow.config.rules import config_warnings
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -64,15 +64,17 @@ def test_recipes_that_sample_beside_learning_correct_for_older_weights() -> None
         "dapo_one_step_off": "one_step_off",
         "dapo_one_step_off_qwen2.5_math_7b": "one_step_off",
     }
-    assert not any("correct nothing" in line for c in beside.values() for line in notices(c))
+    assert not any(
+        "off-policy tokens" in line for c in beside.values() for line in config_warnings(c)
+    )
 
 
 def test_older_weights_without_a_correction_are_told() -> None:
-    (line,) = notices(recipe("dapo_one_step_off", "algorithm/correction/weight=none"))
-    assert line.startswith("Warning: trainer/mode=one_step_off learns from tokens of older weights")
-    assert notices(recipe("dapo_one_step_off", "algorithm/correction/rejection=k1")) == []
+    (line,) = config_warnings(recipe("dapo_one_step_off", "algorithm/correction/weight=none"))
+    assert line.startswith("Warning: trainer/mode=one_step_off trains on off-policy tokens")
+    assert config_warnings(recipe("dapo_one_step_off", "algorithm/correction/rejection=k1")) == []
     bypass = ("algorithm/correction/weight=none", "algorithm.correction.mode=bypass")
-    assert notices(recipe("dapo_one_step_off", *bypass)) == []
+    assert config_warnings(recipe("dapo_one_step_off", *bypass)) == []
 
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"

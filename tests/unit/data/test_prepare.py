@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from winnow.cli.data import app
-from winnow.config.load import resolve_recipe
+from winnow.config.load import parse_recipe
 from winnow.data.prepare import Prepared, Request, prepare
 from winnow.data.published import with_dapo_instruction
 from winnow.data.sort_digits import is_held_out, solution
@@ -324,6 +324,6 @@ def test_the_command_for_puzzles_takes_the_template_out(
     assert "data_source countdown is scored by countdown." in result.output
     (command,) = (line for line in result.output.splitlines() if "winnow train" in line)
     words = shlex.split(command)
-    data = resolve_recipe(words[2], words[3:]).data
+    data = parse_recipe(words[2], words[3:]).data
     assert data.train_files == ("data/countdown-train.parquet",)
     assert data.prompt_template == {"*": "{prompt}"}

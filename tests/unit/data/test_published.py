@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from winnow.boxed import last_boxed
+from winnow.boxed import last_box_content
 from winnow.data.published import SETS, bare, published_row, with_dapo_instruction
 from winnow.data.sources import Row
 from winnow.errors import DataError
@@ -42,7 +42,7 @@ def error(name: str, **record: Any) -> str:
     ],
 )
 def test_the_last_box_is_read_with_its_braces(text: str, content: str | None) -> None:
-    assert last_boxed(text) == content
+    assert last_box_content(text) == content
 
 
 def test_gsm8k_answers_follow_the_last_mark() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.states import read_back
 
 from winnow.config.rollout import SamplingConfig
-from winnow.sampling.admission import LEAST_CHANCE, ClosedPrefix, QualifyRate, may_open
+from winnow.sampling.admission import MIN_CHANCE, ClosedPrefix, QualifyRate, may_open_group
 
 ALL_HISTORIES = [(visits, yes) for visits in range(4) for yes in range(visits + 1)]
 
@@ -38,7 +38,7 @@ def test_the_global_rate_has_a_beta_prior_and_forgets_by_the_decay() -> None:
 @given(st.text("+-", max_size=200), st.sampled_from([0.5, 0.9, 0.98]))
 def test_no_chance_falls_below_the_floor_or_rises_above_one(outcomes: str, decay: float) -> None:
     rate = after(outcomes, decay=decay)
-    assert all(LEAST_CHANCE <= chance <= 1 for chance in map(rate.chance, ALL_HISTORIES))
+    assert all(MIN_CHANCE <= chance <= 1 for chance in map(rate.chance, ALL_HISTORIES))
 
 
 def test_a_prompts_own_visits_move_its_chance_away_from_the_global_rate() -> None:
@@ -82,12 +82,12 @@ def test_the_expectation_is_the_sum_of_the_chances_in_flight(
 ) -> None:
     rate = after(outcomes)
     expected = sum(rate.chance(history) for history in histories)
-    assert rate.expected(Counter(histories)) == pytest.approx(expected)
+    assert rate.expected_qualified(Counter(histories)) == pytest.approx(expected)
 
 
 def rule(n: int, lookahead: float, staleness: int) -> Callable[..., bool]:
     config = SamplingConfig(groups_per_step=n, lookahead=lookahead, max_staleness=staleness)
-    return partial(may_open, config)
+    return partial(may_open_group, config)
 
 
 def test_groups_open_while_too_few_are_expected_to_qualify() -> None:

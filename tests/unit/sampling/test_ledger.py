@@ -154,12 +154,12 @@ class World:
         if kind == "f":
             self.finish(key, more)
         elif kind == "a":
-            self.come_back(key, more)
-            self.ledger.aborted(*key, segment(*key, self.lengths[key]), stalled=True)
+            self.return_answer(key, more)
+            self.ledger.record_aborted(*key, segment(*key, self.lengths[key]), stalled=True)
             self.count_failure(key)
         else:
-            self.come_back(key, more - 1)
-            self.ledger.failed(*key, segment(*key, self.lengths[key]), "broken")
+            self.return_answer(key, more - 1)
+            self.ledger.record_failed(*key, segment(*key, self.lengths[key]), "broken")
             self.count_failure(key)
 
     def engine_tells(self) -> None:
@@ -168,12 +168,12 @@ class World:
             more = self.chance.randint(0, 3)
             self.generated += more
             self.running[key] = self.lengths[key] = self.running[key] + more
-            self.ledger.wrote(*key, segment(*key, self.lengths[key]))
+            self.ledger.record_progress(*key, segment(*key, self.lengths[key]))
 
     def engine_forgets(self) -> None:
         lost = sorted(self.running)
         self.running.clear()
-        self.ledger.lose_running("lost")
+        self.ledger.requeue_running("lost")
         for key in lost:
             self.count_failure(key)
 
@@ -187,14 +187,14 @@ class World:
             if self.chance.random() < 0.3:
                 self.finish(key, 1)
             elif not self.live:
-                self.come_back(key, 1)
-                self.ledger.aborted(*key, segment(*key, self.lengths[key]), stalled=False)
+                self.return_answer(key, 1)
+                self.ledger.record_aborted(*key, segment(*key, self.lengths[key]), stalled=False)
         if finish:
             for key in sorted(self.unscored):
                 self.give_score(key, self.chance.random() < 0.5, False)
         self.engine_tells()
         if self.ledger.committable == 0:
-            self.ledger.pass_bound()
+            self.ledger.extend_bound()
             assert not self.ledger.in_flight
             assert not self.ledger.qualified
             return
@@ -205,15 +205,15 @@ class World:
 
     # The model's side of events
 
-    def come_back(self, key: tuple[int, int], more: int) -> None:
+    def return_answer(self, key: tuple[int, int], more: int) -> None:
         length = self.running.pop(key) + more
         self.generated += more
         self.lengths[key] = length
 
     def finish(self, key: tuple[int, int], more: int) -> None:
-        self.come_back(key, more)
+        self.return_answer(key, more)
         length = self.lengths[key]
-        self.ledger.finished(*key, whole(*key, length, self.admitted[key[0]]))
+        self.ledger.record_finished(*key, whole(*key, length, self.admitted[key[0]]))
         self.whole.add(key)
         if key[0] not in self.verdicts:
             self.unscored.add(key)
@@ -226,7 +226,7 @@ class World:
     def give_score(self, key: tuple[int, int], right: bool, failed: bool) -> None:
         self.unscored.discard(key)
         score = Score(0.0, float(right and not failed), error="no" if failed else "")
-        self.ledger.scored(*key, score)
+        self.ledger.record_score(*key, score)
         group = key[0]
         if group in self.verdicts:
             return
@@ -255,7 +255,7 @@ class World:
         self.enter(step)
         self.steps += 1
         short = len(expected) < self.config.groups_per_step
-        assert step.short == short
+        assert step.is_short == short
         if self.config.max_staleness == 0:
             kept: list[int] = []
             dropped = [g for g in live if g not in expected]
@@ -371,7 +371,7 @@ class World:
         self.no_more_groups_live_than_the_rule_allows()
 
     def every_token_is_booked_once_or_in_progress(self) -> None:
-        account = self.ledger.account.read()
+        account = self.ledger.account.totals()
         assert account.generated == self.generated == sum(self.lengths.values())
         assert account.generated == account.in_progress + sum(
             getattr(account, fate) for fate in CLASSES
@@ -397,7 +397,7 @@ class World:
 
     def the_engine_has_what_the_ledger_thinks(self) -> None:
         lives = self.ledger.groups
-        assert lives.with_engine() == sorted(self.running)
+        assert lives.running_keys() == sorted(self.running)
         assert lives.running == len(self.running)
         assert lives.unscored() == sorted(self.unscored)
 
@@ -499,13 +499,15 @@ def admit_all(ledger: Ledger) -> list[int]:
 
 def finish(ledger: Ledger, group: int, accuracies: tuple[float, float], length: int = 5) -> None:
     for index, accuracy in enumerate(accuracies):
-        ledger.finished(group, index, whole(group, index, length, ledger.version))
-        ledger.scored(group, index, Score(accuracy, accuracy))
+        ledger.record_finished(group, index, whole(group, index, length, ledger.version))
+        ledger.record_score(group, index, Score(accuracy, accuracy))
 
 
 def halt(ledger: Ledger, length: int = 3) -> None:
-    for group, index in ledger.groups.with_engine():
-        ledger.aborted(group, index, segment(group, index, length, ledger.version), stalled=False)
+    for group, index in ledger.groups.running_keys():
+        ledger.record_aborted(
+            group, index, segment(group, index, length, ledger.version), stalled=False
+        )
 
 
 def test_a_step_waits_for_every_group_before_its_last() -> None:
@@ -535,9 +537,9 @@ def test_a_sandbox_that_failed_is_never_the_answers_fault() -> None:
     ledger = start(groups_per_step=1)
     admit_all(ledger)
     for index, outside in enumerate((True, False)):
-        ledger.finished(0, index, whole(0, index, 4))
-        ledger.scored(0, index, Score(0, 0, error="timed out", outside=outside))
-    assert ledger.accounting.fates()["failed"] == 1
+        ledger.record_finished(0, index, whole(0, index, 4))
+        ledger.record_score(0, index, Score(0, 0, error="timed out", outside=outside))
+    assert ledger.accounting.count_fates()["failed"] == 1
 
 
 def test_carried_groups_count_towards_the_next_bound() -> None:
@@ -567,15 +569,15 @@ def test_staleness_counts_a_baselines_oldest_token() -> None:
     ledger = Ledger(SamplingConfig(groups_per_step=1), n=2, with_baseline=True)
     ledger.begin_step(0)
     admit_all(ledger)
-    ledger.finished(1, 2, whole(1, 2, 3))
+    ledger.record_finished(1, 2, whole(1, 2, 3))
     for index, right in enumerate((0, 1, 1)):
-        ledger.finished(0, index, whole(0, index, 5))
-        ledger.scored(0, index, Score(right, right))
+        ledger.record_finished(0, index, whole(0, index, 5))
+        ledger.record_score(0, index, Score(right, right))
     halt(ledger, length=0)
     ledger.commit()
     ledger.begin_step(1)
     ledger.dispatch()
     finish(ledger, 1, (0, 1))
-    ledger.scored(1, 2, Score(0, 0))
+    ledger.record_score(1, 2, Score(0, 0))
     (settled,) = ledger.commit().trained
     assert settled.staleness == 1

@@ -74,7 +74,7 @@ class World:
         if self.mode == "async" and self.published < len(self.steps):
             found += [self.publish]
         if self.ledger.step_is_ready():
-            found += [self.ledger.pass_bound]
+            found += [self.ledger.extend_bound]
         return found
 
     def seed(self, key: Key) -> int:
@@ -90,12 +90,12 @@ class World:
         key = self.rng.choice(sorted(self.running))
         self.running[key] = self.longer(key)
         if self.rng.random() < 0.5:
-            self.ledger.wrote(*key, self.running[key])
+            self.ledger.record_progress(*key, self.running[key])
 
     def finish(self) -> None:
         # The earliest answer is seldom the first to end.
         key = max(self.rng.choices(sorted(self.running), k=2))
-        self.ledger.finished(*key, Trajectory((self.longer(key),), "stop"))
+        self.ledger.record_finished(*key, Trajectory((self.longer(key),), "stop"))
         del self.running[key]
         self.unscored.append(key)
 
@@ -103,12 +103,12 @@ class World:
         self.give_up(self.rng.choice(sorted(self.running)))
 
     def give_up(self, key: Key) -> None:
-        self.ledger.aborted(*key, self.running.pop(key), stalled=False)
+        self.ledger.record_aborted(*key, self.running.pop(key), stalled=False)
 
     def score(self) -> None:
         key = self.unscored.pop(self.rng.randrange(len(self.unscored)))
         right = float(self.is_right(key))
-        self.ledger.scored(*key, Score(right, right))
+        self.ledger.record_score(*key, Score(right, right))
 
     def is_right(self, key: Key) -> bool:
         return self.rng.random() < 0.7
@@ -161,10 +161,10 @@ def test_no_group_is_learnt_too_late_and_none_is_lost_dropped_or_learnt_twice(
         ended += [settled.group.id for settled in (*step.trained, *step.discarded)]
         assert step.counts.fates["stale"] == step.counts.fates["surplus"] == 0
         assert not step.returned
-        assert step.short or len(step.trained) == config.groups_per_step
+        assert step.is_short or len(step.trained) == config.groups_per_step
     assert order == sorted(set(order))
     ledger = world.ledger
-    alive = {group.id for group in ledger.groups.waiting_for_cut()}
+    alive = {group.id for group in ledger.groups.uncommitted_groups()}
     alive |= {settled.group.id for settled in ledger.accounting.settled}
     assert sorted([*ended, *alive]) == list(range(ledger.next_id))
     assert (

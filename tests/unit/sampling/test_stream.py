@@ -122,7 +122,7 @@ async def test_what_runs_becomes_prefixes_though_the_engine_tells_of_them_one_by
     run = Run(OneByOne(ragged, slots=16))
     await run.step()
     assert run.sampler.ledger.groups.running > 1
-    await run.sampler.halt()
+    await run.sampler.abort_running()
     assert not run.sampler.ledger.groups.running
     assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
 
@@ -184,7 +184,7 @@ def learnt(run: Run, beside_learning: bool) -> list[object]:
         for learns in range(6):
             version = max(0, learns - beside_learning)
             await run.engine.load_weights(WeightUpdate(version))
-            run.sampler.published(version)
+            run.sampler.set_engine_version(version)
             step = await run.sampler.step(version, learns)
             found += [
                 (learns, s.turn, s.group.prompt.uid, a.trajectory.token_ids.tolist(), a.trajectory)
@@ -218,13 +218,13 @@ def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> Non
     assert run.engine.status().running > 0
     lives = run.sampler.ledger.groups
     kept = {
-        key: len(prefix) if (prefix := lives.at_engine(*key)[1].prefix) else 0
-        for key in lives.with_engine()
+        key: len(prefix) if (prefix := lives.running_answer(*key)[1].prefix) else 0
+        for key in lives.running_keys()
     }
     assert sum(kept.values()) > 0
     other = Run(lookahead=1)
     other.sampler.load_state_dict(read_back(run.sampler.state_dict()))
-    assert other.sampler.ledger.account.read() == run.sampler.ledger.account.read()
+    assert other.sampler.ledger.account.totals() == run.sampler.ledger.account.totals()
     assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
     asked = {
         (ask.group_id, index): len(prefix) if prefix else 0
@@ -300,10 +300,9 @@ def test_at_the_bound_a_step_is_short_and_says_so(caplog: pytest.LogCaptureFixtu
     run = Run(max_groups_per_step=6)
     with caplog.at_level(logging.WARNING):
         steps = run.steps(6)
-    short = [step for step in steps if step.short]
+    short = [step for step in steps if step.is_short]
     assert short
     assert all(0 < len(step.groups) < 4 for step in short)
-    assert run.sampler.ledger.short_steps == len(short)
     line = f"step {short[0].version} is short: {len(short[0].groups)} of 4 groups qualified"
     assert line in caplog.text
 
@@ -313,12 +312,10 @@ def test_bounds_without_a_qualified_group_are_no_step_and_three_in_a_row_stop() 
     with pytest.raises(NoSignalError) as caught:
         run.steps(1)
     message = str(caught.value)
-    assert "met its bound 3 times in a row" in message
-    assert (
-        "of 18 groups looked at, 0 qualified, 18 were all wrong, 0 all right, 0 failed" in message
-    )
+    assert "reached its bound 3 times in a row" in message
+    assert "of 18 groups, 0 qualified, 18 were all wrong, 0 all right, 0 failed" in message
     assert "mean accuracy 0.000" in message
-    assert message.endswith("nearly all counts as wrong")
+    assert message.endswith("nearly all answers count as wrong")
     assert "\n" not in message
     assert run.sampler.ledger.account.booked["all_wrong"] > 0
 
@@ -329,13 +326,18 @@ def test_cause_and_remedy_follow_from_what_the_filter_saw() -> None:
     for run, cause, rule, remedy in [
         (
             Run(score=always(1.0)),
-            "nearly all counts as right",
+            "nearly all answers count as right",
             "reward_flat_right",
             "winnow reward",
         ),
-        (Run(long, score=always(0.0)), "are cut off", "cut_off", "raise rollout.max_response"),
+        (Run(long, score=always(0.0)), "are truncated", "cut_off", "raise rollout.max_response"),
         (Run(broken), r"last error: .*a scripted failure.*", "scoring_fails", "reward.timeout_s"),
-        (Run(score=always(0.3)), "nearly all counts as wrong", "reward_flat_wrong", "easier"),
+        (
+            Run(score=always(0.3)),
+            "nearly all answers count as wrong",
+            "reward_flat_wrong",
+            "easier",
+        ),
     ]:
         with pytest.raises(NoSignalError, match=cause) as caught:
             run.steps(1)
@@ -365,7 +367,7 @@ def test_a_run_that_stops_at_the_bound_keeps_what_it_accepted() -> None:
     accepted = run.sampler.ledger.qualified
     assert 0 < accepted < 4
     message = str(caught.value)
-    assert message.startswith(f"sampling.on_bound is stop and {accepted} qualified groups do not")
+    assert message.startswith(f"sampling.on_bound=stop: {accepted} of 4 groups qualified within")
     assert "raise sampling.max_groups_per_step" in message
     ids = sorted(run.sampler.ledger.groups.qualified)
     wider = Run(max_groups_per_step=40, on_bound="stop")
@@ -454,7 +456,7 @@ def test_progress_may_be_asked_for_while_a_cut_asks_for_it() -> None:
     async def boundary() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
-        await run.sampler.enter_progress()
+        await run.sampler.record_progress()
 
     async def progress() -> Sequence[CompletionEvent]:
         if not boundaries:
@@ -482,7 +484,7 @@ def test_a_failure_without_a_prefix_costs_what_was_written_and_says_so(
     with caplog.at_level(logging.WARNING):
         (step,) = Run(engine).steps(1)
     assert len(step.groups) == 4
-    assert "tokens that never came back" in caplog.text
+    assert "generated tokens" in caplog.text
 
 
 async def test_an_engine_that_forgot_its_answers_gets_them_again() -> None:
@@ -508,7 +510,7 @@ def test_a_stalled_engine_is_asked_again_behind_the_prefixes(
     with caplog.at_level(logging.WARNING):
         steps = run.steps(3)
     assert steps[0].counts.tally.retried_answers > 0
-    assert "sending answers again. sampling waits for the engine" in caplog.text
+    assert "resubmitting answers; sampling waits for the engine" in caplog.text
     assert all(map(writers, steps))
 
 
@@ -519,7 +521,7 @@ def test_a_line_says_now_and_then_who_waits_for_whom(
     engine = ScriptedEngine(ragged, slots=16, stalls=[8])
     with caplog.at_level(logging.INFO):
         Run(engine, stall_timeout_s=0.2).steps(1)
-    assert "sampling waits for the engine: 0 of 4 groups can be trained, 8 are open" in caplog.text
+    assert "sampling waits for the engine: 0 of 4 groups are ready, 8 open" in caplog.text
     assert "the oldest open group is 0, " in caplog.text
 
 
@@ -529,7 +531,9 @@ def test_an_engine_that_never_writes_again_ends_the_run_with_its_name_on_it() ->
             return None
 
     run = Run(Dead(ragged, stalls=[8]), stall_timeout_s=0.02)
-    with pytest.raises(TrainingError, match=r"wrote no token for 0.02 s, 4 times in a row .*the e"):
+    with pytest.raises(
+        TrainingError, match=r"generated no token for 0.02 s, 4 times in a row .*the e"
+    ):
         run.steps(1)
 
 
@@ -564,7 +568,7 @@ def test_each_group_has_the_greedy_answer_to_its_prompt_beside_the_sampled_ones(
             spans.add(len(segment.spans))
         assert writers(step)
     assert spans >= {1, 2}  # some were interrupted by new weights
-    account = run.sampler.ledger.account.read()
+    account = run.sampler.ledger.account.totals()
     assert account.generated == run.engine.status().generated_tokens
     ended = [s.group.baseline for step in steps for s in (*step.trained, *step.discarded)]
     lengths = sum(each.trajectory.generated_tokens for each in ended if each)

@@ -18,7 +18,7 @@ import re
 import threading
 from typing import Any
 
-from winnow.boxed import last_box, last_boxed
+from winnow.boxed import find_last_box, last_box_content
 from winnow.rewards.scorers.marks import Extra, full_fraction, is_think_boxed, no_commas, verdict
 from winnow.types import Score
 
@@ -69,7 +69,7 @@ def score_geometry3k(data_source: str, text: str, ground_truth: Any, extra: Extr
     The rule that `hiyouga/geometry3k` is usually trained with. Its questions come with pictures,
     which only rows without `images` do without.
     """
-    pred = last_boxed(text) or ""
+    pred = last_box_content(text) or ""
     right = float(equal(pred, gold_answer(ground_truth)))
     form = float(is_think_boxed(text))
     reward = (1 - GEOMETRY3K_FORMAT_SHARE) * right + GEOMETRY3K_FORMAT_SHARE * form
@@ -113,7 +113,7 @@ def read_answer(text: str) -> str:
     It is stated in `\boxed{}`, or on a line behind `Answer:`, where mathematics between dollar
     signs comes before the words around it.
     """
-    boxed = last_box(text)
+    boxed = find_last_box(text)
     lines = list(_ANSWER.finditer(text))
     if boxed is not None and (not lines or lines[-1].start() < boxed[0]):
         return boxed[1]
@@ -128,7 +128,7 @@ def read_answer(text: str) -> str:
 def gold_answer(ground_truth: Any) -> str:
     r"""Return the answer in a ground truth, which may be a worked solution with a box."""
     text = str(ground_truth).strip()
-    boxed = last_box(text)
+    boxed = find_last_box(text)
     return boxed[1] if boxed is not None else text
 
 

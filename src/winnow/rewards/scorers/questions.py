@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from winnow.boxed import last_boxed
+from winnow.boxed import last_box_content
 from winnow.rewards.scorers.marks import Extra, last_tagged, structure, verdict
 from winnow.types import Score
 
@@ -88,7 +88,7 @@ def score_choice(data_source: str, text: str, ground_truth: Any, extra: Extra) -
 
 def choice(text: str) -> str:
     """Return the letter that an answer chooses; empty where it chooses none."""
-    for place in (last_boxed(text), last_tagged(text)):
+    for place in (last_box_content(text), last_tagged(text)):
         match = _LETTER.match(place) if place else None
         if match:
             return match.group(1)
