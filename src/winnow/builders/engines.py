@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from winnow.config.base import Section
-from winnow.config.judge import SequenceClassifier, engines_of, rename_for_judge, sharding_of
+from winnow.config.judge import Judge, SequenceClassifier, engines_of, rename_for_judge, sharding_of
 from winnow.config.model import LoraAdapter
+from winnow.config.reward import RewardConfig
 from winnow.config.roles import Roles
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
+    RolloutConfig,
     TorchEngineConfig,
     VllmEngineConfig,
 )
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import LocalCluster
+from winnow.config.trainer import Cluster, LocalCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -36,25 +38,29 @@ _POSITIONS = 1024
 """The number of positions of a model that does not say how many it has."""
 
 
-def check_engine(config: Config) -> None:
+def check_engine_installed(cluster: Cluster, engine: Section, judge: Judge) -> None:
     """Refuse an engine that is not installed, before anything begins; nodes of Ray may differ.
+
+    Args:
+        engine: `rollout.engine`.
+        judge: `reward.judge`, which may have an engine, too.
 
     Raises:
         ConfigError: vLLM is absent, or too old.
     """
-    if not isinstance(config.cluster, LocalCluster):
+    if not isinstance(cluster, LocalCluster):
         return
     from winnow.rollout.vllm.refusals import check_installed
 
-    if isinstance(config.rollout.engine, VllmEngineConfig):
+    if isinstance(engine, VllmEngineConfig):
         check_installed()
-    if isinstance(engines_of(config.reward.judge), VllmEngineConfig):
-        with name_judge():
+    if isinstance(engines_of(judge), VllmEngineConfig):
+        with reword_judge_errors():
             check_installed()
 
 
 @contextlib.contextmanager
-def name_judge() -> Iterator[None]:
+def reword_judge_errors() -> Iterator[None]:
     """Name the judge's settings in errors of the engines, not the policy's."""
     try:
         yield
@@ -62,20 +68,14 @@ def name_judge() -> Iterator[None]:
         raise type(error)(rename_for_judge(str(error))) from error
 
 
-def adapter_alone(config: Config) -> LoraAdapter | None:
-    """Return the adapter that engines apart get alone; None where they get whole weights."""
-    adapter = config.model.adapter
+def published_adapter(adapter: Section) -> LoraAdapter | None:
+    """Return the adapter that engines receive without its base; None: they get whole weights."""
     if not isinstance(adapter, LoraAdapter) or adapter.publish == "merged":
         return None
     return adapter
 
 
-def _sleeps(config: Config) -> bool:
-    engine = config.rollout.engine
-    return isinstance(engine, VllmEngineConfig) and engine.sleep
-
-
-def canary_of(config: Config, policy: LoadedPolicy) -> Canary:
+def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     """Draw the sequences that publications are checked with."""
     from winnow.learning.canary import Canary
 
@@ -83,11 +83,11 @@ def canary_of(config: Config, policy: LoadedPolicy) -> Canary:
         policy.vocabulary,
         getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
         policy.model.dtype,
-        config.rollout.temperature,
+        temperature,
     )
 
 
-def make_engine(config: Config, policy: LoadedPolicy) -> Engine:
+def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
     """Make the engine of this process: the embedded one over the policy's weights, or a user's.
 
     Raises:
@@ -96,15 +96,21 @@ def make_engine(config: Config, policy: LoadedPolicy) -> Engine:
     section = config.rollout.engine
     # A stop string may be a special token, such as a chat template's end of a turn.
     decode = decoder(policy.tokenizer, special_tokens=True)
+    options: dict[str, Any] = {"decode": decode, "live_updates": not config.run.deterministic}
     if isinstance(section, CustomEngine):
-        live = not config.run.deterministic
-        options = {"vocab_size": policy.vocabulary, "decode": decode, "live_updates": live}
+        options["vocab_size"] = policy.vocabulary
         return load_custom_engine(section.path, section.options, model=policy.model, **options)
-    return TorchEngine(policy.model, decode=decode, **_engine_options(config, policy))
+    options |= _policy_engine_options(config.rollout, policy, longest_tokens(config))
+    return TorchEngine(policy.model, fp32_head=config.model.fp32_head, **options)
 
 
-def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
+def _http_engine(
+    section: HttpEngineConfig, policy: LoadedPolicy, live_updates: bool, longest: int
+) -> HttpEngine:
     """Make the engine over a recipe's servers.
+
+    Args:
+        longest: most tokens of a request.
 
     Raises:
         ConfigError: one of them does not answer, or does not offer what is needed.
@@ -112,8 +118,6 @@ def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
     from winnow.http.client import token_of
     from winnow.rollout.http.engine import make_http_engine
 
-    section = config.rollout.engine
-    assert isinstance(section, HttpEngineConfig)
     folder = section.weights_folder
     return make_http_engine(
         section.url,
@@ -121,30 +125,30 @@ def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
         section.timeout_s,
         policy.vocabulary,
         policy.model.config.vocab_size,
-        max(longest_tokens(config), *map(len, canary_of(config, policy).sequences)),
+        longest,
         exact_draws=section.exact_draws,
         slots=section.slots,
         decode=decoder(policy.tokenizer, special_tokens=True),
-        live_updates=not config.run.deterministic,
+        live_updates=live_updates,
         folder=None if folder is None else Path(folder).expanduser().absolute(),
         reload_timeout_s=section.reload_timeout_s,
         restart_timeout_s=section.restart_timeout_s,
     )
 
 
-def _engine_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
-    engine = config.rollout.engine
+def _policy_engine_options(
+    rollout: RolloutConfig, policy: LoadedPolicy, longest: int
+) -> dict[str, Any]:
+    engine = rollout.engine
     if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
         engine = TorchEngineConfig()
     return {
-        **engine_options(engine, policy.vocabulary, longest_tokens(config)),
-        "live_updates": not config.run.deterministic,
-        "fp32_head": config.model.fp32_head,
-        **({"routes": True} if config.rollout.routing_replay else {}),
+        **common_engine_options(engine, policy.vocabulary, longest),
+        **({"routes": True} if rollout.routing_replay else {}),
     }
 
 
-def engine_options(engine: Section, vocabulary: int, longest: int) -> dict[str, Any]:
+def common_engine_options(engine: Section, vocabulary: int, longest: int) -> dict[str, Any]:
     """Return the arguments that torch's and vLLM's engines have alike, of their section.
 
     Args:
@@ -163,11 +167,13 @@ def vllm_options(engine: Section) -> dict[str, Any]:
     return engine.model_dump(include=names)
 
 
-def _engine_arguments(config: Config, policy: LoadedPolicy, start: str | None) -> dict[str, Any]:
+def engine_worker_arguments(
+    config: Config, policy: LoadedPolicy, start: str | None
+) -> dict[str, Any]:
     """Return the arguments of an engine in a process of its own."""
     from winnow.models.lora import adapter_base, saved_adapter
 
-    base, alone = None, adapter_alone(config)
+    base, alone = None, published_adapter(config.model.adapter)
     if isinstance(config.model.adapter, LoraAdapter):
         folder = Path(local_folder(policy.path))
         base = adapter_base(folder, start or config.model.source)
@@ -178,12 +184,14 @@ def _engine_arguments(config: Config, policy: LoadedPolicy, start: str | None) -
         "tokenizer": policy.tokenizer_folder if config.rollout.stop else None,
         "trust_remote_code": config.model.trust_remote_code,
         **({} if alone is None else {"adapter": alone}),
-        **_engine_options(config, policy),
+        "live_updates": not config.run.deterministic,
+        "fp32_head": config.model.fp32_head,
+        **_policy_engine_options(config.rollout, policy, longest_tokens(config)),
         **vllm_options(config.rollout.engine),
     }
 
 
-def engine_of(
+def make_engine(
     config: Config, policy: LoadedPolicy, groups: Mapping[str, Sequence[WorkerGroup]]
 ) -> Engine:
     """Make the engine over a recipe's processes or servers, or in this process.
@@ -192,42 +200,48 @@ def engine_of(
         groups: by role, as `StartWorkers` returns them.
 
     Raises:
-        ConfigError: as `make_engine` and `http_engine` raise it.
+        ConfigError: the engine cannot be made, or a server does not answer.
     """
-    if isinstance(config.rollout.engine, HttpEngineConfig):
-        return http_engine(config, policy)
+    rollout = config.rollout
+    if isinstance(rollout.engine, HttpEngineConfig):
+        canary = draw_canary(policy, rollout.temperature)
+        longest = max(longest_tokens(config), *map(len, canary.sequences))
+        return _http_engine(rollout.engine, policy, not config.run.deterministic, longest)
     if "rollout" not in groups:
-        return make_engine(config, policy)
+        return make_local_engine(config, policy)
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
     engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in groups["rollout"]]
     if len(engines) == 1:
         return engines[0]
-    quantum = quantum_for(config.rollout.max_response_tokens)
+    quantum = quantum_for(rollout.max_response_tokens)
     return EngineGroup(engines, config.run.deterministic, quantum)
 
 
-def has_own_weights(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
+def has_separate_weights(engine: Section, roles: Roles | Mapping[str, Any]) -> bool:
     """Return whether answers are written with other weights than those of the run's process.
 
     Args:
+        engine: `rollout.engine`.
         roles: of which one is `rollout` where an engine has processes.
     """
-    return isinstance(config.rollout.engine, HttpEngineConfig) or "rollout" in roles
+    return isinstance(engine, HttpEngineConfig) or "rollout" in roles
 
 
-def holds_no_weights(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
+def driver_holds_no_weights(engine: Section, roles: Roles) -> bool:
     """Return whether other processes train the policy and write its answers."""
-    return "policy" in roles and has_own_weights(config, roles)
+    return "policy" in roles and has_separate_weights(engine, roles)
 
 
-def uses_device(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
+def driver_uses_device(
+    engine: Section, reward: RewardConfig, cluster: Cluster, roles: Roles
+) -> bool:
     """Return whether the run's own process computes with a model where there is a GPU.
 
     A reward model in it does so on this machine; on Ray, GPUs belong to actors.
     """
-    judges = isinstance(config.reward.model, SequenceClassifier) and not config.reward.processes
-    judges = judges and sharding_of(config.reward.model) is None
-    is_local = isinstance(config.cluster, LocalCluster)
-    return not holds_no_weights(config, roles) or (judges and is_local)
+    scores = isinstance(reward.model, SequenceClassifier) and not reward.processes
+    scores = scores and sharding_of(reward.model) is None
+    is_local = isinstance(cluster, LocalCluster)
+    return not driver_holds_no_weights(engine, roles) or (scores and is_local)

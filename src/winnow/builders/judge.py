@@ -24,7 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from winnow.builders.engines import check_engine, engine_options, name_judge, vllm_options
+from winnow.builders.engines import (
+    check_engine_installed,
+    common_engine_options,
+    reword_judge_errors,
+    vllm_options,
+)
 from winnow.builders.processes import launcher
 from winnow.config.judge import EngineJudge, NoRewardModel
 from winnow.config.roles import Roles
@@ -56,7 +61,7 @@ _FIELD = "reward.judge.path"
 
 
 @dataclass(frozen=True)
-class JudgeModel:
+class JudgeSpec:
     """A judge's tokenizer, and what its engines and its questions follow."""
 
     section: EngineJudge
@@ -75,7 +80,7 @@ class JudgeModel:
     """Judgements that an engine writes at once."""
 
 
-def read_judge(config: Config) -> JudgeModel:
+def read_judge_spec(config: Config) -> JudgeSpec:
     """Read what there is to know of a judge without its weights.
 
     Raises:
@@ -114,7 +119,7 @@ def read_judge(config: Config) -> JudgeModel:
     stop_ids = stop_token_ids(tokenizer, where.path)
     slots = 1 if alone else section.engine.slots
     folder = Path(where.path)
-    return JudgeModel(section, path, folder, dtype, tokenizer, stop_ids, vocabulary, longest, slots)
+    return JudgeSpec(section, path, folder, dtype, tokenizer, stop_ids, vocabulary, longest, slots)
 
 
 def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
@@ -123,10 +128,12 @@ def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
     Raises:
         ConfigError, ModelError: it cannot be made; in the words of `reward.judge`.
     """
-    with name_judge():
-        model = read_judge(config)
+    with reword_judge_errors():
+        model = read_judge_spec(config)
         section, engine = model.section, model.section.engine
-        arguments = engine_options(engine, model.vocabulary, model.longest + section.max_tokens)
+        arguments = common_engine_options(
+            engine, model.vocabulary, model.longest + section.max_tokens
+        )
         arguments |= vllm_options(engine) | {
             "model": model.path,
             "dtype": model.dtype,
@@ -145,14 +152,14 @@ def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
         return worker
 
 
-class JudgeEngines(JudgeClient):
+class EngineJudgeClient(JudgeClient):
     """Asks a judge's engines, on the loop of their groups.
 
     Args:
         groups: the engines, each a group.
     """
 
-    def __init__(self, model: JudgeModel, groups: Sequence[WorkerGroup]) -> None:
+    def __init__(self, model: JudgeSpec, groups: Sequence[WorkerGroup]) -> None:
         self._model, self._groups = model, groups
         engine = model.section.engine
         # Not the folder's name alone: other weights may come to lie there.
@@ -235,7 +242,7 @@ class JudgeEngines(JudgeClient):
         return ids.astype(np.int64)
 
 
-def make_judge(config: Config, engines: StartEngines | None) -> Judge:
+def make_engine_judge(config: Config, engines: StartEngines | None) -> Judge:
     """Make a judge whose model is on engines; close it.
 
     Args:
@@ -245,25 +252,27 @@ def make_judge(config: Config, engines: StartEngines | None) -> Judge:
         ConfigError, ModelError: the model or an engine is not usable.
         RewardError: the cache cannot be used.
     """
-    model = read_judge(config)
+    model = read_judge_spec(config)
     with contextlib.ExitStack() as stack:
         groups = (
-            stack.enter_context(_start_engines(config, model)) if engines is None else engines()
+            stack.enter_context(_start_judge_engines(config, model))
+            if engines is None
+            else engines()
         )
-        client = JudgeEngines(model, groups)
+        client = EngineJudgeClient(model, groups)
         judge = Judge(model.section, client=client)
         client.release = stack.pop_all().close
     return judge
 
 
 @contextlib.contextmanager
-def _start_engines(config: Config, model: JudgeModel) -> Iterator[Sequence[WorkerGroup]]:
+def _start_judge_engines(config: Config, model: JudgeSpec) -> Iterator[Sequence[WorkerGroup]]:
     """Start a judge's engines on this machine, and nothing else of a recipe."""
     from winnow.workers.group import WorkerGroups
 
     reward = config.reward.model_copy(update={"model": NoRewardModel()})
     alone = Config(run=config.run, model=config.model, reward=reward)
-    check_engine(alone)
+    check_engine_installed(alone.cluster, alone.rollout.engine, reward.judge)
     roles = Roles(alone)
     with (
         contextlib.closing(WorkerGroups()) as groups,

@@ -22,7 +22,7 @@ _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 """Variables of PyTorch's allocator, the one that every version knows first."""
 
 
-def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
+def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
     """Choose a GPU of this machine for each process that takes one, by role; none on CPUs.
 
     Roles get theirs in the order of `ROLES`; the run's own process takes the first where it trains.
@@ -58,7 +58,7 @@ def _count_key(role: Role) -> str:
     return role.key if role.width == 1 else f"{role.key} x tensor_parallel={role.width}"
 
 
-def devices_of(roles: Roles, cluster: LocalCluster | RayCluster, ranks: int) -> int:
+def count_devices(roles: Roles, cluster: LocalCluster | RayCluster, ranks: int) -> int:
     """Count the devices of what learns and of engines; in one pool on Ray they share them."""
     takes = {role: roles[role].gpus for role in ("rollout", "critic")} | {"policy": ranks}
     if isinstance(cluster, LocalCluster) or not cluster.pools:
@@ -70,7 +70,7 @@ def devices_of(roles: Roles, cluster: LocalCluster | RayCluster, ranks: int) -> 
     return sum(pools.values())
 
 
-def visible_devices(indices: Sequence[int]) -> dict[str, str]:
+def visible_devices_variable(indices: Sequence[int]) -> dict[str, str]:
     """Return the variable that shows a process these of the GPUs that this one sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else None
@@ -95,7 +95,7 @@ def allocator_variables(
     return {_ALLOCATOR[0]: "expandable_segments:True"}
 
 
-def pools_of(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]:
+def make_pools(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]:
     """Return the pools of a run on Ray: the recipe's, or one for each role."""
     from winnow.workers.ray.session import Pool
 
@@ -117,7 +117,7 @@ def pools_of(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]
     return placed
 
 
-def runtime_env_of(cluster: RayCluster, runs: Path) -> dict[str, Any]:
+def make_runtime_env(cluster: RayCluster, runs: Path) -> dict[str, Any]:
     """Return what Ray is to bring to all actors; variables are given to each by itself."""
     environment = cluster.runtime_env.model_dump(mode="json", exclude={"env_vars"})
     if (folder := cluster.runtime_env.working_dir) is not None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from winnow.builders.engines import (
-    _engine_arguments,
+    engine_worker_arguments,
 )
 from winnow.builders.placement import (
     allocator_variables,
-    local_devices,
-    pools_of,
-    runtime_env_of,
-    visible_devices,
+    assign_local_gpus,
+    make_pools,
+    make_runtime_env,
+    visible_devices_variable,
 )
 from winnow.config.roles import Role, Roles
 from winnow.config.root import Config
@@ -61,7 +61,7 @@ def worker_processes(
         "start": start,
         "vocabulary": policy.vocabulary,
     }
-    engine = _engine_arguments(config, policy, start) if "rollout" in roles else {}
+    engine = engine_worker_arguments(config, policy, start) if "rollout" in roles else {}
     # Who learns comes last.
     starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
     numbered = [(r, i) for r in starts for i in range(r.count if r.kind == "engines" else 1)]
@@ -70,7 +70,7 @@ def worker_processes(
     def arguments(role: Role, number: int) -> dict[str, Any]:
         if role.name != "rollout":
             return {name: worker_arguments[name] for name in role.arguments}
-        profiler = profiler_of(config, "engine", number)
+        profiler = profiler_of(config.trainer.profile, "engine", number)
         return engine if profiler is None else {**engine, "profiler": profiler}
 
     with (
@@ -94,7 +94,7 @@ def launcher(
     """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
 
     Args:
-        trains: as for `local_devices`.
+        trains: as for `assign_local_gpus`.
 
     Raises:
         ConfigError: machine or cluster are too small, or Ray is not installed.
@@ -106,7 +106,7 @@ def launcher(
     if not isinstance(cluster, RayCluster):
         from winnow.workers.group import start_local
 
-        devices = local_devices(roles, config.run.device, trains)
+        devices = assign_local_gpus(roles, config.run.device, trains)
 
         def start_locally(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
             size, gpus = role.count, devices.get(role.name)
@@ -114,7 +114,7 @@ def launcher(
             if role.kind == "engines":
                 size, gpus = 1, gpus and gpus[number * role.width : (number + 1) * role.width]
                 if gpus and role.is_vllm:
-                    variables, gpus = environment | visible_devices(gpus), range(1)
+                    variables, gpus = environment | visible_devices_variable(gpus), range(1)
             group = role.group_name(number), role.worker, arguments, size
             return start_local(*group, variables, stall_timeout_s, gpus)
 
@@ -131,22 +131,21 @@ def launcher(
         cpus=cluster.init.num_cpus,
         store_bytes=cluster.init.object_store_mb << 20,
         temp_dir=cluster.init.temp_dir,
-        runtime_env=runtime_env_of(cluster, Path(config.run.dir)),
+        runtime_env=make_runtime_env(cluster, Path(config.run.dir)),
         has_timeline=cluster.timeline_file is not None,
     ):
         # Not what this process sees: it may be on a node without, or kept from them.
         has_devices = any(node["GPU"] for node in offers().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
-        reserved = groups.wait(reserve(pools_of(roles, cluster, has_devices)))
+        reserved = groups.wait(reserve(make_pools(roles, cluster, has_devices)))
 
         def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)
             group = role.group_name(number), role.worker, arguments, place
             on_device = place.share.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)
-            return start_ray(
-                *group, worker_variables, stall_timeout_s, nsight_of(config, role.name)
-            )
+            nsight = nsight_of(config.trainer.profile, role.name)
+            return start_ray(*group, worker_variables, stall_timeout_s, nsight)
 
         try:
             yield start_on_ray

@@ -49,7 +49,7 @@ def make_rewards(
         ModelError: the reward model is not usable, or a judge's own.
     """
     pipeline = make_pipeline(config, device, decode, training, ranks, judges)
-    return Rewards(config.reward, pipeline, scoring_models(config.reward, training))
+    return Rewards(config.reward, pipeline, scoring_sections(config.reward, training))
 
 
 def make_pipeline(
@@ -62,15 +62,15 @@ def make_pipeline(
 ) -> RewardPipeline:
     """Make a reward pipeline; arguments and errors are those of `make_rewards`."""
     model, judge = None, None
-    for section in scoring_models(config.reward, training):
+    for section in scoring_sections(config.reward, training):
         if isinstance(section, OpenAiJudge):
             from winnow.rewards.judge import Judge
 
             judge = Judge(section)
         elif isinstance(section, EngineJudge):
-            from winnow.builders.judge import make_judge
+            from winnow.builders.judge import make_engine_judge
 
-            judge = make_judge(config, judges)
+            judge = make_engine_judge(config, judges)
         else:
             assert isinstance(section, SequenceClassifier)
             budget = section.microbatch_tokens or config.trainer.microbatch_tokens
@@ -85,7 +85,7 @@ def make_pipeline(
         raise
 
 
-def scoring_models(config: RewardConfig, training: bool = True) -> list[Section]:
+def scoring_sections(config: RewardConfig, training: bool = True) -> list[Section]:
     """List the models that are asked, the reward model first."""
     models = [each for each in (config.model, config.judge) if isinstance(each, Section)]
     return [each for each in models if training or each.in_evaluation]

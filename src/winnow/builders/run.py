@@ -10,13 +10,17 @@ from pathlib import Path
 
 import torch
 
-from winnow.builders.topology import Topology
+from winnow.builders.topology import RunModels
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.opening import code_hashes
 from winnow.checkpoints.run_state import RunState, Stateful
-from winnow.config.rollout import BandFilter, VarianceFilter
-from winnow.config.root import Config
+from winnow.config.base import Section
+from winnow.config.data import DataConfig
+from winnow.config.reward import RewardConfig
+from winnow.config.rollout import BandFilter, RolloutConfig, SamplingConfig, VarianceFilter
+from winnow.config.root import Config, ObserveConfig, RunConfig
 from winnow.config.rules import notices
+from winnow.config.trainer import TrainerConfig
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
 from winnow.data.prompts import PromptSet
 from winnow.data.user_source import UserOrder
@@ -35,9 +39,9 @@ from winnow.ranks.learner import kl_notes, needs_of
 from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, members_of
-from winnow.run.loop import BaseRun, DataPasses, PendingSteps, Run, Schedule
+from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run, Schedule
 from winnow.run.shutdown import ShutdownSignal
-from winnow.run.step_metrics import Throughput, device_peak
+from winnow.run.step_metrics import Throughput, gpu_peak_tflops
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
@@ -46,29 +50,29 @@ LAG_OF_SCORERS_APART = 16
 """Decode ticks; measured by benchmarks/deterministic.py."""
 
 
-def use_machine(config: Config, holds_model: bool = True) -> torch.device:
+def prepare_device(run: RunConfig, cache_dir: str | None, holds_model: bool = True) -> torch.device:
     """Set the number of threads and the cache of models, and choose the device of this process.
 
     Args:
-        holds_model: else it is the CPU, and no GPU is asked for anything: they are for others.
+        cache_dir: `model.cache_dir`.
+        holds_model: False leaves all GPUs to other processes and returns the CPU.
 
     Raises:
-        ConfigError: run.device is cuda and there is none.
+        ConfigError: run.device is cuda, and torch sees no GPU.
     """
-    if config.model.cache_dir is not None:
-        os.environ[MODEL_CACHE] = config.model.cache_dir
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    if config.run.device == "cpu" or not holds_model:
+    if cache_dir is not None:
+        os.environ[MODEL_CACHE] = cache_dir
+    if run.threads is not None:
+        torch.set_num_threads(run.threads)
+    if run.device == "cpu" or not holds_model:
         return torch.device("cpu")
-    if config.run.device == "cuda" and not torch.cuda.is_available():
+    if run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def rollout_sampling(config: Config, policy: LoadedPolicy) -> SamplingParams:
+def rollout_sampling(rollout: RolloutConfig, policy: LoadedPolicy) -> SamplingParams:
     """Make the sampling parameters of training answers."""
-    rollout = config.rollout
     return SamplingParams(
         max_tokens=rollout.max_response_tokens,
         temperature=rollout.temperature,
@@ -80,12 +84,13 @@ def rollout_sampling(config: Config, policy: LoadedPolicy) -> SamplingParams:
     )
 
 
-def score_lag_ticks(config: Config, rewards: Rewards, data_sources: Iterable[str]) -> int:
-    """`sampling.score_lag_ticks`, chosen where the recipe leaves it open."""
-    lag = config.sampling.score_lag_ticks
+def choose_score_lag_ticks(
+    lag: int | None, deterministic: bool, rewards: Rewards, data_sources: Iterable[str]
+) -> int:
+    """Return `sampling.score_lag_ticks`, or a value for the scorers where the recipe has none."""
     if lag is not None:
         return lag
-    is_late = config.run.deterministic and rewards.takes_time(data_sources)
+    is_late = deterministic and rewards.takes_time(data_sources)
     return LAG_OF_SCORERS_APART if is_late else 0
 
 
@@ -109,7 +114,7 @@ def make_evaluator(
         held_out.prompts[: config.evaluation.max_prompts],
         rewards,
         config.evaluation,
-        rollout_sampling(config, policy),
+        rollout_sampling(config.rollout, policy),
         config.run.seed,
         policy.decode,
         file_of,
@@ -118,37 +123,36 @@ def make_evaluator(
     )
 
 
-def passes_of(config: Config, source: PromptSource) -> DataPasses:
-    """Return the count of prompts with which a run ends; without passes it never does."""
-    epochs, size = config.trainer.data_epochs, source.size
-    if epochs is None or size is None:
-        return DataPasses()
-    return DataPasses(int(round(epochs * size, 6)), config.sampling.groups_per_step)
+def make_prompt_budget(
+    epochs: float | None, groups_per_step: int, source: PromptSource
+) -> PromptBudget:
+    """Return the number of prompts that a run may use; no limit without `trainer.data_epochs`."""
+    if epochs is None or source.size is None:
+        return PromptBudget()
+    return PromptBudget(int(round(epochs * source.size, 6)), groups_per_step)
 
 
-def with_steps(config: Config, source: PromptSource) -> Config:
-    """Put the steps that `trainer.data_epochs` can fill into a recipe.
+def count_steps(epochs: float, groups_per_step: int, source: PromptSource, task: str) -> int:
+    """Return the steps that passes over the data can fill.
+
+    Args:
+        task: `data.task.name`, for the error.
 
     Raises:
-        ConfigError: the data never ends, or fills no step.
+        ConfigError: the data is endless, or fills no step.
     """
-    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
-    if epochs is None:
-        return config
     if source.size is None:
         raise ConfigError(
-            f"trainer.data_epochs={epochs:g} counts passes over the data, and "
-            f"data/task={config.data.task.name} never ends; set data.max_train_prompts, or "
-            "trainer.data_epochs=null and trainer.steps"
+            f"trainer.data_epochs={epochs:g} counts passes over the data, and data/task={task} "
+            "never ends; set data.max_train_prompts, or trainer.data_epochs=null and trainer.steps"
         )
-    steps = int(passes_of(config, source).prompts) // groups
+    steps = int(make_prompt_budget(epochs, groups_per_step, source).prompts) // groups_per_step
     if not steps:
         raise ConfigError(
             f"trainer.data_epochs={epochs:g} of {source.size:,} prompts fills no step of "
-            f"sampling.groups_per_step={groups}; raise the one or lower the other"
+            f"sampling.groups_per_step={groups_per_step}; raise the one or lower the other"
         )
-    trainer = config.trainer.model_copy(update={"steps": steps})
-    return config.model_copy(update={"trainer": trainer})
+    return steps
 
 
 @dataclass(frozen=True)
@@ -164,11 +168,11 @@ class RunContext:
     metrics: MetricsLog
     stop: ShutdownSignal
     rewards: Rewards
-    placed: Topology
-    tell: Timeline = no_timeline
+    placed: RunModels
+    timeline: Timeline = no_timeline
 
 
-def build(
+def build_run(
     context: RunContext,
     source: PromptSource,
     on_progress: Callable[[Ledger], None] = lambda ledger: None,
@@ -179,37 +183,50 @@ def build(
         WinnowError: data, scorers and model do not fit what the recipe asks.
     """
     config, policy, folder = context.config, context.policy, context.folder
-    rewards, placed, tell = context.rewards, context.placed, context.tell
-    _check_prompts(config, policy, source, rewards)
-    loader = _make_loader(config, source)
-    engine = placed.engine
+    rewards, placed, tell = context.rewards, context.placed, context.timeline
+    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
+    rewards.check_sources(source.data_sources)
+    rewards.check_prompt(source.prompt(0))
+    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
+        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
+    seed, engine = config.run.seed, placed.engine
+    order = UserOrder(config.data, source, seed) if config.data.sampler else None
+    loader = PromptLoader(source, seed, config.data.shuffle, order)
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
     _time_engines(engine, tell)
     scores, pending = ScorerTimes(rewards.score, tell), PendingSteps()
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
-    passes = passes_of(config, source)
-    parts: dict[str, Stateful] = {"sampler": sampler, "passes": passes, "pending": pending}
+    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
+    budget = make_prompt_budget(epochs, groups, source)
+    parts: dict[str, Stateful] = {"sampler": sampler, "passes": budget, "pending": pending}
     gpu = str(placed.machine.get("device", ""))
-    peak = config.observe.peak_tflops or device_peak(gpu, config.model.dtype)
-    notes = (*_notes(source, held_out, config), *kl_notes(config), *notices(config))
-    base = make_base(context, evaluator, loader, parts)
+    peak = config.observe.peak_tflops or gpu_peak_tflops(gpu, config.model.dtype)
+    notes = [
+        *_epoch_notes(config.trainer, config.sampling, source, budget),
+        *_row_notes(config.data, "training", source, config.data.max_train_prompts),
+        *_row_notes(config.data, "held-out", held_out, config.evaluation.max_prompts),
+        *_scorer_notes(config.reward, config.sampling.filter, source),
+        *kl_notes(config),
+        *notices(config),
+    ]
+    base = make_base_run(context, evaluator, loader, parts)
     return Run(
-        **vars(replace(base, notes=notes)),
+        **vars(replace(base, notes=tuple(notes))),
         sampler=sampler,
-        rest=placed.publish.rest,
+        sleep_engines=placed.publish.sleep_engines,
         throughput=Throughput(placed.passes, policy.device, peak, placed.devices),
-        keep_rollouts=partial(_keep_rollouts, config, folder, policy.decode),
-        keep_ledger=partial(keep_ledger, folder),
+        save_rollouts=partial(_save_rollouts, config.observe, seed, folder, policy.decode),
+        save_ledger=partial(save_ledger, folder),
         check_scoring=rewards.end_step,
         scoring_figures=lambda: {**scores.figures(), **rewards.figures()},
         mode=config.trainer.mode.name,
         pending=pending,
-        passes=passes,
+        prompt_budget=budget,
     )
 
 
-def make_base(
+def make_base_run(
     context: RunContext,
     evaluator: Evaluator,
     loader: PromptLoader,
@@ -220,10 +237,10 @@ def make_base(
     Args:
         parts: objects with a state, beside loader and learner.
     """
-    config, placed, tell = context.config, context.placed, context.tell
+    config, placed, tell = context.config, context.placed, context.timeline
     trainer, steps = config.trainer, config.trainer.steps
     state = RunState(
-        placed.tensors,
+        placed.model_states,
         {**parts, "loader": loader, "learner": placed.learner},
         context.folder,
         context.metrics,
@@ -245,15 +262,9 @@ def make_base(
         steps=steps,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         data_figures=loader.figures,
-        tell=tell,
-        profiler=profiler_of(config, "driver"),
+        timeline=tell,
+        profiler=profiler_of(trainer.profile, "driver"),
     )
-
-
-def _make_loader(config: Config, source: PromptSource) -> PromptLoader:
-    seed = config.run.seed
-    order = UserOrder(config.data, source, seed) if config.data.sampler else None
-    return PromptLoader(source, seed, config.data.shuffle, order)
 
 
 def _make_sampler(
@@ -268,7 +279,8 @@ def _make_sampler(
     with_baseline = "greedy_rewards" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     rewards.patience = step_answers
-    lag = score_lag_ticks(config, rewards, data_sources)
+    lag, deterministic = config.sampling.score_lag_ticks, config.run.deterministic
+    lag = choose_score_lag_ticks(lag, deterministic, rewards, data_sources)
     return Sampler(
         config.sampling.model_copy(update={"score_lag_ticks": lag}),
         engine=engine,
@@ -277,11 +289,11 @@ def _make_sampler(
         on_settled=loader.settled,
         score=score,
         n=config.rollout.n,
-        sampling=rollout_sampling(config, context.policy),
+        sampling=rollout_sampling(config.rollout, context.policy),
         run_seed=config.run.seed,
         with_baseline=with_baseline,
         drop_failed_scores=config.reward.on_failure == "drop_group",
-        deterministic=config.run.deterministic,
+        deterministic=deterministic,
         look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
         on_progress=on_progress,
     )
@@ -294,19 +306,13 @@ def _time_engines(engine: Engine, tell: Timeline) -> None:
             member.tell = partial(tell, name)
 
 
-def _check_prompts(
-    config: Config, policy: LoadedPolicy, source: PromptSource, rewards: Rewards
-) -> None:
-    """Check that model and scorers can take the training prompts."""
-    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
-    rewards.check_sources(source.data_sources)
-    rewards.check_prompt(source.prompt(0))
-    if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
-        rewards.require_metric(config.sampling.filter.metric, source.data_sources)
-
-
-def _keep_rollouts(
-    config: Config, folder: RunFolder, decode: Decode, step: int, groups: Sequence[RolloutGroup]
+def _save_rollouts(
+    observe: ObserveConfig,
+    seed: int,
+    folder: RunFolder,
+    decode: Decode,
+    step: int,
+    groups: Sequence[RolloutGroup],
 ) -> None:
     """Write the groups whose life ended in a step, some of them with their text."""
     folder.check_exists()
@@ -315,50 +321,59 @@ def _keep_rollouts(
         step,
         groups,
         version=step - 1,
-        text_groups=choose_text_groups(groups, config.observe, config.run.seed, step),
+        text_groups=choose_text_groups(groups, observe, seed, step),
         decode=decode,
     )
 
 
-def keep_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
+def save_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
     """Write what became of the groups of a step that is learnt."""
     settled = [*sampled.trained, *sampled.discarded]
     write_ledger(folder, step, settled, len(sampled.returned))
 
 
-def _notes(source: PromptSource, held_out: PromptSet, config: Config) -> Iterator[str]:
+def _epoch_notes(
+    trainer: TrainerConfig, sampling: SamplingConfig, source: PromptSource, budget: PromptBudget
+) -> Iterator[str]:
+    """Say how many steps the passes over the data fill."""
+    epochs, groups = trainer.data_epochs, sampling.groups_per_step
+    if epochs is None:
+        return
+    unused = int(budget.prompts) % groups
+    rest = f"; {unused:,} prompts at their end fill no step" if unused else ""
+    if sampling.filter.name != "none":
+        rest = f"; at their end fewer than {groups:,} prompts fill no step"
+    yield (
+        f"{epochs:g} passes over {source.size:,} prompts: at most {trainer.steps:,} steps of "
+        f"{groups}{rest} (trainer.data_epochs)"
+    )
+
+
+def _row_notes(
+    data: DataConfig, kind: str, prompts: PromptSource, max_prompts: int | None
+) -> Iterator[str]:
     """Say what was read, which columns were taken, and how many rows are left out and why."""
-    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
-    if epochs is not None:
-        unused = int(passes_of(config, source).prompts) % groups
-        rest = f"; {unused:,} prompts at their end fill no step" if unused else ""
-        if config.sampling.filter.name != "none":
-            rest = f"; at their end fewer than {groups:,} prompts fill no step"
-        yield (
-            f"{epochs:g} passes over {source.size:,} prompts: at most {config.trainer.steps:,} "
-            f"steps of {groups}{rest} (trainer.data_epochs)"
-        )
-    sets = {"training": source, "held-out": held_out}
-    for kind, prompts in sets.items():
-        if not isinstance(prompts, PromptSet) or not any((*prompts.layouts, prompts.filtered)):
-            continue
-        yield from (f"Data: {line}" for line in prompts.layouts)
-        limit = f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
-        notes = [f"{prompts.size + prompts.filtered:,} rows of {kind} data"]
-        if kind == "training" and config.data.max_train_prompts is not None:
-            notes[0] += " (data.max_train_prompts)"
-        notes += [f"{prompts.filtered:,} left out: longer than {limit}"] if prompts.filtered else []
-        notes += [f"{prompts.cut:,} cut to {limit}"] if prompts.cut else []
-        most = config.evaluation.max_prompts
-        if kind == "held-out" and most is not None and most < prompts.size:
-            notes.append(f"the first {most:,} of the rest are asked (evaluation.max_prompts)")
-        yield ("Warning: " if 2 * prompts.filtered > prompts.size else "") + "; ".join(notes)
-    rule, reward = config.sampling.filter, config.reward
-    is_theirs = reward.function.path is not None or reward.manager.name in ("remote", "custom")
-    if "math" in source.data_sources and not is_theirs and "math" not in reward.scorers:
+    if not isinstance(prompts, PromptSet) or not any((*prompts.layouts, prompts.filtered)):
+        return
+    yield from (f"Data: {line}" for line in prompts.layouts)
+    limit = f"data.max_prompt_tokens={data.max_prompt_tokens}"
+    notes = [f"{prompts.size + prompts.filtered:,} rows of {kind} data"]
+    if kind == "training" and max_prompts is not None:
+        notes[0] += " (data.max_train_prompts)"
+    notes += [f"{prompts.filtered:,} left out: longer than {limit}"] if prompts.filtered else []
+    notes += [f"{prompts.cut:,} cut to {limit}"] if prompts.cut else []
+    if kind == "held-out" and max_prompts is not None and max_prompts < prompts.size:
+        notes.append(f"the first {max_prompts:,} of the rest are asked (evaluation.max_prompts)")
+    yield ("Warning: " if 2 * prompts.filtered > prompts.size else "") + "; ".join(notes)
+
+
+def _scorer_notes(reward: RewardConfig, rule: Section, source: PromptSource) -> Iterator[str]:
+    """Say by which rule answers are scored and filtered, where verl's would be another."""
+    is_custom = reward.function.path is not None or reward.manager.name in ("remote", "custom")
+    if "math" in source.data_sources and not is_custom and "math" not in reward.scorers:
         yield (
             "Data source math is scored by math_verify (\\boxed{}); verl scores it by the line "
             "Answer:, which is reward.scorers={math: dapo_math}"
         )
-    if isinstance(rule, VarianceFilter) and rule.metric == "accuracy" and is_theirs:
+    if isinstance(rule, VarianceFilter) and rule.metric == "accuracy" and is_custom:
         yield "Groups are kept whose answers differ in acc, or in score if your scorer gives none"

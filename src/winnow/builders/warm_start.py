@@ -31,22 +31,23 @@ from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.observe.console import ConsoleSink
 from winnow.observe.files import atomic_folder
-from winnow.observe.sinks import RunInfo, Sink
+from winnow.observe.sinks import RunInfo
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 _CODE = ("algorithms", "data", "learning", "models", "builders/warm_start.py")
 _SEED_STREAM = 0x5F7
 
 
-def cache_folder(config: Config) -> Path:
+def warm_start_folder(config: Config) -> Path:
     """Return the place of this configuration's start in the cache."""
-    warm = _section(config)
+    warm = config.warm_start
+    assert isinstance(warm, SftWarmStart)
     root = warm.cache_dir or os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
     decides = {
         "warm_start": warm.model_dump(exclude={"cache_dir", "seed"}),
         "task": config.data.task.model_dump(exclude={"eval_problems"}),
         "limit": config.rollout.max_response_tokens,
-        "seed": _seed(config),
+        "seed": config.run.seed if warm.seed is None else warm.seed,
         "threads": torch.get_num_threads(),
         "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
         "instruction set": torch.backends.cpu.get_cpu_capability(),
@@ -74,23 +75,34 @@ def make_warm_start(
     Raises:
         WinnowError: the cache cannot be written to.
     """
-    target = cache_folder(config)
+    target, warm = warm_start_folder(config), config.warm_start
+    assert isinstance(warm, SftWarmStart)
+    assert isinstance(config.data.task, SortDigitsTask)
+    seed = config.run.seed if warm.seed is None else warm.seed
+    limit, microbatch_tokens = config.rollout.max_response_tokens, config.trainer.microbatch_tokens
+
+    def after_step(step: int, loss: float) -> None:
+        sink.log(step, {"sft/loss": loss})
+        on_progress()
+
     cached_note = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
-    if not fresh and _is_whole(target):  # no lock: a shared cache may be read-only
+    if not fresh and _is_complete(target):  # no lock: a shared cache may be read-only
         sink.note(cached_note)
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Whoever comes second waits, and then finds the start in the cache.
         with FileLock(target.with_name(f".{target.name}.partial.lock")):
-            if not fresh and _is_whole(target):
+            if not fresh and _is_complete(target):
                 sink.note(cached_note)
                 return target
             # A disk that cannot be written to is met before the minute of training, not after it.
             with atomic_folder(target) as draft:
-                sink.start(RunInfo("warm-up", _section(config).steps, kind="warm_up"))
+                sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))
                 try:
-                    model, tokenizer = _train(config, sink, on_progress)
+                    model, tokenizer = _train(
+                        warm, config.data.task, seed, limit, microbatch_tokens, after_step
+                    )
                 finally:
                     sink.close()
                 save_model(model, tokenizer, draft)
@@ -102,11 +114,13 @@ def make_warm_start(
     return target
 
 
-def _is_whole(target: Path) -> bool:
+def _is_complete(target: Path) -> bool:
     return (target / "config.json").is_file()
 
 
-def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:
+def make_tiny_model(
+    warm: SftWarmStart, vocabulary: int, positions: int, seed: int
+) -> PreTrainedModel:
     """A Qwen3-architecture model with random weights of a seed."""
     shape = warm.model
     config = Qwen3Config(
@@ -132,23 +146,27 @@ def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -
 
 
 def _train(
-    config: Config, sink: Sink, on_progress: Callable[[], None]
+    warm: SftWarmStart,
+    task: SortDigitsTask,
+    seed: int,
+    max_response_tokens: int,
+    microbatch_tokens: int,
+    after_step: Callable[[int, float], None],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    assert isinstance(config.data.task, SortDigitsTask)
-    warm, limit, seed = _section(config), config.rollout.max_response_tokens, _seed(config)
+    """Train a new model; `after_step` receives each step and its loss."""
     tokenizer = build_tokenizer()
-    positions = 1 << (limit + config.data.task.max_digits + 1).bit_length()
-    model = tiny_model(warm, len(tokenizer), positions, seed)
+    positions = 1 << (max_response_tokens + task.max_digits + 1).bit_length()
+    model = make_tiny_model(warm, len(tokenizer), positions, seed)
     strategy = Strategy(
         model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
     )
     rng = np.random.default_rng([seed, _SEED_STREAM])
     shown = demonstrations(
-        warm.steps * warm.batch_size, warm.demonstrations, config.data.task, limit, rng
+        warm.steps * warm.batch_size, warm.demonstrations, task, max_response_tokens, rng
     )
     for step in range(1, warm.steps + 1):
         part = shown[(step - 1) * warm.batch_size : step * warm.batch_size]
-        micro = _as_micro_batches(part, config.trainer.microbatch_tokens)
+        micro = _as_micro_batches(part, microbatch_tokens)
         stats = strategy.forward_backward(micro, frozenset({"logprob"}), imitation_loss)
         lr = lr_at(
             step,
@@ -158,8 +176,7 @@ def _train(
             schedule="cosine",
         )
         strategy.optimizer_step(lr)
-        sink.log(step, {"sft/loss": stats["loss"]})
-        on_progress()
+        after_step(step, stats["loss"])
     return model, tokenizer
 
 
@@ -180,16 +197,6 @@ def _as_micro_batches(part: Sequence[Demonstration], max_tokens: int) -> list[Mi
 def _demonstrated(demo: Demonstration) -> Trajectory:
     logprobs = np.zeros(len(demo.response_ids), np.float32)
     return Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
-
-
-def _section(config: Config) -> SftWarmStart:
-    assert isinstance(config.warm_start, SftWarmStart)
-    return config.warm_start
-
-
-def _seed(config: Config) -> int:
-    seed = _section(config).seed
-    return config.run.seed if seed is None else seed
 
 
 def _code_hash() -> str:

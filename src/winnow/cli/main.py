@@ -411,7 +411,7 @@ def _train(
         options: of `winnow train` that the user gave.
         heartbeat: pipe of a parent, which has asked for trust.
     """
-    from winnow.run.shutdown import ShutdownSignal, Stopped, outlive_readers
+    from winnow.run.shutdown import ShutdownSignal, Stopped, ignore_broken_output
     from winnow.run.supervisor import Heartbeat, Supervisor, winnow_command
 
     config = _load(recipe, overrides, folder)
@@ -419,7 +419,7 @@ def _train(
     if heartbeat is None:
         _require_trust(config, recipe, overrides, "--trust" in options)
     if trainer.max_restarts and heartbeat is None:
-        outlive_readers()
+        ignore_broken_output()
         command = winnow_command([*options, recipe, *(overrides or [])])
         supervisor = Supervisor(
             command, trainer.max_restarts, trainer.stall_timeout_s, folder=folder
@@ -430,7 +430,7 @@ def _train(
         from winnow.dashboard.beside import serve_dashboard
 
         companion = serve_dashboard
-    outlive_readers()
+    ignore_broken_output()
     stop = ShutdownSignal()
     try:
         with stop.listening():

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from winnow import gc_tuning
-from winnow.builders.engines import holds_no_weights, uses_device
-from winnow.builders.preflight import check_places, check_start, starting
+from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
+from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
 from winnow.builders.processes import worker_processes
-from winnow.builders.run import RunContext, build, use_machine, with_steps
-from winnow.builders.topology import placed_models, placed_rewards
+from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
+from winnow.builders.topology import build_models, build_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.checkpoints.opening import DamagedError, OpenedRun, opened_run, reporting_damage
 from winnow.checkpoints.run_state import seed_everything
@@ -47,15 +47,16 @@ from winnow.ranks.learner import needs_start
 from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
 from winnow.rewards.rewards import Rewards
 from winnow.run.loop import Run, train
-from winnow.run.shutdown import MachineEnd, ShutdownSignal, Stopped
+from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
 from winnow.sampling.ledger import Ledger
+from winnow.sampling.stream import Sampler
 from winnow.views.curve import CurveSink, draw_curve
 from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
 
 if TYPE_CHECKING:
-    from winnow.run.sft import Imitation, Shown
+    from winnow.run.sft import SftData, SftRun
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def run_training(config: Config, options: TrainOptions) -> int:
     Raises:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
-    check_start(config)
+    check_requirements(config)
     options.heartbeat.watch(fetched_bytes)
     try:
         return _run(config, options)
@@ -104,20 +105,23 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
     """
     recipe, console, heartbeat = options.recipe, options.console, options.heartbeat
     roles = Roles(config)
-    device = use_machine(config, uses_device(config, roles))
+    engine, cache_dir = config.rollout.engine, config.model.cache_dir
+    uses_device = driver_uses_device(engine, config.reward, config.cluster, roles)
+    device = prepare_device(config.run, cache_dir, uses_device)
     seed_everything(config.run.seed)
     with (
         opened_run(config, recipe) as opened,
         reporting_damage(opened) as has_begun,
-        _logged(opened) as stack,
+        _logged(opened.folder) as stack,
     ):
         folder = opened.folder
         config = _as_begun(config, opened)
-        heartbeat.folder(folder.path)
+        heartbeat.send_folder(folder.path)
         sink = make_console(config.observe.console, console)
         is_finished = opened.is_finished(config.trainer.steps)
         if not is_finished:
-            check_places(config, opened.checkpoint is not None)
+            path = config.model.path if opened.checkpoint is None else None
+            check_inputs_exist(config.data, config.sft, path)
         _tell(sink, [*warnings, *(opened.notes or introduction(config, recipe, folder))])
         if is_finished:
             if opened.checkpoint is not None and opened.may_be_damaged:
@@ -128,17 +132,17 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
         if options.companion is not None:
             _tell(sink, [stack.enter_context(options.companion(folder.path))])
         path, first, figures = _models(config, opened, options.fresh, sink, heartbeat)
-        policy = load_policy(config, path, device, first, holds_no_weights(config, roles))
+        policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
         data, config, saved_config = _read_data(config, opened, policy)
-        end = MachineEnd(config.trainer)
-        _tell(sink, [*end.notes, *starting(config, roles)])
+        end = MachineDeadline(config.trainer)
+        _tell(sink, [*end.notes, *startup_notes(roles, config.trainer.checkpoint_url)])
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             worker_processes(config, roles, policy, first) as start_workers,
-            contextlib.closing(placed_rewards(config, roles, policy, start_workers)) as rewards,
+            contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
-            placed = placed_models(config, roles, policy, first, start_workers)
+            placed = build_models(config, roles, policy, first, start_workers)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks(
                 [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
@@ -147,45 +151,54 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
-            run = _built(context, data, sink)
+            run = _build(context, data, sink)
             _tell(sink, opened.differences(placed.machine))
             _resume(config, replace(opened, config=saved_config), run, sink, metrics)
             has_begun.set()
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, options.began_s)
-            stopped = _train(config, policy, run, options.stop, end)
+            explained = explain_oom(config, policy.model, run.save_after_failure)
+            stopped = _train(run, options.stop, end, explained, config.sampling.on_bound)
         if stopped is not None:
             _say(sink, _farewell(stopped, run.state.step, folder))
             return stopped.exit_code
-        _tell(sink, run.passes.notes if isinstance(run, Run) else ())
+        _tell(sink, run.prompt_budget.notes if isinstance(run, Run) else ())
         _close(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
 
 
-def _built(context: RunContext, data: PromptSource | Shown, sink: ConsoleSink) -> Run | Imitation:
+def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink) -> Run | SftRun:
     """Make the run that belongs to the data."""
     if isinstance(data, PromptSource):
-        return build(context, data, lambda ledger: sink.status(_describe(ledger)))
-    from winnow.builders.imitation import build_imitation
+        return build_run(context, data, lambda ledger: sink.status(_describe(ledger)))
+    from winnow.builders.sft import build_sft
 
-    return build_imitation(context, data)
+    return build_sft(context, data)
 
 
 def _read_data(
     config: Config, opened: OpenedRun, policy: LoadedPolicy
-) -> tuple[PromptSource | Shown, Config, Config]:
-    """Read what is learnt from, put the steps that it fills into the recipe and the one that the
+) -> tuple[PromptSource | SftData, Config, Config]:
+    """Read the training data, put the steps that it fills into the recipe and the one that the
     folder keeps, and keep the tokenizer and the model's config there."""
-    begun = opened.config
     _keep_descriptions(policy, opened.folder)
+    epochs, steps = config.trainer.data_epochs, config.trainer.steps
+    data: PromptSource | SftData
     if isinstance(config.sft, Demonstrations):
-        from winnow.builders.imitation import read_shown
+        from winnow.builders.sft import read_sft_data
 
-        shown = read_shown(config, policy)
-        return shown, shown.with_steps(config), shown.with_steps(begun)
-    source = training_prompts(config.data, policy.tokenizer, config.run.seed)
-    return source, with_steps(config, source), with_steps(begun, source)
+        data = read_sft_data(config.sft, config.data, policy)
+        steps = steps if epochs is None else data.count_steps(epochs)
+    else:
+        data = training_prompts(config.data, policy.tokenizer, config.run.seed)
+        groups, task = config.sampling.groups_per_step, config.data.task.name
+        steps = steps if epochs is None else count_steps(epochs, groups, data, task)
+    config, saved_config = (
+        each.model_copy(update={"trainer": each.trainer.model_copy(update={"steps": steps})})
+        for each in (config, opened.config)
+    )
+    return data, config, saved_config
 
 
 def _as_begun(config: Config, opened: OpenedRun) -> Config:
@@ -203,7 +216,7 @@ def _finished(config: Config, folder: RunFolder) -> str:
     return _FINISHED.format(folder.path, length)
 
 
-def _watch(heartbeat: Heartbeat, run: Run | Imitation, rewards: Rewards) -> None:
+def _watch(heartbeat: Heartbeat, run: Run | SftRun, rewards: Rewards) -> None:
     """Have the heartbeat look at what moves while a run is well."""
     heartbeat.watch(
         lambda: run.engine.status().generated_tokens,
@@ -240,7 +253,7 @@ def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Si
 
 
 def _start_sinks(
-    sinks: Sinks, run: Run | Imitation, folder: RunFolder, figures: Record, began: float
+    sinks: Sinks, run: Run | SftRun, folder: RunFolder, figures: Record, began: float
 ) -> None:
     """Start the sinks; the first record will say what came before it took."""
     kind: Kind = "train" if isinstance(run, Run) else "sft"
@@ -261,23 +274,18 @@ def _say(sink: ConsoleSink, line: str) -> None:
 
 
 @contextlib.contextmanager
-def _logged(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
+def _logged(folder: RunFolder) -> Iterator[contextlib.ExitStack]:
     """Keep a log, the error that ends the run in it; yields a stack for further contexts."""
-    with opened.folder.logging_to_file(), _errors_logged(), contextlib.ExitStack() as stack:
-        yield stack
-
-
-@contextlib.contextmanager
-def _errors_logged() -> Iterator[None]:
-    """Log the error that ends a run."""
-    try:
-        yield
-    except WinnowError as error:
-        log.error("%s", error)
-        raise
-    except Exception:
-        log.exception("this is a mistake of winnow's")
-        raise
+    with folder.logging_to_file():
+        try:
+            with contextlib.ExitStack() as stack:
+                yield stack
+        except WinnowError as error:
+            log.error("%s", error)
+            raise
+        except Exception:
+            log.exception("this is a bug in winnow")
+            raise
 
 
 def _models(
@@ -310,7 +318,7 @@ def _models(
 
 
 def _resume(
-    config: Config, opened: OpenedRun, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
+    config: Config, opened: OpenedRun, run: Run | SftRun, sink: ConsoleSink, metrics: MetricsLog
 ) -> None:
     """Set the run, the random states and the folder to the checkpoint, if there is one, and say
     what is to be known of the steps that follow."""
@@ -320,23 +328,19 @@ def _resume(
         run.unfinished = run.state.restore(checkpoint, opened.state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
-        if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
+        if isinstance(run, Run) and run.prompt_budget.is_exhausted and run.unfinished is None:
             sink.note(_finished(config, opened.folder))
     opened.rewind(metrics)
-    _tell(sink, _notes_of(config, run))
-
-
-def _notes_of(config: Config, run: Run | Imitation) -> list[str]:
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
-    return [*run.notes, *profile, *_lag_notes(config, run)]
+    _tell(sink, [*run.notes, *profile])
+    if isinstance(run, Run) and config.sampling.score_lag_ticks is None:
+        _tell(sink, _lag_notes(run.sampler))
 
 
-def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
-    """Say how late scores are seen, where the recipe leaves that open and they are late."""
-    if not isinstance(run, Run):
-        return []
-    lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
-    if config.sampling.score_lag_ticks is not None or not lag:
+def _lag_notes(sampler: Sampler) -> list[str]:
+    """Say how late scores are seen, where they are late and the recipe does not set it."""
+    lag, looks = sampler.score_lag_ticks, sampler.look_ticks
+    if not lag:
         return []
     when = f", when the engines are next looked at (each {looks} ticks)" if looks > 1 else ""
     return [
@@ -346,36 +350,40 @@ def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
 
 
 def _train(
-    config: Config,
-    policy: LoadedPolicy,
-    run: Run | Imitation,
+    run: Run | SftRun,
     stop: ShutdownSignal,
-    end: MachineEnd,
+    end: MachineDeadline,
+    explained: contextlib.AbstractContextManager[None],
+    on_bound: str,
 ) -> Stopped | None:
-    """Train, and save what was reached when it is stopped or cannot go on."""
+    """Train, and save what was reached when it is stopped or cannot go on.
+
+    Args:
+        explained: explains a lack of memory.
+        on_bound: `sampling.on_bound`; after a stop a resumed run goes on with the open groups.
+    """
     stopped, end.save_s = None, lambda: run.state.save_s
-    explained = explain_oom(config, policy.model, run.save_after_failure)
-    with stop.deferring(), stop.before(end), gc_tuning.frozen(), run.state, explained:
+    with stop.deferring(), stop.stop_before(end), gc_tuning.frozen(), run.state, explained:
         try:
             if isinstance(run, Run):
                 asyncio.run(train(run))
             else:
-                from winnow.run.sft import imitate
+                from winnow.run.sft import train_sft
 
-                asyncio.run(imitate(run))
+                asyncio.run(train_sft(run))
         except Stopped as request:
             stopped = request
             run.state.save()
         except (NoSignalError, RewardError) as error:
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError) and isinstance(run, Run):
-                if config.sampling.on_bound == "stop":
+                if on_bound == "stop":
                     run.state.note_sampling()
                 # The answers that taught nothing are what there is to look at now.
                 seen = [
                     RolloutGroup(s.group, s.fate) for s in run.sampler.ledger.accounting.settled
                 ]
-                run.keep_rollouts((run.state.step or 0) + 1, seen)
+                run.save_rollouts((run.state.step or 0) + 1, seen)
             run.state.save()
             if isinstance(error, NoSignalError) and error.rule:
                 raise NoSignalError(f"{error}: {remedy_of(error.rule)}", error.rule) from error
@@ -392,9 +400,7 @@ def _train(
 
 def _farewell(stopped: Stopped, step: int | None, folder: RunFolder) -> str:
     saved = "before anything was to be saved" if step is None else f"after step {step}, saved"
-    return (
-        f"Stopped by {stopped.reason} {saved}. Go on with: winnow resume {quote(str(folder.path))}"
-    )
+    return f"Stopped by {stopped.reason} {saved}. Resume: winnow resume {quote(str(folder.path))}"
 
 
 def run_sft(config: Config, fresh: bool, console: Console) -> Path:
@@ -410,7 +416,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
         )
     from winnow.builders.warm_start import make_warm_start
 
-    use_machine(config)
+    prepare_device(config.run, config.model.cache_dir)
     sink = make_console(config.observe.console, console)
     return make_warm_start(config, fresh, sink)
 
@@ -422,15 +428,11 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     lines += config.run.description
     if isinstance(config.sft, Demonstrations):
         return lines
-    epochs = config.trainer.data_epochs
+    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
     length = f"{config.trainer.steps}" if epochs is None else f"{epochs:g} passes over the data in"
-    size = (
-        f"{length} steps of {config.sampling.groups_per_step} prompts x {config.rollout.n} answers"
-    )
+    size = f"{length} steps of {groups} prompts x {config.rollout.n} answers"
     if isinstance(config.sampling.filter, VarianceFilter):
-        size += (
-            "; a prompt whose answers are all right or all wrong teaches nothing and is replaced"
-        )
+        size += "; prompts with all answers right or all wrong give no signal and are replaced"
     lines.append(f"{size}.")
     return lines
 
@@ -442,12 +444,7 @@ def _describe(ledger: Ledger) -> str:
     )
 
 
-def _close(
-    config: Config,
-    recipe: str,
-    folder: RunFolder,
-    console: Console,
-) -> None:
+def _close(config: Config, recipe: str, folder: RunFolder, console: Console) -> None:
     last = checkpoints_in(folder.checkpoints)[-1]
     if isinstance(config.sft, Demonstrations):
         if config.observe.console != "off":
@@ -456,7 +453,6 @@ def _close(
                 console.print(f"{command}  # {meaning}", soft_wrap=True, markup=False)
         return
     draw_curve(folder.path)
-    records = read_metrics(folder.metrics)
     paths = {
         "learning curve": folder.curve,
         "rollouts": folder.rollouts,
@@ -469,7 +465,7 @@ def _close(
         print_summary(
             console,
             f"{folder.name}: done",
-            records,
+            read_metrics(folder.metrics),
             samples=samples(folder.evaluation(0), folder.evaluation(last.step)),
             paths=paths,
             commands=next_commands(config, recipe, folder),

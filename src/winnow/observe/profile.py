@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from winnow.config.root import Config
 from winnow.config.trainer import ProfileConfig, ProfileRole
 from winnow.errors import ConfigError
 from winnow.observe.files import PARTIAL, writing
@@ -81,9 +80,8 @@ class StepProfiler:
             finish(self.folder / name)
 
 
-def profiler_of(config: Config, role: ProfileRole, rank: int = 0) -> StepProfiler | None:
+def profiler_of(profile: ProfileConfig, role: ProfileRole, rank: int = 0) -> StepProfiler | None:
     """Make the profiler of a process; None where no step is to be profiled."""
-    profile = config.trainer.profile
     if not profile.steps:
         return None
     assert profile.save_path is not None, "set when the run's folder is known"
@@ -119,9 +117,8 @@ def profile_notes(config: ProfileConfig, first: int, last: int) -> list[str]:
     return notes
 
 
-def nsight_of(config: Config, role: str) -> dict[str, str] | None:
+def nsight_of(profile: ProfileConfig, role: str) -> dict[str, str] | None:
     """Return the options of nsys for the workers of a role on Ray; None where they run without."""
-    profile = config.trainer.profile
     of = {"policy": "learner", "rollout": "engine"}.get(role)
     is_recorded = profile.steps and profile.tool == "nsight" and of in profile.roles
     return nsight_options(profile) if is_recorded else None

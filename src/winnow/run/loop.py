@@ -2,7 +2,7 @@
 
     sampler.step ─► learner.learn ─► engine.load_weights ─► evaluate │ checkpoint │ log, when due
 
-This module only sequences objects that `build` chose. `trainer.mode` names one of three scripts
+This module only sequences objects that `build_run` chose. `trainer.mode` names one of three scripts
 over them, which differ in what goes on side by side; step k is learnt from weights k - 1:
 
     sync          sample 1 ─ learn 1 ─ publish ─ sample 2 ─ learn 2 ─ publish ─ …
@@ -38,9 +38,9 @@ from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import (
     StepTokens,
     Throughput,
+    count_step_tokens,
     record_step,
     rollout_groups,
-    step_tokens,
 )
 from winnow.sampling.accounting import RETURNED, StepGroups
 from winnow.sampling.stream import Sampler
@@ -54,7 +54,7 @@ Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Give the engine the weights of a version; return figures of that."""
 
 
-class SharedWeights:
+class SharedWeightsPublisher:
     """Publishes the version alone: engine and trainer share one model."""
 
     def __init__(self, engine: Engine) -> None:
@@ -64,18 +64,18 @@ class SharedWeights:
         await self._engine.load_weights(WeightUpdate(version))
         return {}
 
-    async def rest(self, sampler: Sampler) -> None:
+    async def sleep_engines(self, sampler: Sampler) -> None:
         """Leave the memory as it is: it is one."""
 
 
-class PublishedWeights:
+class WeightPublisher:
     """Publishes weights, and has a canary check that the engine uses them.
 
     Args:
         weights: makes the update of a version, for an engine of this kind.
         expected: computes the trainer's log-probs of the canary's sequences.
-        sleeps: the engine has `sleep` and `wake`, and is to give its memory back between `rest` and
-            the next publication.
+        sleeps: the engine has `sleep` and `wake`, and frees its memory from `sleep_engines` to the
+            next publication.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PublishedWeights:
         most = await self._canary.check(expected, version, members_of(engine))
         return {"publish/max_delta": most}
 
-    async def rest(self, sampler: Sampler) -> None:
+    async def sleep_engines(self, sampler: Sampler) -> None:
         """Have an engine that sleeps give its memory to learning; answers become prefixes."""
         if self._sleeps:
             await sampler.halt()
@@ -113,7 +113,7 @@ class PublishedWeights:
             self._is_asleep = True
 
 
-async def _keep_memory(sampler: Sampler) -> None:
+async def _keep_awake(sampler: Sampler) -> None:
     """Leave engines as they are while a step is learnt."""
 
 
@@ -145,7 +145,7 @@ class PendingSteps:
 
 
 @dataclass
-class DataPasses:
+class PromptBudget:
     """The prompts that a run has used up, and may; part of its state."""
 
     prompts: float = math.inf
@@ -155,7 +155,7 @@ class DataPasses:
     """Prompts whose groups were learnt from or left out; one that is given back is not used."""
 
     @property
-    def are_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """True if what is left of the passes fills no step."""
         return self.prompts - self.used < self.groups_per_step
 
@@ -164,7 +164,7 @@ class DataPasses:
         """Lines for the end of a run: the prompts that were left, if any."""
         unused = self.prompts - self.used
         note = f"{unused:,.0f} prompts of the passes over the data were left: they fill no step"
-        return (note,) if self.are_over and unused else ()
+        return (note,) if self.is_exhausted and unused else ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count."""
@@ -195,15 +195,15 @@ class BaseRun:
     """Figures of the step before the first, when a stop came before its evaluation."""
     data_figures: Callable[[], Mapping[str, Number]] = dict
     """Return the passes over the data so far."""
-    tell: Timeline = no_timeline
+    timeline: Timeline = no_timeline
     """Is told who did what from when to when."""
-    learnt: int = 0
+    learned_steps: int = 0
     """The steps that the learner had begun at the last boundary."""
     notes: tuple[str, ...] = ()
     """Lines that the user should read before it starts."""
     profiler: StepProfiler | None = None
 
-    def remaining(self) -> Iterator[int]:
+    def remaining_steps(self) -> Iterator[int]:
         """Yield the steps to train; the last may become known while it is trained."""
         step = self.first_step
         while step <= self.steps:
@@ -212,7 +212,7 @@ class BaseRun:
             yield step
             step += 1
 
-    def note(
+    def note_boundary(
         self,
         step: int,
         unfinished: Mapping[str, Number] | None,
@@ -221,11 +221,11 @@ class BaseRun:
     ) -> None:
         """Note a boundary, as `RunState.note` does."""
         self.state.note(step, unfinished, figures, overrides)
-        self.learnt = self.learner.begun
+        self.learned_steps = self.learner.begun
 
     def save_after_failure(self) -> None:
         """Save the last boundary, if nothing was learnt since: else its weights are gone."""
-        if self.learner.begun == self.learnt:
+        if self.learner.begun == self.learned_steps:
             self.state.save()
 
 
@@ -235,8 +235,8 @@ class Run(BaseRun):
 
     sampler: Sampler
     throughput: Throughput
-    keep_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
-    keep_ledger: Callable[[int, StepGroups], None]
+    save_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
+    save_ledger: Callable[[int, StepGroups], None]
     """Writes what became of the groups of a step that is learnt."""
     check_scoring: Callable[[], None]
     """Raises when too many of a step's scorings failed."""
@@ -245,18 +245,18 @@ class Run(BaseRun):
     mode: Mode = "sync"
     """The script that `train` follows."""
     pending: PendingSteps = field(default_factory=PendingSteps)
-    rest: Callable[[Sampler], Awaitable[None]] = _keep_memory
+    sleep_engines: Callable[[Sampler], Awaitable[None]] = _keep_awake
     """Has engines give memory to learning, until `publish`."""
-    passes: DataPasses = field(default_factory=DataPasses)
+    prompt_budget: PromptBudget = field(default_factory=PromptBudget)
 
-    def use_prompts(self, step: int, sampled: StepGroups) -> None:
+    def count_used_prompts(self, step: int, sampled: StepGroups) -> None:
         """Count the prompts of a step about to be learnt, and make it the last if they ended."""
-        self.passes.used += len(sampled.trained)
-        self.passes.used += sum(each.fate not in RETURNED for each in sampled.discarded)
-        if self.passes.are_over:
-            self.end_at(step)
+        self.prompt_budget.used += len(sampled.trained)
+        self.prompt_budget.used += sum(each.fate not in RETURNED for each in sampled.discarded)
+        if self.prompt_budget.is_exhausted:
+            self.set_last_step(step)
 
-    def end_at(self, step: int) -> None:
+    def set_last_step(self, step: int) -> None:
         """Make a step the last."""
         self.steps = min(self.steps, step)
         self.evaluations = replace(self.evaluations, last=self.steps)
@@ -270,17 +270,17 @@ async def train(run: Run) -> None:
         Stopped: that was asked for; `run.state` has the last boundary, saved or not.
         WinnowError: the run cannot go on.
     """
-    watch = Stopwatch(tell=run.tell)
+    watch = Stopwatch(tell=run.timeline)
     before = run.first_step - 1
-    if run.passes.are_over:
-        run.end_at(before)
+    if run.prompt_budget.is_exhausted:
+        run.set_last_step(before)
     await run.publish(before)
     figures: Mapping[str, Number] = {}
     if run.evaluate_before:
         with watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(before))
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
-    run.note(before, run.unfinished, figures)
+    run.note_boundary(before, run.unfinished, figures)
     if run.unfinished is not None:
         await _finish(run, before, run.unfinished, StepTokens(), watch, ForegroundSampling(run))
     await _SCRIPTS[run.mode](run, watch)
@@ -291,13 +291,13 @@ async def train(run: Run) -> None:
 
 async def _sync(run: Run, watch: Stopwatch) -> None:
     """Sample a step, learn it, publish its weights; then the next."""
-    for step in run.remaining():
+    for step in run.remaining_steps():
         run.stop.check()
         with watch.phase("rollout"):
             sampled = await run.stop.interruptible(run.sampler.step(step - 1))
         run.check_scoring()
-        run.use_prompts(step, sampled)
-        await run.rest(run.sampler)
+        run.count_used_prompts(step, sampled)
+        await run.sleep_engines(run.sampler)
         metrics = Metrics()
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, watch)
         await _conclude(run, step, sampled, learned, metrics, watch, ForegroundSampling(run))
@@ -317,10 +317,10 @@ async def _one_step_off(run: Run, watch: Stopwatch) -> None:
             version = run.first_step - 1
             pending.append(await run.stop.interruptible(run.sampler.step(version)))
         run.check_scoring()
-    for step in run.remaining():
+    for step in run.remaining_steps():
         run.stop.check()
         sampled, metrics = pending.popleft(), Metrics()
-        run.use_prompts(step, sampled)
+        run.count_used_prompts(step, sampled)
         sampling = BackgroundSampling(run, step + 1, min(step + 1, run.steps))
         try:
             learned = await _learn_in_thread(run, step, sampled, metrics, watch)
@@ -348,11 +348,11 @@ async def _async(run: Run, watch: Stopwatch) -> None:
     run.stop.check()
     sampling = BackgroundSampling(run, run.first_step + len(pending), run.steps)
     try:
-        for step in run.remaining():
+        for step in run.remaining_steps():
             with watch.phase("wait"):
                 await run.stop.interruptible(sampling.wait_for_step())
             sampled, metrics = pending.popleft(), Metrics()
-            run.use_prompts(step, sampled)
+            run.count_used_prompts(step, sampled)
             learned = await _learn_in_thread(run, step, sampled, metrics, watch)
             await _conclude(run, step, sampled, learned, metrics, watch, sampling)
     except Stopped:
@@ -369,7 +369,7 @@ async def _learn_in_thread(
     run: Run, step: int, sampled: StepGroups, metrics: Metrics, watch: Stopwatch
 ) -> Learned:
     """Learn a step while the caller's loop samples; phases are booked as in the other scripts."""
-    phases = Stopwatch(actor="learner", tell=run.tell)
+    phases = Stopwatch(actor="learner", tell=run.timeline)
     with watch.phase("learn"):
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, phases)
     watch.rebook("learn", phases.seconds())
@@ -400,10 +400,10 @@ async def _conclude(
         metrics.update(await run.publish(step))
     run.sampler.published(step)
     with watch.phase("write"):
-        run.keep_rollouts(step, rollout_groups(sampled, learned))
-        run.keep_ledger(step, sampled)
+        run.save_rollouts(step, rollout_groups(sampled, learned))
+        run.save_ledger(step, sampled)
     record_step(metrics, sampled, learned)
-    tokens = step_tokens(sampled, learned)
+    tokens = count_step_tokens(sampled, learned)
     await _finish(run, step, metrics.record(), tokens, watch, sampling)
 
 
@@ -422,7 +422,7 @@ async def _finish(
             await sampling.pause()
         # Evaluation may take longer than whoever stops this run will wait.
         with watch.phase("checkpoint"):
-            run.note(step, record, overrides=sampling.overrides)
+            run.note_boundary(step, record, overrides=sampling.overrides)
         with watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(step))
             sampling.resume()
@@ -431,7 +431,7 @@ async def _finish(
     run.sinks.log(step, {**record, **figures, **times, **sampling.figures(times), **work})
     with watch.phase("checkpoint"):
         await sampling.enter_progress()
-        run.note(step, None, figures, sampling.overrides)
+        run.note_boundary(step, None, figures, sampling.overrides)
         if run.checkpoints.due(step):
             await sampling.save()
 
@@ -507,7 +507,7 @@ class BackgroundSampling(ForegroundSampling):
             finally:
                 now, self._began = time.perf_counter(), None
                 self._sampling_s += now - began
-                run.tell("sampler", "rollout", began, now)
+                run.timeline("sampler", "rollout", began, now)
 
     def raise_failure(self) -> None:
         """Raise what ended the sampling, if that was no signal or failed scoring."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from winnow.config.root import Config
 from winnow.data.demonstrations import DemonstrationSet
 from winnow.data.loader import PromptLoader
 from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number, Stopwatch
@@ -20,22 +19,16 @@ from winnow.workers.threads import in_thread
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class SftData:
     """The demonstrations of a run."""
 
     training: DemonstrationSet
     held_out: DemonstrationSet
     batch_size: int
 
-    def with_steps(self, config: Config) -> Config:
-        """Put the steps that `trainer.data_epochs` asks for into a recipe; the last may begin
-        another epoch."""
-        epochs, size = config.trainer.data_epochs, len(self.training.prompts.prompts)
-        if epochs is None:
-            return config
-        steps = max(1, math.ceil(epochs * size / self.batch_size))
-        trainer = config.trainer.model_copy(update={"steps": steps})
-        return config.model_copy(update={"trainer": trainer})
+    def count_steps(self, epochs: float) -> int:
+        """Return the steps of passes over the data; the last may begin another pass."""
+        return max(1, math.ceil(epochs * len(self.training.prompts.prompts) / self.batch_size))
 
     def note(self, steps: int) -> str:
         """Say how many there are."""
@@ -49,60 +42,58 @@ class Shown:
 
 
 @dataclass(kw_only=True)
-class Imitation(BaseRun):
+class SftRun(BaseRun):
     """The objects that a run is made of that imitates."""
 
-    shown: Shown
+    data: SftData
     loader: PromptLoader
 
     def draw(self, step: int) -> list[Group]:
         """Return the demonstrations of a step: a fixed number, over the ends of epochs."""
-        size, training = self.shown.batch_size, self.shown.training
+        size, training = self.data.batch_size, self.data.training
         return [training.group(step * size + i, self.loader.next()) for i in range(size)]
 
 
-async def imitate(run: Imitation) -> None:
+async def train_sft(run: SftRun) -> None:
     """Learn the steps of a run, and evaluate, log and save each, if it is due.
 
     Raises:
         Stopped: that was asked for; `run.state` has the last boundary, saved or not.
         WinnowError: the run cannot go on.
     """
-    watch = Stopwatch(tell=run.tell)
+    watch = Stopwatch(tell=run.timeline)
     before = run.first_step - 1
     if run.unfinished is not None:
         await _finish(run, before, run.unfinished, watch)
     else:
         if run.evaluate_before:
             run.sinks.log(before, {**await _evaluated(run, before, watch), **watch.lap()})
-        run.note(before, None)
-    for step in run.remaining():
+        run.note_boundary(before, None)
+    for step in run.remaining_steps():
         run.stop.check()
         metrics = Metrics()
         await in_thread(run.learner.learn, run.draw(step), step, metrics, watch)
         await _finish(run, step, metrics.record(), watch)
 
 
-async def _finish(
-    run: Imitation, step: int, record: Mapping[str, Number], watch: Stopwatch
-) -> None:
+async def _finish(run: SftRun, step: int, record: Mapping[str, Number], watch: Stopwatch) -> None:
     """Evaluate, log and save a step, each if it is due."""
     figures: Mapping[str, Number] = {}
     if run.evaluations.due(step):
-        run.note(step, record)  # a stop while it evaluates has the step's weights already
+        run.note_boundary(step, record)  # a stop while it evaluates has the step's weights already
         figures = await _evaluated(run, step, watch)
     run.sinks.log(step, {**record, **figures, **run.data_figures(), **watch.lap()})
-    run.note(step, None, figures)
+    run.note_boundary(step, None, figures)
     if run.checkpoints.due(step):
         with watch.phase("checkpoint"):
             run.state.save()
 
 
-async def _evaluated(run: Imitation, step: int, watch: Stopwatch) -> Mapping[str, Number]:
+async def _evaluated(run: SftRun, step: int, watch: Stopwatch) -> Mapping[str, Number]:
     """Return the loss on held-out demonstrations, and the scores of answers to held-out prompts."""
     figures: dict[str, Number] = {}
     with watch.phase("evaluate"):
-        held_out = run.shown.held_out.groups()
+        held_out = run.data.held_out.groups()
         if held_out:
             learner = cast(Any, run.learner)
             figures[HELD_OUT_LOSS] = await in_thread(learner.held_out, held_out)

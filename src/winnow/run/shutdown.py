@@ -10,8 +10,8 @@ it at once, too.
 | Ctrl-C (SIGINT) | 130 |
 | SIGTERM, SIGHUP | 75, "try again" in sysexits.h: what a batch system may start again |
 
-The announced end of the machine (`MachineEnd`) is taken for a SIGTERM that comes as late as leaves
-time for what is to be finished, or before a step that would not fit any more.
+The announced end of the machine (`MachineDeadline`) acts as a SIGTERM that comes as late as leaves
+time to finish and save, or before a step that would not fit any more.
 
 A reader of stdout or stderr that goes (`| head`, a `tee` that dies), a full disk behind `> FILE`
 and a terminal that is gone are no requests: the run goes on without them, and log.txt says so.
@@ -60,7 +60,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def heeded() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """List the signals that ask a process to end, without those that it ignores (nohup)."""
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
@@ -87,7 +87,7 @@ _END_VARIABLES = (
 _RESERVE_S = 60.0
 
 
-class MachineEnd:
+class MachineDeadline:
     """The announced end of the machine, and the time that a run needs before it.
 
     It is a sink: records of steps say how long one takes. Sampling and evaluation can be broken off
@@ -108,9 +108,9 @@ class MachineEnd:
         announced = {name: os.environ[name] for name in _END_VARIABLES if os.environ.get(name)}
         ends = announced if expires_at is None else {"trainer.expires_at": expires_at}
         for source, value in ends.items() if expires_at != "never" else ():
-            self._take(source, value)
+            self._read_end(source, value)
 
-    def _take(self, source: str, value: str | float) -> None:
+    def _read_end(self, source: str, value: str | float) -> None:
         try:
             at_s = epoch_seconds(value)
             when = datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -150,21 +150,21 @@ class ShutdownSignal:
     """Takes the signals of a process and passes a request on where it does no harm.
 
     Args:
-        speaks: say at once, on the error stream, what a request that is only noted waits for.
+        announces: say at once, on the error stream, what a request that is only noted waits for.
     """
 
-    def __init__(self, speaks: bool = True) -> None:
-        self._speaks = speaks
+    def __init__(self, announces: bool = True) -> None:
+        self._announces = announces
         self._signal: int | None = None
         self._reason = ""
-        self._end: MachineEnd | None = None
+        self._end: MachineDeadline | None = None
         self._is_deferring = False
         self._task: asyncio.Task[Any] | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals while the block runs; those that are ignored (nohup) stay so."""
-        before = {number: signal.signal(number, self._handle) for number in heeded()}
+        before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         try:
             yield
         finally:
@@ -181,14 +181,14 @@ class ShutdownSignal:
             self._is_deferring = False
 
     @contextlib.contextmanager
-    def before(self, end: MachineEnd) -> Iterator[None]:
+    def stop_before(self, end: MachineDeadline) -> Iterator[None]:
         """Ask for a stop in time before the machine ends; requests must be deferred."""
         over = threading.Event()
 
         def watch() -> None:
             while not over.wait(_BEAT_S):
                 if end.is_near():
-                    self._ask(signal.SIGTERM, end.reason)
+                    self._request_stop(signal.SIGTERM, end.reason)
                     return
 
         if end.at_s == math.inf:
@@ -211,7 +211,7 @@ class ShutdownSignal:
             Stopped: it was.
         """
         if self._signal is None and self._end is not None and self._end.is_near(a_step=True):
-            self._ask(signal.SIGTERM, self._end.reason)
+            self._request_stop(signal.SIGTERM, self._end.reason)
         self._raise_if_requested()
 
     def _raise_if_requested(self) -> None:
@@ -256,23 +256,23 @@ class ShutdownSignal:
         if not self._is_deferring:
             self._signal = number
             raise Stopped(number)
-        if self._speaks:
+        if self._announces:
             what = "finishing the step under way" if self._task is None else "dropping open answers"
             hint = " (Ctrl-C again ends at once)" if number == signal.SIGINT else ""
             line = f"\nwinnow: {signal.Signals(number).name}: {what}, then saving{hint}\n"
             # Not through the console: a handler may interrupt it halfway through a line.
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())
-        self._ask(number)
+        self._request_stop(number)
 
-    def _ask(self, number: int, reason: str = "") -> None:
+    def _request_stop(self, number: int, reason: str = "") -> None:
         """Note a request, and break off what may be; from any thread."""
         self._reason, self._signal = reason, number
         if (task := self._task) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-def outlive_readers() -> None:
+def ignore_broken_output() -> None:
     """Let this process go on where stdout or stderr can no longer be written to."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -291,17 +291,17 @@ class _LossyStream:
 
     def write(self, text: str) -> int:
         """Write a text, if that is possible."""
-        with self._refusals_taken():
+        with self._ignoring_refusals():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush, if that is possible."""
-        with self._refusals_taken():
+        with self._ignoring_refusals():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _refusals_taken(self) -> Iterator[None]:
+    def _ignoring_refusals(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -120,7 +120,9 @@ def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
     parts = np.split(learned.advantages, ends)
     nothing = [None] * len(parts)
     distances = nothing if learned.mismatch is None else np.split(learned.mismatch, ends)
-    tokens = (_by_group(sampled, learned, v) for v in (learned.old_logprobs, learned.entropies))
+    tokens = (
+        _split_by_group(sampled, learned, v) for v in (learned.old_logprobs, learned.entropies)
+    )
     trained = (
         RolloutGroup(settled.group, "trained", *columns)
         for settled, *columns in zip(sampled.trained, parts, distances, *tokens, strict=True)
@@ -129,7 +131,7 @@ def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
     return list(chain(trained, rest))
 
 
-def _by_group(
+def _split_by_group(
     sampled: StepGroups, learned: Learned, values: FloatArray | None
 ) -> Sequence[list[FloatArray] | None]:
     """Cut numbers [T] of a step's tokens into those of its groups' answers."""
@@ -156,7 +158,7 @@ class StepTokens:
     """[B] lengths of these answers."""
 
 
-def step_tokens(sampled: StepGroups, learned: Learned) -> StepTokens:
+def count_step_tokens(sampled: StepGroups, learned: Learned) -> StepTokens:
     """Count the tokens of a step that is learnt."""
     return StepTokens(
         sampled.counts.tokens.generated,
@@ -167,7 +169,7 @@ def step_tokens(sampled: StepGroups, learned: Learned) -> StepTokens:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionFlop:
     """The layers of a model that attend over the whole context, or over a window of it.
 
     A token that sees c others and itself costs `4 · width · (c + 1)` FLOP forwards: products of
@@ -178,7 +180,7 @@ class Attention:
     """Sum over layers of heads x size of a head, by window in tokens; None is no window."""
 
     @classmethod
-    def of(cls, config: Any) -> Attention:
+    def of(cls, config: Any) -> AttentionFlop:
         """Read a Hugging Face configuration; layers that do not attend (linear ones) count none."""
         config = config.get_text_config()
         heads = config.num_attention_heads
@@ -217,11 +219,11 @@ def _triangle(length: NDArray[np.float64], window: int | None) -> NDArray[np.flo
     return reach * (reach + 1) / 2 + (length - reach) * reach
 
 
-NO_ATTENTION = Attention({})
+NO_ATTENTION = AttentionFlop({})
 
 
 @dataclass(frozen=True)
-class Passes:
+class StepFlop:
     """The passes of a step over the tokens that it packs, by model.
 
     Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1), and
@@ -238,9 +240,9 @@ class Passes:
     """Forward passes of a model as large as the policy, updates aside: old log-probs, reference."""
     critic_parameters: int = 0
     """Parameters of the critic, which runs forwards once and then takes part in each update."""
-    attention: Attention = NO_ATTENTION
+    attention: AttentionFlop = NO_ATTENTION
     """Attention of the policy."""
-    critic_attention: Attention = NO_ATTENTION
+    critic_attention: AttentionFlop = NO_ATTENTION
 
     def flop(self, tokens: StepTokens) -> float:
         """Return the FLOP of a step, rollout included."""
@@ -257,7 +259,7 @@ class Passes:
         return policy + (1 + 3 * self.epochs) * critic
 
 
-def device_peak(device: str, dtype: str) -> float | None:
+def gpu_peak_tflops(device: str, dtype: str) -> float | None:
     """Return the peak of a device in TFLOP/s by its name; None where it is not known, as of a part
     of a GPU (MIG), and of variants of other sizes."""
     names = [name for name in GPUS if re.search(rf"\b{name}\b", device)]
@@ -272,7 +274,7 @@ def device_peak(device: str, dtype: str) -> float | None:
 class Throughput:
     """A step's tokens and FLOP over its seconds."""
 
-    passes: Passes
+    passes: StepFlop
     device: torch.device
     peak_tflops: float | None
     """Peak of one device."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
-from winnow.run.shutdown import _BEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, heeded
+from winnow.run.shutdown import _BEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, stop_signals
 
 ENDS = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
 """Exit codes after which there is nothing to restart."""
@@ -40,7 +40,7 @@ class Supervisor:
         max_restarts: in all.
         stall_timeout_s: without a line on the pipe.
         first_pause_s: before the first restart; doubles with each failure at the same step.
-        say: tells the user a line.
+        report: tells the user a line.
         folder: the run to continue; None begins with what the command says.
     """
 
@@ -48,40 +48,40 @@ class Supervisor:
     max_restarts: int
     stall_timeout_s: float
     first_pause_s: float = 1.0
-    say: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr))
+    report: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr))
     folder: str | None = None
     _child: asyncio.subprocess.Process | None = None
     _step: int = -1
-    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     def run(self) -> int:
         """Run to the end; return the exit code, 128 + N for a run that signal N killed."""
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
-        for number in heeded():
-            asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
+        for number in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(number, self._forward_signal, number)
         restarts = failures = 0
         while True:
             before = self._step
             code, why = await self._run_once()
-            if self._asked.is_set() or code in ENDS:
+            if self._stop_requested.is_set() or code in ENDS:
                 return code
             failures = failures + 1 if self._step == before else 1
             where = f"after step {self._step}" if self._step >= 0 else "before its first step"
             message = f"winnow: the run {why} {where}"
             if failures >= SAME_STEP_FAILURES:
                 times = f"{failures} times in a row"
-                self.say(f"{message}, {times}; see log.txt in its folder for the reason")
+                self.report(f"{message}, {times}; see log.txt in its folder for the reason")
                 return code
             if restarts >= self.max_restarts:
-                self.say(f"{message}, and trainer.max_restarts={self.max_restarts} is used up")
+                self.report(f"{message}, and trainer.max_restarts={self.max_restarts} is used up")
                 return code
             restarts += 1
             pause = min(self.first_pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S)
-            self.say(f"{message}; restart {restarts} of {self.max_restarts} in {pause:g} s")
+            self.report(f"{message}; restart {restarts} of {self.max_restarts} in {pause:g} s")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), pause)
+                await asyncio.wait_for(self._stop_requested.wait(), pause)
                 return code
 
     async def _run_once(self) -> tuple[int, str]:
@@ -97,11 +97,11 @@ class Supervisor:
             )
         finally:
             os.close(writer)
-        if self._asked.is_set():  # while there was no child to tell
+        if self._stop_requested.is_set():  # while there was no child to tell
             child.terminate()
         try:
             while line := await asyncio.wait_for(lines.readline(), self.stall_timeout_s):
-                self._take(line.decode().rstrip("\n"))
+                self._read_line(line.decode().rstrip("\n"))
             await asyncio.wait_for(child.wait(), _END_S)
         except TimeoutError:
             pass
@@ -118,15 +118,15 @@ class Supervisor:
             return 128 - status, f"was killed by {signal.Signals(-status).name}"
         return status, f"ended with exit code {status}"
 
-    def _take(self, line: str) -> None:
+    def _read_line(self, line: str) -> None:
         kind, _, value = line.partition(" ")
         if kind == "folder":
             self.folder = value
         elif kind == "step":
             self._step = max(self._step, int(value))
 
-    def _forward(self, number: int) -> None:
-        self._asked.set()
+    def _forward_signal(self, number: int) -> None:
+        self._stop_requested.set()
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.send_signal(number)
@@ -154,7 +154,7 @@ class Heartbeat:
             os.set_inheritable(descriptor, False)
             threading.Thread(target=self._run, daemon=True).start()
 
-    def folder(self, path: Path) -> None:
+    def send_folder(self, path: Path) -> None:
         """Tell the run's folder, which a restart continues."""
         self._write(f"folder {path.absolute()}")
 
