@@ -6,10 +6,13 @@ seed, threads, versions, and the source code that makes them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +27,13 @@ from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration, build_tokenizer, demonstrations
 from winnow.errors import WinnowError
-from winnow.learning.batch import MicroBatch, micro_batches, pack
-from winnow.learning.imitation import imitation_loss
+from winnow.learning.imitation import Imitator
 from winnow.learning.learner import lr_at
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.observe.console import ConsoleSink
 from winnow.observe.files import atomic_folder
+from winnow.observe.metrics import SFT_LOSS, Metrics, Stopwatch
 from winnow.observe.sinks import RunInfo
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
@@ -75,42 +78,35 @@ def make_warm_start(
     Raises:
         WinnowError: the cache cannot be written to.
     """
-    target, warm = warm_start_folder(config), config.warm_start
+    target, warm, task = warm_start_folder(config), config.warm_start, config.data.task
     assert isinstance(warm, SftWarmStart)
-    assert isinstance(config.data.task, SortDigitsTask)
-    seed = config.run.seed if warm.seed is None else warm.seed
-    limit, microbatch_tokens = config.rollout.max_response_tokens, config.trainer.microbatch_tokens
+    assert isinstance(task, SortDigitsTask)
 
-    def after_step(step: int, loss: float) -> None:
-        sink.log(step, {"sft/loss": loss})
+    def log(step: int, loss: float) -> None:
+        sink.log(step, {SFT_LOSS: loss})
         on_progress()
 
-    cached_note = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
-    if not fresh and _is_complete(target):  # no lock: a shared cache may be read-only
-        sink.note(cached_note)
-        return target
+    seed = config.run.seed if warm.seed is None else warm.seed
+    is_cached = not fresh and _is_complete(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever comes second waits, and then finds the start in the cache.
-        with FileLock(target.with_name(f".{target.name}.partial.lock")):
-            if not fresh and _is_complete(target):
-                sink.note(cached_note)
-                return target
-            # A disk that cannot be written to is met before the minute of training, not after it.
-            with atomic_folder(target) as draft:
-                sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))
-                try:
-                    model, tokenizer = _train(
-                        warm, config.data.task, seed, limit, microbatch_tokens, after_step
-                    )
-                finally:
-                    sink.close()
-                save_model(model, tokenizer, draft)
+        if not is_cached:  # else without a lock: a shared cache may be read-only
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(target.with_name(f".{target.name}.partial.lock")):
+                # Another process may have trained it while this one waited.
+                is_cached = not fresh and _is_complete(target)
+                if not is_cached:
+                    size = config.rollout.max_response_tokens, config.trainer.microbatch_tokens
+                    # A disk that refuses does so before the minute of training, not after it.
+                    with atomic_folder(target) as draft, contextlib.closing(sink):
+                        sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))
+                        save_model(*_train(warm, task, seed, *size, log), draft)
     except OSError as error:
         raise WinnowError(
-            f"cannot keep the warm start in {target.parent}: {error.strerror or error}; "
+            f"cannot write the warm start to {target.parent}: {error.strerror or error}; "
             "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
         ) from error
+    if is_cached:
+        sink.note(f"Warm start: cached in {target} (--fresh trains it again)")
     return target
 
 
@@ -151,52 +147,40 @@ def _train(
     seed: int,
     max_response_tokens: int,
     microbatch_tokens: int,
-    after_step: Callable[[int, float], None],
+    log: Callable[[int, float], None],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Train a new model; `after_step` receives each step and its loss."""
+    """Train a new model; `log` receives each step and its loss."""
     tokenizer = build_tokenizer()
     positions = 1 << (max_response_tokens + task.max_digits + 1).bit_length()
     model = make_tiny_model(warm, len(tokenizer), positions, seed)
     strategy = Strategy(
         model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
     )
-    rng = np.random.default_rng([seed, _SEED_STREAM])
-    shown = demonstrations(
-        warm.steps * warm.batch_size, warm.demonstrations, task, max_response_tokens, rng
+    rate = partial(
+        lr_at,
+        total_steps=warm.steps,
+        lr=warm.lr,
+        warmup_steps=min(warm.warmup_steps, warm.steps),
+        schedule="cosine",
     )
+    imitator = Imitator(strategy, microbatch_tokens, rate, max_skipped_updates=warm.steps + 1)
+    rng = np.random.default_rng([seed, _SEED_STREAM])
+    count = warm.steps * warm.batch_size
+    shown = demonstrations(count, warm.demonstrations, task, max_response_tokens, rng)
+    groups = [_as_group(number, each) for number, each in enumerate(shown)]
     for step in range(1, warm.steps + 1):
-        part = shown[(step - 1) * warm.batch_size : step * warm.batch_size]
-        micro = _as_micro_batches(part, microbatch_tokens)
-        stats = strategy.forward_backward(micro, frozenset({"logprob"}), imitation_loss)
-        lr = lr_at(
-            step,
-            total_steps=warm.steps,
-            lr=warm.lr,
-            warmup_steps=min(warm.warmup_steps, warm.steps),
-            schedule="cosine",
-        )
-        strategy.optimizer_step(lr)
-        after_step(step, stats["loss"])
+        metrics, first = Metrics(), (step - 1) * warm.batch_size
+        imitator.learn(groups[first : first + warm.batch_size], step, metrics, Stopwatch())
+        log(step, metrics.record().get(SFT_LOSS, math.nan))
     return model, tokenizer
 
 
-def _as_micro_batches(part: Sequence[Demonstration], max_tokens: int) -> list[MicroBatch]:
-    """Demonstrations are answers that nobody scored."""
-    groups = [
-        Group(
-            i,
-            Prompt(str(i), demo.prompt_ids, "", "", None),
-            (Answer(_demonstrated(demo), Score(0.0, 0.0)),),
-        )
-        for i, demo in enumerate(part)
-    ]
-    batch = pack(groups)
-    return micro_batches(batch, range(batch.n_groups), max_tokens)
-
-
-def _demonstrated(demo: Demonstration) -> Trajectory:
+def _as_group(number: int, demo: Demonstration) -> Group:
+    """Return a demonstration as a group of one answer without a score."""
     logprobs = np.zeros(len(demo.response_ids), np.float32)
-    return Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
+    trajectory = Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
+    prompt = Prompt(str(number), demo.prompt_ids, "", "", None)
+    return Group(number, prompt, (Answer(trajectory, Score(0.0, 0.0)),))
 
 
 def _code_hash() -> str:

@@ -33,7 +33,7 @@ def make(config: Config) -> tuple[Path, list[float]]:
     losses = [told.args[1]["sft/loss"] for told in shown.log.call_args_list]
     begun = [(told.args[0].kind, told.args[0].steps) for told in shown.start.call_args_list]
     notes = [told.args[0] for told in shown.note.call_args_list]
-    was_cached = f"Warm start: taken from {folder} (made before; --fresh makes it anew)"
+    was_cached = f"Warm start: cached in {folder} (--fresh trains it again)"
     assert (begun, notes) == (([("warm_up", 4)], []) if losses else ([], [was_cached]))
     assert shown.close.call_count == len(begun)
     assert not shown.status.called  # there is no state within a step
@@ -109,7 +109,7 @@ def test_of_two_processes_that_make_the_same_start_one_trains_and_the_other_wait
     started = [server.start(module, [str(tmp_path), out.stem], out=out) for out in outs]
     assert [process.wait(200) for process in started] == [0, 0]
     folder = warm_start_folder(config_of(tmp_path))
-    taken = f"Warm start: taken from {folder} (made before"
+    taken = f"Warm start: cached in {folder}"
     assert sorted(taken in out.read_text() for out in outs) == [False, True]
     assert weights(folder)
 
