@@ -287,7 +287,7 @@ class Run:
             learner=learner,
             publish=SharedWeightsPublisher(engine),
             engine=engine,
-            evaluator=cast(Evaluator, SimpleNamespace()),
+            evaluator=cast(Evaluator, SimpleNamespace(evaluate=_no_figures)),
             sinks=Sinks([log, cast(Any, self)]),
             throughput=Throughput(StepFlop(8, 1), torch.device("cpu"), None),
             state=RunState(
@@ -303,8 +303,8 @@ class Run:
             save_ledger=lambda step, sampled: None,
             check_scoring=lambda: None,
             scoring_figures=dict,
-            evaluations=loop.Schedule(None, steps + 1),
-            checkpoints=loop.Schedule(None, steps),
+            evaluate_every=None,
+            save_every=None,
             steps=steps,
         )
 
@@ -318,6 +318,10 @@ class Run:
     def log(self, step: int, record: Mapping[str, Any]) -> None:
         """As a sink, it is called once a step."""
         self.clocks.append((time.process_time(), time.perf_counter(), self.fetched))
+
+
+async def _no_figures(step: int) -> dict[str, float]:
+    return {}
 
 
 @contextlib.contextmanager

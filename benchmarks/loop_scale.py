@@ -245,8 +245,8 @@ class Run:
             save_ledger=partial(save_ledger, RunFolder(self.folder)),
             check_scoring=lambda: None,
             scoring_figures=dict,
-            evaluations=loop.Schedule(None, steps),
-            checkpoints=loop.Schedule(1, steps),
+            evaluate_every=None,
+            save_every=1,
             steps=steps,
         )
 

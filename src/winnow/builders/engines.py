@@ -1,4 +1,4 @@
-"""The rollout engine of a recipe: in the run's process, over worker processes, or over HTTP."""
+"""The rollout engine of a recipe: in the driver, over worker processes, or over HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from winnow.config.roles import Roles
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
-    RolloutConfig,
     TorchEngineConfig,
     VllmEngineConfig,
 )
@@ -35,18 +34,23 @@ if TYPE_CHECKING:
     from winnow.workers.group import WorkerGroup
 
 _POSITIONS = 1024
-"""The number of positions of a model that does not say how many it has."""
+"""Positions of a model whose configuration has no `max_position_embeddings`."""
+_HTTP_OPTIONS = {"exact_draws", "slots", "reload_timeout_s", "restart_timeout_s"}
+_TORCH_OPTIONS = {"slots", "prefill_tokens", "cache_gib"}
+_VLLM_OPTIONS = _TORCH_OPTIONS | {
+    *("tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra")
+}
 
 
 def check_engine_installed(cluster: Cluster, engine: Section, judge: Judge) -> None:
-    """Refuse an engine that is not installed, before anything begins; nodes of Ray may differ.
+    """Refuse an engine whose package is not installed here; nodes of Ray are not checked.
 
     Args:
         engine: `rollout.engine`.
-        judge: `reward.judge`, which may have an engine, too.
+        judge: `reward.judge`, whose engine is checked, too.
 
     Raises:
-        ConfigError: vLLM is absent, or too old.
+        ConfigError: vLLM is missing or too old.
     """
     if not isinstance(cluster, LocalCluster):
         return
@@ -61,7 +65,7 @@ def check_engine_installed(cluster: Cluster, engine: Section, judge: Judge) -> N
 
 @contextlib.contextmanager
 def reword_judge_errors() -> Iterator[None]:
-    """Name the judge's settings in errors of the engines, not the policy's."""
+    """Replace `rollout.engine` by `reward.judge.engine` in errors raised within the block."""
     try:
         yield
     except (ConfigError, ModelError) as error:
@@ -76,7 +80,7 @@ def published_adapter(adapter: Section) -> LoraAdapter | None:
 
 
 def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
-    """Draw the sequences that publications are checked with."""
+    """Draw the fixed sequences on which published weights are checked."""
     from winnow.learning.canary import Canary
 
     return Canary.drawn(
@@ -88,7 +92,7 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
 
 
 def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
-    """Make the engine of this process: the embedded one over the policy's weights, or a user's.
+    """Make the engine of this process: a user's, or the embedded one over the policy's weights.
 
     Raises:
         ConfigError: a user's engine cannot be made.
@@ -100,14 +104,17 @@ def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
     if isinstance(section, CustomEngine):
         options["vocab_size"] = policy.vocabulary
         return load_custom_engine(section.path, section.options, model=policy.model, **options)
-    options |= _policy_engine_options(config.rollout, policy, longest_tokens(config))
-    return TorchEngine(policy.model, fp32_head=config.model.fp32_head, **options)
+    if not isinstance(section, TorchEngineConfig | VllmEngineConfig):
+        section = TorchEngineConfig()
+    longest, routes = longest_tokens(config), config.rollout.routing_replay
+    options |= engine_options(section, policy.vocabulary, longest, _TORCH_OPTIONS)
+    return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
 
 
 def _http_engine(
     section: HttpEngineConfig, policy: LoadedPolicy, live_updates: bool, longest: int
 ) -> HttpEngine:
-    """Make the engine over a recipe's servers.
+    """Make the engine that sends requests to the recipe's servers.
 
     Args:
         longest: most tokens of a request.
@@ -126,51 +133,30 @@ def _http_engine(
         policy.vocabulary,
         policy.model.config.vocab_size,
         longest,
-        exact_draws=section.exact_draws,
-        slots=section.slots,
         decode=decoder(policy.tokenizer, special_tokens=True),
         live_updates=live_updates,
         folder=None if folder is None else Path(folder).expanduser().absolute(),
-        reload_timeout_s=section.reload_timeout_s,
-        restart_timeout_s=section.restart_timeout_s,
+        **section.model_dump(include=_HTTP_OPTIONS),
     )
 
 
-def _policy_engine_options(
-    rollout: RolloutConfig, policy: LoadedPolicy, longest: int
+def engine_options(
+    engine: Section, vocabulary: int, longest: int, names: set[str] = _VLLM_OPTIONS
 ) -> dict[str, Any]:
-    engine = rollout.engine
-    if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
-        engine = TorchEngineConfig()
-    return {
-        **common_engine_options(engine, policy.vocabulary, longest),
-        **({"routes": True} if rollout.routing_replay else {}),
-    }
-
-
-def common_engine_options(engine: Section, vocabulary: int, longest: int) -> dict[str, Any]:
-    """Return the arguments that torch's and vLLM's engines have alike, of their section.
+    """Return the arguments of torch's or vLLM's engine, from its section.
 
     Args:
         vocabulary: ids at or beyond it are never drawn.
         longest: most tokens of a prompt and its answer.
+        names: fields of the section to pass, where it has them.
     """
-    options = engine.model_dump(include={"slots", "prefill_tokens", "cache_gib"})
-    return options | {"vocab_size": vocabulary, "longest": longest}
-
-
-def vllm_options(engine: Section) -> dict[str, Any]:
-    """Return the arguments that vLLM's worker has beyond those; none for another engine."""
-    if not isinstance(engine, VllmEngineConfig):
-        return {}
-    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra"}
-    return engine.model_dump(include=names)
+    return engine.model_dump(include=names) | {"vocab_size": vocabulary, "longest": longest}
 
 
 def engine_worker_arguments(
     config: Config, policy: LoadedPolicy, start: str | None
 ) -> dict[str, Any]:
-    """Return the arguments of an engine in a process of its own."""
+    """Return the arguments of an engine worker."""
     from winnow.models.lora import adapter_base, saved_adapter
 
     base, alone = None, published_adapter(config.model.adapter)
@@ -186,15 +172,15 @@ def engine_worker_arguments(
         **({} if alone is None else {"adapter": alone}),
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
-        **_policy_engine_options(config.rollout, policy, longest_tokens(config)),
-        **vllm_options(config.rollout.engine),
+        **({"routes": True} if config.rollout.routing_replay else {}),
+        **engine_options(config.rollout.engine, policy.vocabulary, longest_tokens(config)),
     }
 
 
 def make_engine(
     config: Config, policy: LoadedPolicy, groups: Mapping[str, Sequence[WorkerGroup]]
 ) -> Engine:
-    """Make the engine over a recipe's processes or servers, or in this process.
+    """Make the rollout engine of a recipe: over servers, over worker processes, or in this process.
 
     Args:
         groups: by role, as `StartWorkers` returns them.
@@ -220,26 +206,26 @@ def make_engine(
 
 
 def has_separate_weights(engine: Section, roles: Roles | Mapping[str, Any]) -> bool:
-    """Return whether answers are written with other weights than those of the run's process.
+    """Return whether the engine has its weights in other processes than the driver.
 
     Args:
         engine: `rollout.engine`.
-        roles: of which one is `rollout` where an engine has processes.
+        roles: contains `rollout` where engines have processes.
     """
     return isinstance(engine, HttpEngineConfig) or "rollout" in roles
 
 
 def driver_holds_no_weights(engine: Section, roles: Roles) -> bool:
-    """Return whether other processes train the policy and write its answers."""
+    """Return whether the policy is trained and sampled in other processes than the driver."""
     return "policy" in roles and has_separate_weights(engine, roles)
 
 
 def driver_uses_device(
     engine: Section, reward: RewardConfig, cluster: Cluster, roles: Roles
 ) -> bool:
-    """Return whether the run's own process computes with a model where there is a GPU.
+    """Return whether the driver runs a model on a GPU, if there is one.
 
-    A reward model in it does so on this machine; on Ray, GPUs belong to actors.
+    A reward model in the driver does so on this machine; on Ray, GPUs belong to actors.
     """
     scores = isinstance(reward.model, SequenceClassifier) and not reward.processes
     scores = scores and sharding_of(reward.model) is None

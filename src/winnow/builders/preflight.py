@@ -1,4 +1,4 @@
-"""Checks of a recipe against this machine before anything is made, and words on what is started."""
+"""Checks of a recipe against this machine before anything is built, and notes on the start."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _REWARD = "reward.function.path"
 
 
 def check_requirements(config: Config) -> None:
-    """Refuse what cannot start: packages that are absent, Python files without what is named.
+    """Refuse a recipe whose packages are not installed, or whose Python files lack a name it uses.
 
-    Files are read, not run.
+    Files are parsed, not executed.
 
     Raises:
         WinnowError: names field, value and remedy.
@@ -78,12 +78,9 @@ def check_inputs_exist(data: DataConfig, sft: Sft, model: str | None) -> None:
 
 def startup_notes(roles: Roles, checkpoint_url: str | None) -> list[str]:
     """Return lines on the processes that are about to start, and on copies of checkpoints."""
-    processes = ", ".join(role.count_text for role in roles)
-    lines = (
-        [f"Starting processes, {processes}: half a minute, longer for large models"]
-        if processes
-        else []
-    )
+    lines = []
+    if processes := ", ".join(role.count_text for role in roles):
+        lines.append(f"Starting processes, {processes}: half a minute, longer for large models")
     if checkpoint_url is not None:
         lines.append(f"Each checkpoint is copied to {checkpoint_url} (trainer.checkpoint_url)")
     return lines

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from winnow.builders.engines import (
-    engine_worker_arguments,
-)
+from winnow.builders.engines import engine_worker_arguments
 from winnow.builders.placement import (
     allocator_variables,
     assign_local_gpus,
@@ -29,25 +27,25 @@ if TYPE_CHECKING:
     from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
 
 StartWorkers = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
-"""Starts a run's other processes at the first call, side by side, with their models loaded; returns
-the groups of each role. Each engine is a group: one may die and leave the others."""
+"""Starts a run's worker processes in parallel at the first call, and loads their models; returns
+the groups of each role. Each engine is a group, so that others go on when one dies."""
 
 
 Launch = Callable[[Role, Mapping[str, Any], int], "Starting"]
-"""Starts a group: its role, the arguments of its workers' class, and which engine it is."""
+"""Starts a group, given its role, the arguments of the worker class and the engine's number."""
 
 
 @contextlib.contextmanager
 def worker_processes(
     config: Config, roles: Roles, policy: LoadedPolicy, start: str | None
 ) -> Iterator[StartWorkers]:
-    """Prepare for the processes that a recipe asks for; they end with the block.
+    """Prepare to start the worker processes of a recipe; they end with the block.
 
     Args:
-        start: folder of the model that the run began with, where `needs_start` asks for it.
+        start: folder of the run's initial model, where `needs_start` is true.
 
     Raises:
-        WinnowError: there is no room for them.
+        WinnowError: machine or cluster are too small.
     """
     if not roles:
         yield dict
@@ -91,14 +89,15 @@ def worker_processes(
 def launcher(
     config: Config, roles: Roles, groups: WorkerGroups, trains: bool = True
 ) -> Iterator[Launch]:
-    """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
+    """Prepare this machine or the cluster for a recipe's processes; yield the function to start
+    them.
 
     Args:
         trains: as for `assign_local_gpus`.
 
     Raises:
         ConfigError: machine or cluster are too small, or Ray is not installed.
-        WinnowError: it cannot be reached.
+        WinnowError: the cluster cannot be reached.
     """
     threads, cluster = config.run.threads, config.cluster
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -134,7 +133,7 @@ def launcher(
         runtime_env=make_runtime_env(cluster, Path(config.run.dir)),
         has_timeline=cluster.timeline_file is not None,
     ):
-        # Not what this process sees: it may be on a node without, or kept from them.
+        # Not those that this process sees: its node may have none, or hide them.
         has_devices = any(node["GPU"] for node in offers().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
         reserved = groups.wait(reserve(make_pools(roles, cluster, has_devices)))
@@ -150,7 +149,7 @@ def launcher(
         try:
             yield start_on_ray
         finally:
-            if cluster.timeline_file is not None:  # what is killed tells nothing any more
+            if cluster.timeline_file is not None:  # killed actors no longer report
                 write_timeline(Path(cluster.timeline_file))
-            groups.close()  # before Ray, which would take the actors for dead
+            groups.close()  # before Ray ends, which would report dead actors
             reserved.release()

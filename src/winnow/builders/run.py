@@ -1,4 +1,4 @@
-"""From a recipe to the objects of a run: the one place where concrete classes are named."""
+"""Builds the objects of a run from its recipe: this package alone names concrete classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from winnow.config.base import Section
 from winnow.config.data import DataConfig
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import BandFilter, RolloutConfig, SamplingConfig, VarianceFilter
-from winnow.config.root import Config, ObserveConfig, RunConfig
+from winnow.config.root import Config, RunConfig
 from winnow.config.rules import notices
 from winnow.config.trainer import TrainerConfig
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
@@ -32,14 +32,14 @@ from winnow.observe.jsonl import MetricsLog
 from winnow.observe.ledger import write_ledger
 from winnow.observe.metrics import Timeline, no_timeline
 from winnow.observe.profile import profiler_of
-from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, write_rollouts
+from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_rollouts
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import ScorerTimes
 from winnow.ranks.learner import kl_notes, needs_of
 from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, members_of
-from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run, Schedule
+from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run
 from winnow.run.shutdown import ShutdownSignal
 from winnow.run.step_metrics import Throughput, gpu_peak_tflops
 from winnow.sampling.accounting import StepGroups
@@ -73,15 +73,8 @@ def prepare_device(run: RunConfig, cache_dir: str | None, holds_model: bool = Tr
 
 def rollout_sampling(rollout: RolloutConfig, policy: LoadedPolicy) -> SamplingParams:
     """Make the sampling parameters of training answers."""
-    return SamplingParams(
-        max_tokens=rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop_token_ids=policy.stop_ids,
-        stop=rollout.stop,
-    )
+    options = rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p", "stop"})
+    return SamplingParams(rollout.max_response_tokens, stop_token_ids=policy.stop_ids, **options)
 
 
 def choose_score_lag_ticks(
@@ -102,10 +95,11 @@ def make_evaluator(
     rewards: Rewards,
     held_out: PromptSet,
 ) -> Evaluator:
-    """Held-out prompts, checked against the scorers.
+    """Make the evaluator of held-out prompts, which are checked against model and scorers.
 
     Raises:
-        RewardError: a source has no scorer.
+        ModelError: the longest prompt does not fit the model.
+        RewardError: a data source has no scorer.
     """
     check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
     rewards.check_sources(held_out.data_sources, held_out=True)
@@ -157,11 +151,11 @@ def count_steps(epochs: float, groups_per_step: int, source: PromptSource, task:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The folder, models and services that every run is built from, whatever it learns from."""
+    """The folder, models and services of a run, of RL and of SFT alike."""
 
     config: Config
     recipe: str
-    """The recipe as YAML; checkpoints keep it."""
+    """The recipe as YAML, which checkpoints contain."""
     policy: LoadedPolicy
     folder: RunFolder
     sinks: Sinks
@@ -173,14 +167,15 @@ class RunContext:
 
 
 def build_run(
-    context: RunContext,
-    source: PromptSource,
-    on_progress: Callable[[Ledger], None] = lambda ledger: None,
+    context: RunContext, source: PromptSource, on_progress: Callable[[Ledger], None]
 ) -> Run:
-    """Build everything that `loop.train` sequences.
+    """Build the objects that `loop.train` uses.
+
+    Args:
+        on_progress: called with the ledger when it changes.
 
     Raises:
-        WinnowError: data, scorers and model do not fit what the recipe asks.
+        WinnowError: data, scorers and model do not fit the recipe.
     """
     config, policy, folder = context.config, context.policy, context.folder
     rewards, placed, tell = context.rewards, context.placed, context.timeline
@@ -194,7 +189,9 @@ def build_run(
     loader = PromptLoader(source, seed, config.data.shuffle, order)
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
-    _time_engines(engine, tell)
+    for name, member in members_of(engine, "engine 0").items():
+        if hasattr(member, "tell"):  # it is in another process, which reports its calls
+            member.tell = partial(tell, name)
     scores, pending = ScorerTimes(rewards.score, tell), PendingSteps()
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
     epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
@@ -211,12 +208,20 @@ def build_run(
         *notices(config),
     ]
     base = make_base_run(context, evaluator, loader, parts)
+
+    def save_rollouts(step: int, groups: Sequence[RolloutGroup]) -> None:
+        folder.check_exists()
+        file, shown = folder.rollout(step), choose_text_groups(groups, config.observe, seed, step)
+        write_rollouts(
+            file, step, groups, version=step - 1, text_groups=shown, decode=policy.decode
+        )
+
     return Run(
         **vars(replace(base, notes=tuple(notes))),
         sampler=sampler,
         sleep_engines=placed.publish.sleep_engines,
         throughput=Throughput(placed.passes, policy.device, peak, placed.devices),
-        save_rollouts=partial(_save_rollouts, config.observe, seed, folder, policy.decode),
+        save_rollouts=save_rollouts,
         save_ledger=partial(save_ledger, folder),
         check_scoring=rewards.end_step,
         scoring_figures=lambda: {**scores.figures(), **rewards.figures()},
@@ -227,15 +232,12 @@ def build_run(
 
 
 def make_base_run(
-    context: RunContext,
-    evaluator: Evaluator,
-    loader: PromptLoader,
-    parts: Mapping[str, Stateful],
+    context: RunContext, evaluator: Evaluator, loader: PromptLoader, parts: Mapping[str, Stateful]
 ) -> BaseRun:
-    """Make the objects that runs by rewards and by imitation share.
+    """Make the objects that RL and SFT runs share.
 
     Args:
-        parts: objects with a state, beside loader and learner.
+        parts: objects whose state is saved, besides loader and learner.
     """
     config, placed, tell = context.config, context.placed, context.timeline
     trainer, steps = config.trainer, config.trainer.steps
@@ -257,8 +259,8 @@ def make_base_run(
         sinks=context.sinks,
         state=state,
         stop=context.stop,
-        evaluations=Schedule(config.evaluation.every, steps),
-        checkpoints=Schedule(trainer.save_every, steps),
+        evaluate_every=config.evaluation.every,
+        save_every=trainer.save_every,
         steps=steps,
         evaluate_before=config.evaluation.before and bool(evaluator.prompts),
         data_figures=loader.figures,
@@ -274,7 +276,7 @@ def _make_sampler(
     data_sources: Iterable[str],
     on_progress: Callable[[Ledger], None],
 ) -> Sampler:
-    """Make the sampler; scorings wait for as many as a step has answers."""
+    """Make the sampler; failed scorings are first counted after as many as a step has answers."""
     config, rewards, engine = context.config, context.rewards, context.placed.engine
     with_baseline = "greedy_rewards" in needs_of(config)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
@@ -299,35 +301,8 @@ def _make_sampler(
     )
 
 
-def _time_engines(engine: Engine, tell: Timeline) -> None:
-    """Have engines in processes of their own tell what they work on."""
-    for name, member in members_of(engine, "engine 0").items():
-        if hasattr(member, "tell"):
-            member.tell = partial(tell, name)
-
-
-def _save_rollouts(
-    observe: ObserveConfig,
-    seed: int,
-    folder: RunFolder,
-    decode: Decode,
-    step: int,
-    groups: Sequence[RolloutGroup],
-) -> None:
-    """Write the groups whose life ended in a step, some of them with their text."""
-    folder.check_exists()
-    write_rollouts(
-        folder.rollout(step),
-        step,
-        groups,
-        version=step - 1,
-        text_groups=choose_text_groups(groups, observe, seed, step),
-        decode=decode,
-    )
-
-
 def save_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
-    """Write what became of the groups of a step that is learnt."""
+    """Write the outcome of each group of a trained step."""
     settled = [*sampled.trained, *sampled.discarded]
     write_ledger(folder, step, settled, len(sampled.returned))
 
@@ -335,7 +310,7 @@ def save_ledger(folder: RunFolder, step: int, sampled: StepGroups) -> None:
 def _epoch_notes(
     trainer: TrainerConfig, sampling: SamplingConfig, source: PromptSource, budget: PromptBudget
 ) -> Iterator[str]:
-    """Say how many steps the passes over the data fill."""
+    """Return a line on the steps that the passes over the data fill."""
     epochs, groups = trainer.data_epochs, sampling.groups_per_step
     if epochs is None:
         return
@@ -352,7 +327,7 @@ def _epoch_notes(
 def _row_notes(
     data: DataConfig, kind: str, prompts: PromptSource, max_prompts: int | None
 ) -> Iterator[str]:
-    """Say what was read, which columns were taken, and how many rows are left out and why."""
+    """Return lines on the columns that were read, and on rows that are left out."""
     if not isinstance(prompts, PromptSet) or not any((*prompts.layouts, prompts.filtered)):
         return
     yield from (f"Data: {line}" for line in prompts.layouts)
@@ -363,12 +338,12 @@ def _row_notes(
     notes += [f"{prompts.filtered:,} left out: longer than {limit}"] if prompts.filtered else []
     notes += [f"{prompts.cut:,} cut to {limit}"] if prompts.cut else []
     if kind == "held-out" and max_prompts is not None and max_prompts < prompts.size:
-        notes.append(f"the first {max_prompts:,} of the rest are asked (evaluation.max_prompts)")
+        notes.append(f"the first {max_prompts:,} of the rest are used (evaluation.max_prompts)")
     yield ("Warning: " if 2 * prompts.filtered > prompts.size else "") + "; ".join(notes)
 
 
 def _scorer_notes(reward: RewardConfig, rule: Section, source: PromptSource) -> Iterator[str]:
-    """Say by which rule answers are scored and filtered, where verl's would be another."""
+    """Return lines on rules of scoring and filtering that differ from verl's."""
     is_custom = reward.function.path is not None or reward.manager.name in ("remote", "custom")
     if "math" in source.data_sources and not is_custom and "math" not in reward.scorers:
         yield (

@@ -1,10 +1,9 @@
-"""Engine, learner and scoring of a run, placed in its own process or in others.
+"""Builds engine, learner and scorers of a run, in the driver or in worker processes.
 
-The learning side is in the run's process, or sharded over ranks; answers are written by an engine
-in the run's process, or by several in processes of their own. Where neither is in the run's
-process, it holds no weights. What scores is in the run's process, or whole in each of several; a
-reward model may be sharded over ranks of its own, which the run's process asks.
-Processes are started on this machine or on a Ray cluster, as `Roles` says.
+Learning is in the driver, or sharded over ranks; answers are written by an engine in the driver, or
+by several in other processes. If both are elsewhere, the driver holds no weights. Scorers are in
+the driver, or whole in each scoring process; a reward model may be sharded over ranks, which the
+driver calls. `Roles` says which processes there are.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from winnow.builders.engines import (
     make_engine,
     published_adapter,
 )
-from winnow.builders.placement import (
-    count_devices,
-)
+from winnow.builders.placement import count_devices
 from winnow.builders.processes import StartWorkers
 from winnow.builders.rewards import make_rewards, scoring_sections
 from winnow.checkpoints.checkpoint import this_machine
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunModels:
-    """Engine and learner of a run, wherever they are."""
+    """Engine and learner of a run, in this process or in others."""
 
     engine: Engine
     learner: AnyLearner
@@ -55,9 +52,9 @@ class RunModels:
     publish: SharedWeightsPublisher | WeightPublisher
     passes: StepFlop
     machine: Mapping[str, str | int]
-    """Facts that the bits of the learning side depend on beside the recipe."""
+    """Facts besides the recipe on which the bits of learning depend."""
     devices: int
-    """Devices of learning and sampling."""
+    """Number of devices of learning and sampling."""
 
 
 def build_rewards(
@@ -67,7 +64,7 @@ def build_rewards(
     start_workers: StartWorkers,
     training: bool = True,
 ) -> Rewards:
-    """Make what scores, in processes of its own where it has any; close it.
+    """Make the scorers, in this process or in scoring processes; the caller closes them.
 
     Args:
         training: as for `make_rewards`.
@@ -76,7 +73,7 @@ def build_rewards(
         RewardError, ModelError: as for `make_rewards`.
         WinnowError: a process cannot be started.
     """
-    if not config.reward.processes:  # what is wrong with them is told before others start
+    if not config.reward.processes:  # errors of scorers come before other processes start
         (ranks,) = start_workers()["reward_model"] if "reward_model" in roles else (None,)
         judges = (lambda: start_workers()["judge"]) if "judge" in roles else None
         return make_rewards(config, policy.device, policy.decode, training, ranks, judges)
@@ -93,7 +90,7 @@ def build_models(
     start: str | None,
     start_workers: StartWorkers,
 ) -> RunModels:
-    """Build engine and learner, in processes of their own where they have any.
+    """Build engine and learner, in this process or over worker processes.
 
     Args:
         start: as for `worker_processes`.
@@ -144,7 +141,7 @@ def build_models(
         machine |= {f"ranks of the {role}": group.size} if group is not None else {}
     if critic is not None:
         passes = replace(passes, **critic.ask("passes")[0])
-    devices = count_devices(roles, config.cluster, 1 if ranks is None else ranks.size)
+    devices = count_devices(roles, 1 if ranks is None else ranks.size)
     return RunModels(engine, learner, states, publish, passes, machine, devices)
 
 
@@ -159,7 +156,7 @@ def _local_states(learning: Learning, policy: LoadedPolicy) -> LocalModelStates:
 
 
 def _layout_facts(strategy: Strategy) -> dict[str, str | int]:
-    """Return what bits depend on of how the ranks hold the models."""
+    """Return facts of the sharding on which bits depend."""
     if isinstance(strategy, Megatron):
         return {
             "strategy": strategy.name,

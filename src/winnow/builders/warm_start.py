@@ -64,10 +64,7 @@ def warm_start_folder(config: Config) -> Path:
 
 
 def make_warm_start(
-    config: Config,
-    fresh: bool,
-    sink: ConsoleSink,
-    on_progress: Callable[[], None] = lambda: None,
+    config: Config, fresh: bool, sink: ConsoleSink, on_progress: Callable[[], None] = lambda: None
 ) -> Path:
     """Find the folder of a warm start in the cache, or train it now and show that.
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -153,7 +153,7 @@ def _run(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) ->
             )
             run = _build(context, data, sink)
             _tell(sink, opened.differences(placed.machine))
-            _resume(config, replace(opened, config=saved_config), run, sink, metrics)
+            _resume(context, opened, run, sink)
             has_begun.set()
             _watch(heartbeat, run, rewards)
             _start_sinks(sinks, run, folder, figures, options.began_s)
@@ -317,20 +317,18 @@ def _models(
     return start, start if is_needed else None, figures
 
 
-def _resume(
-    config: Config, opened: OpenedRun, run: Run | SftRun, sink: ConsoleSink, metrics: MetricsLog
-) -> None:
+def _resume(context: RunContext, opened: OpenedRun, run: Run | SftRun, sink: ConsoleSink) -> None:
     """Set the run, the random states and the folder to the checkpoint, if there is one, and say
     what is to be known of the steps that follow."""
+    config, checkpoint = context.config, opened.checkpoint
     seed_everything(config.run.seed)  # what was started since may have drawn
-    checkpoint = opened.checkpoint
     if checkpoint is not None:
         run.unfinished = run.state.restore(checkpoint, opened.state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
         if isinstance(run, Run) and run.prompt_budget.is_exhausted and run.unfinished is None:
             sink.note(_finished(config, opened.folder))
-    opened.rewind(metrics)
+    opened.rewind(context.metrics, context.recipe)
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
     _tell(sink, [*run.notes, *profile])
     if isinstance(run, Run) and config.sampling.score_lag_ticks is None:

@@ -1,4 +1,4 @@
-"""`winnow sft`: a model imitates a user's own demonstrations, as a run that is kept like any other.
+"""`winnow sft`: supervised fine-tuning on a user's demonstrations, with checkpoints and records.
 
 demonstrations ─loader─► groups of a step ─► one update ─► held-out loss, answers │ checkpoint
 """
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from winnow.data.demonstrations import DemonstrationSet
 from winnow.data.loader import PromptLoader
-from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number, Stopwatch
+from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number
 from winnow.run.loop import BaseRun
 from winnow.types import Group
 from winnow.workers.threads import in_thread
@@ -20,7 +20,7 @@ from winnow.workers.threads import in_thread
 
 @dataclass(frozen=True, eq=False)
 class SftData:
-    """The demonstrations of a run."""
+    """The training and held-out demonstrations of a run."""
 
     training: DemonstrationSet
     held_out: DemonstrationSet
@@ -31,7 +31,7 @@ class SftData:
         return max(1, math.ceil(epochs * len(self.training.prompts.prompts) / self.batch_size))
 
     def note(self, steps: int) -> str:
-        """Say how many there are."""
+        """Return a line on the number of demonstrations and epochs."""
         size = len(self.training.prompts.prompts)
         epochs = steps * self.batch_size / size
         note = f"{size:,} demonstrations, {epochs:.3g} epochs in {steps:,} steps"
@@ -43,56 +43,55 @@ class SftData:
 
 @dataclass(kw_only=True)
 class SftRun(BaseRun):
-    """The objects that a run is made of that imitates."""
+    """The objects of an SFT run."""
 
     data: SftData
     loader: PromptLoader
 
     def draw(self, step: int) -> list[Group]:
-        """Return the demonstrations of a step: a fixed number, over the ends of epochs."""
+        """Return the demonstrations of a step, a fixed number, across epochs."""
         size, training = self.data.batch_size, self.data.training
         return [training.group(step * size + i, self.loader.next()) for i in range(size)]
 
 
 async def train_sft(run: SftRun) -> None:
-    """Learn the steps of a run, and evaluate, log and save each, if it is due.
+    """Train the steps of a run, and evaluate, log and save each if due.
 
     Raises:
-        Stopped: that was asked for; `run.state` has the last boundary, saved or not.
-        WinnowError: the run cannot go on.
+        Stopped: on request; `run.state` holds the last boundary, which may not be saved.
+        WinnowError: the run cannot continue.
     """
-    watch = Stopwatch(tell=run.timeline)
-    before = run.first_step - 1
+    watch, before = run.watch, run.first_step - 1
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished, watch)
+        await _finish(run, before, run.unfinished)
     else:
         if run.evaluate_before:
-            run.sinks.log(before, {**await _evaluated(run, before, watch), **watch.lap()})
+            run.sinks.log(before, {**await _evaluate(run, before), **watch.lap()})
         run.note_boundary(before, None)
     for step in run.remaining_steps():
         run.stop.check()
         metrics = Metrics()
         await in_thread(run.learner.learn, run.draw(step), step, metrics, watch)
-        await _finish(run, step, metrics.record(), watch)
+        await _finish(run, step, metrics.record())
 
 
-async def _finish(run: SftRun, step: int, record: Mapping[str, Number], watch: Stopwatch) -> None:
-    """Evaluate, log and save a step, each if it is due."""
+async def _finish(run: SftRun, step: int, record: Mapping[str, Number]) -> None:
+    """Evaluate, log and save a step, each if due."""
     figures: Mapping[str, Number] = {}
-    if run.evaluations.due(step):
-        run.note_boundary(step, record)  # a stop while it evaluates has the step's weights already
-        figures = await _evaluated(run, step, watch)
-    run.sinks.log(step, {**record, **figures, **run.data_figures(), **watch.lap()})
+    if run.is_due(run.evaluate_every, step):
+        run.note_boundary(step, record)  # so that a stop during evaluation keeps the step
+        figures = await _evaluate(run, step)
+    run.sinks.log(step, {**record, **figures, **run.data_figures(), **run.watch.lap()})
     run.note_boundary(step, None, figures)
-    if run.checkpoints.due(step):
-        with watch.phase("checkpoint"):
+    if run.is_due(run.save_every, step):
+        with run.watch.phase("checkpoint"):
             run.state.save()
 
 
-async def _evaluated(run: SftRun, step: int, watch: Stopwatch) -> Mapping[str, Number]:
+async def _evaluate(run: SftRun, step: int) -> Mapping[str, Number]:
     """Return the loss on held-out demonstrations, and the scores of answers to held-out prompts."""
     figures: dict[str, Number] = {}
-    with watch.phase("evaluate"):
+    with run.watch.phase("evaluate"):
         held_out = run.data.held_out.groups()
         if held_out:
             learner = cast(Any, run.learner)

@@ -1,4 +1,4 @@
-"""A supervised run: a parent process that starts it again after a crash or a hang."""
+"""A supervised run: a parent process restarts it after a crash or a hang (`shutdown`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from winnow.observe.sinks import RunInfo
 from winnow.run.shutdown import _BEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, stop_signals
 
 ENDS = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
-"""Exit codes after which there is nothing to restart."""
+"""Exit codes after which a run is not restarted."""
 
 
 SAME_STEP_FAILURES = 3
@@ -28,20 +28,21 @@ _LONGEST_PAUSE_S = 60.0
 
 
 _END_S = 5.0
-"""Patience with a child that has closed its pipe."""
+"""Time for a child to exit after it closed its pipe."""
 
 
 @dataclass
 class Supervisor:
-    """One run and its restarts.
+    """Starts a run, and restarts it after crashes and hangs.
 
     Args:
-        command: starts the run, given the descriptor of the pipe and the folder to continue.
-        max_restarts: in all.
-        stall_timeout_s: without a line on the pipe.
+        command: returns the command line, given the descriptor of the pipe and the folder to
+            continue.
+        max_restarts: in total.
+        stall_timeout_s: time without a line on the pipe after which the run is killed.
         first_pause_s: before the first restart; doubles with each failure at the same step.
-        report: tells the user a line.
-        folder: the run to continue; None begins with what the command says.
+        report: prints a line for the user.
+        folder: the run to continue; None starts what the command names.
     """
 
     command: Callable[[int, str | None], Sequence[str]]
@@ -55,7 +56,7 @@ class Supervisor:
     _stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     def run(self) -> int:
-        """Run to the end; return the exit code, 128 + N for a run that signal N killed."""
+        """Run to the end; return the exit code, 128 + N after signal N."""
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
@@ -85,7 +86,7 @@ class Supervisor:
                 return code
 
     async def _run_once(self) -> tuple[int, str]:
-        """Run the child once; return its exit code, and in words how it ended."""
+        """Run the child once; return its exit code and a description of its end."""
         reader, writer = os.pipe()
         lines = asyncio.StreamReader()
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -97,7 +98,7 @@ class Supervisor:
             )
         finally:
             os.close(writer)
-        if self._stop_requested.is_set():  # while there was no child to tell
+        if self._stop_requested.is_set():  # before there was a child to forward it to
             child.terminate()
         try:
             while line := await asyncio.wait_for(lines.readline(), self.stall_timeout_s):
@@ -133,7 +134,7 @@ class Supervisor:
 
 
 def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
-    """Make the command line of a child from the words after `winnow train`."""
+    """Return the `command` of a `Supervisor`, from the arguments of `winnow train`."""
 
     def command(pipe: int, folder: str | None) -> list[str]:
         continued = [] if folder is None else ["--continued", folder]
@@ -144,7 +145,7 @@ def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list
 
 
 class Heartbeat:
-    """The sink that tells a supervising parent of progress; without a pipe it does nothing."""
+    """The sink that reports progress to a supervising parent; without a pipe it does nothing."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -155,28 +156,28 @@ class Heartbeat:
             threading.Thread(target=self._run, daemon=True).start()
 
     def send_folder(self, path: Path) -> None:
-        """Tell the run's folder, which a restart continues."""
+        """Report the run's folder, which a restart continues."""
         self._write(f"folder {path.absolute()}")
 
     def watch(self, *readings: Callable[[], object]) -> None:
-        """Count a change of what these return as progress, in the place of those before; they are
-        called from another thread."""
+        """Report a change of these values as progress, instead of earlier ones; they are read in
+        another thread."""
         self._readings = [*readings]
 
     def beat(self) -> None:
-        """Note that something moved."""
+        """Report progress."""
         self._beats += 1
 
     def start(self, info: RunInfo) -> None:
-        """Tell the step before the first."""
+        """Report the step before the first."""
         self._write(f"step {info.first_step - 1}")
 
     def log(self, step: int, record: Record) -> None:
-        """Tell a step that is done."""
+        """Report a completed step."""
         self._write(f"step {step}")
 
     def close(self) -> None:
-        """Do nothing: counters are watched to the end of the process."""
+        """Do nothing: counters are reported to the end of the process."""
 
     def _run(self) -> None:
         seen: list[object] = []
@@ -190,5 +191,5 @@ class Heartbeat:
     def _write(self, line: str) -> None:
         if self._descriptor is None:
             return
-        with contextlib.suppress(OSError):  # the parent is gone, and this process is told
+        with contextlib.suppress(OSError):  # the parent is gone
             os.write(self._descriptor, f"{line}\n".encode())

@@ -151,9 +151,9 @@ def test_figures_and_progress_count_what_was_written(judge: Judge) -> None:
 def test_what_cannot_be_judged_is_a_failure_in_one_line(judge: Judge, folder: Path) -> None:
     (said,) = verdicts(judge, ["9" * 400])
     assert isinstance(said, Failure)
-    assert said.line.startswith("the judge: a question of 406 tokens is longer than the 232 of rew")
+    assert said.line.startswith("the judge: a question of 406 tokens exceeds the limit of 232, fro")
     few = read_judge_spec(config_of(folder, "reward.judge.max_prompt_tokens=4"))
-    with pytest.raises(RewardError, match=r"longer than the 4 of .* on prompt sort_digits:5391"):
+    with pytest.raises(RewardError, match=r"exceeds the limit of 4, .* on prompt sort_digits:5391"):
         Judge(few.section, client=EngineJudgeClient(few, [])).check(PROMPT)
 
 
@@ -168,8 +168,8 @@ def test_a_reply_at_the_limit_is_told_to_be_cut_off(judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("made", "settings", "says"),
     [
-        ({"template": ""}, (), "its tokenizer has no chat template, in which a judge is asked"),
-        ({"vocab_size": 20}, (), "the tokenizer has 29 tokens, the model only 20; give a folder"),
+        ({"template": ""}, (), "its tokenizer has no chat template, which a judge needs"),
+        ({"vocab_size": 20}, (), "the tokenizer has 29 tokens, the model only 20; choose a folder"),
         (
             {},
             ("reward.judge.max_tokens=256",),

@@ -37,7 +37,7 @@ from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.weights import WeightUpdate
-from winnow.run.loop import Mode, PendingSteps, PromptBudget, Run, Schedule, WeightPublisher, train
+from winnow.run.loop import Mode, PendingSteps, PromptBudget, Run, WeightPublisher, train
 from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import StepFlop, Throughput
 from winnow.sampling.accounting import StepGroups
@@ -138,8 +138,8 @@ class World:
             save_ledger=lambda step, sampled: self.learnt.append(sampled),
             check_scoring=lambda: None,
             scoring_figures=dict,
-            evaluations=Schedule(3, STEPS),
-            checkpoints=Schedule(1, STEPS),
+            evaluate_every=3,
+            save_every=1,
             steps=STEPS,
             mode=mode,
             pending=parts["pending"],

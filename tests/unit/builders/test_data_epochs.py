@@ -59,7 +59,7 @@ def test_prompts_that_fill_no_step_are_told_before_they_are_left(kind: str, told
 
 def test_prompts_that_were_left_are_told_at_the_end() -> None:
     (note,) = PromptBudget(100, 8, used=96).notes
-    assert note == "4 prompts of the passes over the data were left: they fill no step"
+    assert note == "4 prompts of the passes over the data are unused: they fill no step"
     assert PromptBudget(100, 10, used=100).notes == ()
     assert PromptBudget(100, 8, used=64).notes == ()  # stopped, not over
     assert PromptBudget().notes == ()

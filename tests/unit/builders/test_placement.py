@@ -49,7 +49,7 @@ def devices(config: Config, trains: bool = True) -> dict[str, range]:
 
 
 def learning_devices(config: Config, ranks: int) -> int:
-    return count_devices(Roles(config), config.cluster, ranks)
+    return count_devices(Roles(config), ranks)
 
 
 def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:

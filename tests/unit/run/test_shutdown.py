@@ -60,7 +60,7 @@ def test_a_deferred_request_waits_for_a_check_and_says_for_what(
         send(signal.SIGTERM)
         with pytest.raises(Stopped):
             stop.check()
-    said = "\nwinnow: SIGTERM: finishing the step under way, then saving\n"
+    said = "\nwinnow: SIGTERM: finishing the step, then saving\n"
     assert capfd.readouterr().err == said
 
 
@@ -215,7 +215,7 @@ def test_sampling_is_broken_off_where_the_machine_is_about_to_end(stop: Shutdown
         ("never", {JOB_END: "500"}, math.inf, []),
         (900, {JOB_END: "500"}, 900.0, ["trainer.expires_at"]),
         (None, {JOB_END: "90"}, math.inf, [f"{JOB_END}=90 is past"]),
-        (None, {JOB_END: "soon"}, math.inf, [f"{JOB_END}=soon is no time"]),
+        (None, {JOB_END: "soon"}, math.inf, [f"{JOB_END}=soon is not a time and is ignored"]),
         (None, {JOB_END: "900", BLOCK: "700.5"}, 700.5, [JOB_END, BLOCK]),
         (None, {JOB_END: "500", BLOCK: "700.5"}, 500.0, [JOB_END]),
     ],
