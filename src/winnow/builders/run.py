@@ -46,7 +46,7 @@ from winnow.sampling.accounting import StepGroups
 from winnow.sampling.ledger import Ledger
 from winnow.sampling.stream import Sampler
 
-LAG_OF_SCORERS_APART = 16
+ASYNC_SCORE_LAG_TICKS = 16
 """Decode ticks; measured by benchmarks/deterministic.py."""
 
 
@@ -84,7 +84,7 @@ def choose_score_lag_ticks(
     if lag is not None:
         return lag
     is_late = deterministic and rewards.takes_time(data_sources)
-    return LAG_OF_SCORERS_APART if is_late else 0
+    return ASYNC_SCORE_LAG_TICKS if is_late else 0
 
 
 def make_evaluator(

@@ -412,7 +412,7 @@ def _train(
         heartbeat: pipe of a parent, which has asked for trust.
     """
     from winnow.run.shutdown import ShutdownSignal, Stopped, ignore_broken_output
-    from winnow.run.supervisor import Heartbeat, Supervisor, winnow_command
+    from winnow.run.supervisor import Heartbeat, Supervisor, make_child_command
 
     config = _load(recipe, overrides, folder)
     trainer = config.trainer
@@ -420,7 +420,7 @@ def _train(
         _require_trust(config, recipe, overrides, "--trust" in options)
     if trainer.max_restarts and heartbeat is None:
         ignore_broken_output()
-        command = winnow_command([*options, recipe, *(overrides or [])])
+        command = make_child_command([*options, recipe, *(overrides or [])])
         supervisor = Supervisor(
             command, trainer.max_restarts, trainer.stall_timeout_s, folder=folder
         )

@@ -89,7 +89,7 @@ def run_training(config: Config, options: TrainOptions) -> int:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
     check_requirements(config)
-    options.heartbeat.watch(fetched_bytes)
+    options.heartbeat.watch_counters(fetched_bytes)
     try:
         return _run(config, options)
     except DamagedError as damage:
@@ -218,7 +218,7 @@ def _finished(config: Config, folder: RunFolder) -> str:
 
 def _watch(heartbeat: Heartbeat, run: Run | SftRun, rewards: Rewards) -> None:
     """Have the heartbeat look at what moves while a run is well."""
-    heartbeat.watch(
+    heartbeat.watch_counters(
         lambda: run.engine.status().generated_tokens,
         lambda: run.learner.progress,
         rewards.count_offloaded,

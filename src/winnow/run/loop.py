@@ -210,7 +210,7 @@ class BaseRun:
             yield step
             step += 1
 
-    def note_boundary(
+    def record_boundary(
         self,
         step: int,
         unfinished: Mapping[str, Number] | None,
@@ -271,9 +271,9 @@ async def train(run: Run) -> None:
         with watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(before))
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
-    run.note_boundary(before, run.unfinished, figures)
+    run.record_boundary(before, run.unfinished, figures)
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished, StepTokens(), ForegroundSampling(run))
+        await _evaluate_log_save(run, before, run.unfinished, StepTokens(), ForegroundSampling(run))
     await _SCRIPTS[run.mode](run)
 
 
@@ -291,7 +291,7 @@ async def _sync(run: Run) -> None:
         await run.sleep_engines(run.sampler)
         metrics = Metrics()
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, run.watch)
-        await _conclude(run, step, sampled, learned, metrics, ForegroundSampling(run))
+        await _publish_and_record(run, step, sampled, learned, metrics, ForegroundSampling(run))
 
 
 async def _one_step_off(run: Run) -> None:
@@ -317,7 +317,7 @@ async def _one_step_off(run: Run) -> None:
             learned = await _learn_in_thread(run, step, sampled, metrics)
             with run.watch.phase("wait"):
                 await sampling.wait_until_done()
-            await _conclude(run, step, sampled, learned, metrics, sampling)
+            await _publish_and_record(run, step, sampled, learned, metrics, sampling)
             sampling.raise_failure()
 
 
@@ -344,7 +344,7 @@ async def _async(run: Run) -> None:
                 sampled, metrics = pending.popleft(), Metrics()
                 run.count_used_prompts(step, sampled)
                 learned = await _learn_in_thread(run, step, sampled, metrics)
-                await _conclude(run, step, sampled, learned, metrics, sampling)
+                await _publish_and_record(run, step, sampled, learned, metrics, sampling)
         except Stopped:
             with contextlib.suppress(WorkerError):  # then the last boundary counts
                 await sampling.pause()
@@ -372,7 +372,7 @@ _SCRIPTS: dict[Mode, Callable[[Run], Awaitable[None]]] = {
 # The end of a step
 
 
-async def _conclude(
+async def _publish_and_record(
     run: Run,
     step: int,
     sampled: StepGroups,
@@ -389,10 +389,10 @@ async def _conclude(
         run.save_ledger(step, sampled)
     record_step(metrics, sampled, learned)
     tokens = count_step_tokens(sampled, learned)
-    await _finish(run, step, metrics.record(), tokens, sampling)
+    await _evaluate_log_save(run, step, metrics.record(), tokens, sampling)
 
 
-async def _finish(
+async def _evaluate_log_save(
     run: Run,
     step: int,
     record: Mapping[str, Number],
@@ -406,16 +406,16 @@ async def _finish(
             await sampling.pause()
         # Evaluation may take longer than a batch system waits after SIGTERM.
         with run.watch.phase("checkpoint"):
-            run.note_boundary(step, record, overrides=sampling.overrides)
+            run.record_boundary(step, record, overrides=sampling.overrides)
         with run.watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(step))
             sampling.resume()
     times = run.watch.lap()
     work = {**run.throughput.figures(tokens, times), **run.scoring_figures(), **run.data_figures()}
-    run.sinks.log(step, {**record, **figures, **times, **sampling.figures(times), **work})
+    run.sinks.log(step, {**record, **figures, **times, **sampling.overlap_figures(times), **work})
     with run.watch.phase("checkpoint"):
-        await sampling.enter_progress()
-        run.note_boundary(step, None, figures, sampling.overrides)
+        await sampling.update_ledger()
+        run.record_boundary(step, None, figures, sampling.overrides)
         if run.is_due(run.save_every, step):
             await sampling.save()
 
@@ -431,7 +431,7 @@ class ForegroundSampling:
         self.overrides: Mapping[str, Any] = {}
         """States, by part, that a boundary records instead of the current ones."""
 
-    async def enter_progress(self) -> None:
+    async def update_ledger(self) -> None:
         """Enter the tokens written so far in the ledger, before a boundary is recorded."""
 
     async def pause(self) -> None:
@@ -441,7 +441,7 @@ class ForegroundSampling:
     def resume(self) -> None:
         """Continue after a pause."""
 
-    def figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
+    def overlap_figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
         """Return the metrics `overlap/…` since the last call, from `time/…` of that time."""
         return {}
 
@@ -515,7 +515,7 @@ class BackgroundSampling(ForegroundSampling):
         await asyncio.wait([self._task])
         self._task.result()
 
-    async def enter_progress(self) -> None:
+    async def update_ledger(self) -> None:
         if not self._task.done():
             await self._run.sampler.enter_progress()
 
@@ -530,7 +530,7 @@ class BackgroundSampling(ForegroundSampling):
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
+    def overlap_figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
         busy_s = self._sampling_s - self._run.sampler.idle_s
         if self._began is not None:
             busy_s += time.perf_counter() - self._began

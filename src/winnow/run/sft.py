@@ -48,7 +48,7 @@ class SftRun(BaseRun):
     data: SftData
     loader: PromptLoader
 
-    def draw(self, step: int) -> list[Group]:
+    def next_groups(self, step: int) -> list[Group]:
         """Return the demonstrations of a step, a fixed number, across epochs."""
         size, training = self.data.batch_size, self.data.training
         return [training.group(step * size + i, self.loader.next()) for i in range(size)]
@@ -63,26 +63,26 @@ async def train_sft(run: SftRun) -> None:
     """
     watch, before = run.watch, run.first_step - 1
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished)
+        await _evaluate_log_save(run, before, run.unfinished)
     else:
         if run.evaluate_before:
             run.sinks.log(before, {**await _evaluate(run, before), **watch.lap()})
-        run.note_boundary(before, None)
+        run.record_boundary(before, None)
     for step in run.remaining_steps():
         run.stop.check()
         metrics = Metrics()
-        await in_thread(run.learner.learn, run.draw(step), step, metrics, watch)
-        await _finish(run, step, metrics.record())
+        await in_thread(run.learner.learn, run.next_groups(step), step, metrics, watch)
+        await _evaluate_log_save(run, step, metrics.record())
 
 
-async def _finish(run: SftRun, step: int, record: Mapping[str, Number]) -> None:
+async def _evaluate_log_save(run: SftRun, step: int, record: Mapping[str, Number]) -> None:
     """Evaluate, log and save a step, each if due."""
     figures: Mapping[str, Number] = {}
     if run.is_due(run.evaluate_every, step):
-        run.note_boundary(step, record)  # so that a stop during evaluation keeps the step
+        run.record_boundary(step, record)  # so that a stop during evaluation keeps the step
         figures = await _evaluate(run, step)
     run.sinks.log(step, {**record, **figures, **run.data_figures(), **run.watch.lap()})
-    run.note_boundary(step, None, figures)
+    run.record_boundary(step, None, figures)
     if run.is_due(run.save_every, step):
         with run.watch.phase("checkpoint"):
             run.state.save()

@@ -52,7 +52,7 @@ from winnow.observe.sinks import RunInfo
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 75
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 
 T = TypeVar("T")
 
@@ -107,9 +107,9 @@ class MachineDeadline:
         announced = {name: os.environ[name] for name in _END_VARIABLES if os.environ.get(name)}
         ends = announced if expires_at is None else {"trainer.expires_at": expires_at}
         for source, value in ends.items() if expires_at != "never" else ():
-            self._read_end(source, value)
+            self._add_announcement(source, value)
 
-    def _read_end(self, source: str, value: str | float) -> None:
+    def _add_announcement(self, source: str, value: str | float) -> None:
         try:
             at_s = epoch_seconds(value)
             when = datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -122,11 +122,10 @@ class MachineDeadline:
             self.at_s, self.reason = at_s, f"the machine's end at {when} ({source})"
             self.notes += [f"The run saves and ends before {self.reason}"]
 
-    def is_near(self, a_step: bool = False) -> bool:
-        """Return whether it is time to stop; `a_step`: before another step, else within one."""
-        needs_s = self._margin_s
-        if needs_s is None:
-            needs_s = (self._step_s if a_step else self._unbroken_s) + self.save_s() + _RESERVE_S
+    def is_near(self, before_step: bool = False) -> bool:
+        """Return whether it is time to stop, before another step or within one."""
+        step_s = self._step_s if before_step else self._unbroken_s
+        needs_s = step_s + self.save_s() + _RESERVE_S if self._margin_s is None else self._margin_s
         return self.at_s - self._clock() <= needs_s
 
     def start(self, info: RunInfo) -> None:
@@ -185,7 +184,7 @@ class ShutdownSignal:
         over = threading.Event()
 
         def watch() -> None:
-            while not over.wait(_BEAT_S):
+            while not over.wait(_HEARTBEAT_S):
                 if end.is_near():
                     self._request_stop(signal.SIGTERM, end.reason)
                     return
@@ -209,7 +208,7 @@ class ShutdownSignal:
         Raises:
             Stopped: on a request, or before the machine's end.
         """
-        if self._signal is None and self._end is not None and self._end.is_near(a_step=True):
+        if self._signal is None and self._end is not None and self._end.is_near(before_step=True):
             self._request_stop(signal.SIGTERM, self._end.reason)
         self._raise_if_requested()
 

@@ -191,12 +191,12 @@ class AttentionFlop:
         first, added = np.asarray(before, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
         total = 0.0
         for window, width in self.widths.items():
-            seen = _triangle(first + added, window) - _triangle(first, window)
+            seen = _sum_attended(first + added, window) - _sum_attended(first, window)
             total += 4.0 * width * float(seen.sum())
         return total
 
 
-def _triangle(length: NDArray[np.float64], window: int | None) -> NDArray[np.float64]:
+def _sum_attended(length: NDArray[np.float64], window: int | None) -> NDArray[np.float64]:
     """Sum the positions that each token of a sequence sees: 1 + 2 + … up to a window's size."""
     reach = length if window is None else np.minimum(length, window)
     return reach * (reach + 1) / 2 + (length - reach) * reach

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
-from winnow.run.shutdown import _BEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, stop_signals
+from winnow.run.shutdown import _HEARTBEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, stop_signals
 
-ENDS = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
+FINAL_EXIT_CODES = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
 """Exit codes after which a run is not restarted."""
 
 
@@ -27,7 +27,7 @@ SAME_STEP_FAILURES = 3
 _LONGEST_PAUSE_S = 60.0
 
 
-_END_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 """Time for a child to exit after it closed its pipe."""
 
 
@@ -66,7 +66,7 @@ class Supervisor:
         while True:
             before = self._step
             code, why = await self._run_once()
-            if self._stop_requested.is_set() or code in ENDS:
+            if self._stop_requested.is_set() or code in FINAL_EXIT_CODES:
                 return code
             failures = failures + 1 if self._step == before else 1
             where = f"after step {self._step}" if self._step >= 0 else "before its first step"
@@ -103,7 +103,7 @@ class Supervisor:
         try:
             while line := await asyncio.wait_for(lines.readline(), self.stall_timeout_s):
                 self._read_line(line.decode().rstrip("\n"))
-            await asyncio.wait_for(child.wait(), _END_S)
+            await asyncio.wait_for(child.wait(), _EXIT_TIMEOUT_S)
         except TimeoutError:
             pass
         finally:
@@ -133,7 +133,7 @@ class Supervisor:
                 self._child.send_signal(number)
 
 
-def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
+def make_child_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
     """Return the `command` of a `Supervisor`, from the arguments of `winnow train`."""
 
     def command(pipe: int, folder: str | None) -> list[str]:
@@ -159,7 +159,7 @@ class Heartbeat:
         """Report the run's folder, which a restart continues."""
         self._write(f"folder {path.absolute()}")
 
-    def watch(self, *readings: Callable[[], object]) -> None:
+    def watch_counters(self, *readings: Callable[[], object]) -> None:
         """Report a change of these values as progress, instead of earlier ones; they are read in
         another thread."""
         self._readings = [*readings]
@@ -182,7 +182,7 @@ class Heartbeat:
     def _run(self) -> None:
         seen: list[object] = []
         while True:
-            time.sleep(_BEAT_S)
+            time.sleep(_HEARTBEAT_S)
             now = [self._beats, *(reading() for reading in self._readings)]
             if now != seen:
                 seen = now

@@ -258,7 +258,7 @@ def lines(reader: int) -> list[str]:
 def test_it_beats_while_something_moves_and_only_then(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.run.shutdown._BEAT_S", 0.001)
+    monkeypatch.setattr("winnow.run.shutdown._HEARTBEAT_S", 0.001)
     reader, writer = pipe
     looks, count = threading.Semaphore(0), 0
 
@@ -273,7 +273,7 @@ def test_it_beats_while_something_moves_and_only_then(
             looks.acquire()
 
     heartbeat = Heartbeat(writer)
-    heartbeat.watch(reading)
+    heartbeat.watch_counters(reading)
     looked()
     lines(reader)
     looked()
@@ -284,7 +284,7 @@ def test_it_beats_while_something_moves_and_only_then(
     heartbeat.beat()
     looked()
     assert lines(reader) == ["beat"]
-    heartbeat.watch(lambda: 0)  # from now on, in the place of the count
+    heartbeat.watch_counters(lambda: 0)  # from now on, in the place of the count
     time.sleep(0.2)
     lines(reader)
     count = 2
