@@ -273,7 +273,7 @@ async def train(run: Run) -> None:
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
     run.record_boundary(before, run.unfinished, figures)
     if run.unfinished is not None:
-        await _evaluate_log_save(run, before, run.unfinished, StepTokens(), ForegroundSampling(run))
+        await _evaluate_log_save(ForegroundSampling(run), before, run.unfinished, StepTokens())
     await _SCRIPTS[run.mode](run)
 
 
@@ -291,7 +291,7 @@ async def _sync(run: Run) -> None:
         await run.sleep_engines(run.sampler)
         metrics = Metrics()
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, run.watch)
-        await _publish_and_record(run, step, sampled, learned, metrics, ForegroundSampling(run))
+        await _publish_and_record(ForegroundSampling(run), step, sampled, learned, metrics)
 
 
 async def _one_step_off(run: Run) -> None:
@@ -317,7 +317,7 @@ async def _one_step_off(run: Run) -> None:
             learned = await _learn_in_thread(run, step, sampled, metrics)
             with run.watch.phase("wait"):
                 await sampling.wait_until_done()
-            await _publish_and_record(run, step, sampled, learned, metrics, sampling)
+            await _publish_and_record(sampling, step, sampled, learned, metrics)
             sampling.raise_failure()
 
 
@@ -344,7 +344,7 @@ async def _async(run: Run) -> None:
                 sampled, metrics = pending.popleft(), Metrics()
                 run.count_used_prompts(step, sampled)
                 learned = await _learn_in_thread(run, step, sampled, metrics)
-                await _publish_and_record(run, step, sampled, learned, metrics, sampling)
+                await _publish_and_record(sampling, step, sampled, learned, metrics)
         except Stopped:
             with contextlib.suppress(WorkerError):  # then the last boundary counts
                 await sampling.pause()
@@ -373,14 +373,10 @@ _SCRIPTS: dict[Mode, Callable[[Run], Awaitable[None]]] = {
 
 
 async def _publish_and_record(
-    run: Run,
-    step: int,
-    sampled: StepGroups,
-    learned: Learned,
-    metrics: Metrics,
-    sampling: ForegroundSampling,
+    sampling: ForegroundSampling, step: int, sampled: StepGroups, learned: Learned, metrics: Metrics
 ) -> None:
     """Publish the weights of a learned step, and write its records."""
+    run = sampling.run
     with run.watch.phase("publish"):
         metrics.update(await run.publish(step))
     run.sampler.published(step)
@@ -389,18 +385,14 @@ async def _publish_and_record(
         run.save_ledger(step, sampled)
     record_step(metrics, sampled, learned)
     tokens = count_step_tokens(sampled, learned)
-    await _evaluate_log_save(run, step, metrics.record(), tokens, sampling)
+    await _evaluate_log_save(sampling, step, metrics.record(), tokens)
 
 
 async def _evaluate_log_save(
-    run: Run,
-    step: int,
-    record: Mapping[str, Number],
-    tokens: StepTokens,
-    sampling: ForegroundSampling,
+    sampling: ForegroundSampling, step: int, record: Mapping[str, Number], tokens: StepTokens
 ) -> None:
-    """Evaluate, log and save a step, each if it is due."""
-    figures: Mapping[str, Number] = {}
+    """Evaluate, log and save a step, each if due."""
+    run, figures = sampling.run, dict[str, Number]()
     if run.is_due(run.evaluate_every, step):
         with run.watch.phase("evaluate"):
             await sampling.pause()
@@ -427,7 +419,7 @@ class ForegroundSampling:
     """Sampling that ends before its step is learned: none runs at the end of the step."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         self.overrides: Mapping[str, Any] = {}
         """States, by part, that a boundary records instead of the current ones."""
 
@@ -436,7 +428,7 @@ class ForegroundSampling:
 
     async def pause(self) -> None:
         """Turn open answers into prefixes, so that the engine is free for evaluation."""
-        await self._run.sampler.halt()
+        await self.run.sampler.halt()
 
     def resume(self) -> None:
         """Continue after a pause."""
@@ -447,7 +439,7 @@ class ForegroundSampling:
 
     async def save(self) -> None:
         """Save the last boundary."""
-        self._run.state.save()
+        self.run.state.save()
 
 
 class BackgroundSampling(ForegroundSampling):
@@ -472,7 +464,7 @@ class BackgroundSampling(ForegroundSampling):
         self._task.add_done_callback(lambda _: self._changed.set())
 
     async def _sample(self) -> None:
-        run = self._run
+        run = self.run
         while self.failure is None and self._next <= self._last:
             before = run.state.snapshot("sampler", "loader")
             began = self._began = time.perf_counter()
@@ -503,7 +495,7 @@ class BackgroundSampling(ForegroundSampling):
         Raises:
             WinnowError: sampling has ended without one.
         """
-        while not self._run.pending.steps:
+        while not self.run.pending.steps:
             self.raise_failure()
             if self._task.done():
                 self._task.result()
@@ -517,7 +509,7 @@ class BackgroundSampling(ForegroundSampling):
 
     async def update_ledger(self) -> None:
         if not self._task.done():
-            await self._run.sampler.enter_progress()
+            await self.run.sampler.enter_progress()
 
     async def pause(self) -> None:
         if self._task.done() and not self._task.cancelled():
@@ -531,7 +523,7 @@ class BackgroundSampling(ForegroundSampling):
         await asyncio.wait([self._task])
 
     def overlap_figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
-        busy_s = self._sampling_s - self._run.sampler.idle_s
+        busy_s = self._sampling_s - self.run.sampler.idle_s
         if self._began is not None:
             busy_s += time.perf_counter() - self._began
         busy_s, self._reported_s = busy_s - self._reported_s, busy_s
@@ -540,4 +532,4 @@ class BackgroundSampling(ForegroundSampling):
         return {"overlap/sampling_s": busy_s, "overlap/engines_wait_s": waited_s}
 
     async def save(self) -> None:
-        await in_thread(self._run.state.save)
+        await in_thread(self.run.state.save)
