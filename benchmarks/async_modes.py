@@ -39,8 +39,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from winnow.builders.engines import make_engine
-from winnow.builders.run import rollout_sampling, use_machine
+from winnow.builders.engines import make_local_engine
+from winnow.builders.run import prepare_device, rollout_sampling
 from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
@@ -238,7 +238,7 @@ async def ends_of(
     config: Config, groups: Sequence[int], admitted: int
 ) -> dict[int, tuple[int, bool]]:
     """Write groups to their end with the start's weights: tokens, and whether each qualifies."""
-    device = use_machine(config)
+    device = prepare_device(config.run, config.model.cache_dir)
     start = make_warm_start(config, False, make_console("off", Console()))
     policy = load_policy(config, str(start), device)
     source = training_prompts(config.data, policy.tokenizer, config.run.seed)
@@ -246,7 +246,7 @@ async def ends_of(
     prompts = [loader.next() for _ in range(admitted)]
     longest = config.rollout.max_response_tokens
     rewards = Rewards(config.reward, RewardPipeline(config.reward, longest))
-    engine, sampling = make_engine(config, policy), rollout_sampling(config, policy)
+    engine, sampling = make_local_engine(config, policy), rollout_sampling(config.rollout, policy)
     fresh = dict.fromkeys(range(config.rollout.n))
     seed = config.run.seed
     requests = [group_request(i, prompts[i], fresh, sampling, seed) for i in groups]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from winnow.builders.warm_start import tiny_model
+from winnow.builders.warm_start import make_tiny_model
 from winnow.checkpoints.checkpoint import Manifest, describe_machine
 from winnow.checkpoints.run_state import LocalModelStates, RunState
 from winnow.config.model import SftWarmStart
@@ -38,7 +38,7 @@ from winnow.observe.jsonl import MetricsLog
 
 def quickstart() -> PreTrainedModel:
     """The model that the quickstart's warm start makes."""
-    return tiny_model(SftWarmStart(), len(build_tokenizer()), positions=256, seed=0)
+    return make_tiny_model(SftWarmStart(), len(build_tokenizer()), positions=256, seed=0)
 
 
 def large() -> PreTrainedModel:

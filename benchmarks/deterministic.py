@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from winnow.builders.engines import make_engine
+from winnow.builders.engines import make_local_engine
 from winnow.builders.rewards import make_rewards
 from winnow.builders.run import rollout_sampling
 from winnow.builders.warm_start import make_warm_start
@@ -92,7 +92,7 @@ class Runner:
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         self.rewards.check_sources(source.data_sources)
         loader = PromptLoader(source, config.run.seed, config.data.shuffle)
-        self.engine = make_engine(config, policy)
+        self.engine = make_local_engine(config, policy)
         self.sampler = Sampler(
             config.sampling,
             engine=self.engine,
@@ -100,7 +100,7 @@ class Runner:
             give_back=loader.give_back,
             score=slow if sleeps else self.rewards.score,
             n=config.rollout.n,
-            sampling=rollout_sampling(config, policy),
+            sampling=rollout_sampling(config.rollout, policy),
             run_seed=config.run.seed,
             deterministic=config.run.deterministic,
         )

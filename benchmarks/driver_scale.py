@@ -55,9 +55,9 @@ from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup, quantum_for
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
 from winnow.run import loop
-from winnow.run.loop import SharedWeights, train
+from winnow.run.loop import SharedWeightsPublisher, train
 from winnow.run.shutdown import ShutdownSignal
-from winnow.run.step_metrics import Passes, Throughput
+from winnow.run.step_metrics import StepFlop, Throughput
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
 from winnow.workers.array_refs import ArrayBlock, fetch
@@ -152,7 +152,7 @@ class Rank:
         self.progress = 0
 
     def facts(self) -> RankFacts:
-        return RankFacts(Passes(8, 1), {}, {})
+        return RankFacts(StepFlop(8, 1), {}, {})
 
     def learn(
         self, groups: Sequence[Group], step: int
@@ -285,11 +285,11 @@ class Run:
         return loop.Run(
             sampler=sampler,
             learner=learner,
-            publish=SharedWeights(engine),
+            publish=SharedWeightsPublisher(engine),
             engine=engine,
-            evaluator=cast(Evaluator, SimpleNamespace()),
+            evaluator=cast(Evaluator, SimpleNamespace(evaluate=_no_figures)),
             sinks=Sinks([log, cast(Any, self)]),
-            throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
+            throughput=Throughput(StepFlop(8, 1), torch.device("cpu"), None),
             state=RunState(
                 learner,
                 states,
@@ -299,16 +299,16 @@ class Run:
                 Manifest(),
             ),
             stop=ShutdownSignal(),
-            keep_rollouts=self._keep_rollouts,
-            keep_ledger=lambda step, sampled: None,
+            save_rollouts=self._save_rollouts,
+            save_ledger=lambda step, sampled: None,
             check_scoring=lambda: None,
             scoring_figures=dict,
-            evaluations=loop.Schedule(None, steps + 1),
-            checkpoints=loop.Schedule(None, steps),
+            evaluate_every=None,
+            save_every=None,
             steps=steps,
         )
 
-    def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
+    def _save_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
         shown = choose_text_groups(closed, KEEPS, 1, step)
         path = self.folder / "rollouts" / f"step-{step}.parquet"
         write_rollouts(path, step, closed, version=step - 1, text_groups=shown, decode=words)
@@ -318,6 +318,10 @@ class Run:
     def log(self, step: int, record: Mapping[str, Any]) -> None:
         """As a sink, it is called once a step."""
         self.clocks.append((time.process_time(), time.perf_counter(), self.fetched))
+
+
+async def _no_figures(step: int) -> dict[str, float]:
+    return {}
 
 
 @contextlib.contextmanager

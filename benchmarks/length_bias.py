@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from winnow.builders.engines import make_engine
-from winnow.builders.run import rollout_sampling, use_machine
+from winnow.builders.engines import make_local_engine
+from winnow.builders.run import prepare_device, rollout_sampling
 from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
@@ -80,7 +80,7 @@ async def measure(config: Config, policy: LoadedPolicy, steps: int) -> Lengths:
         config.reward, RewardPipeline(config.reward, config.rollout.max_response_tokens)
     )
     loader = PromptLoader(training_prompts(config.data, policy.tokenizer, 0), 0)
-    engine, sampling = make_engine(config, policy), rollout_sampling(config, policy)
+    engine, sampling = make_local_engine(config, policy), rollout_sampling(config.rollout, policy)
     admitted: list[Prompt] = []
 
     def next_prompt() -> Prompt:
@@ -131,7 +131,7 @@ def table(steps: int) -> list[str]:
     ]
     for rule, settings in RULES.items():
         config = load_recipe("quickstart", [*SETTINGS, *settings])
-        device = use_machine(config)
+        device = prepare_device(config.run, config.model.cache_dir)
         start = make_warm_start(config, False, make_console("off", Console()))
         policy = load_policy(config, str(start), device)
         lines.append(asyncio.run(measure(config, policy, steps)).row(rule))

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
-from winnow.builders.run import keep_ledger
+from winnow.builders.run import save_ledger
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.run_state import LocalModelStates, RunState
 from winnow.config.rollout import SamplingConfig
@@ -54,9 +54,9 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.run import loop
-from winnow.run.loop import SharedWeights, train
+from winnow.run.loop import SharedWeightsPublisher, train
 from winnow.run.shutdown import ShutdownSignal
-from winnow.run.step_metrics import Passes, Throughput
+from winnow.run.step_metrics import StepFlop, Throughput
 from winnow.sampling.stream import Sampler
 from winnow.types import IntArray, Prompt, Score, Trajectory
 
@@ -227,11 +227,11 @@ class Run:
         return loop.Run(
             sampler=sampler,
             learner=learner,
-            publish=SharedWeights(self.engine),
+            publish=SharedWeightsPublisher(self.engine),
             engine=self.engine,
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),
-            throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
+            throughput=Throughput(StepFlop(8, 1), torch.device("cpu"), None),
             state=RunState(
                 LocalModelStates(strategy, {}, _save_model),
                 states,
@@ -241,16 +241,16 @@ class Run:
                 Manifest(),
             ),
             stop=ShutdownSignal(),
-            keep_rollouts=self._keep_rollouts,
-            keep_ledger=partial(keep_ledger, RunFolder(self.folder)),
+            save_rollouts=self._save_rollouts,
+            save_ledger=partial(save_ledger, RunFolder(self.folder)),
             check_scoring=lambda: None,
             scoring_figures=dict,
-            evaluations=loop.Schedule(None, steps),
-            checkpoints=loop.Schedule(1, steps),
+            evaluate_every=None,
+            save_every=1,
             steps=steps,
         )
 
-    def _keep_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
+    def _save_rollouts(self, step: int, closed: Sequence[RolloutGroup]) -> None:
         shown = choose_text_groups(closed, ObserveConfig(rollout_text_groups=64), 1, step)
         path = self.folder / "rollouts" / f"step-{step}.parquet"
         write_rollouts(path, step, closed, version=step - 1, text_groups=shown, decode=words)

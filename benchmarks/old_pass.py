@@ -28,7 +28,7 @@ from tests.recorded import groups_of
 from torch import Tensor
 
 from winnow.algorithms.advantages import ESTIMATORS
-from winnow.builders.run import use_machine
+from winnow.builders.run import prepare_device
 from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
@@ -78,7 +78,7 @@ def step_seconds(learner: Learner, groups: Sequence[Group], step: int) -> tuple[
 def measure(steps: int, rounds: int) -> str:
     """Markdown."""
     config = load_recipe("quickstart", ["trainer.mini_batch_groups=null"])
-    use_machine(config)
+    prepare_device(config.run, config.model.cache_dir)
     console = make_console("plain", Console(stderr=True))
     path = str(make_warm_start(config, False, console))
     with tempfile.TemporaryDirectory() as scratch:

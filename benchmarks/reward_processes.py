@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from winnow.builders.processes import worker_processes
-from winnow.builders.topology import placed_rewards
+from winnow.builders.topology import build_rewards
 from winnow.config.load import load_recipe
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -119,7 +119,7 @@ def measured(config: Config, count: int, repeat: int) -> list[float]:
         roles = Roles(config)
         with (
             worker_processes(config, roles, policy, None) as others,
-            contextlib.closing(placed_rewards(config, roles, policy, others)) as rewards,
+            contextlib.closing(build_rewards(config, roles, policy, others)) as rewards,
         ):
             rewards.check_sources(["sort_digits"])
             gc.collect()

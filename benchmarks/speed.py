@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from winnow.builders.engines import make_engine
+from winnow.builders.engines import make_local_engine
 from winnow.builders.rewards import make_rewards
 from winnow.builders.run import rollout_sampling
 from winnow.builders.warm_start import make_warm_start
@@ -55,7 +55,7 @@ class Quickstart:
         rewards = make_rewards(config, policy.device, policy.decode)
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         loader = PromptLoader(source, config.run.seed, config.data.shuffle)
-        self.engine = make_engine(config, policy)
+        self.engine = make_local_engine(config, policy)
         self._sampler = Sampler(
             config.sampling,
             engine=self.engine,
@@ -63,7 +63,7 @@ class Quickstart:
             give_back=loader.give_back,
             score=rewards.score,
             n=config.rollout.n,
-            sampling=rollout_sampling(config, policy),
+            sampling=rollout_sampling(config.rollout, policy),
             run_seed=config.run.seed,
         )
         self._learner = make_learner(config, policy.model, policy.vocabulary, None).learner

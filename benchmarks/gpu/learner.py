@@ -18,7 +18,7 @@ from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, pack_seq
 from winnow.learning.policy import PolicyObjective
 from winnow.learning.runner import Outputs
 from winnow.learning.strategy import LossResult, Strategy
-from winnow.run.step_metrics import Attention, Passes, StepTokens, device_peak
+from winnow.run.step_metrics import AttentionFlop, StepFlop, StepTokens, gpu_peak_tflops
 
 OUTPUTS = PolicyObjective.outputs
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
@@ -85,8 +85,13 @@ def update(bench: Bench, tokens: int, variant: str = "") -> None:
     options: Any = {"compiles": compiles, "gradient_checkpointing": recomputes}
     strategy = Strategy(model, vocab_size=bench.ids, **options)
     objective = PolicyObjective(POLICY_LOSSES["ppo_clip"], CLIP, "token-mean")
-    passes = Passes(strategy.parameters, epochs=1, forwards=0, attention=Attention.of(model.config))
-    peak = device_peak(torch.cuda.get_device_name(), "bfloat16") if bench.on_gpu else None
+    passes = StepFlop(
+        strategy.parameters,
+        epochs=1,
+        forwards=0,
+        attention=AttentionFlop.of(model.config),
+    )
+    peak = gpu_peak_tflops(torch.cuda.get_device_name(), "bfloat16") if bench.on_gpu else None
     for samples in (1, 8):
         labels = {"samples": samples, "tokens": tokens, **options}
         lengths = [tokens // samples] * samples

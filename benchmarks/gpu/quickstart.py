@@ -23,7 +23,7 @@ def train(bench: Bench, *settings: str) -> None:
     place = f"run.device={bench.device.type}", f"run.dir={folder.parent}", f"run.name={folder.name}"
     words = [*size, *place, "observe.console=off", *settings]
     if bench.on_gpu:
-        vars(processes)["local_devices"] = first_gpu
+        vars(processes)["assign_local_gpus"] = first_gpu
     start = time.perf_counter()
     code = app(["train", "quickstart", *words], standalone_mode=False)
     bench.failures += bool(code)

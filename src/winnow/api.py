@@ -172,8 +172,8 @@ class LLM:
     def __init__(
         self, model: str | Path, overrides: Sequence[str] = (), trust: bool = False
     ) -> None:
-        from winnow.builders.engines import make_engine
-        from winnow.builders.run import use_machine
+        from winnow.builders.engines import make_local_engine
+        from winnow.builders.run import prepare_device
         from winnow.checkpoints.checkpoint import find_checkpoint
         from winnow.checkpoints.strangers import require_trusted_start
         from winnow.ranks.models import load_policy
@@ -182,10 +182,10 @@ class LLM:
         if (Path(model) / "config.yaml").is_file():
             path = str(find_checkpoint(Path(model), None).model)
             recipe = str(RunFolder(Path(model)).config)
-        self._config = parse_recipe(recipe, overrides)
-        require_trusted_start(self._config, recipe, overrides, trust)
-        self._policy = load_policy(self._config, path, use_machine(self._config))
-        self._engine = make_engine(self._config, self._policy)
+        config = parse_recipe(recipe, overrides)
+        require_trusted_start(config, recipe, overrides, trust)
+        self._policy = load_policy(config, path, prepare_device(config.run, config.model.cache_dir))
+        self._engine = make_local_engine(config, self._policy)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()

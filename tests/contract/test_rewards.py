@@ -24,7 +24,7 @@ from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
 from tests.written import answer, written
 
 from winnow.builders.processes import StartWorkers, worker_processes
-from winnow.builders.topology import placed_rewards
+from winnow.builders.topology import build_rewards
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.data.tokenizer import decoder
@@ -97,7 +97,7 @@ def placed(config: Config, policy: LoadedPolicy) -> Iterator[tuple[Rewards, Star
     roles = Roles(config)
     with (
         worker_processes(config, roles, policy, None) as others,
-        contextlib.closing(placed_rewards(config, roles, policy, others)) as rewards,
+        contextlib.closing(build_rewards(config, roles, policy, others)) as rewards,
     ):
         yield rewards, others
 

@@ -15,7 +15,7 @@ from tests import winnow_command
 from tests.processes import gone
 from tests.winnow_command import WINNOW, Outcome, cut_off, winnow
 
-from winnow.builders.run import LAG_OF_SCORERS_APART
+from winnow.builders.run import ASYNC_SCORE_LAG_TICKS
 from winnow.checkpoints.checkpoint import checkpoints_in, load_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -119,10 +119,10 @@ def test_a_continued_run_keeps_the_lag_that_nobody_set_wherever_scorers_run_now(
 ) -> None:
     two = "trainer.steps=2"
     said = winnow_command.train(home, "apart", two, "reward.workers=1").check().out
-    lag = f"a score arrives {LAG_OF_SCORERS_APART} decode ticks after its answer ends"
+    lag = f"a score arrives {ASYNC_SCORE_LAG_TICKS} decode ticks after its answer ends"
     assert lag in " ".join(said.split())
     run = cut_off(home, "apart", "continued", 1)
     winnow_command.train(home, run.name, two, "reward.workers=0").check()
     newest = checkpoints_in(run / "checkpoints")[-1]
-    assert load_state(newest)["sampler"]["score_lag_ticks"] == LAG_OF_SCORERS_APART
+    assert load_state(newest)["sampler"]["score_lag_ticks"] == ASYNC_SCORE_LAG_TICKS
     assert differences(home / "runs/apart", run, steps=2) == []

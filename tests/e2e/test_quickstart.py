@@ -223,4 +223,4 @@ def test_fresh_makes_the_warm_start_anew(home: Path) -> None:
     words = ["sft", "quickstart", "warm_start.steps=3", "warm_start.warmup_steps=0"]
     said = [winnow(home, *words, "run.threads=1", *more).check().out
             for more in ([], [], ["--fresh"])]  # fmt: skip
-    assert ["taken from" in each for each in said] == [False, True, False]
+    assert ["Warm start: cached" in each for each in said] == [False, True, False]

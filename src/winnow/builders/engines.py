@@ -1,4 +1,4 @@
-"""The rollout engine of a recipe: in the run's process, over worker processes, or over HTTP."""
+"""The rollout engine of a recipe: in the driver, over worker processes, or over HTTP."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from winnow.config.base import Section
-from winnow.config.judge import SequenceClassifier, scorer_sharding, to_judge_keys
+from winnow.config.judge import Judge, SequenceClassifier, scorer_sharding, to_judge_keys
 from winnow.config.model import LoraAdapter
+from winnow.config.reward import RewardConfig
 from winnow.config.roles import Roles
 from winnow.config.rollout import (
     CustomEngine,
@@ -19,7 +20,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import LocalCluster
+from winnow.config.trainer import Cluster, LocalCluster
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -33,62 +34,65 @@ if TYPE_CHECKING:
     from winnow.workers.group import WorkerGroup
 
 _POSITIONS = 1024
-"""The number of positions of a model that does not say how many it has."""
+"""Positions of a model whose configuration has no `max_position_embeddings`."""
+_HTTP_OPTIONS = {"exact_draws", "slots", "reload_timeout_s", "restart_timeout_s"}
+_TORCH_OPTIONS = {"slots", "prefill_tokens", "cache_gib"}
+_VLLM_OPTIONS = _TORCH_OPTIONS | {
+    *("tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra")
+}
 
 
-def check_engine(config: Config) -> None:
-    """Refuse an engine that is not installed, before anything begins; nodes of Ray may differ.
+def check_engine_installed(cluster: Cluster, engine: Section, judge: Judge) -> None:
+    """Refuse an engine whose package is not installed here; nodes of Ray are not checked.
+
+    Args:
+        engine: `rollout.engine`.
+        judge: `reward.judge`, whose engine is checked, too.
 
     Raises:
-        ConfigError: vLLM is absent, or too old.
+        ConfigError: vLLM is missing or too old.
     """
-    if not isinstance(config.cluster, LocalCluster):
+    if not isinstance(cluster, LocalCluster):
         return
     from winnow.rollout.vllm.refusals import check_installed
 
-    if isinstance(config.rollout.engine, VllmEngineConfig):
+    if isinstance(engine, VllmEngineConfig):
         check_installed()
-    if isinstance(getattr(config.reward.judge, "engine", None), VllmEngineConfig):
-        with name_judge():
+    if isinstance(engines_of(judge), VllmEngineConfig):
+        with reword_judge_errors():
             check_installed()
 
 
 @contextlib.contextmanager
-def name_judge() -> Iterator[None]:
-    """Name the judge's settings in errors of the engines, not the policy's."""
+def reword_judge_errors() -> Iterator[None]:
+    """Replace `rollout.engine` by `reward.judge.engine` in errors raised within the block."""
     try:
         yield
     except (ConfigError, ModelError) as error:
         raise type(error)(to_judge_keys(str(error))) from error
 
 
-def adapter_alone(config: Config) -> LoraAdapter | None:
-    """Return the adapter that engines apart get alone; None where they get whole weights."""
-    adapter = config.model.adapter
+def published_adapter(adapter: Section) -> LoraAdapter | None:
+    """Return the adapter that engines receive without its base; None: they get whole weights."""
     if not isinstance(adapter, LoraAdapter) or adapter.publish == "merged":
         return None
     return adapter
 
 
-def _sleeps(config: Config) -> bool:
-    engine = config.rollout.engine
-    return isinstance(engine, VllmEngineConfig) and engine.sleep
-
-
-def canary_of(config: Config, policy: LoadedPolicy) -> Canary:
-    """Draw the sequences that publications are checked with."""
+def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
+    """Draw the fixed sequences on which published weights are checked."""
     from winnow.learning.canary import Canary
 
     return Canary.drawn(
         policy.vocabulary,
         getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
         policy.model.dtype,
-        config.rollout.temperature,
+        temperature,
     )
 
 
-def make_engine(config: Config, policy: LoadedPolicy) -> Engine:
-    """Make the engine of this process: the embedded one over the policy's weights, or a user's.
+def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
+    """Make the engine of this process: a user's, or the embedded one over the policy's weights.
 
     Raises:
         ConfigError: a user's engine cannot be made.
@@ -96,15 +100,24 @@ def make_engine(config: Config, policy: LoadedPolicy) -> Engine:
     section = config.rollout.engine
     # A stop string may be a special token, such as a chat template's end of a turn.
     decode = decoder(policy.tokenizer, special_tokens=True)
+    options: dict[str, Any] = {"decode": decode, "live_updates": not config.run.deterministic}
     if isinstance(section, CustomEngine):
-        live = not config.run.deterministic
-        options = {"vocab_size": policy.vocabulary, "decode": decode, "live_updates": live}
+        options["vocab_size"] = policy.vocabulary
         return load_custom_engine(section.path, section.options, model=policy.model, **options)
-    return TorchEngine(policy.model, decode=decode, **_engine_options(config, policy))
+    if not isinstance(section, TorchEngineConfig | VllmEngineConfig):
+        section = TorchEngineConfig()
+    longest, routes = max_sequence_tokens(config), config.rollout.routing_replay
+    options |= engine_options(section, policy.vocabulary, longest, _TORCH_OPTIONS)
+    return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
 
 
-def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
-    """Make the engine over a recipe's servers.
+def _http_engine(
+    section: HttpEngineConfig, policy: LoadedPolicy, live_updates: bool, longest: int
+) -> HttpEngine:
+    """Make the engine that sends requests to the recipe's servers.
+
+    Args:
+        longest: most tokens of a request.
 
     Raises:
         ConfigError: one of them does not answer, or does not offer what is needed.
@@ -112,8 +125,6 @@ def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
     from winnow.http.client import token_of
     from winnow.rollout.http.engine import make_http_engine
 
-    section = config.rollout.engine
-    assert isinstance(section, HttpEngineConfig)
     folder = section.weights_folder
     return make_http_engine(
         section.url,
@@ -121,53 +132,34 @@ def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
         section.timeout_s,
         policy.vocabulary,
         policy.model.config.vocab_size,
-        max(max_sequence_tokens(config), *map(len, canary_of(config, policy).sequences)),
-        exact_draws=section.exact_draws,
-        slots=section.slots,
+        longest,
         decode=decoder(policy.tokenizer, special_tokens=True),
-        live_updates=not config.run.deterministic,
+        live_updates=live_updates,
         folder=None if folder is None else Path(folder).expanduser().absolute(),
-        reload_timeout_s=section.reload_timeout_s,
-        restart_timeout_s=section.restart_timeout_s,
+        **section.model_dump(include=_HTTP_OPTIONS),
     )
 
 
-def _engine_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
-    engine = config.rollout.engine
-    if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
-        engine = TorchEngineConfig()
-    return {
-        **engine_options(engine, policy.vocabulary, max_sequence_tokens(config)),
-        "live_updates": not config.run.deterministic,
-        "fp32_head": config.model.fp32_head,
-        **({"routes": True} if config.rollout.routing_replay else {}),
-    }
-
-
-def engine_options(engine: Section, vocabulary: int, longest: int) -> dict[str, Any]:
-    """Return the arguments that torch's and vLLM's engines have alike, of their section.
+def engine_options(
+    engine: Section, vocabulary: int, longest: int, names: set[str] = _VLLM_OPTIONS
+) -> dict[str, Any]:
+    """Return the arguments of torch's or vLLM's engine, from its section.
 
     Args:
         vocabulary: ids at or beyond it are never drawn.
         longest: most tokens of a prompt and its answer.
+        names: fields of the section to pass, where it has them.
     """
-    options = engine.model_dump(include={"slots", "prefill_tokens", "cache_gib"})
-    return options | {"vocab_size": vocabulary, "longest": longest}
+    return engine.model_dump(include=names) | {"vocab_size": vocabulary, "longest": longest}
 
 
-def vllm_options(engine: Section) -> dict[str, Any]:
-    """Return the arguments that vLLM's worker has beyond those; none for another engine."""
-    if not isinstance(engine, VllmEngineConfig):
-        return {}
-    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra"}
-    return engine.model_dump(include=names)
-
-
-def _engine_arguments(config: Config, policy: LoadedPolicy, start: str | None) -> dict[str, Any]:
-    """Return the arguments of an engine in a process of its own."""
+def engine_worker_arguments(
+    config: Config, policy: LoadedPolicy, start: str | None
+) -> dict[str, Any]:
+    """Return the arguments of an engine worker."""
     from winnow.models.lora import adapter_base, saved_adapter
 
-    base, alone = None, adapter_alone(config)
+    base, alone = None, published_adapter(config.model.adapter)
     if isinstance(config.model.adapter, LoraAdapter):
         folder = Path(local_folder(policy.path))
         base = adapter_base(folder, start or config.model.source)
@@ -178,56 +170,64 @@ def _engine_arguments(config: Config, policy: LoadedPolicy, start: str | None) -
         "tokenizer": policy.tokenizer_folder if config.rollout.stop else None,
         "trust_remote_code": config.model.trust_remote_code,
         **({} if alone is None else {"adapter": alone}),
-        **_engine_options(config, policy),
-        **vllm_options(config.rollout.engine),
+        "live_updates": not config.run.deterministic,
+        "fp32_head": config.model.fp32_head,
+        **({"routes": True} if config.rollout.routing_replay else {}),
+        **engine_options(config.rollout.engine, policy.vocabulary, max_sequence_tokens(config)),
     }
 
 
-def engine_of(
+def make_engine(
     config: Config, policy: LoadedPolicy, groups: Mapping[str, Sequence[WorkerGroup]]
 ) -> Engine:
-    """Make the engine over a recipe's processes or servers, or in this process.
+    """Make the rollout engine of a recipe: over servers, over worker processes, or in this process.
 
     Args:
         groups: by role, as `StartWorkers` returns them.
 
     Raises:
-        ConfigError: as `make_engine` and `http_engine` raise it.
+        ConfigError: the engine cannot be made, or a server does not answer.
     """
-    if isinstance(config.rollout.engine, HttpEngineConfig):
-        return http_engine(config, policy)
+    rollout = config.rollout
+    if isinstance(rollout.engine, HttpEngineConfig):
+        canary = draw_canary(policy, rollout.temperature)
+        longest = max(max_sequence_tokens(config), *map(len, canary.sequences))
+        return _http_engine(rollout.engine, policy, not config.run.deterministic, longest)
     if "rollout" not in groups:
-        return make_engine(config, policy)
+        return make_local_engine(config, policy)
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
     engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in groups["rollout"]]
     if len(engines) == 1:
         return engines[0]
-    quantum = quantum_for(config.rollout.max_response_tokens)
+    quantum = quantum_for(rollout.max_response_tokens)
     return EngineGroup(engines, config.run.deterministic, quantum)
 
 
-def has_own_weights(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
-    """Return whether answers are written with other weights than those of the run's process.
+def has_separate_weights(engine: Section, roles: Roles | Mapping[str, Any]) -> bool:
+    """Return whether the engine has its weights in other processes than the driver.
 
     Args:
-        roles: of which one is `rollout` where an engine has processes.
+        engine: `rollout.engine`.
+        roles: contains `rollout` where engines have processes.
     """
-    return isinstance(config.rollout.engine, HttpEngineConfig) or "rollout" in roles
+    return isinstance(engine, HttpEngineConfig) or "rollout" in roles
 
 
-def holds_no_weights(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
-    """Return whether other processes train the policy and write its answers."""
-    return "policy" in roles and has_own_weights(config, roles)
+def driver_holds_no_weights(engine: Section, roles: Roles) -> bool:
+    """Return whether the policy is trained and sampled in other processes than the driver."""
+    return "policy" in roles and has_separate_weights(engine, roles)
 
 
-def uses_device(config: Config, roles: Roles | Mapping[str, Any]) -> bool:
-    """Return whether the run's own process computes with a model where there is a GPU.
+def driver_uses_device(
+    engine: Section, reward: RewardConfig, cluster: Cluster, roles: Roles
+) -> bool:
+    """Return whether the driver runs a model on a GPU, if there is one.
 
-    A reward model in it does so on this machine; on Ray, GPUs belong to actors.
+    A reward model in the driver does so on this machine; on Ray, GPUs belong to actors.
     """
-    judges = isinstance(config.reward.model, SequenceClassifier) and not config.reward.processes
-    judges = judges and scorer_sharding(config.reward.model) is None
-    is_local = isinstance(config.cluster, LocalCluster)
-    return not holds_no_weights(config, roles) or (judges and is_local)
+    scores = isinstance(reward.model, SequenceClassifier) and not reward.processes
+    scores = scores and scorer_sharding(reward.model) is None
+    is_local = isinstance(cluster, LocalCluster)
+    return not driver_holds_no_weights(engine, roles) or (scores and is_local)

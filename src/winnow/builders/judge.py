@@ -1,11 +1,11 @@
-"""A judge on engines of the run's own (`reward/judge=engine`): their start, and what asks them.
+"""The judge `reward/judge=engine`: a model on separate engines, and the client that calls them.
 
-    Judge ─ messages ─► chat template, token ids ─► an engine with room ─► EngineWorker.write
-          ◄─ text, tokens, cut or not ─────────────────────────────────────
+    Judge ─ messages ─► chat template, token ids ─► a free engine ─► EngineWorker.write
+          ◄─ text, tokens, truncated or not ───────────────────────
 
 A token's draw is a hash of the question, the judge's seed and its position. Its probabilities are
-the same to the last bit as long as nothing is written beside the judgement, which `one_by_one` sees
-to: then neither the number of engines nor what else they judge changes a score.
+bitwise reproducible if nothing else is in the batch, which `one_by_one` ensures: then neither the
+number of engines nor their other questions change a score.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from asyncio import Queue
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
 
-from winnow.builders.engines import check_engine, engine_options, name_judge, vllm_options
+from winnow.builders.engines import check_engine_installed, engine_options, reword_judge_errors
 from winnow.builders.processes import launcher
 from winnow.config.judge import EngineJudge, NoRewardModel
 from winnow.config.roles import Roles
@@ -51,56 +52,56 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 StartEngines = Callable[[], Sequence["WorkerGroup"]]
-"""Starts a judge's engines, unless they have been, each a group."""
+"""Starts the engines of the judge at the first call; returns a group for each."""
 _FIELD = "reward.judge.path"
 
 
 @dataclass(frozen=True)
-class JudgeModel:
-    """A judge's tokenizer, and what its engines and its questions follow."""
+class JudgeSpec:
+    """Tokenizer and limits of the judge's model, without its weights."""
 
     section: EngineJudge
     path: str
-    """Its place, with a revision where it is on the hub."""
+    """Folder or hub name of the model, the latter with a revision."""
     folder: Path
-    """The folder of its weights here."""
+    """The local folder of its weights."""
     dtype: str
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     vocabulary: int
-    """Ids below it are the tokenizer's."""
+    """Number of ids that the tokenizer has."""
     longest: int
-    """Most tokens of a question."""
+    """Maximum tokens of a question."""
     slots: int
-    """Judgements that an engine writes at once."""
+    """Replies that an engine writes concurrently."""
 
 
-def read_judge(config: Config) -> JudgeModel:
-    """Read what there is to know of a judge without its weights.
+def read_judge_spec(config: Config) -> JudgeSpec:
+    """Read the tokenizer and the configuration of the judge's model.
 
     Raises:
         ModelError: there is no such model, it has no chat template, or its positions or its
-            embedding are too few.
+            embedding are too small.
     """
     section, trust = config.reward.judge, config.model.trust_remote_code
     assert isinstance(section, EngineJudge)
     path = section.path
     if "/" in path and "@" not in path and may_be_hub_name(path) and not Path(path).exists():
-        path = f"{path}@main"  # in a folder, where its files can be looked at
+        path = f"{path}@main"  # with a revision it is fetched to a folder
     tokenizer = load_tokenizer(path, trust, _FIELD)
     dtype = section.dtype or config.model.dtype
     where = find_model(path, _FIELD, torch_dtype(dtype), trust)
     if not tokenizer.chat_template:
         raise ModelError(
-            f"{where}: its tokenizer has no chat template, in which a judge is asked; give a model "
-            "that was made to chat, or put its chat_template.jinja into the folder"
+            f"{where}: its tokenizer has no chat template, which a judge needs; choose a chat "
+            "model, or put its chat_template.jinja into the folder"
         )
     shape = read_config(where, trust).get_text_config()
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     if vocabulary > shape.vocab_size:
         raise ModelError(
             f"{where}: the tokenizer has {vocabulary} tokens, the model only {shape.vocab_size}; "
-            "give a folder whose tokenizer belongs to its model"
+            "choose a folder whose tokenizer belongs to its model"
         )
     positions, longest = getattr(shape, "max_position_embeddings", None), section.max_prompt_tokens
     if isinstance(positions, int):
@@ -110,24 +111,24 @@ def read_judge(config: Config) -> JudgeModel:
             f"reward.judge.max_tokens {section.max_tokens} leaves no room for a question in the "
             f"{positions} positions of {where}; lower it"
         )
-    alone = config.run.deterministic if section.one_by_one is None else section.one_by_one
+    one_by_one = config.run.deterministic if section.one_by_one is None else section.one_by_one
     stop_ids = stop_token_ids(tokenizer, where.path)
-    slots = 1 if alone else section.engine.slots
+    slots = 1 if one_by_one else section.engine.slots
     folder = Path(where.path)
-    return JudgeModel(section, path, folder, dtype, tokenizer, stop_ids, vocabulary, longest, slots)
+    return JudgeSpec(section, path, folder, dtype, tokenizer, stop_ids, vocabulary, longest, slots)
 
 
 def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
-    """Make one of a judge's engines; a worker of a `WorkerGroup`.
+    """Make the worker of an engine of the judge.
 
     Raises:
-        ConfigError, ModelError: it cannot be made; in the words of `reward.judge`.
+        ConfigError, ModelError: it cannot be made; the error names keys of `reward.judge`.
     """
-    with name_judge():
-        model = read_judge(config)
+    with reword_judge_errors():
+        model = read_judge_spec(config)
         section, engine = model.section, model.section.engine
-        arguments = engine_options(engine, model.vocabulary, model.longest + section.max_tokens)
-        arguments |= vllm_options(engine) | {
+        longest = model.longest + section.max_tokens
+        arguments = engine_options(engine, model.vocabulary, longest) | {
             "model": model.path,
             "dtype": model.dtype,
             "trust_remote_code": config.model.trust_remote_code,
@@ -139,36 +140,36 @@ def make_judge_worker(rank: RankInfo, config: Config) -> EngineWorker:
             return TorchEngineWorker(rank, **arguments)
         from winnow.rollout.vllm.worker import make_vllm_worker
 
-        # What an earlier question left would be summed up apart from the rest.
+        # A cached prefix is attended to in another order of sums, which changes bits.
         arguments["prefix_caching"] = engine.prefix_caching and model.slots > 1
         worker: EngineWorker = make_vllm_worker(rank, **arguments)
         return worker
 
 
-class JudgeEngines(JudgeClient):
-    """Asks a judge's engines, on the loop of their groups.
+class EngineJudgeClient(JudgeClient):
+    """Sends questions to the engines of the judge, on the event loop of their groups.
 
     Args:
-        groups: the engines, each a group.
+        groups: one for each engine.
     """
 
-    def __init__(self, model: JudgeModel, groups: Sequence[WorkerGroup]) -> None:
+    def __init__(self, model: JudgeSpec, groups: Sequence[WorkerGroup]) -> None:
         self._model, self._groups = model, groups
         engine = model.section.engine
-        # Not the folder's name alone: other weights may come to lie there.
+        # Sizes and times of files, as a folder may get other weights.
         files = sorted(file for file in model.folder.glob("*") if file.is_file())
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         extra = engine.extra if isinstance(engine, VllmEngineConfig) else {}
-        alone = model.slots == 1
-        self.place = [model.path, model.dtype, engine.name, dict(extra), alone, stats]
+        one_by_one = model.slots == 1
+        self.place = [model.path, model.dtype, engine.name, dict(extra), one_by_one, stats]
         self.counts = no_counts()
         self._decode = decoder(model.tokenizer)
         self._numbers = itertools.count()
-        self._room: Queue[WorkerGroup] = Queue()  # each engine as often as it takes a judgement
+        self._free: Queue[WorkerGroup] = Queue()  # an engine, once for each free slot
         for group in [*groups] * model.slots:
-            self._room.put_nowait(group)
+            self._free.put_nowait(group)
         self.release: Callable[[], None] = lambda: None
-        """Ends engines that were started for this client alone."""
+        """Ends engines that were started for this client only."""
 
     def settings(self) -> dict[str, Any]:
         return self._model.section.model_dump(include={"temperature", "max_tokens", "seed"})
@@ -188,12 +189,12 @@ class JudgeEngines(JudgeClient):
         )
         number = next(self._numbers)
         request = GroupRequest(number, ids, (AnswerRequest(0, seed),), sampling, number)
-        group = await self._room.get()
+        group = await self._free.get()
         self.counts["requests"] += 1
         try:
             event = await group.call_rank(0, "write", request)
         finally:
-            self._room.put_nowait(group)
+            self._free.put_nowait(group)
         tokens = len(ids) + len(event.segment)
         self.counts["tokens"] += tokens
         written = self._decode(event.segment.token_ids)
@@ -209,10 +210,10 @@ class JudgeEngines(JudgeClient):
         self.release()
 
     def _encode(self, messages: list[dict[str, str]]) -> IntArray:
-        """Return the ids of a question.
+        """Return the token ids of a question.
 
         Raises:
-            ValueError: the template fails, or it is too long; in one line.
+            ValueError: the template fails, or the question is too long; in one line.
         """
         tokenizer: Any = self._model.tokenizer
         try:
@@ -228,48 +229,46 @@ class JudgeEngines(JudgeClient):
         ids = np.array(encoded["input_ids"])
         if len(ids) > self._model.longest:
             raise ValueError(
-                f"a question of {len(ids)} tokens is longer than the {self._model.longest} of "
-                "reward.judge.max_prompt_tokens, or of the model's positions less "
+                f"a question of {len(ids)} tokens exceeds the limit of {self._model.longest}, from "
+                "reward.judge.max_prompt_tokens or the model's positions less "
                 "reward.judge.max_tokens,"
             )
         return ids.astype(np.int64)
 
 
-def make_judge(config: Config, engines: StartEngines | None) -> Judge:
-    """Make a judge whose model is on engines; close it.
+def make_engine_judge(config: Config, engines: StartEngines | None) -> Judge:
+    """Make a judge whose model is on engines; the caller closes it.
 
     Args:
-        engines: starts them; None: they are started here, for this judge alone.
+        engines: starts the engines; None starts them here, for this judge only.
 
     Raises:
         ConfigError, ModelError: the model or an engine is not usable.
-        RewardError: the cache cannot be used.
+        RewardError: the cache is not usable.
     """
-    model = read_judge(config)
+    model = read_judge_spec(config)
     with contextlib.ExitStack() as stack:
-        groups = (
-            stack.enter_context(_start_engines(config, model)) if engines is None else engines()
-        )
-        client = JudgeEngines(model, groups)
+        if engines is None:
+            engines = partial(stack.enter_context, _start_judge_engines(config, model))
+        client = EngineJudgeClient(model, engines())
         judge = Judge(model.section, client=client)
         client.release = stack.pop_all().close
     return judge
 
 
 @contextlib.contextmanager
-def _start_engines(config: Config, model: JudgeModel) -> Iterator[Sequence[WorkerGroup]]:
-    """Start a judge's engines on this machine, and nothing else of a recipe."""
+def _start_judge_engines(config: Config, model: JudgeSpec) -> Iterator[Sequence[WorkerGroup]]:
+    """Start the engines of the judge, without other processes of the recipe; they end with the
+    block."""
     from winnow.workers.group import WorkerGroups
 
     reward = config.reward.model_copy(update={"model": NoRewardModel()})
-    alone = Config(run=config.run, model=config.model, reward=reward)
-    check_engine(alone)
-    roles = Roles(alone)
+    config = Config(run=config.run, model=config.model, reward=reward)
+    check_engine_installed(config.cluster, config.rollout.engine, reward.judge)
+    roles, arguments = Roles(config), {"config": config}
+    role = roles["judge"]
     with (
         contextlib.closing(WorkerGroups()) as groups,
-        launcher(alone, roles, groups, False) as launch,
+        launcher(config, roles, groups, trains=False) as launch,
     ):
-        numbers = range(roles["judge"].count)
-        yield groups.start(
-            *(launch(roles["judge"], {"config": alone}, number) for number in numbers)
-        )
+        yield groups.start(*(launch(role, arguments, number) for number in range(role.count)))

@@ -12,41 +12,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from winnow.config.roles import Role, Roles
-from winnow.config.trainer import LocalCluster, PoolConfig, RayCluster
+from winnow.config.trainer import PoolConfig, RayCluster
 from winnow.errors import ConfigError
 
 if TYPE_CHECKING:
     from winnow.workers.ray.session import Pool
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-"""Variables of PyTorch's allocator, the one that every version knows first."""
+"""Variables of PyTorch's allocator; every version reads the first."""
 
 
-def uses_gpu(device: str) -> bool:
-    """Return whether a process with this `run.device` takes a GPU.
+def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
+    """Assign a GPU of this machine to each process that needs one, by role; none on CPUs.
 
-    Raises:
-        ConfigError: it must, and there is none.
-    """
-    has_gpu = device != "cpu" and torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise ConfigError("run.device=cuda, but PyTorch finds no GPU; set run.device=cpu")
-    return has_gpu
-
-
-def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
-    """Choose a GPU of this machine for each process that takes one, by role; none on CPUs.
-
-    Roles get theirs in the order of `ROLES`; the run's own process takes the first where it trains.
+    Roles are served in the order of `ROLES`; a driver that trains takes the first GPU.
 
     Args:
-        device: of the recipe (`run.device`).
-        trains: False where neither ranks nor the run's own process take a GPU, as in an evaluation.
+        device: `run.device`.
+        trains: False where neither ranks nor the driver take a GPU, as in an evaluation.
 
     Raises:
-        ConfigError: there are fewer GPUs.
+        ConfigError: there are too few GPUs.
     """
-    if not uses_gpu(device):
+    if device == "cpu" or not torch.cuda.is_available():
+        if device == "cuda":
+            raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
         return {}
     least = {"policy": int(trains)}
     counts = {role.name: max(role.gpus, least.get(role.name, 0)) for role in roles.entries}
@@ -57,9 +47,9 @@ def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, r
         parts = [f"{role.count_text} ({_count_key(role)})" for role in roles if role.gpus]
         parts = parts if "policy" in roles or not trains else ["1 that trains", *parts]
         raise ConfigError(
-            f"cluster=local gives each process GPUs of its own: {', '.join(parts)} need {needs}, "
-            f"this machine has {devices}; have fewer, or share them on Ray in one pool "
-            "(cluster=ray, cluster.pools), or set run.device=cpu"
+            f"cluster=local gives each process separate GPUs: {', '.join(parts)} need {needs}, "
+            f"this machine has {devices}; start fewer, share GPUs in a pool on Ray (cluster=ray, "
+            "cluster.pools), or set run.device=cpu"
         )
     return {name: range(ends[name] - count, ends[name]) for name, count in takes.items()}
 
@@ -68,20 +58,17 @@ def _count_key(role: Role) -> str:
     return role.key if role.width == 1 else f"{role.key} x tensor_parallel={role.width}"
 
 
-def devices_of(roles: Roles, cluster: LocalCluster | RayCluster, ranks: int) -> int:
-    """Count the devices of what learns and of engines; in one pool on Ray they share them."""
+def count_devices(roles: Roles, ranks: int) -> int:
+    """Count the devices of learning and of engines, which share them in a pool on Ray."""
     takes = {role: roles[role].gpus for role in ("rollout", "critic")} | {"policy": ranks}
-    if isinstance(cluster, LocalCluster) or not cluster.pools:
-        return sum(takes.values())
-    pools: dict[str | None, int] = {}
+    places = dict.fromkeys((roles[role].place for role in takes), 0)
     for role, devices in takes.items():
-        pool = roles[role].pool
-        pools[pool] = max(pools.get(pool, 0), devices)
-    return sum(pools.values())
+        places[roles[role].place] = max(places[roles[role].place], devices)
+    return sum(places.values())
 
 
-def visible_devices(indices: Sequence[int]) -> dict[str, str]:
-    """Return the variable that shows a process these of the GPUs that this one sees."""
+def visible_devices_variable(indices: Sequence[int]) -> dict[str, str]:
+    """Return the variable by which a process sees some of the GPUs that this process sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else None
     shown = (str(index) if names is None else names[index].strip() for index in indices)
@@ -91,13 +78,13 @@ def visible_devices(indices: Sequence[int]) -> dict[str, str]:
 def allocator_variables(
     role: Role, on_device: bool, variables: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variable with which the memory of ranks on GPUs is mapped piece by piece.
+    """Return the variable that makes the allocator of ranks on GPUs use expandable segments.
 
-    Micro-batches have many lengths, and memory that they free is else cut up until none fits.
-    Engines have none: the sleep of vLLM, whose memory is mapped by itself, cannot do with it.
+    Micro-batches have many lengths, which fragments fixed segments until none fits. Engines do
+    without: vLLM's sleep mode does not work with it.
 
     Args:
-        variables: set by the recipe; one of the allocator stands, as in this process.
+        variables: set by the recipe; an allocator variable there, or here, takes precedence.
     """
     is_set = any(name in os.environ or name in variables for name in _ALLOCATOR)
     if role.kind != "ranks" or not on_device or is_set:
@@ -105,33 +92,29 @@ def allocator_variables(
     return {_ALLOCATOR[0]: "expandable_segments:True"}
 
 
-def pools_of(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]:
-    """Return the pools of a run on Ray: the recipe's, or one for each role."""
+def make_pools(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]:
+    """Make the pools of a run on Ray: the recipe's, or one for each role."""
     from winnow.workers.ray.session import Pool
 
-    pools, chosen = cluster.pools, {role.name: role.pool for role in roles}
+    pools = cluster.pools
     if not pools:
         nodes = {"policy": cluster.nodes}  # engines and scorers: wherever there is room
         parts = {role.name: (nodes.get(role.name, role.count), role.count) for role in roles}
         pools = {name: PoolConfig(nodes=n, per_node=of // n) for name, (n, of) in parts.items()}
-        chosen = {name: name for name in pools}
     placed = []
     for name, pool in pools.items():
-        inside = tuple(role for role in roles if chosen[role.name] == name)
-        if not inside:  # of a role without work, as where an engine alone is checked
-            continue
-        devices = max((role.width for role in inside), default=0) if has_devices else 0
-        size = pool.nodes, pool.per_node
-        names = tuple(role.name for role in inside)
-        placed.append(Pool(name, names, *size, devices, pool.cpus or cluster.cpus))
+        widths = {role.name: role.width for role in roles if role.place == name}
+        if widths:  # else its roles have no processes
+            devices, cpus = max(widths.values()) * has_devices, pool.cpus or cluster.cpus
+            placed.append(Pool(name, tuple(widths), pool.nodes, pool.per_node, devices, cpus))
     return placed
 
 
-def runtime_env_of(cluster: RayCluster, runs: Path) -> dict[str, Any]:
-    """Return what Ray is to bring to all actors; variables are given to each by itself."""
+def make_runtime_env(cluster: RayCluster, runs: Path) -> dict[str, Any]:
+    """Make Ray's runtime_env of all actors, without variables, which each actor gets separately."""
     environment = cluster.runtime_env.model_dump(mode="json", exclude={"env_vars"})
     if (folder := cluster.runtime_env.working_dir) is not None:
-        with contextlib.suppress(ValueError):  # the runs lie elsewhere
+        with contextlib.suppress(ValueError):  # the runs are outside of it
             inside = runs.absolute().relative_to(Path(folder).absolute())
             environment["excludes"] = [f"/{inside}", *environment["excludes"]]
     return {key: value for key, value in environment.items() if value}

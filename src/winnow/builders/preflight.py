@@ -1,4 +1,4 @@
-"""Checks of a recipe against this machine before anything is made, and words on what is started."""
+"""Checks of a recipe against this machine before anything is built, and notes on the start."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import torch
 
-from winnow.builders.engines import check_engine
+from winnow.builders.engines import check_engine_installed
 from winnow.checkpoints.opening import user_code_settings
-from winnow.config.data import Demonstrations
+from winnow.config.data import DataConfig, Demonstrations, Sft
 from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -23,15 +23,15 @@ from winnow.user_code import check_user_file
 _REWARD = "reward.function.path"
 
 
-def check_start(config: Config) -> None:
-    """Refuse what cannot start: packages that are absent, Python files without what is named.
+def check_requirements(config: Config) -> None:
+    """Refuse a recipe whose packages are not installed, or whose Python files lack a name it uses.
 
-    Files are read, not run.
+    Files are parsed, not executed.
 
     Raises:
         WinnowError: names field, value and remedy.
     """
-    check_engine(config)
+    check_engine_installed(config.cluster, config.rollout.engine, config.reward.judge)
     is_local = not isinstance(config.cluster, RayCluster)
     has_gpu = not is_local or (config.run.device != "cpu" and torch.cuda.is_available())
     check_profile(config.trainer.profile, has_gpu)
@@ -61,26 +61,26 @@ def check_start(config: Config) -> None:
         check_user_file(place, f"{key} {value}", error, name)
 
 
-def check_places(config: Config, has_checkpoint: bool) -> None:
-    """Refuse data files and a model that are not here, before a run says where it goes.
+def check_inputs_exist(data: DataConfig, sft: Sft, model: str | None) -> None:
+    """Refuse data files and a model that do not exist, before a run prints its folder.
+
+    Args:
+        model: `model.path`; None where a checkpoint has the model.
 
     Raises:
         WinnowError: names the first.
     """
-    data = config.sft if isinstance(config.sft, Demonstrations) else config.data
-    check_files([*data.train_files, *data.eval_files, *config.data.eval_files])
-    if config.model.path is not None and not has_checkpoint:
-        check_place(config.model.path, "model.path")
+    training = sft if isinstance(sft, Demonstrations) else data
+    check_files([*training.train_files, *training.eval_files, *data.eval_files])
+    if model is not None:
+        check_place(model, "model.path")
 
 
-def starting(config: Config, roles: Roles) -> list[str]:
-    """Say which processes are about to start, if any, and where checkpoints go besides."""
-    processes = ", ".join(role.count_text for role in roles)
-    lines = (
-        [f"Starting processes, {processes}: half a minute, longer for large models"]
-        if processes
-        else []
-    )
-    if (url := config.trainer.checkpoint_url) is not None:
-        lines.append(f"Each checkpoint is copied to {url} (trainer.checkpoint_url)")
+def startup_notes(roles: Roles, checkpoint_url: str | None) -> list[str]:
+    """Return lines on the processes that are about to start, and on copies of checkpoints."""
+    lines = []
+    if processes := ", ".join(role.count_text for role in roles):
+        lines.append(f"Starting processes, {processes}: half a minute, longer for large models")
+    if checkpoint_url is not None:
+        lines.append(f"Each checkpoint is copied to {checkpoint_url} (trainer.checkpoint_url)")
     return lines

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from winnow.builders.engines import _engine_arguments
+from winnow.builders.engines import engine_worker_arguments
 from winnow.builders.placement import (
     allocator_variables,
-    local_devices,
-    pools_of,
-    runtime_env_of,
-    visible_devices,
+    assign_local_gpus,
+    make_pools,
+    make_runtime_env,
+    visible_devices_variable,
 )
 from winnow.config.roles import Role, Roles
 from winnow.config.root import Config
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
 
 StartWorkers = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
-"""Starts a run's other processes at the first call, side by side, with their models loaded; returns
-the groups of each role. Each engine is a group: one may die and leave the others."""
+"""Starts a run's worker processes in parallel at the first call, and loads their models; returns
+the groups of each role. Each engine is a group, so that others go on when one dies."""
 
 
 Launch = Callable[[Role, Mapping[str, Any], int], "Starting"]
-"""Starts a group: its role, the arguments of its workers' class, and which engine it is."""
+"""Starts a group, given its role, the arguments of the worker class and the engine's number."""
 
 
 @contextlib.contextmanager
 def worker_processes(
     config: Config, roles: Roles, policy: LoadedPolicy, start: str | None
 ) -> Iterator[StartWorkers]:
-    """Prepare for the processes that a recipe asks for; they end with the block.
+    """Prepare to start the worker processes of a recipe; they end with the block.
 
     Args:
-        start: folder of the model that the run began with, where `needs_start` asks for it.
+        start: folder of the run's initial model, where `needs_start` is true.
 
     Raises:
-        WinnowError: there is no room for them.
+        WinnowError: machine or cluster are too small.
     """
     if not roles:
         yield dict
@@ -59,7 +59,7 @@ def worker_processes(
         "start": start,
         "vocabulary": policy.vocabulary,
     }
-    engine = _engine_arguments(config, policy, start) if "rollout" in roles else {}
+    engine = engine_worker_arguments(config, policy, start) if "rollout" in roles else {}
     # Who learns comes last.
     starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
     numbered = [(r, i) for r in starts for i in range(r.count if r.kind == "engines" else 1)]
@@ -68,7 +68,7 @@ def worker_processes(
     def arguments(role: Role, number: int) -> dict[str, Any]:
         if role.name != "rollout":
             return {name: worker_arguments[name] for name in role.arguments}
-        profiler = make_profiler(config, "engine", number)
+        profiler = make_profiler(config.trainer.profile, "engine", number)
         return engine if profiler is None else {**engine, "profiler": profiler}
 
     with (
@@ -89,14 +89,15 @@ def worker_processes(
 def launcher(
     config: Config, roles: Roles, groups: WorkerGroups, trains: bool = True
 ) -> Iterator[Launch]:
-    """Prepare this machine or the cluster for a recipe's processes, and yield what starts them.
+    """Prepare this machine or the cluster for a recipe's processes; yield the function to start
+    them.
 
     Args:
-        trains: as for `local_devices`.
+        trains: as for `assign_local_gpus`.
 
     Raises:
         ConfigError: machine or cluster are too small, or Ray is not installed.
-        WinnowError: it cannot be reached.
+        WinnowError: the cluster cannot be reached.
     """
     threads, cluster = config.run.threads, config.cluster
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -104,7 +105,7 @@ def launcher(
     if not isinstance(cluster, RayCluster):
         from winnow.workers.group import start_local
 
-        devices = local_devices(roles, config.run.device, trains)
+        devices = assign_local_gpus(roles, config.run.device, trains)
 
         def start_locally(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
             size, gpus = role.count, devices.get(role.name)
@@ -112,7 +113,7 @@ def launcher(
             if role.kind == "engines":
                 size, gpus = 1, gpus and gpus[number * role.width : (number + 1) * role.width]
                 if gpus and role.is_vllm:
-                    variables, gpus = environment | visible_devices(gpus), range(1)
+                    variables, gpus = environment | visible_devices_variable(gpus), range(1)
             group = role.group_name(number), role.worker, arguments, size
             return start_local(*group, variables, stall_timeout_s, gpus)
 
@@ -129,27 +130,26 @@ def launcher(
         cpus=cluster.init.num_cpus,
         store_bytes=cluster.init.object_store_mb << 20,
         temp_dir=cluster.init.temp_dir,
-        runtime_env=runtime_env_of(cluster, Path(config.run.dir)),
+        runtime_env=make_runtime_env(cluster, Path(config.run.dir)),
         has_timeline=cluster.timeline_file is not None,
     ):
-        # Not what this process sees: it may be on a node without, or kept from them.
+        # Not those that this process sees: its node may have none, or hide them.
         has_devices = any(node["GPU"] for node in offers().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
-        reserved = groups.wait(reserve(pools_of(roles, cluster, has_devices)))
+        reserved = groups.wait(reserve(make_pools(roles, cluster, has_devices)))
 
         def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)
             group = role.group_name(number), role.worker, arguments, place
             on_device = place.share.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)
-            return start_ray(
-                *group, worker_variables, stall_timeout_s, ray_nsight_options(config, role.name)
-            )
+            nsight = ray_nsight_options(config.trainer.profile, role.name)
+            return start_ray(*group, worker_variables, stall_timeout_s, nsight)
 
         try:
             yield start_on_ray
         finally:
-            if cluster.timeline_file is not None:  # what is killed tells nothing any more
+            if cluster.timeline_file is not None:  # killed actors no longer report
                 write_timeline(Path(cluster.timeline_file))
-            groups.close()  # before Ray, which would take the actors for dead
+            groups.close()  # before Ray ends, which would report dead actors
             reserved.release()

@@ -1,7 +1,7 @@
-"""From a recipe to its reward pipeline: rules, a reward model, a judge, all in one process.
+"""The reward pipeline of a recipe: rules, a reward model and a judge, all in one process.
 
-That is the run's process, or each of those apart (`reward.processes`). Torch is imported where
-there is a reward model only.
+That process is the driver, or each of `reward.processes`. Torch is imported for a reward model
+only.
 """
 
 from __future__ import annotations
@@ -36,41 +36,29 @@ def make_rewards(
     ranks: WorkerGroup | None = None,
     judges: StartEngines | None = None,
 ) -> Rewards:
-    """Make the scorers, with workers where they run apart, and the models that judge; close it.
+    """Make the scorers, with their workers, and the reward model and judge; the caller closes them.
 
     Args:
-        decode: reads the tokens of answers that come without a text.
-        training: else a model that scores only in training is left out.
-        ranks: hold the reward model (`RewardModelWorker`); None loads it here.
-        judges: None starts a judge's engines for these rewards alone.
+        decode: turns the tokens of answers without a text into one.
+        training: False leaves out models that score in training only.
+        ranks: hold the reward model (`RewardModelWorker`); None loads it in this process.
+        judges: starts the judge's engines; None starts engines for these rewards only.
 
     Raises:
-        RewardError: a scorer's name, the user's file, or the judge's key or cache is wrong.
-        ModelError: the reward model is not usable, or a judge's own.
+        RewardError: a scorer's name, the user's file, or the judge's key or cache is not usable.
+        ModelError: the reward model or the judge's model is not usable.
     """
-    pipeline = make_pipeline(config, device, decode, training, ranks, judges)
-    return Rewards(config.reward, pipeline, scoring_models(config.reward, training))
-
-
-def make_pipeline(
-    config: Config,
-    device: torch.device | str,
-    decode: Decode | None,
-    training: bool = True,
-    ranks: WorkerGroup | None = None,
-    judges: StartEngines | None = None,
-) -> RewardPipeline:
-    """Make a reward pipeline; arguments and errors are those of `make_rewards`."""
+    sections = scoring_sections(config.reward, training)
     model, judge = None, None
-    for section in scoring_models(config.reward, training):
+    for section in sections:
         if isinstance(section, OpenAiJudge):
             from winnow.rewards.judge import Judge
 
             judge = Judge(section)
         elif isinstance(section, EngineJudge):
-            from winnow.builders.judge import make_judge
+            from winnow.builders.judge import make_engine_judge
 
-            judge = make_judge(config, judges)
+            judge = make_engine_judge(config, judges)
         else:
             assert isinstance(section, SequenceClassifier)
             budget = section.microbatch_tokens or config.trainer.microbatch_tokens
@@ -78,25 +66,26 @@ def make_pipeline(
             model = make_model_scorer(section, config.model, device, budget, deterministic, ranks)
     longest = config.rollout.max_response_tokens
     try:
-        return RewardPipeline(config.reward, longest, model, judge, decode)
+        pipeline = RewardPipeline(config.reward, longest, model, judge, decode)
+        return Rewards(config.reward, pipeline, sections)
     except BaseException:
-        if judge is not None:  # whose engines nobody else ends
+        if judge is not None:  # nothing else would end its engines
             judge.close()
         raise
 
 
-def scoring_models(config: RewardConfig, training: bool = True) -> list[Section]:
-    """List the models that are asked, the reward model first."""
+def scoring_sections(config: RewardConfig, training: bool = True) -> list[Section]:
+    """Return the sections of the reward model and the judge, where a recipe has them."""
     models = [each for each in (config.model, config.judge) if isinstance(each, Section)]
     return [each for each in models if training or each.in_evaluation]
 
 
 def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> PipelineWorker:
-    """Make one of the processes that score (`reward.processes`): a worker of a `WorkerGroup`.
+    """Make the worker of a scoring process (`reward.processes`).
 
     Args:
-        rank: its place; the device is the reward model's.
-        tokenizer: its folder; reads answers.
+        rank: gives the device of the reward model.
+        tokenizer: folder of the tokenizer that decodes answers.
 
     Raises:
         RewardError, ModelError: as for `make_rewards`.
@@ -106,15 +95,15 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
 
     index = rank.device_index
     if config.run.threads is not None and not isinstance(config.reward.model, NoRewardModel):
-        import torch  # which takes its time, and rules do without
+        import torch  # slow, and not needed by rules
 
         torch.set_num_threads(config.run.threads)
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
     decode = decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
     local_config = config.model_copy(update={"reward": config_per_process(config.reward)})
-    return PipelineWorker(
-        make_pipeline(local_config, "cpu" if index is None else f"cuda:{index}", decode)
-    )
+    rewards = make_rewards(local_config, "cpu" if index is None else f"cuda:{index}", decode)
+    assert isinstance(rewards.pipeline, RewardPipeline)
+    return PipelineWorker(rewards.pipeline)
 
 
 def make_model_scorer(
@@ -125,17 +114,17 @@ def make_model_scorer(
     deterministic: bool,
     ranks: WorkerGroup | None = None,
 ) -> ModelScorer:
-    """Load the reward model and all it takes to ask it.
+    """Load the reward model with its tokenizer and template.
 
     Args:
-        policy: gives what `config` leaves open.
-        microbatch_tokens: packed tokens run at once.
-        deterministic: run each answer alone.
+        policy: defaults for what `config` leaves open.
+        microbatch_tokens: packed tokens of a forward pass.
+        deterministic: score each answer in a forward pass without others.
         ranks: as for `make_rewards`.
 
     Raises:
-        ModelError: it is no sequence classifier with one label, is damaged, has no tokenizer or
-            template, or does not fit them.
+        ModelError: it is not a sequence classifier with one label, is damaged, or has no tokenizer
+            or template that fits.
     """
     import torch
 
@@ -167,6 +156,6 @@ def make_model_scorer(
             f"{facts.embedded_tokens}; give the tokenizer that belongs to the model in "
             "reward.model.tokenizer"
         )
-    is_here, ids, positions = ranks is None, facts.pad_token_id, facts.positions
-    alone = deterministic and is_here
-    return ModelScorer(config, forward, tokenizer, ids, positions, alone, not is_here)
+    one_by_one = deterministic and ranks is None
+    pad_id, positions, takes_time = facts.pad_token_id, facts.positions, ranks is not None
+    return ModelScorer(config, forward, tokenizer, pad_id, positions, one_by_one, takes_time)

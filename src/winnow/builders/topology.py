@@ -1,73 +1,70 @@
-"""Engine, learner and scoring of a run, placed in its own process or in others.
+"""Builds engine, learner and scorers of a run, in the driver or in worker processes.
 
-The learning side is in the run's process, or sharded over ranks; answers are written by an engine
-in the run's process, or by several in processes of their own. Where neither is in the run's
-process, it holds no weights. What scores is in the run's process, or whole in each of several; a
-reward model may be sharded over ranks of its own, which the run's process asks.
-Processes are started on this machine or on a Ray cluster, as `Roles` says.
+Learning is in the driver, or sharded over ranks; answers are written by an engine in the driver, or
+by several in other processes. If both are elsewhere, the driver holds no weights. Scorers are in
+the driver, or whole in each scoring process; a reward model may be sharded over ranks, which the
+driver calls. `Roles` says which processes there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from winnow.builders.engines import (
-    _sleeps,
-    adapter_alone,
-    canary_of,
-    engine_of,
-    has_own_weights,
+    draw_canary,
+    has_separate_weights,
+    make_engine,
+    published_adapter,
 )
-from winnow.builders.placement import (
-    devices_of,
-)
+from winnow.builders.placement import count_devices
 from winnow.builders.processes import StartWorkers
-from winnow.builders.rewards import make_rewards, scoring_models
+from winnow.builders.rewards import make_rewards, scoring_sections
 from winnow.checkpoints.checkpoint import describe_machine
 from winnow.checkpoints.run_state import LocalModelStates, ModelStates
 from winnow.config.roles import Roles
+from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2, Megatron
+from winnow.config.trainer import Fsdp2, Megatron, Strategy
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
 from winnow.models.folders import has_adapter
-from winnow.ranks.learner import make_learner
+from winnow.ranks.learner import Learning, make_learner
 from winnow.ranks.models import LoadedPolicy
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine
 from winnow.rollout.weights import WeightUpdate
-from winnow.run.loop import PublishedWeights, SharedWeights
-from winnow.run.step_metrics import Passes
+from winnow.run.loop import SharedWeightsPublisher, WeightPublisher
+from winnow.run.step_metrics import StepFlop
 
 if TYPE_CHECKING:
-    from winnow.workers.group import WorkerGroup
+    from winnow.learning.canary import Canary, CanaryScores
 
 
 @dataclass(frozen=True)
-class Topology:
-    """Engine and learner of a run, wherever they are."""
+class RunModels:
+    """Engine and learner of a run, in this process or in others."""
 
     engine: Engine
     learner: AnyLearner
-    tensors: ModelStates
-    publish: SharedWeights | PublishedWeights
-    passes: Passes
+    model_states: ModelStates
+    publish: SharedWeightsPublisher | WeightPublisher
+    passes: StepFlop
     machine: Mapping[str, str | int]
-    """Facts that the bits of the learning side depend on beside the recipe."""
+    """Facts besides the recipe on which the bits of learning depend."""
     devices: int
-    """Devices of learning and sampling."""
+    """Number of devices of learning and sampling."""
 
 
-def placed_rewards(
+def build_rewards(
     config: Config,
     roles: Roles,
     policy: LoadedPolicy,
     start_workers: StartWorkers,
     training: bool = True,
 ) -> Rewards:
-    """Make what scores, in processes of its own where it has any; close it.
+    """Make the scorers, in this process or in scoring processes; the caller closes them.
 
     Args:
         training: as for `make_rewards`.
@@ -76,24 +73,24 @@ def placed_rewards(
         RewardError, ModelError: as for `make_rewards`.
         WinnowError: a process cannot be started.
     """
-    if not config.reward.processes:  # what is wrong with them is told before others start
+    if not config.reward.processes:  # errors of scorers come before other processes start
         (ranks,) = start_workers()["reward_model"] if "reward_model" in roles else (None,)
         judges = (lambda: start_workers()["judge"]) if "judge" in roles else None
         return make_rewards(config, policy.device, policy.decode, training, ranks, judges)
     from winnow.rewards.remote_pipeline import RemotePipeline
 
     (group,) = start_workers()["reward"]
-    return Rewards(config.reward, RemotePipeline(group), scoring_models(config.reward))
+    return Rewards(config.reward, RemotePipeline(group), scoring_sections(config.reward))
 
 
-def placed_models(
+def build_models(
     config: Config,
     roles: Roles,
     policy: LoadedPolicy,
     start: str | None,
     start_workers: StartWorkers,
-) -> Topology:
-    """Build engine and learner, in processes of their own where they have any.
+) -> RunModels:
+    """Build engine and learner, in this process or over worker processes.
 
     Args:
         start: as for `worker_processes`.
@@ -102,56 +99,64 @@ def placed_models(
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
     """
     groups = start_workers()
-    placed = _placed(config, roles, policy, start, groups)
-    reference, critic = (groups.get(role, (None,))[0] for role in ("reference", "critic"))
-    if reference is None and critic is None:
-        return placed
-    from winnow.ranks.remote import AssistedLearner
-
-    both = AssistedLearner(placed.learner, placed.tensors, reference, critic)
-    placed = replace(placed, learner=both, tensors=both)
-    for role, ranks in (("reference", reference), ("critic", critic)):
-        if ranks is not None:
-            placed = replace(placed, machine={**placed.machine, f"ranks of the {role}": ranks.size})
-    if critic is None:
-        return placed
-    return replace(placed, passes=replace(placed.passes, **critic.ask("passes")[0]))
-
-
-def _placed(
-    config: Config,
-    roles: Roles,
-    policy: LoadedPolicy,
-    start: str | None,
-    groups: Mapping[str, Sequence[WorkerGroup]],
-) -> Topology:
-    """Build engine and learner, without what the learner is given from elsewhere."""
-    has_weights, engine = has_own_weights(config, groups), engine_of(config, policy, groups)
-    if "policy" not in groups:
-        return _local_learning(config, roles, policy, start, engine)
-    from winnow.ranks.remote import RemoteLearner
-
-    (ranks,) = groups["policy"]
-    learner = RemoteLearner(ranks)
-    weights = learner.weights if has_weights else learner.trained
-    if has_weights and adapter_alone(config) is not None:
-        weights = learner.adapter
-    return Topology(
-        engine=engine,
-        learner=learner,
-        tensors=learner,
-        publish=PublishedWeights(
-            engine, weights, canary_of(config, policy), learner.canary, _sleeps(config)
-        ),
-        passes=learner.facts.passes,
-        machine={**learner.facts.machine, "ranks": ranks.size, **_layout_facts(config)},
-        devices=devices_of(roles, config.cluster, ranks.size),
+    engine = make_engine(config, policy, groups)
+    section, adapter = config.rollout.engine, published_adapter(config.model.adapter)
+    has_weights = has_separate_weights(section, groups)
+    ranks, reference, critic = (
+        groups.get(role, (None,))[0] for role in ("policy", "reference", "critic")
     )
+    learner: AnyLearner
+    states: ModelStates
+    if ranks is None:
+        learning = make_learner(config, policy.model, policy.vocabulary, start)
+        strategy, learner, passes = learning.policy, learning.learner, learning.passes
+        states, machine = _local_states(learning, policy), describe_machine(policy.device)
+
+        def scores(canary: Canary) -> CanaryScores:
+            return canary.expected(strategy)
+
+        def weights(version: int) -> WeightUpdate:
+            exported = strategy.export_weights(adapter_only=adapter is not None)
+            return WeightUpdate(version, exported)
+
+    else:
+        from winnow.ranks.remote import RemoteLearner
+
+        learner = states = remote = RemoteLearner(ranks)
+        passes, scores = remote.facts.passes, remote.canary
+        machine = {**remote.facts.machine, "ranks": ranks.size}
+        machine |= _layout_facts(config.trainer.strategy)
+        exports = remote.weights if adapter is None else remote.adapter
+        weights = exports if has_weights else remote.trained
+    publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine)
+    if has_weights or ranks is not None:
+        sleeps = isinstance(section, VllmEngineConfig) and section.sleep
+        canary = draw_canary(policy, config.rollout.temperature)
+        publish = WeightPublisher(engine, weights, canary, scores, sleeps)
+    if reference is not None or critic is not None:
+        from winnow.ranks.remote import AssistedLearner
+
+        learner = states = AssistedLearner(learner, states, reference, critic)
+    for role, group in (("reference", reference), ("critic", critic)):
+        machine |= {f"ranks of the {role}": group.size} if group is not None else {}
+    if critic is not None:
+        passes = replace(passes, **critic.ask("passes")[0])
+    devices = count_devices(roles, 1 if ranks is None else ranks.size)
+    return RunModels(engine, learner, states, publish, passes, machine, devices)
 
 
-def _layout_facts(config: Config) -> dict[str, str | int]:
-    """Return what bits depend on of how the ranks hold the models."""
-    strategy = config.trainer.strategy
+def _local_states(learning: Learning, policy: LoadedPolicy) -> LocalModelStates:
+    """Return the states of models in this process; an adapter is saved without its base."""
+    writer = model_writer
+    if has_adapter(policy.model):
+        from winnow.models.lora import adapter_writer as writer
+
+    save = writer(policy.model, policy.tokenizer)
+    return LocalModelStates(learning.policy, learning.others, save)
+
+
+def _layout_facts(strategy: Strategy) -> dict[str, str | int]:
+    """Return facts of the sharding on which bits depend."""
     if isinstance(strategy, Megatron):
         return {
             "strategy": strategy.name,
@@ -162,34 +167,3 @@ def _layout_facts(config: Config) -> dict[str, str | int]:
         }
     assert isinstance(strategy, Fsdp2)
     return {"strategy": strategy.name, "ranks a sequence": strategy.sequence}
-
-
-def _local_learning(
-    config: Config, roles: Roles, policy: LoadedPolicy, start: str | None, engine: Engine
-) -> Topology:
-    """Build a learner in this process; an engine that is apart has weights of its own."""
-    learning = make_learner(config, policy.model, policy.vocabulary, start)
-    writer = model_writer
-    if has_adapter(policy.model):
-        from winnow.models.lora import adapter_writer as writer
-
-    strategy = learning.policy
-    publish: SharedWeights | PublishedWeights = SharedWeights(engine)
-    if has_own_weights(config, roles):
-        is_alone = adapter_alone(config) is not None
-        publish = PublishedWeights(
-            engine,
-            lambda version: WeightUpdate(version, strategy.export_weights(adapter_only=is_alone)),
-            canary_of(config, policy),
-            lambda canary: canary.expected(strategy),
-            _sleeps(config),
-        )
-    return Topology(
-        engine=engine,
-        learner=learning.learner,
-        tensors=LocalModelStates(strategy, learning.others, writer(policy.model, policy.tokenizer)),
-        publish=publish,
-        passes=learning.passes,
-        machine=describe_machine(policy.device),
-        devices=devices_of(roles, config.cluster, 1),
-    )

@@ -6,10 +6,13 @@ seed, threads, versions, and the source code that makes them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,29 +27,30 @@ from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
 from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration, build_tokenizer, demonstrations
 from winnow.errors import WinnowError
-from winnow.learning.batch import MicroBatch, micro_batches, pack
-from winnow.learning.imitation import imitation_loss
+from winnow.learning.imitation import Imitator
 from winnow.learning.learner import lr_at
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import save_model, use_layout_attention
 from winnow.observe.console import ConsoleSink
 from winnow.observe.files import atomic_folder
-from winnow.observe.sinks import RunInfo, Sink
+from winnow.observe.metrics import SFT_LOSS, Metrics, Stopwatch
+from winnow.observe.sinks import RunInfo
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
 _CODE = ("algorithms", "data", "learning", "models", "builders/warm_start.py")
 _SEED_STREAM = 0x5F7
 
 
-def cache_folder(config: Config) -> Path:
+def warm_start_folder(config: Config) -> Path:
     """Return the place of this configuration's start in the cache."""
-    warm = _section(config)
+    warm = config.warm_start
+    assert isinstance(warm, SftWarmStart)
     root = warm.cache_dir or os.environ.get("WINNOW_CACHE") or Path.home() / ".cache" / "winnow"
     decides = {
         "warm_start": warm.model_dump(exclude={"cache_dir", "seed"}),
         "task": config.data.task.model_dump(exclude={"eval_problems"}),
         "limit": config.rollout.max_response_tokens,
-        "seed": _seed(config),
+        "seed": config.run.seed if warm.seed is None else warm.seed,
         "threads": torch.get_num_threads(),
         "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
         "instruction set": torch.backends.cpu.get_cpu_capability(),
@@ -60,10 +64,7 @@ def cache_folder(config: Config) -> Path:
 
 
 def make_warm_start(
-    config: Config,
-    fresh: bool,
-    sink: ConsoleSink,
-    on_progress: Callable[[], None] = lambda: None,
+    config: Config, fresh: bool, sink: ConsoleSink, on_progress: Callable[[], None] = lambda: None
 ) -> Path:
     """Find the folder of a warm start in the cache, or train it now and show that.
 
@@ -74,39 +75,45 @@ def make_warm_start(
     Raises:
         WinnowError: the cache cannot be written to.
     """
-    target = cache_folder(config)
-    cached_note = f"Warm start: taken from {target} (made before; --fresh makes it anew)"
-    if not fresh and _is_whole(target):  # no lock: a shared cache may be read-only
-        sink.print_line(cached_note)
-        return target
+    target, warm, task = warm_start_folder(config), config.warm_start, config.data.task
+    assert isinstance(warm, SftWarmStart)
+    assert isinstance(task, SortDigitsTask)
+
+    def log(step: int, loss: float) -> None:
+        sink.log(step, {SFT_LOSS: loss})
+        on_progress()
+
+    seed = config.run.seed if warm.seed is None else warm.seed
+    is_cached = not fresh and _is_complete(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever comes second waits, and then finds the start in the cache.
-        with FileLock(target.with_name(f".{target.name}.partial.lock")):
-            if not fresh and _is_whole(target):
-                sink.print_line(cached_note)
-                return target
-            # A disk that cannot be written to is met before the minute of training, not after it.
-            with atomic_folder(target) as draft:
-                sink.start(RunInfo("warm-up", _section(config).steps, kind="warm_up"))
-                try:
-                    model, tokenizer = _train(config, sink, on_progress)
-                finally:
-                    sink.close()
-                save_model(model, tokenizer, draft)
+        if not is_cached:  # else without a lock: a shared cache may be read-only
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(target.with_name(f".{target.name}.partial.lock")):
+                # Another process may have trained it while this one waited.
+                is_cached = not fresh and _is_complete(target)
+                if not is_cached:
+                    size = config.rollout.max_response_tokens, config.trainer.microbatch_tokens
+                    # A disk that refuses does so before the minute of training, not after it.
+                    with atomic_folder(target) as draft, contextlib.closing(sink):
+                        sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))
+                        save_model(*_train(warm, task, seed, *size, log), draft)
     except OSError as error:
         raise WinnowError(
-            f"cannot keep the warm start in {target.parent}: {error.strerror or error}; "
+            f"cannot write the warm start to {target.parent}: {error.strerror or error}; "
             "choose another folder in warm_start.cache_dir or WINNOW_CACHE"
         ) from error
+    if is_cached:
+        sink.print_line(f"Warm start: cached in {target} (--fresh trains it again)")
     return target
 
 
-def _is_whole(target: Path) -> bool:
+def _is_complete(target: Path) -> bool:
     return (target / "config.json").is_file()
 
 
-def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -> PreTrainedModel:
+def make_tiny_model(
+    warm: SftWarmStart, vocabulary: int, positions: int, seed: int
+) -> PreTrainedModel:
     """A Qwen3-architecture model with random weights of a seed."""
     shape = warm.model
     config = Qwen3Config(
@@ -132,64 +139,45 @@ def tiny_model(warm: SftWarmStart, vocabulary: int, positions: int, seed: int) -
 
 
 def _train(
-    config: Config, sink: Sink, on_progress: Callable[[], None]
+    warm: SftWarmStart,
+    task: SortDigitsTask,
+    seed: int,
+    max_response_tokens: int,
+    microbatch_tokens: int,
+    log: Callable[[int, float], None],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    assert isinstance(config.data.task, SortDigitsTask)
-    warm, limit, seed = _section(config), config.rollout.max_response_tokens, _seed(config)
+    """Train a new model; `log` receives each step and its loss."""
     tokenizer = build_tokenizer()
-    positions = 1 << (limit + config.data.task.max_digits + 1).bit_length()
-    model = tiny_model(warm, len(tokenizer), positions, seed)
+    positions = 1 << (max_response_tokens + task.max_digits + 1).bit_length()
+    model = make_tiny_model(warm, len(tokenizer), positions, seed)
     strategy = Strategy(
         model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
     )
-    rng = np.random.default_rng([seed, _SEED_STREAM])
-    shown = demonstrations(
-        warm.steps * warm.batch_size, warm.demonstrations, config.data.task, limit, rng
+    rate = partial(
+        lr_at,
+        total_steps=warm.steps,
+        lr=warm.lr,
+        warmup_steps=min(warm.warmup_steps, warm.steps),
+        schedule="cosine",
     )
+    imitator = Imitator(strategy, microbatch_tokens, rate, max_skipped_updates=warm.steps + 1)
+    rng = np.random.default_rng([seed, _SEED_STREAM])
+    count = warm.steps * warm.batch_size
+    shown = demonstrations(count, warm.demonstrations, task, max_response_tokens, rng)
+    groups = [_as_group(number, each) for number, each in enumerate(shown)]
     for step in range(1, warm.steps + 1):
-        part = shown[(step - 1) * warm.batch_size : step * warm.batch_size]
-        micro = _as_micro_batches(part, config.trainer.microbatch_tokens)
-        stats = strategy.forward_backward(micro, frozenset({"logprob"}), imitation_loss)
-        lr = lr_at(
-            step,
-            total_steps=warm.steps,
-            lr=warm.lr,
-            warmup_steps=min(warm.warmup_steps, warm.steps),
-            schedule="cosine",
-        )
-        strategy.optimizer_step(lr)
-        sink.log(step, {"sft/loss": stats["loss"]})
-        on_progress()
+        metrics, first = Metrics(), (step - 1) * warm.batch_size
+        imitator.learn(groups[first : first + warm.batch_size], step, metrics, Stopwatch())
+        log(step, metrics.record().get(SFT_LOSS, math.nan))
     return model, tokenizer
 
 
-def _as_micro_batches(part: Sequence[Demonstration], max_tokens: int) -> list[MicroBatch]:
-    """Demonstrations are answers that nobody scored."""
-    groups = [
-        Group(
-            i,
-            Prompt(str(i), demo.prompt_ids, "", "", None),
-            (Answer(_demonstrated(demo), Score(0.0, 0.0)),),
-        )
-        for i, demo in enumerate(part)
-    ]
-    batch = pack(groups)
-    return micro_batches(batch, range(batch.n_groups), max_tokens)
-
-
-def _demonstrated(demo: Demonstration) -> Trajectory:
+def _as_group(number: int, demo: Demonstration) -> Group:
+    """Return a demonstration as a group of one answer without a score."""
     logprobs = np.zeros(len(demo.response_ids), np.float32)
-    return Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
-
-
-def _section(config: Config) -> SftWarmStart:
-    assert isinstance(config.warm_start, SftWarmStart)
-    return config.warm_start
-
-
-def _seed(config: Config) -> int:
-    seed = _section(config).seed
-    return config.run.seed if seed is None else seed
+    trajectory = Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
+    prompt = Prompt(str(number), demo.prompt_ids, "", "", None)
+    return Group(number, prompt, (Answer(trajectory, Score(0.0, 0.0)),))
 
 
 def _code_hash() -> str:

@@ -137,8 +137,8 @@ class OpenedRun:
             if name in was and was[name] != now
         ]
 
-    def rewind(self, metrics: MetricsLog) -> None:
-        """Drop all records later than the checkpoint.
+    def rewind(self, metrics: MetricsLog, recipe: str) -> None:
+        """Drop all records later than the checkpoint, and write the recipe to the folder.
 
         In this order: a crash within leaves what the same call can finish.
 
@@ -151,7 +151,7 @@ class OpenedRun:
         delete_rollouts_after(folder.rollouts, step)
         delete_rollouts_after(folder.evaluations, step if self.manifest.evaluated else step - 1)
         metrics.truncate(self.manifest.metrics_bytes)
-        folder.save_config(dump_config(self.config))
+        folder.save_config(recipe)
 
 
 @contextlib.contextmanager

@@ -369,16 +369,16 @@ def _run_training(
         options: of `winnow train` that the user gave.
         heartbeat: pipe of a parent, which has asked for trust.
     """
-    from winnow.run.shutdown import ShutdownSignal, Stopped, outlive_readers
-    from winnow.run.supervisor import Heartbeat, Supervisor, winnow_command
+    from winnow.run.shutdown import ShutdownSignal, Stopped, ignore_broken_output
+    from winnow.run.supervisor import Heartbeat, Supervisor, make_child_command
 
     config = _load(recipe, overrides, folder)
     trainer = config.trainer
     if heartbeat is None:
         _require_trust(config, recipe, overrides, "--trust" in options)
     if trainer.max_restarts and heartbeat is None:
-        outlive_readers()
-        command = winnow_command([*options, recipe, *(overrides or [])])
+        ignore_broken_output()
+        command = make_child_command([*options, recipe, *(overrides or [])])
         supervisor = Supervisor(
             command, trainer.max_restarts, trainer.stall_timeout_s, folder=folder
         )
@@ -388,7 +388,7 @@ def _run_training(
         from winnow.dashboard.sidecar import serve_dashboard
 
         companion = serve_dashboard
-    outlive_readers()
+    ignore_broken_output()
     stop = ShutdownSignal()
     try:
         with stop.listening():

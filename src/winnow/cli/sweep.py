@@ -28,7 +28,7 @@ from winnow.observe.files import explain_write_errors, recipe_stem, unused_path,
 from winnow.observe.format import duration, figure_table, number, percent, print_table, printable
 from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics
 from winnow.observe.metrics import LENGTH, REWARD
-from winnow.run.shutdown import Stopped, heeded, outlive_readers
+from winnow.run.shutdown import Stopped, ignore_broken_output, stop_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +94,7 @@ def plan_sweep(recipe: str, overrides: list[str]) -> Sweep:
 
 def run_sweep(recipe: str, overrides: list[str], jobs: int, console: Console) -> int:
     """Train all pending runs of a sweep, `jobs` at a time; return the exit code."""
-    outlive_readers()
+    ignore_broken_output()
     sweep = plan_sweep(recipe, overrides)
     runs = sweep.runs
     if (sweep.folder / SWEEP).is_file():
@@ -136,7 +136,7 @@ def _train_all(sweep: Sweep, waiting: list[str], jobs: int, console: Console) ->
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     numbers, reported = list[int](), 0
     handlers = {
-        number: signal.signal(number, lambda n, _: numbers.append(n)) for number in heeded()
+        number: signal.signal(number, lambda n, _: numbers.append(n)) for number in stop_signals()
     }
     try:
         while running or (waiting and not numbers):

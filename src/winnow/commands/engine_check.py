@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from winnow.builders.engines import canary_of, check_engine, engine_of
+from winnow.builders.engines import check_engine_installed, draw_canary, make_engine
 from winnow.builders.processes import worker_processes
-from winnow.builders.run import use_machine
+from winnow.builders.run import prepare_device
 from winnow.checkpoints.recipe_changes import with_settings
 from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import parse_recipe
@@ -97,7 +97,7 @@ class TrainerModel:
             vocab_size=vocabulary,
             fp32_head=fp32_head,
         )
-        canary = canary_of(config, policy)
+        canary = draw_canary(policy, config.rollout.temperature)
         return cls(strategy, vocabulary, fp32_head, canary, canary.expected(strategy))
 
     async def compare(self, name: str, engine: Engine, version: int) -> EngineFinding:
@@ -144,8 +144,8 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
     Raises:
         WinnowError: the engine cannot be made, or dies.
     """
-    check_engine(config)
-    device = use_machine(config)
+    check_engine_installed(config.cluster, config.rollout.engine, config.reward.judge)
+    device = prepare_device(config.run, config.model.cache_dir)
     assert config.model.path is not None
     source = config.model.source or config.model.path
     policy = load_policy(config, source, device)
@@ -162,7 +162,7 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
             "update could not be detected; use other weights"
         )
     with worker_processes(config, Roles(config), policy, None) as start_workers:
-        engine = engine_of(config, policy, start_workers())
+        engine = make_engine(config, policy, start_workers())
         return asyncio.run(_run_checks(engine, reference, updated, config.run.seed))
 
 

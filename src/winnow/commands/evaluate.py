@@ -25,19 +25,20 @@ from rich.console import Console
 from rich.text import Text
 
 from winnow.builders.engines import (
-    adapter_alone,
-    check_engine,
-    engine_of,
-    has_own_weights,
-    uses_device,
+    check_engine_installed,
+    driver_uses_device,
+    has_separate_weights,
+    make_engine,
+    published_adapter,
 )
 from winnow.builders.processes import worker_processes
-from winnow.builders.run import make_evaluator, use_machine
-from winnow.builders.topology import placed_rewards
+from winnow.builders.run import make_evaluator, prepare_device
+from winnow.builders.topology import build_rewards
 from winnow.checkpoints.checkpoint import CONFIG, MANIFEST, Checkpoint, find_checkpoint, verify
 from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.strangers import require_trust
 from winnow.commands.engine_check import TrainerModel
+from winnow.config.base import Section
 from winnow.config.data import DataConfig, NoTask
 from winnow.config.files import resolve_evaluation_recipe
 from winnow.config.judge import EngineJudge, NoJudge, NoRewardModel
@@ -140,7 +141,7 @@ def run_evaluation(request: EvalRequest, console: Console) -> Report:
         WinnowError: no such run, checkpoint or model, or nothing to evaluate on.
         Stopped: a signal ended it; nothing of it is left.
     """
-    stop = ShutdownSignal(speaks=False)
+    stop = ShutdownSignal(announces=False)
     with stop.listening():
         setup = resolve_setup(request)
         folder = setup.answers.parent
@@ -185,15 +186,17 @@ def _generate_answers(
     setup: EvalSetup, console: Console, stop: ShutdownSignal
 ) -> tuple[EvalResult, Evaluator]:
     config = setup.config
-    check_engine(config)
-    holds_none, roles = _holds_no_weights(config), Roles(config)
-    device = use_machine(config, not holds_none or uses_device(config, roles))
+    section, roles = config.rollout.engine, Roles(config)
+    check_engine_installed(config.cluster, section, config.reward.judge)
+    holds_none = _holds_no_weights(section, config.model.adapter)
+    uses_device = driver_uses_device(section, config.reward, config.cluster, roles)
+    device = prepare_device(config.run, config.model.cache_dir, not holds_none or uses_device)
     with contextlib.ExitStack() as stack:
         try:
             policy = load_policy(config, setup.model, device, hollow=holds_none)
             start_workers = stack.enter_context(worker_processes(config, roles, policy, None))
-            engine = engine_of(config, policy, start_workers())
-            rewards = placed_rewards(config, roles, policy, start_workers, training=False)
+            engine = make_engine(config, policy, start_workers())
+            rewards = build_rewards(config, roles, policy, start_workers, training=False)
             stack.callback(rewards.close)
             held_out = evaluation_prompts(config.data, policy.tokenizer)
             evaluator = make_evaluator(
@@ -228,10 +231,9 @@ def _generate_answers(
         return stop.run(ask()), evaluator
 
 
-def _holds_no_weights(config: Config) -> bool:
+def _holds_no_weights(engine: Section, adapter: Section) -> bool:
     """Return whether only the engine holds the model: vLLM, unless an adapter is merged."""
-    is_vllm = isinstance(config.rollout.engine, VllmEngineConfig)
-    return is_vllm and not isinstance(config.model.adapter, LoraAdapter)
+    return isinstance(engine, VllmEngineConfig) and not isinstance(adapter, LoraAdapter)
 
 
 async def _set_weights(setup: EvalSetup, policy: LoadedPolicy, engine: Engine) -> None:
@@ -242,12 +244,14 @@ async def _set_weights(setup: EvalSetup, policy: LoadedPolicy, engine: Engine) -
         PublicationError: vLLM did not take them.
     """
     config, step = setup.config, setup.step
-    if not has_own_weights(config, Roles(config)) or _holds_no_weights(config):
+    section, adapter = config.rollout.engine, config.model.adapter
+    holds_none = _holds_no_weights(section, adapter)
+    if holds_none or not has_separate_weights(section, Roles(config)):
         await engine.load_weights(WeightUpdate(step))
         return
-    is_http = isinstance(config.rollout.engine, HttpEngineConfig)
+    is_http = isinstance(section, HttpEngineConfig)
     trainer_model = TrainerModel.of(config, policy, policy.model)
-    is_alone = adapter_alone(config) is not None
+    is_alone = published_adapter(adapter) is not None
     tensors = None if is_http else trainer_model.strategy.export_weights(adapter_only=is_alone)
     await engine.load_weights(WeightUpdate(step, tensors))
     try:

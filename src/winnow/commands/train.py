@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from winnow import gc_tuning
-from winnow.builders.engines import holds_no_weights, uses_device
-from winnow.builders.preflight import check_places, check_start, starting
+from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
+from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
 from winnow.builders.processes import worker_processes
-from winnow.builders.run import RunContext, build, use_machine, with_steps
-from winnow.builders.topology import placed_models, placed_rewards
+from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
+from winnow.builders.topology import build_models, build_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run
 from winnow.checkpoints.recipe_changes import with_settings
@@ -47,15 +47,16 @@ from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
 from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
 from winnow.run.loop import Run, train
-from winnow.run.shutdown import MachineEnd, ShutdownSignal, Stopped
+from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
 from winnow.sampling.ledger import Ledger
+from winnow.sampling.stream import Sampler
 from winnow.views.curve import CurveSink, draw_curve
 from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
 
 if TYPE_CHECKING:
-    from winnow.run.sft import Imitation, Shown
+    from winnow.run.sft import SftData, SftRun
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ def run_training(config: Config, options: TrainOptions) -> int:
     Raises:
         WinnowError: what the user can mend; what the run had by then stays in its folder.
     """
-    check_start(config)
-    options.heartbeat.watch(fetched_bytes)
+    check_requirements(config)
+    options.heartbeat.watch_counters(fetched_bytes)
     try:
         return _train_once(config, options)
     except DamagedError as damage:
@@ -102,20 +103,23 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
     """
     recipe, console, heartbeat = options.recipe, options.console, options.heartbeat
     roles = Roles(config)
-    device = use_machine(config, uses_device(config, roles))
+    engine, cache_dir = config.rollout.engine, config.model.cache_dir
+    uses_device = driver_uses_device(engine, config.reward, config.cluster, roles)
+    device = prepare_device(config.run, cache_dir, uses_device)
     seed_everything(config.run.seed)
     with (
         opened_run(config, recipe) as opened,
         detecting_damage(opened) as has_begun,
-        _logging_to_folder(opened) as stack,
+        _logging_to_folder(opened.folder) as stack,
     ):
         folder = opened.folder
         config = _with_saved_sections(config, opened)
-        heartbeat.folder(folder.path)
+        heartbeat.send_folder(folder.path)
         sink = make_console(config.observe.console, console)
         is_finished = opened.is_finished(config.trainer.steps)
         if not is_finished:
-            check_places(config, opened.checkpoint is not None)
+            path = config.model.path if opened.checkpoint is None else None
+            check_inputs_exist(config.data, config.sft, path)
         _note(sink, *warnings, *(opened.notes or introduction(config, recipe, folder)))
         if is_finished:
             if opened.checkpoint is not None and opened.may_be_damaged:
@@ -126,17 +130,17 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         if options.companion is not None:
             _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
-        policy = load_policy(config, path, device, first, holds_no_weights(config, roles))
+        policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
         data, config, saved_config = _read_data(config, opened, policy)
-        end = MachineEnd(config.trainer)
-        _note(sink, *end.notes, *starting(config, roles))
+        end = MachineDeadline(config.trainer)
+        _note(sink, *end.notes, *startup_notes(roles, config.trainer.checkpoint_url))
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             worker_processes(config, roles, policy, first) as start_workers,
-            contextlib.closing(placed_rewards(config, roles, policy, start_workers)) as rewards,
+            contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
-            placed = placed_models(config, roles, policy, first, start_workers)
+            placed = build_models(config, roles, policy, first, start_workers)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks(
                 [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
@@ -145,9 +149,9 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
-            run = _build_run(context, data, sink)
+            run = _build(context, data, sink)
             _note(sink, *opened.machine_changes(placed.machine))
-            _restore(config, replace(opened, config=saved_config), run, sink, metrics)
+            _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch(
                 lambda: run.engine.status().generated_tokens,
@@ -155,41 +159,48 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 rewards.count_offloaded,
             )
             _start_sinks(sinks, run, folder, figures, options.began_s)
-            stopped = _train(config, policy, run, options.stop, end)
+            explained = explain_oom(config, policy.model, run.save_after_failure)
+            stopped = _train(run, options.stop, end, explained, config.sampling.on_bound)
         if stopped is not None:
             _note(sink, _stopped_note(stopped, run.state.step, folder))
             return stopped.exit_code
-        _note(sink, *(run.passes.notes if isinstance(run, Run) else ()))
+        _note(sink, *(run.prompt_budget.notes if isinstance(run, Run) else ()))
         _show_results(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
 
 
-def _build_run(
-    context: RunContext, data: PromptSource | Shown, sink: ConsoleSink
-) -> Run | Imitation:
+def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink) -> Run | SftRun:
     """Build the run for the kind of data."""
     if isinstance(data, PromptSource):
-        return build(context, data, lambda ledger: sink.show_status(_describe_progress(ledger)))
-    from winnow.builders.imitation import build_imitation
+        return build_run(context, data, lambda ledger: sink.show_status(_describe_progress(ledger)))
+    from winnow.builders.sft import build_sft
 
-    return build_imitation(context, data)
+    return build_sft(context, data)
 
 
 def _read_data(
     config: Config, opened: OpenedRun, policy: LoadedPolicy
-) -> tuple[PromptSource | Shown, Config, Config]:
-    """Read what is learnt from, put the steps that it fills into the recipe and the one that the
+) -> tuple[PromptSource | SftData, Config, Config]:
+    """Read the training data, put the steps that it fills into the recipe and the one that the
     folder keeps, and keep the tokenizer and the model's config there."""
-    begun = opened.config
     _save_tokenizer_and_config(policy, opened.folder)
+    epochs, steps = config.trainer.data_epochs, config.trainer.steps
+    data: PromptSource | SftData
     if isinstance(config.sft, Demonstrations):
-        from winnow.builders.imitation import read_shown
+        from winnow.builders.sft import read_sft_data
 
-        shown = read_shown(config, policy)
-        return shown, shown.with_steps(config), shown.with_steps(begun)
-    source = training_prompts(config.data, policy.tokenizer, config.run.seed)
-    return source, with_steps(config, source), with_steps(begun, source)
+        data = read_sft_data(config.sft, config.data, policy)
+        steps = steps if epochs is None else data.count_steps(epochs)
+    else:
+        data = training_prompts(config.data, policy.tokenizer, config.run.seed)
+        groups, task = config.sampling.groups_per_step, config.data.task.name
+        steps = steps if epochs is None else count_steps(epochs, groups, data, task)
+    config, saved_config = (
+        each.model_copy(update={"trainer": each.trainer.model_copy(update={"steps": steps})})
+        for each in (config, opened.config)
+    )
+    return data, config, saved_config
 
 
 def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:
@@ -239,7 +250,7 @@ def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Si
 
 
 def _start_sinks(
-    sinks: Sinks, run: Run | Imitation, folder: RunFolder, figures: Record, began: float
+    sinks: Sinks, run: Run | SftRun, folder: RunFolder, figures: Record, began: float
 ) -> None:
     """Start the sinks; the first record includes the start-up time."""
     kind: Kind = "train" if isinstance(run, Run) else "sft"
@@ -256,9 +267,9 @@ def _note(sink: ConsoleSink, *lines: str) -> None:
 
 
 @contextlib.contextmanager
-def _logging_to_folder(opened: OpenedRun) -> Iterator[contextlib.ExitStack]:
+def _logging_to_folder(folder: RunFolder) -> Iterator[contextlib.ExitStack]:
     """Log to the run's folder, also the error that ends the run; yields a stack of contexts."""
-    with opened.folder.logging_to_file():
+    with folder.logging_to_file():
         try:
             with contextlib.ExitStack() as stack:
                 yield stack
@@ -299,30 +310,28 @@ def _resolve_models(
     return start, start if is_needed else None, figures
 
 
-def _restore(
-    config: Config, opened: OpenedRun, run: Run | Imitation, sink: ConsoleSink, metrics: MetricsLog
-) -> None:
+def _restore(context: RunContext, opened: OpenedRun, run: Run | SftRun, sink: ConsoleSink) -> None:
     """Set the run, the random states and the folder to the checkpoint, if there is one, and say
     what is to be known of the steps that follow."""
+    config, checkpoint = context.config, opened.checkpoint
     seed_everything(config.run.seed)  # what was started since may have drawn
-    checkpoint = opened.checkpoint
     if checkpoint is not None:
         run.unfinished = run.state.restore(checkpoint, opened.load_state(config))
         run.first_step = checkpoint.step + 1
         run.evaluate_before = False
-        if isinstance(run, Run) and run.passes.are_over and run.unfinished is None:
+        if isinstance(run, Run) and run.prompt_budget.is_exhausted and run.unfinished is None:
             sink.print_line(_finished_note(config, opened.folder))
-    opened.rewind(metrics)
+    opened.rewind(context.metrics, context.recipe)
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
-    _note(sink, *run.notes, *profile, *_lag_notes(config, run))
+    _note(sink, *run.notes, *profile)
+    if isinstance(run, Run) and config.sampling.score_lag_ticks is None:
+        _note(sink, *_lag_notes(run.sampler))
 
 
-def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
-    """Describe the score lag, where the recipe leaves it open."""
-    if not isinstance(run, Run):
-        return []
-    lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
-    if config.sampling.score_lag_ticks is not None or not lag:
+def _lag_notes(sampler: Sampler) -> list[str]:
+    """Describe the score lag, where scores are late and the recipe does not set it."""
+    lag, looks = sampler.score_lag_ticks, sampler.look_ticks
+    if not lag:
         return []
     when = f", when the engines are next polled (every {looks} ticks)" if looks > 1 else ""
     return [
@@ -332,36 +341,40 @@ def _lag_notes(config: Config, run: Run | Imitation) -> list[str]:
 
 
 def _train(
-    config: Config,
-    policy: LoadedPolicy,
-    run: Run | Imitation,
+    run: Run | SftRun,
     stop: ShutdownSignal,
-    end: MachineEnd,
+    end: MachineDeadline,
+    explained: contextlib.AbstractContextManager[None],
+    on_bound: str,
 ) -> Stopped | None:
-    """Train, and save the progress if the run is stopped or cannot continue."""
+    """Train, and save the progress if the run is stopped or cannot continue.
+
+    Args:
+        explained: explains a lack of memory.
+        on_bound: `sampling.on_bound`; after a stop a resumed run goes on with the open groups.
+    """
     stopped, end.save_s = None, lambda: run.state.save_s
-    explained = explain_oom(config, policy.model, run.save_after_failure)
-    with stop.deferring(), stop.before(end), gc_tuning.frozen(), run.state, explained:
+    with stop.deferring(), stop.stop_before(end), gc_tuning.frozen(), run.state, explained:
         try:
             if isinstance(run, Run):
                 asyncio.run(train(run))
             else:
-                from winnow.run.sft import imitate
+                from winnow.run.sft import train_sft
 
-                asyncio.run(imitate(run))
+                asyncio.run(train_sft(run))
         except Stopped as request:
             stopped = request
             run.state.save()
         except (NoSignalError, RewardError) as error:
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError) and isinstance(run, Run):
-                if config.sampling.on_bound == "stop":
+                if on_bound == "stop":
                     run.state.record_sampling()
                 # The answers that taught nothing are what there is to look at now.
                 seen = [
                     RolloutGroup(s.group, s.fate) for s in run.sampler.ledger.accounting.settled
                 ]
-                run.keep_rollouts((run.state.step or 0) + 1, seen)
+                run.save_rollouts((run.state.step or 0) + 1, seen)
             run.state.save()
             if isinstance(error, NoSignalError) and error.rule:
                 raise NoSignalError(f"{error}: {remedy_of(error.rule)}", error.rule) from error
@@ -395,7 +408,7 @@ def run_sft(config: Config, fresh: bool, console: Console) -> Path:
         )
     from winnow.builders.warm_start import make_warm_start
 
-    use_machine(config)
+    prepare_device(config.run, config.model.cache_dir)
     sink = make_console(config.observe.console, console)
     return make_warm_start(config, fresh, sink)
 
@@ -407,13 +420,11 @@ def introduction(config: Config, recipe: str, folder: RunFolder) -> list[str]:
     lines += config.run.description
     if isinstance(config.sft, Demonstrations):
         return lines
-    epochs = config.trainer.data_epochs
+    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
     length = f"{config.trainer.steps}" if epochs is None else f"{epochs:g} passes over the data in"
-    size = (
-        f"{length} steps of {config.sampling.groups_per_step} prompts x {config.rollout.n} answers"
-    )
+    size = f"{length} steps of {groups} prompts x {config.rollout.n} answers"
     if isinstance(config.sampling.filter, VarianceFilter):
-        size += "; prompts whose answers are all right or all wrong give no signal and are replaced"
+        size += "; prompts with all answers right or all wrong give no signal and are replaced"
     lines.append(f"{size}.")
     return lines
 
@@ -434,7 +445,6 @@ def _show_results(config: Config, recipe: str, folder: RunFolder, console: Conso
                 console.print(f"{command}  # {meaning}", soft_wrap=True, markup=False)
         return
     draw_curve(folder.path)
-    records = read_metrics(folder.metrics)
     paths = {
         "learning curve": folder.curve,
         "rollouts": folder.rollouts,
@@ -447,7 +457,7 @@ def _show_results(config: Config, recipe: str, folder: RunFolder, console: Conso
         print_summary(
             console,
             f"{folder.name}: done",
-            records,
+            read_metrics(folder.metrics),
             samples=pick_samples(folder.eval_file(0), folder.eval_file(last.step)),
             paths=paths,
             commands=next_commands(config, recipe, folder),

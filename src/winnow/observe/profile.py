@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from winnow.config.root import Config
 from winnow.config.trainer import ProfileConfig, ProfileRole
 from winnow.errors import ConfigError
 from winnow.observe.files import PARTIAL, explain_write_errors
@@ -82,9 +81,8 @@ class StepProfiler:
             finish(self.folder / name)
 
 
-def make_profiler(config: Config, role: ProfileRole, rank: int = 0) -> StepProfiler | None:
+def make_profiler(profile: ProfileConfig, role: ProfileRole, rank: int = 0) -> StepProfiler | None:
     """Make the profiler of a process; None where no step is to be profiled."""
-    profile = config.trainer.profile
     if not profile.steps:
         return None
     assert profile.save_path is not None, "set when the run's folder is known"
@@ -120,9 +118,8 @@ def profile_notes(config: ProfileConfig, first: int, last: int) -> list[str]:
     return notes
 
 
-def ray_nsight_options(config: Config, role: str) -> dict[str, str] | None:
+def ray_nsight_options(profile: ProfileConfig, role: str) -> dict[str, str] | None:
     """Return the options of nsys for the workers of a role on Ray; None where they run without."""
-    profile = config.trainer.profile
     of = {"policy": "learner", "rollout": "engine"}.get(role)
     is_recorded = profile.steps and profile.tool == "nsight" and of in profile.roles
     return nsight_options(profile) if is_recorded else None

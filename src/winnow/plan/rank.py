@@ -37,7 +37,7 @@ from winnow.plan.megatron import planned_megatron
 from winnow.plan.tracker import DeviceTracker
 from winnow.ranks import learner
 from winnow.ranks.models import check_attention_memory, load_policy_model
-from winnow.run.step_metrics import Attention
+from winnow.run.step_metrics import AttentionFlop
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
 _CPU = torch.device("cpu")
@@ -247,7 +247,7 @@ def _run_apart(config: Config, role: str, path: str) -> tuple[RankRun, Planned]:
 
 def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[int], float]:
     """Return the FLOP of packed attention over a full micro-batch, by heads x size of a head."""
-    lengths, attention = np.array(micro_lengths(config, max_tokens)), Attention.of(model.config)
+    lengths, attention = np.array(micro_lengths(config, max_tokens)), AttentionFlop.of(model.config)
     whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
     return lambda width: whole * width
 

@@ -36,7 +36,7 @@ from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.folders import torch_dtype
 from winnow.ranks.models import check_attention_memory, is_adapter
-from winnow.run.step_metrics import Attention, Passes
+from winnow.run.step_metrics import AttentionFlop, StepFlop
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,7 +50,7 @@ class Learning:
 
     learner: Learner | Imitator
     policy: Strategy
-    passes: Passes
+    passes: StepFlop
     """The passes that a step computes."""
     others: dict[str, Strategy] = field(default_factory=dict)
     """By role: what learns beside the policy, and is saved with it."""
@@ -114,7 +114,7 @@ def make_learner(
     if imitates:
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
-        return Learning(imitator, policy, Passes(policy.active_parameters, epochs=1, forwards=0))
+        return Learning(imitator, policy, StepFlop(policy.active_parameters, epochs=1, forwards=0))
     critic, roles = None, Roles(config)
     if "values" in needs_of(config) and "critic" not in roles:
         critic = make_critic(config, start, policy.device, hollow, hold)
@@ -133,11 +133,11 @@ def make_learner(
         critic=critic,
         correction=_correction_options(config.algorithm.correction, recomputed=True),
     )
-    passes = Passes(
+    passes = StepFlop(
         policy.active_parameters,
         config.trainer.epochs,
         forwards=(old_source(config) == "pass") + (reference is not None),
-        attention=Attention.of(model.config),
+        attention=AttentionFlop.of(model.config),
         **(critic_passes(critic.strategy) if critic is not None else {}),
     )
     trained = {} if critic is None else {"critic": critic.strategy}
@@ -170,8 +170,8 @@ def critic_options(config: Config) -> dict[str, Any]:
 
 
 def critic_passes(strategy: Strategy) -> dict[str, Any]:
-    """Return the fields of `Passes` that are a critic's."""
-    attention = Attention.of(strategy.model.config)
+    """Return the fields of `StepFlop` that are a critic's."""
+    attention = AttentionFlop.of(strategy.model.config)
     return {"critic_parameters": strategy.active_parameters, "critic_attention": attention}
 
 

@@ -66,7 +66,7 @@ from winnow.ranks.learner import (
 )
 from winnow.ranks.models import check_finite, load_policy_model
 from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, buckets, store_bucket
-from winnow.run.step_metrics import Passes
+from winnow.run.step_metrics import StepFlop
 from winnow.types import FloatArray, Group, IntArray
 from winnow.workers.array_refs import Handle, SplitResult, keep_on_node
 from winnow.workers.host import RankInfo
@@ -86,7 +86,7 @@ _OF_TOKENS = "old_logprobs", "entropies"
 class RankFacts:
     """Facts of the learning side that the driver needs."""
 
-    passes: Passes
+    passes: StepFlop
     learner: Mapping[str, Any]
     """The learner's state."""
     machine: Mapping[str, str | int]
@@ -243,7 +243,7 @@ class LearnerWorker(SavingRank):
         strategy = config.trainer.strategy
         assert isinstance(strategy, Fsdp2 | Megatron)
         super().__init__(rank, config, strategy.replicas if isinstance(strategy, Fsdp2) else 1)
-        self._profiler = make_profiler(config, "learner", rank.rank)
+        self._profiler = make_profiler(config.trainer.profile, "learner", rank.rank)
         model = load_policy_model(
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )
@@ -416,7 +416,7 @@ class CriticWorker(SavingRank):
         return self._learner.progress
 
     def passes(self) -> dict[str, Any]:
-        """Return the fields of `Passes` that are a critic's."""
+        """Return the fields of `StepFlop` that are a critic's."""
         return critic_passes(self._strategies["critic"])
 
     def values(self, groups: Sequence[Group], step: int) -> SplitResult:

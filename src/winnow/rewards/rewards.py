@@ -49,7 +49,7 @@ class Rewards:
         pipeline: RewardPipeline | RemotePipeline,
         models: Sequence[Section] = (),
     ) -> None:
-        self._config, self._pipeline = config, pipeline
+        self._config, self.pipeline = config, pipeline
         self._names = ScoreNames(config, models)
         self._required: str | None = None
         """The filter's metric, unless every score has it."""
@@ -75,7 +75,7 @@ class Rewards:
         """Return `scoring/answers`, those `scoring/failed`, and the judge's counts, since the last
         call."""
         counts, self._counts = self._counts, Counter()
-        return {name: counts[name] for name in (ANSWERS, FAILED)} | self._pipeline.figures()
+        return {name: counts[name] for name in (ANSWERS, FAILED)} | self.pipeline.figures()
 
     def check_sources(self, data_sources: Iterable[str], held_out: bool = False) -> None:
         """Check before training that every source can be scored.
@@ -87,7 +87,7 @@ class Rewards:
             RewardError: one cannot.
         """
         sources = set(data_sources)
-        self._pipeline.prepare(sources)
+        self.pipeline.prepare(sources)
         if not held_out or self._names.judge_decides(training=False):
             return
         for source in sorted(sources):
@@ -130,7 +130,7 @@ class Rewards:
             RewardError: scoring failed and `on_failure` is fatal, the score lacks the metric that
                 the filter asks for, or too many scorings failed.
         """
-        scored = await self._pipeline.score(prompt, trajectory, text, training)
+        scored = await self.pipeline.score(prompt, trajectory, text, training)
         score, report = scored.score, self.failure_report
         report.scored += 1
         self._counts[ANSWERS] += 1

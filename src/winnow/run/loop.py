@@ -1,9 +1,9 @@
-"""The run, step by step: sample, learn, publish, evaluate, save, log.
+"""The training loop: sample, learn, publish, evaluate, save, log.
 
     sampler.step ─► learner.learn ─► engine.load_weights ─► evaluate │ checkpoint │ log, when due
 
-This module only sequences objects that `build` chose. `trainer.mode` names one of three scripts
-over them, which differ in what goes on side by side; step k is learnt from weights k - 1:
+This module only sequences objects that `build_run` chose. `trainer.mode` names one of three scripts
+over them, which differ in what runs concurrently; step k is sampled with weights k - 1:
 
     sync          sample 1 ─ learn 1 ─ publish ─ sample 2 ─ learn 2 ─ publish ─ …
     one_step_off  sample 1 ─┬ learn 1 ──┬ publish ─┬ learn 2 ──┬ publish ─ …
@@ -20,7 +20,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -38,9 +39,9 @@ from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import (
     StepTokens,
     Throughput,
+    count_step_tokens,
     record_step,
     rollout_groups,
-    step_tokens,
 )
 from winnow.sampling.accounting import RETURNED, StepGroups
 from winnow.sampling.stream import Sampler
@@ -51,11 +52,11 @@ if TYPE_CHECKING:
 
 Mode = Literal["sync", "one_step_off", "async"]
 Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
-"""Give the engine the weights of a version; return figures of that."""
+"""Publishes the weights of a version to the engine; returns metrics of that."""
 
 
-class SharedWeights:
-    """Publishes the version alone: engine and trainer share one model."""
+class SharedWeightsPublisher:
+    """Publishes the version number only: engine and trainer share one model."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -64,18 +65,18 @@ class SharedWeights:
         await self._engine.load_weights(WeightUpdate(version))
         return {}
 
-    async def rest(self, sampler: Sampler) -> None:
-        """Leave the memory as it is: it is one."""
+    async def sleep_engines(self, sampler: Sampler) -> None:
+        """Do nothing: engine and trainer share the memory."""
 
 
-class PublishedWeights:
-    """Publishes weights, and has a canary check that the engine uses them.
+class WeightPublisher:
+    """Publishes weights, and checks by a canary that the engine uses them.
 
     Args:
-        weights: makes the update of a version, for an engine of this kind.
+        weights: exports the update of a version.
         expected: computes the trainer's log-probs of the canary's sequences.
-        sleeps: the engine has `sleep` and `wake`, and is to give its memory back between `rest` and
-            the next publication.
+        sleeps: the engine has `sleep` and `wake`, and frees its memory from `sleep_engines` to the
+            next publication.
     """
 
     def __init__(
@@ -105,33 +106,21 @@ class PublishedWeights:
         most = await self._canary.check(expected, version, members_of(engine))
         return {"publish/max_delta": most}
 
-    async def rest(self, sampler: Sampler) -> None:
-        """Have an engine that sleeps give its memory to learning; answers become prefixes."""
+    async def sleep_engines(self, sampler: Sampler) -> None:
+        """Put engines to sleep, which frees their memory for learning; answers become prefixes."""
         if self._sleeps:
             await sampler.abort_running()
             await cast(Any, self._engine).sleep()
             self._is_asleep = True
 
 
-async def _keep_memory(sampler: Sampler) -> None:
-    """Leave engines as they are while a step is learnt."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The steps at which something is due; the last one always."""
-
-    every: int | None
-    last: int
-
-    def due(self, step: int) -> bool:
-        """Return whether it is due after `step`."""
-        return step == self.last or (self.every is not None and step % self.every == 0)
+async def _keep_awake(sampler: Sampler) -> None:
+    """Keep engines awake while a step is learned."""
 
 
 @dataclass
 class PendingSteps:
-    """Steps that are cut and not learnt yet; part of a run's state."""
+    """Sampled steps that are not learned yet; part of a run's state."""
 
     steps: deque[StepGroups] = field(default_factory=deque)
 
@@ -140,44 +129,44 @@ class PendingSteps:
         return {"steps": tuple(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Restore what `state_dict` returned."""
         self.steps = deque(state["steps"])
 
 
 @dataclass
-class DataPasses:
-    """The prompts that a run has used up, and may; part of its state."""
+class PromptBudget:
+    """The number of prompts that a run may use, and has used; part of its state."""
 
     prompts: float = math.inf
-    """In all passes over the data."""
+    """Prompts of all passes over the data."""
     groups_per_step: int = 1
     used: int = 0
-    """Prompts whose groups were learnt from or left out; one that is given back is not used."""
+    """Prompts whose groups were trained or discarded; returned ones are not counted."""
 
     @property
-    def are_over(self) -> bool:
-        """True if what is left of the passes fills no step."""
+    def is_exhausted(self) -> bool:
+        """True if the remaining prompts fill no step."""
         return self.prompts - self.used < self.groups_per_step
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the end of a run: the prompts that were left, if any."""
+        """Return lines for the end of a run, on unused prompts."""
         unused = self.prompts - self.used
-        note = f"{unused:,.0f} prompts of the passes over the data were left: they fill no step"
-        return (note,) if self.are_over and unused else ()
+        note = f"{unused:,.0f} prompts of the passes over the data are unused: they fill no step"
+        return (note,) if self.is_exhausted and unused else ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count."""
         return {"used": self.used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` described."""
+        """Restore what `state_dict` returned."""
         self.used = state["used"]
 
 
 @dataclass(kw_only=True)
 class BaseRun:
-    """The objects that runs by rewards and by imitation share, and what is due when."""
+    """The objects and intervals that RL and SFT runs share."""
 
     learner: AnyLearner
     publish: Publish
@@ -186,25 +175,34 @@ class BaseRun:
     sinks: Sinks
     state: RunState
     stop: ShutdownSignal
-    evaluations: Schedule
-    checkpoints: Schedule
+    evaluate_every: int | None
+    save_every: int | None
     steps: int
     first_step: int = 1
     evaluate_before: bool = False
     unfinished: Mapping[str, Number] | None = None
-    """Figures of the step before the first, when a stop came before its evaluation."""
+    """Figures of the step before the first, if the run was stopped before its evaluation."""
     data_figures: Callable[[], Mapping[str, Number]] = dict
     """Return the passes over the data so far."""
-    tell: Timeline = no_timeline
-    """Is told who did what from when to when."""
-    learnt: int = 0
-    """The steps that the learner had begun at the last boundary."""
+    timeline: Timeline = no_timeline
+    """Records an actor, what it did, and from when to when."""
+    learned_steps: int = 0
+    """Number of steps that the learner had begun at the last boundary."""
     notes: tuple[str, ...] = ()
-    """Lines that the user should read before it starts."""
+    """Lines for the user before the first step."""
     profiler: StepProfiler | None = None
 
-    def remaining(self) -> Iterator[int]:
-        """Yield the steps to train; the last may become known while it is trained."""
+    @cached_property
+    def watch(self) -> Stopwatch:
+        """Return the stopwatch of the training loop, which starts at the first access."""
+        return Stopwatch(tell=self.timeline)
+
+    def is_due(self, every: int | None, step: int) -> bool:
+        """Return whether something done `every` steps, and at the last, is due after a step."""
+        return step == self.steps or (every is not None and step % every == 0)
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps to train, to the last, which `count_used_prompts` may bring forward."""
         step = self.first_step
         while step <= self.steps:
             if self.profiler is not None:
@@ -212,171 +210,159 @@ class BaseRun:
             yield step
             step += 1
 
-    def note(
+    def record_boundary(
         self,
         step: int,
         unfinished: Mapping[str, Number] | None,
         figures: Mapping[str, Number] | None = None,
         overrides: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Note a boundary, as `RunState.note` does."""
+        """Record a boundary between steps, to which a later save goes back (`RunState.note`)."""
         self.state.record_step(step, unfinished, figures, overrides)
-        self.learnt = self.learner.begun
+        self.learned_steps = self.learner.begun
 
     def save_after_failure(self) -> None:
-        """Save the last boundary, if nothing was learnt since: else its weights are gone."""
-        if self.learner.begun == self.learnt:
+        """Save the last boundary, unless an update has changed its weights since."""
+        if self.learner.begun == self.learned_steps:
             self.state.save()
 
 
 @dataclass(kw_only=True)
 class Run(BaseRun):
-    """The objects that a run by rewards is made of."""
+    """The objects of an RL run."""
 
     sampler: Sampler
     throughput: Throughput
-    keep_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
-    keep_ledger: Callable[[int, StepGroups], None]
-    """Writes what became of the groups of a step that is learnt."""
+    save_rollouts: Callable[[int, Sequence[RolloutGroup]], None]
+    save_ledger: Callable[[int, StepGroups], None]
+    """Writes the outcome of each group of a step."""
     check_scoring: Callable[[], None]
-    """Raises when too many of a step's scorings failed."""
+    """Raises if too many scorings of a step failed."""
     scoring_figures: Callable[[], Mapping[str, Number]]
-    """Costs of scoring since the last call, held-out answers included."""
+    """Returns metrics of scoring since the last call, evaluations included."""
     mode: Mode = "sync"
     """The script that `train` follows."""
     pending: PendingSteps = field(default_factory=PendingSteps)
-    rest: Callable[[Sampler], Awaitable[None]] = _keep_memory
-    """Has engines give memory to learning, until `publish`."""
-    passes: DataPasses = field(default_factory=DataPasses)
+    sleep_engines: Callable[[Sampler], Awaitable[None]] = _keep_awake
+    """Frees the memory of engines for learning, until `publish`."""
+    prompt_budget: PromptBudget = field(default_factory=PromptBudget)
 
-    def use_prompts(self, step: int, sampled: StepGroups) -> None:
-        """Count the prompts of a step about to be learnt, and make it the last if they ended."""
-        self.passes.used += len(sampled.trained)
-        self.passes.used += sum(each.fate not in RETURNED for each in sampled.discarded)
-        if self.passes.are_over:
-            self.end_at(step)
-
-    def end_at(self, step: int) -> None:
-        """Make a step the last."""
-        self.steps = min(self.steps, step)
-        self.evaluations = replace(self.evaluations, last=self.steps)
-        self.checkpoints = replace(self.checkpoints, last=self.steps)
+    def count_used_prompts(self, step: int, sampled: StepGroups) -> None:
+        """Count the prompts of a step before it is learned; the last that fill one end the run."""
+        self.prompt_budget.used += len(sampled.trained)
+        self.prompt_budget.used += sum(each.fate not in RETURNED for each in sampled.discarded)
+        if self.prompt_budget.is_exhausted:
+            self.steps = min(self.steps, step)
 
 
 async def train(run: Run) -> None:
     """Train the steps of a run. The weights after step k have version k.
 
     Raises:
-        Stopped: that was asked for; `run.state` has the last boundary, saved or not.
-        WinnowError: the run cannot go on.
+        Stopped: on request; `run.state` holds the last boundary, which may not be saved.
+        WinnowError: the run cannot continue.
     """
-    watch = Stopwatch(tell=run.tell)
-    before = run.first_step - 1
-    if run.passes.are_over:
-        run.end_at(before)
+    watch, before = run.watch, run.first_step - 1
+    if run.prompt_budget.is_exhausted:
+        run.steps = min(run.steps, before)
     await run.publish(before)
     figures: Mapping[str, Number] = {}
     if run.evaluate_before:
         with watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(before))
         run.sinks.log(before, {**figures, **watch.lap(), **run.scoring_figures()})
-    run.note(before, run.unfinished, figures)
+    run.record_boundary(before, run.unfinished, figures)
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished, StepTokens(), watch, ForegroundSampling(run))
-    await _SCRIPTS[run.mode](run, watch)
+        await _evaluate_log_save(ForegroundSampling(run), before, run.unfinished, StepTokens())
+    await _SCRIPTS[run.mode](run)
 
 
 # The scripts
 
 
-async def _sync(run: Run, watch: Stopwatch) -> None:
-    """Sample a step, learn it, publish its weights; then the next."""
-    for step in run.remaining():
+async def _sync(run: Run) -> None:
+    """Sample a step, learn it and publish its weights, in turn."""
+    for step in run.remaining_steps():
         run.stop.check()
-        with watch.phase("rollout"):
+        with run.watch.phase("rollout"):
             sampled = await run.stop.interruptible(run.sampler.step(step - 1))
         run.check_scoring()
-        run.use_prompts(step, sampled)
-        await run.rest(run.sampler)
+        run.count_used_prompts(step, sampled)
+        await run.sleep_engines(run.sampler)
         metrics = Metrics()
-        learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, watch)
-        await _conclude(run, step, sampled, learned, metrics, watch, ForegroundSampling(run))
+        learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, run.watch)
+        await _publish_and_record(ForegroundSampling(run), step, sampled, learned, metrics)
 
 
-async def _one_step_off(run: Run, watch: Stopwatch) -> None:
-    """Sample step k + 1 with weights k - 1 while step k is learnt; both end at a barrier.
+async def _one_step_off(run: Run) -> None:
+    """Sample step k + 1 with weights k - 1 while step k is learned; both end at a barrier.
 
-    A boundary leaves behind step k + 1, cut and not learnt, and the sampler as it was after that
-    cut. A request to stop waits for the barrier: weights k - 1 are gone afterwards.
+    The state at a boundary has step k + 1, sampled and not learned, and the sampler as of then. A
+    request to stop takes effect at the barrier, as weights k - 1 no longer exist after it.
     """
     pending = run.pending.steps
     run.sampler.set_engine_version(run.first_step - 1)
     if not pending and run.first_step <= run.steps:
         run.stop.check()
-        with watch.phase("rollout"):
+        with run.watch.phase("rollout"):
             version = run.first_step - 1
             pending.append(await run.stop.interruptible(run.sampler.step(version)))
         run.check_scoring()
-    for step in run.remaining():
+    for step in run.remaining_steps():
         run.stop.check()
         sampled, metrics = pending.popleft(), Metrics()
-        run.use_prompts(step, sampled)
+        run.count_used_prompts(step, sampled)
         sampling = BackgroundSampling(run, step + 1, min(step + 1, run.steps))
-        try:
-            learned = await _learn_in_thread(run, step, sampled, metrics, watch)
-            with watch.phase("wait"):
+        async with contextlib.aclosing(sampling):
+            learned = await _learn_in_thread(run, step, sampled, metrics)
+            with run.watch.phase("wait"):
                 await sampling.wait_until_done()
-            await _conclude(run, step, sampled, learned, metrics, watch, sampling)
+            await _publish_and_record(sampling, step, sampled, learned, metrics)
             sampling.raise_failure()
-        finally:
-            await sampling.close()
 
 
-async def _async(run: Run, watch: Stopwatch) -> None:
-    """Learn step after step, as they are cut by sampling that runs on without a pause.
+async def _async(run: Run) -> None:
+    """Learn steps in the order in which sampling, which never pauses, completes them.
 
     Raises:
-        ConfigError: the engine cannot take weights while answers run.
+        ConfigError: the engine cannot load weights while it writes answers.
     """
     if not run.engine.status().live_updates:
         raise ConfigError(
-            "trainer/mode=async swaps weights while answers are written, and this engine cannot "
-            "take that; choose trainer/mode=one_step_off, or another rollout/engine"
+            "trainer/mode=async loads weights while answers are written, and this engine does not "
+            "support that; choose trainer/mode=one_step_off, or another rollout/engine"
         )
     pending = run.pending.steps
     run.sampler.set_engine_version(run.first_step - 1)
     run.stop.check()
     sampling = BackgroundSampling(run, run.first_step + len(pending), run.steps)
-    try:
-        for step in run.remaining():
-            with watch.phase("wait"):
-                await run.stop.interruptible(sampling.wait_for_step())
-            sampled, metrics = pending.popleft(), Metrics()
-            run.use_prompts(step, sampled)
-            learned = await _learn_in_thread(run, step, sampled, metrics, watch)
-            await _conclude(run, step, sampled, learned, metrics, watch, sampling)
-    except Stopped:
-        with contextlib.suppress(WorkerError):  # then the last boundary counts
-            await sampling.pause()
-            if sampling.failure is None:
-                run.state.record_sampling()
-        raise
-    finally:
-        await sampling.close()
+    async with contextlib.aclosing(sampling):
+        try:
+            for step in run.remaining_steps():
+                with run.watch.phase("wait"):
+                    await run.stop.interruptible(sampling.wait_for_step())
+                sampled, metrics = pending.popleft(), Metrics()
+                run.count_used_prompts(step, sampled)
+                learned = await _learn_in_thread(run, step, sampled, metrics)
+                await _publish_and_record(sampling, step, sampled, learned, metrics)
+        except Stopped:
+            with contextlib.suppress(WorkerError):  # then the last boundary counts
+                await sampling.pause()
+                if sampling.failure is None:
+                    run.state.record_sampling()
+            raise
 
 
-async def _learn_in_thread(
-    run: Run, step: int, sampled: StepGroups, metrics: Metrics, watch: Stopwatch
-) -> Learned:
-    """Learn a step while the caller's loop samples; phases are booked as in the other scripts."""
-    phases = Stopwatch(actor="learner", tell=run.tell)
-    with watch.phase("learn"):
+async def _learn_in_thread(run: Run, step: int, sampled: StepGroups, metrics: Metrics) -> Learned:
+    """Learn a step in a thread while sampling goes on; phases are timed as in `_sync`."""
+    phases = Stopwatch(actor="learner", tell=run.timeline)
+    with run.watch.phase("learn"):
         learned = await in_thread(run.learner.learn, sampled.groups, step, metrics, phases)
-    watch.rebook("learn", phases.seconds())
+    run.watch.rebook("learn", phases.seconds())
     return learned
 
 
-_SCRIPTS: dict[Mode, Callable[[Run, Stopwatch], Awaitable[None]]] = {
+_SCRIPTS: dict[Mode, Callable[[Run], Awaitable[None]]] = {
     "sync": _sync,
     "one_step_off": _one_step_off,
     "async": _async,
@@ -386,110 +372,99 @@ _SCRIPTS: dict[Mode, Callable[[Run, Stopwatch], Awaitable[None]]] = {
 # The end of a step
 
 
-async def _conclude(
-    run: Run,
-    step: int,
-    sampled: StepGroups,
-    learned: Learned,
-    metrics: Metrics,
-    watch: Stopwatch,
-    sampling: ForegroundSampling,
+async def _publish_and_record(
+    sampling: ForegroundSampling, step: int, sampled: StepGroups, learned: Learned, metrics: Metrics
 ) -> None:
-    """Publish the weights of a step that is learnt, and record it."""
-    with watch.phase("publish"):
+    """Publish the weights of a learned step, and write its records."""
+    run = sampling.run
+    with run.watch.phase("publish"):
         metrics.update(await run.publish(step))
     run.sampler.set_engine_version(step)
-    with watch.phase("write"):
-        run.keep_rollouts(step, rollout_groups(sampled, learned))
-        run.keep_ledger(step, sampled)
+    with run.watch.phase("write"):
+        run.save_rollouts(step, rollout_groups(sampled, learned))
+        run.save_ledger(step, sampled)
     record_step(metrics, sampled, learned)
-    tokens = step_tokens(sampled, learned)
-    await _finish(run, step, metrics.record(), tokens, watch, sampling)
+    tokens = count_step_tokens(sampled, learned)
+    await _evaluate_log_save(sampling, step, metrics.record(), tokens)
 
 
-async def _finish(
-    run: Run,
-    step: int,
-    record: Mapping[str, Number],
-    tokens: StepTokens,
-    watch: Stopwatch,
-    sampling: ForegroundSampling,
+async def _evaluate_log_save(
+    sampling: ForegroundSampling, step: int, record: Mapping[str, Number], tokens: StepTokens
 ) -> None:
-    """Evaluate, log and save a step, each if it is due."""
-    figures: Mapping[str, Number] = {}
-    if run.evaluations.due(step):
-        with watch.phase("evaluate"):
+    """Evaluate, log and save a step, each if due."""
+    run, figures = sampling.run, dict[str, Number]()
+    if run.is_due(run.evaluate_every, step):
+        with run.watch.phase("evaluate"):
             await sampling.pause()
-        # Evaluation may take longer than whoever stops this run will wait.
-        with watch.phase("checkpoint"):
-            run.note(step, record, overrides=sampling.overrides)
-        with watch.phase("evaluate"):
+        # Evaluation may take longer than a batch system waits after SIGTERM.
+        with run.watch.phase("checkpoint"):
+            run.record_boundary(step, record, overrides=sampling.overrides)
+        with run.watch.phase("evaluate"):
             figures = await run.stop.interruptible(run.evaluator.evaluate(step))
             sampling.resume()
-    times = watch.lap()
+    times = run.watch.lap()
     work = {**run.throughput.figures(tokens, times), **run.scoring_figures(), **run.data_figures()}
-    run.sinks.log(step, {**record, **figures, **times, **sampling.figures(times), **work})
-    with watch.phase("checkpoint"):
-        await sampling.record_progress()
-        run.note(step, None, figures, sampling.overrides)
-        if run.checkpoints.due(step):
+    run.sinks.log(step, {**record, **figures, **times, **sampling.overlap_figures(times), **work})
+    with run.watch.phase("checkpoint"):
+        await sampling.update_ledger()
+        run.record_boundary(step, None, figures, sampling.overrides)
+        if run.is_due(run.save_every, step):
             await sampling.save()
 
 
-# Sampling as the end of a step finds it
+# What the end of a step does with sampling
 
 
 class ForegroundSampling:
-    """Sampling that has ended before its step is learnt: none is under way at the step's end."""
+    """Sampling that ends before its step is learned: none runs at the end of the step."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         self.overrides: Mapping[str, Any] = {}
-        """States by part that a boundary's note must have in the place of the present ones."""
+        """States, by part, that a boundary records instead of the current ones."""
 
-    async def record_progress(self) -> None:
-        """Have the ledger know what is written by now, for a note."""
+    async def update_ledger(self) -> None:
+        """Enter the tokens written so far in the ledger, before a boundary is recorded."""
 
     async def pause(self) -> None:
-        """Turn everything that runs into prefixes, so that the engine is free for other work."""
-        await self._run.sampler.abort_running()
+        """Turn open answers into prefixes, so that the engine is free for evaluation."""
+        await self.run.sampler.abort_running()
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
 
-    def figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
-        """Return `overlap/…` of the time since the last call, given its `time/…`."""
+    def overlap_figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
+        """Return the metrics `overlap/…` since the last call, from `time/…` of that time."""
         return {}
 
     async def save(self) -> None:
         """Save the last boundary."""
-        self._run.state.save()
+        self.run.state.save()
 
 
 class BackgroundSampling(ForegroundSampling):
-    """A task that samples steps `first` to `last` while others are learnt.
+    """A task that samples steps `first` to `last` into `run.pending` while others are learned.
 
-    It leaves them in `run.pending`. An error of scoring, or no signal, ends it and waits to be
-    raised by `raise_failure`: what is cut can be learnt before, and a note then has the sampler as
-    it was when that step's sampling began.
+    An error of scoring, or a step without signal, ends it and is raised by `raise_failure`, after
+    completed steps were learned. A boundary then records the sampler as it was before that step.
     """
 
     def __init__(self, run: Run, first: int, last: int) -> None:
         super().__init__(run)
         self._next, self._last = first, last
         self.failure: NoSignalError | RewardError | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._began: float | None = None  # of the step that is sampled
         self._sampling_s = 0.0
-        self._told_s = -run.sampler.idle_s
+        self._reported_s = -run.sampler.idle_s
         self.resume()
 
     def resume(self) -> None:
         self._task = asyncio.create_task(self._sample())
-        self._task.add_done_callback(lambda _: self._news.set())
+        self._task.add_done_callback(lambda _: self._changed.set())
 
     async def _sample(self) -> None:
-        run = self._run
+        run = self.run
         while self.failure is None and self._next <= self._last:
             before = run.state.part_states("sampler", "loader")
             began = self._began = time.perf_counter()
@@ -500,17 +475,17 @@ class BackgroundSampling(ForegroundSampling):
             except (NoSignalError, RewardError) as error:
                 self.failure, self.overrides = error, before
             else:
-                # Nothing was awaited since the cut: the step is in the ledger, or here.
+                # Without an await since it was taken from the ledger, so that no state misses it.
                 run.pending.steps.append(sampled)
                 self._next += 1
-                self._news.set()
+                self._changed.set()
             finally:
                 now, self._began = time.perf_counter(), None
                 self._sampling_s += now - began
-                run.tell("sampler", "rollout", began, now)
+                run.timeline("sampler", "rollout", began, now)
 
     def raise_failure(self) -> None:
-        """Raise what ended the sampling, if that was no signal or failed scoring."""
+        """Raise the error of scoring, or the lack of signal, that ended the sampling."""
         if self.failure is not None:
             raise self.failure
 
@@ -518,43 +493,43 @@ class BackgroundSampling(ForegroundSampling):
         """Wait until a step is pending.
 
         Raises:
-            WinnowError: there is none, and sampling has ended.
+            WinnowError: sampling has ended without one.
         """
-        while not self._run.pending.steps:
+        while not self.run.pending.steps:
             self.raise_failure()
             if self._task.done():
                 self._task.result()
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def wait_until_done(self) -> None:
-        """Wait until all steps are sampled, or `failure` says why not."""
+        """Wait until all steps are sampled, or `failure` is set."""
         await asyncio.wait([self._task])
         self._task.result()
 
-    async def record_progress(self) -> None:
+    async def update_ledger(self) -> None:
         if not self._task.done():
-            await self._run.sampler.record_progress()
+            await self.run.sampler.record_progress()
 
     async def pause(self) -> None:
         if self._task.done() and not self._task.cancelled():
             self._task.result()  # an error is not lost with its task
-        await self.close()
+        await self.aclose()
         await super().pause()
 
-    async def close(self) -> None:
-        """End the sampling; what it has is in the ledger."""
+    async def aclose(self) -> None:
+        """Cancel the sampling; its open groups stay in the ledger."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
-        busy_s = self._sampling_s - self._run.sampler.idle_s
+    def overlap_figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
+        busy_s = self._sampling_s - self.run.sampler.idle_s
         if self._began is not None:
             busy_s += time.perf_counter() - self._began
-        busy_s, self._told_s = busy_s - self._told_s, busy_s
+        busy_s, self._reported_s = busy_s - self._reported_s, busy_s
         elsewhere = sum(times.get(f"time/{phase}_s", 0.0) for phase in ("evaluate", "rollout"))
         waited_s = max(times["time/step_s"] - elsewhere - busy_s, 0.0)
         return {"overlap/sampling_s": busy_s, "overlap/engines_wait_s": waited_s}
 
     async def save(self) -> None:
-        await in_thread(self._run.state.save)
+        await in_thread(self.run.state.save)

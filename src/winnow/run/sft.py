@@ -1,4 +1,4 @@
-"""`winnow sft`: a model imitates a user's own demonstrations, as a run that is kept like any other.
+"""`winnow sft`: supervised fine-tuning on a user's demonstrations, with checkpoints and records.
 
 demonstrations ─loader─► groups of a step ─► one update ─► held-out loss, answers │ checkpoint
 """
@@ -10,35 +10,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from winnow.config.root import Config
 from winnow.data.demonstrations import DemonstrationSet
 from winnow.data.loader import PromptLoader
-from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number, Stopwatch
+from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number
 from winnow.run.loop import BaseRun
 from winnow.types import Group
 from winnow.workers.threads import in_thread
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
-    """The demonstrations of a run."""
+class SftData:
+    """The training and held-out demonstrations of a run."""
 
     training: DemonstrationSet
     held_out: DemonstrationSet
     batch_size: int
 
-    def with_steps(self, config: Config) -> Config:
-        """Put the steps that `trainer.data_epochs` asks for into a recipe; the last may begin
-        another epoch."""
-        epochs, size = config.trainer.data_epochs, len(self.training.prompts.prompts)
-        if epochs is None:
-            return config
-        steps = max(1, math.ceil(epochs * size / self.batch_size))
-        trainer = config.trainer.model_copy(update={"steps": steps})
-        return config.model_copy(update={"trainer": trainer})
+    def count_steps(self, epochs: float) -> int:
+        """Return the steps of passes over the data; the last may begin another pass."""
+        return max(1, math.ceil(epochs * len(self.training.prompts.prompts) / self.batch_size))
 
     def note(self, steps: int) -> str:
-        """Say how many there are."""
+        """Return a line on the number of demonstrations and epochs."""
         size = len(self.training.prompts.prompts)
         epochs = steps * self.batch_size / size
         note = f"{size:,} demonstrations, {epochs:.3g} epochs in {steps:,} steps"
@@ -49,60 +42,57 @@ class Shown:
 
 
 @dataclass(kw_only=True)
-class Imitation(BaseRun):
-    """The objects that a run is made of that imitates."""
+class SftRun(BaseRun):
+    """The objects of an SFT run."""
 
-    shown: Shown
+    data: SftData
     loader: PromptLoader
 
-    def draw(self, step: int) -> list[Group]:
-        """Return the demonstrations of a step: a fixed number, over the ends of epochs."""
-        size, training = self.shown.batch_size, self.shown.training
+    def next_groups(self, step: int) -> list[Group]:
+        """Return the demonstrations of a step, a fixed number, across epochs."""
+        size, training = self.data.batch_size, self.data.training
         return [training.group(step * size + i, self.loader.next()) for i in range(size)]
 
 
-async def imitate(run: Imitation) -> None:
-    """Learn the steps of a run, and evaluate, log and save each, if it is due.
+async def train_sft(run: SftRun) -> None:
+    """Train the steps of a run, and evaluate, log and save each if due.
 
     Raises:
-        Stopped: that was asked for; `run.state` has the last boundary, saved or not.
-        WinnowError: the run cannot go on.
+        Stopped: on request; `run.state` holds the last boundary, which may not be saved.
+        WinnowError: the run cannot continue.
     """
-    watch = Stopwatch(tell=run.tell)
-    before = run.first_step - 1
+    watch, before = run.watch, run.first_step - 1
     if run.unfinished is not None:
-        await _finish(run, before, run.unfinished, watch)
+        await _evaluate_log_save(run, before, run.unfinished)
     else:
         if run.evaluate_before:
-            run.sinks.log(before, {**await _evaluated(run, before, watch), **watch.lap()})
-        run.note(before, None)
-    for step in run.remaining():
+            run.sinks.log(before, {**await _evaluate(run, before), **watch.lap()})
+        run.record_boundary(before, None)
+    for step in run.remaining_steps():
         run.stop.check()
         metrics = Metrics()
-        await in_thread(run.learner.learn, run.draw(step), step, metrics, watch)
-        await _finish(run, step, metrics.record(), watch)
+        await in_thread(run.learner.learn, run.next_groups(step), step, metrics, watch)
+        await _evaluate_log_save(run, step, metrics.record())
 
 
-async def _finish(
-    run: Imitation, step: int, record: Mapping[str, Number], watch: Stopwatch
-) -> None:
-    """Evaluate, log and save a step, each if it is due."""
+async def _evaluate_log_save(run: SftRun, step: int, record: Mapping[str, Number]) -> None:
+    """Evaluate, log and save a step, each if due."""
     figures: Mapping[str, Number] = {}
-    if run.evaluations.due(step):
-        run.note(step, record)  # a stop while it evaluates has the step's weights already
-        figures = await _evaluated(run, step, watch)
-    run.sinks.log(step, {**record, **figures, **run.data_figures(), **watch.lap()})
-    run.note(step, None, figures)
-    if run.checkpoints.due(step):
-        with watch.phase("checkpoint"):
+    if run.is_due(run.evaluate_every, step):
+        run.record_boundary(step, record)  # so that a stop during evaluation keeps the step
+        figures = await _evaluate(run, step)
+    run.sinks.log(step, {**record, **figures, **run.data_figures(), **run.watch.lap()})
+    run.record_boundary(step, None, figures)
+    if run.is_due(run.save_every, step):
+        with run.watch.phase("checkpoint"):
             run.state.save()
 
 
-async def _evaluated(run: Imitation, step: int, watch: Stopwatch) -> Mapping[str, Number]:
+async def _evaluate(run: SftRun, step: int) -> Mapping[str, Number]:
     """Return the loss on held-out demonstrations, and the scores of answers to held-out prompts."""
     figures: dict[str, Number] = {}
-    with watch.phase("evaluate"):
-        held_out = run.shown.held_out.groups()
+    with run.watch.phase("evaluate"):
+        held_out = run.data.held_out.groups()
         if held_out:
             learner = cast(Any, run.learner)
             figures[HELD_OUT_LOSS] = await in_thread(learner.held_out, held_out)

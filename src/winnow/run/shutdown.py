@@ -1,34 +1,33 @@
-"""A run's process: requests to stop it, output that nothing takes, and a parent that restarts it.
+"""Shutdown of a run: requests to stop it, broken output, and a parent that restarts it.
 
-While a run trains, the first request (Ctrl-C, SIGTERM, a closed terminal) is noted: an update under
-way is finished, sampling and evaluation are broken off, and the run saves and ends. Before and
-after, when there is nothing to lose, it ends the process at once. Ctrl-C while it is stopping ends
-it at once, too.
+While a run trains, the first request (Ctrl-C, SIGTERM, a closed terminal) is deferred: an update
+in progress is finished, sampling and evaluation are cancelled, and the run saves and ends. Before
+and after, with nothing to save, it ends the process at once. So does Ctrl-C during the shutdown.
 
 | request | exit code |
 |---|---|
 | Ctrl-C (SIGINT) | 130 |
-| SIGTERM, SIGHUP | 75, "try again" in sysexits.h: what a batch system may start again |
+| SIGTERM, SIGHUP | 75, "try again" in sysexits.h: a batch system may start it again |
 
-The announced end of the machine (`MachineEnd`) is taken for a SIGTERM that comes as late as leaves
-time for what is to be finished, or before a step that would not fit any more.
+The announced end of the machine (`MachineDeadline`) acts as a SIGTERM that comes as late as leaves
+time to finish and save, or before a step that would no longer fit.
 
-A reader of stdout or stderr that goes (`| head`, a `tee` that dies), a full disk behind `> FILE`
-and a terminal that is gone are no requests: the run goes on without them, and log.txt says so.
+A closed reader of stdout or stderr (`| head`, a `tee` that dies), a full disk behind `> FILE` and a
+closed terminal do not end the run: it goes on without them, and log.txt says so.
 
-With `trainer.max_restarts` a parent without torch starts the run, and starts it again when it dies
-or hangs. The child is the same command with a pipe on which it tells of progress (`Heartbeat`), a
-line when something has moved since the last one: tokens, updates, steps. A run that hangs writes
-nothing, however busy it looks. The lines are `folder PATH`, `step N`, `beat`. It has a process
-group of its own, so that Ctrl-C reaches it once, through the parent, and that whatever it started
-can be ended with it.
+With `trainer.max_restarts` a parent without torch starts the run, and restarts it after a crash or
+a hang. The child is the same command with a pipe on which it reports progress (`Heartbeat`): a line
+if something has moved since the last one, tokens, updates or steps. A run that hangs writes
+nothing, however busy it looks. The lines are `folder PATH`, `step N`, `beat`. The child has a
+separate process group, so that Ctrl-C reaches it once, through the parent, and that all that it
+started can be killed with it.
 
 | the child | the parent |
 |---|---|
 | ends with 0, 2, 75 or 130: done, a user's mistake, stopped | ends with the same code |
-| is killed by a signal, or ends with another code: crashed | starts it again, after a pause |
-| tells of no progress for `trainer.stall_timeout_s` | kills it and starts it again |
-| fails three times without a step in between | gives up with its code |
+| is killed by a signal, or ends with another code: crashed | restarts it after a pause |
+| reports no progress for `trainer.stall_timeout_s` | kills and restarts it |
+| fails three times without a step in between | ends with its code |
 """
 
 from __future__ import annotations
@@ -53,22 +52,22 @@ from winnow.observe.sinks import RunInfo
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 75
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-def heeded() -> list[signal.Signals]:
-    """List the signals that ask a process to end, without those that it ignores (nohup)."""
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run, without those that the process ignores (nohup)."""
     asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Stopped(BaseException):
-    """The run was asked to stop. Not an `Exception`, for the reason KeyboardInterrupt is none:
-    nothing that deals with errors, a scorer's for instance, may take it for one."""
+    """A request stopped the run. Like KeyboardInterrupt it is not an `Exception`, so that handlers
+    of errors, such as a scorer's, do not catch it."""
 
     def __init__(self, signal_number: int, reason: str = "") -> None:
         super().__init__(signal_number)
@@ -83,58 +82,57 @@ _END_VARIABLES = (
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
 )
-"""Variables in which platforms announce the end of a job or machine, in seconds since 1970."""
+"""Variables in which platforms announce the end of a job or machine, in Unix seconds."""
 _RESERVE_S = 60.0
 
 
-class MachineEnd:
-    """The announced end of the machine, and the time that a run needs before it.
+class MachineDeadline:
+    """The announced end of the machine, and the time that a run needs to save before it.
 
-    It is a sink: records of steps say how long one takes. Sampling and evaluation can be broken off
-    within a step, the rest cannot.
+    It is a sink, and takes the duration of a step from its record. Sampling and evaluation can be
+    cancelled within a step, the rest cannot.
 
     Args:
-        save_s: returns how long a checkpoint took so far.
-        clock: returns seconds since 1970.
+        clock: returns Unix seconds.
     """
 
     def __init__(self, config: TrainerConfig, clock: Callable[[], float] = time.time) -> None:
         self._margin_s, self._clock = config.expiry_margin_s, clock
         self.save_s: Callable[[], float] = lambda: 0.0
+        """Returns the longest time that a checkpoint took so far."""
         self._step_s = self._unbroken_s = 0.0
         self.at_s, self.notes = math.inf, list[str]()
-        """The end, and lines for the user."""
+        """The end in Unix seconds, and lines for the user."""
         expires_at = config.expires_at
         announced = {name: os.environ[name] for name in _END_VARIABLES if os.environ.get(name)}
         ends = announced if expires_at is None else {"trainer.expires_at": expires_at}
         for source, value in ends.items() if expires_at != "never" else ():
-            self._take(source, value)
+            self._add_announcement(source, value)
 
-    def _take(self, source: str, value: str | float) -> None:
+    def _add_announcement(self, source: str, value: str | float) -> None:
         try:
             at_s = to_epoch_seconds(value)
             when = datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         except (ValueError, OverflowError, OSError):
-            self.notes += [f"Warning: {source}={value} is no time, and does not count"]
+            self.notes += [f"Warning: {source}={value} is not a time and is ignored"]
             return
         if at_s <= self._clock():
-            self.notes += [f"Warning: {source}={value} is past ({when}), and does not count"]
+            self.notes += [f"Warning: {source}={value} is past ({when}) and is ignored"]
         elif at_s < self.at_s:
             self.at_s, self.reason = at_s, f"the machine's end at {when} ({source})"
             self.notes += [f"The run saves and ends before {self.reason}"]
 
-    def is_near(self, a_step: bool = False) -> bool:
-        """Return whether it is time to stop; `a_step` where another step would begin."""
-        needs_s = self._margin_s
-        if needs_s is None:
-            needs_s = (self._step_s if a_step else self._unbroken_s) + self.save_s() + _RESERVE_S
+    def is_near(self, before_step: bool = False) -> bool:
+        """Return whether it is time to stop, before another step or within one."""
+        step_s = self._step_s if before_step else self._unbroken_s
+        needs_s = step_s + self.save_s() + _RESERVE_S if self._margin_s is None else self._margin_s
         return self.at_s - self._clock() <= needs_s
 
     def start(self, info: RunInfo) -> None:
-        """Do nothing: a step's time is known when it is over."""
+        """Do nothing: the duration of a step is known at its end."""
 
     def log(self, step: int, record: Record) -> None:
-        """Take in how long a step took."""
+        """Take the duration of a step from its record."""
         times = {
             name: record.get(f"time/{name}_s", 0.0) for name in ("step", "evaluate", "rollout")
         }
@@ -147,24 +145,24 @@ class MachineEnd:
 
 
 class ShutdownSignal:
-    """Takes the signals of a process and passes a request on where it does no harm.
+    """Handles the stop signals of a process, and defers a request until it is safe to stop.
 
     Args:
-        speaks: say at once, on the error stream, what a request that is only noted waits for.
+        announces: print at once, on stderr, what a deferred request waits for.
     """
 
-    def __init__(self, speaks: bool = True) -> None:
-        self._speaks = speaks
+    def __init__(self, announces: bool = True) -> None:
+        self._announces = announces
         self._signal: int | None = None
         self._reason = ""
-        self._end: MachineEnd | None = None
+        self._end: MachineDeadline | None = None
         self._is_deferring = False
         self._task: asyncio.Task[Any] | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals while the block runs; those that are ignored (nohup) stay so."""
-        before = {number: signal.signal(number, self._handle) for number in heeded()}
+        """Handle the signals within the block; ignored ones (nohup) stay ignored."""
+        before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         try:
             yield
         finally:
@@ -173,7 +171,7 @@ class ShutdownSignal:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Only note a request while the block runs; `check` and `interruptible` act on it."""
+        """Defer requests within the block to the next `check` or `interruptible`."""
         self._is_deferring = True
         try:
             yield
@@ -181,14 +179,14 @@ class ShutdownSignal:
             self._is_deferring = False
 
     @contextlib.contextmanager
-    def before(self, end: MachineEnd) -> Iterator[None]:
-        """Ask for a stop in time before the machine ends; requests must be deferred."""
+    def stop_before(self, end: MachineDeadline) -> Iterator[None]:
+        """Request a stop in time before the machine's end; use within `deferring`."""
         over = threading.Event()
 
         def watch() -> None:
-            while not over.wait(_BEAT_S):
+            while not over.wait(_HEARTBEAT_S):
                 if end.is_near():
-                    self._ask(signal.SIGTERM, end.reason)
+                    self._request_stop(signal.SIGTERM, end.reason)
                     return
 
         if end.at_s == math.inf:
@@ -205,13 +203,13 @@ class ShutdownSignal:
             thread.join()
 
     def check(self) -> None:
-        """Stop before a step if that was asked for, or if the machine ends before the step would.
+        """Stop before a step on request, or if the machine would end before the step.
 
         Raises:
-            Stopped: it was.
+            Stopped: on a request, or before the machine's end.
         """
-        if self._signal is None and self._end is not None and self._end.is_near(a_step=True):
-            self._ask(signal.SIGTERM, self._end.reason)
+        if self._signal is None and self._end is not None and self._end.is_near(before_step=True):
+            self._request_stop(signal.SIGTERM, self._end.reason)
         self._raise_if_requested()
 
     def _raise_if_requested(self) -> None:
@@ -219,10 +217,10 @@ class ShutdownSignal:
             raise Stopped(self._signal, self._reason)
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, and break it off when a request comes.
+        """Await `work`, and cancel it on a request.
 
         Raises:
-            Stopped: it was broken off; what it works on is in no defined state.
+            Stopped: it was cancelled; the state of its objects is undefined.
         """
         task: asyncio.Task[T] = asyncio.ensure_future(work)
         self._task = task
@@ -237,11 +235,11 @@ class ShutdownSignal:
             self._task = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """`asyncio.run` of `work`, broken off cleanly whenever a request comes, also before the
-        loop is there (where `asyncio.run` alone leaves a torn one).
+        """Run `work` by `asyncio.run`, and cancel it cleanly on a request, even before its loop
+        runs (which `asyncio.run` itself does not handle).
 
         Raises:
-            Stopped: it was broken off.
+            Stopped: it was cancelled.
         """
         with self.deferring():
             result = asyncio.run(self.interruptible(work))
@@ -256,24 +254,24 @@ class ShutdownSignal:
         if not self._is_deferring:
             self._signal = number
             raise Stopped(number)
-        if self._speaks:
-            what = "finishing the step under way" if self._task is None else "dropping open answers"
+        if self._announces:
+            what = "finishing the step" if self._task is None else "dropping open answers"
             hint = " (Ctrl-C again ends at once)" if number == signal.SIGINT else ""
             line = f"\nwinnow: {signal.Signals(number).name}: {what}, then saving{hint}\n"
             # Not through the console: a handler may interrupt it halfway through a line.
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())
-        self._ask(number)
+        self._request_stop(number)
 
-    def _ask(self, number: int, reason: str = "") -> None:
-        """Note a request, and break off what may be; from any thread."""
+    def _request_stop(self, number: int, reason: str = "") -> None:
+        """Record a request, and cancel what is interruptible; thread-safe."""
         self._reason, self._signal = reason, number
         if (task := self._task) is not None:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-def outlive_readers() -> None:
-    """Let this process go on where stdout or stderr can no longer be written to."""
+def ignore_broken_output() -> None:
+    """Let this process go on when stdout or stderr can no longer be written to."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _LossyStream):
@@ -281,7 +279,7 @@ def outlive_readers() -> None:
 
 
 class _LossyStream:
-    """A stream that leaves out what the system refuses to write, from then on all of it."""
+    """A stream that drops all output after a write error."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
@@ -290,26 +288,22 @@ class _LossyStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text, if that is possible."""
-        with self._refusals_taken():
-            self._stream.write(text)
+        """Write a text, unless there was an error."""
+        self._attempt(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, if that is possible."""
-        with self._refusals_taken():
-            self._stream.flush()
+        """Flush, unless there was an error."""
+        self._attempt(self._stream.flush)
 
-    @contextlib.contextmanager
-    def _refusals_taken(self) -> Iterator[None]:
+    def _attempt(self, call: Callable[..., object], *arguments: str) -> None:
         try:
-            yield
+            call(*arguments)
         except OSError as error:
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
             log.warning(
-                "%s can no longer be written to (%s): the run goes on without it, and this log and "
-                "the run's folder have the rest",
+                "%s can no longer be written to (%s): the run goes on; see this log and its folder",
                 self._name,
                 error.strerror or error,
             )

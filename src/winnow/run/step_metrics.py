@@ -1,10 +1,11 @@
-"""The figures of a step: of its groups, and of its work (names: `winnow.observe.metrics`)."""
+"""The metrics of a step: of its groups and of its compute (names: `winnow.observe.metrics`)."""
 
 from __future__ import annotations
 
 import math
 import re
 import resource
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,14 +23,14 @@ from winnow.observe.metrics import Metrics, Number
 from winnow.observe.rollouts import RolloutGroup
 from winnow.rewards.pipeline import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups
-from winnow.types import FloatArray, Score
+from winnow.types import Score
 
 _GIB = 2**30
 _KIB = 2**10
 
 
 def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None:
-    """Record scores, lengths and the sampler's counts; the policy's figures are there already."""
+    """Record scores, lengths and the sampler's counts, besides the learner's metrics."""
     answers = [answer for group in sampled.groups for answer in group.answers]
     metrics.spread("score/reward", [a.score.reward for a in answers])
     metrics.spread("score/accuracy", [a.score.accuracy for a in answers])
@@ -43,7 +44,7 @@ def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None
 
 
 def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
-    """Record each part over the answers that have it: not every source has every part."""
+    """Record the parts of scores, each over the answers that have it."""
     for name in dict.fromkeys(chain.from_iterable(score.parts for score in scores)):
         values = [score.parts[name] for score in scores if name in score.parts]
         metrics.spread(f"score/parts/{name}", values)
@@ -58,7 +59,7 @@ def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
 
 
 def record_sources(metrics: Metrics, sampled: StepGroups) -> None:
-    """Record, by data source, the answers of all groups that the filter looked at in the step."""
+    """Record scores by data source, over all groups that the filter saw in the step."""
     looked_at = ("trained", "all_right", "all_wrong")
     closed = [s.group for s in (*sampled.trained, *sampled.discarded) if s.fate in looked_at]
     for group in sorted(closed, key=lambda group: group.id):
@@ -109,55 +110,42 @@ def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
         "staleness/max": counts.staleness_max,
     }
     for name, figure in figures.items():
-        if not math.isnan(figure):  # as of a step that carried groups filled: it looked at none
+        if not math.isnan(figure):  # as in a step of carried groups only
             metrics.last(f"sampling/{name}", figure)
 
 
 def rollout_groups(sampled: StepGroups, learned: Learned) -> list[RolloutGroup]:
-    """List the groups whose life ended in this step, the trained ones with their advantages."""
-    sizes = [len(group.answers) for group in sampled.groups]
-    ends = np.cumsum(sizes)[:-1]
-    parts = np.split(learned.advantages, ends)
-    nothing = [None] * len(parts)
-    distances = nothing if learned.mismatch is None else np.split(learned.mismatch, ends)
-    tokens = (_by_group(sampled, learned, v) for v in (learned.old_logprobs, learned.entropies))
-    trained = (
-        RolloutGroup(settled.group, "trained", *columns)
-        for settled, *columns in zip(sampled.trained, parts, distances, *tokens, strict=True)
-    )
-    rest = (RolloutGroup(settled.group, settled.fate) for settled in sampled.discarded)
-    return list(chain(trained, rest))
-
-
-def _by_group(
-    sampled: StepGroups, learned: Learned, values: FloatArray | None
-) -> Sequence[list[FloatArray] | None]:
-    """Cut numbers [T] of a step's tokens into those of its groups' answers."""
-    if values is None:
-        return [None] * len(sampled.groups)
-    lengths = [[sum(map(len, a.trajectory.segments)) for a in g.answers] for g in sampled.groups]
-    whole = learned.prompt_lengths + np.array(list(chain.from_iterable(lengths)))
-    ends = iter(np.cumsum(whole).tolist())
-    return [
-        [values[end - length : end] for length, end in zip(each, ends, strict=False)]
-        for each in lengths
-    ]
+    """Return the groups that a step trained, with their advantages, and those it discarded."""
+    answers = [answer for group in sampled.groups for answer in group.answers]
+    lengths = np.array([sum(map(len, each.trajectory.segments)) for each in answers], np.int64)
+    ends = np.cumsum(learned.prompt_lengths + lengths)  # [B] of samples, packed in this order
+    spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    columns: list[Any] = [learned.advantages, learned.mismatch]
+    for values in (learned.old_logprobs, learned.entropies):
+        columns.append(None if values is None else [values[span] for span in spans])
+    groups, first = [], 0
+    for settled in sampled.trained:
+        part = slice(first, first + len(settled.group.answers))
+        cells = (None if column is None else column[part] for column in columns)
+        groups.append(RolloutGroup(settled.group, "trained", *cells))
+        first = part.stop
+    return groups + [RolloutGroup(settled.group, settled.fate) for settled in sampled.discarded]
 
 
 @dataclass(frozen=True, eq=False)
 class StepTokens:
-    """The tokens of a step: written by the policy, and packed to learn from."""
+    """The tokens of a step: generated by the policy, and packed for learning."""
 
     generated: int = 0
     packed: int = 0
     prompts: Sequence[int] = ()
-    """[B] lengths of the prompts of the answers learnt from."""
+    """[B] prompt lengths of the trained answers."""
     responses: Sequence[int] = ()
-    """[B] lengths of these answers."""
+    """[B] lengths of the trained answers."""
 
 
-def step_tokens(sampled: StepGroups, learned: Learned) -> StepTokens:
-    """Count the tokens of a step that is learnt."""
+def count_step_tokens(sampled: StepGroups, learned: Learned) -> StepTokens:
+    """Count the tokens of a learned step."""
     return StepTokens(
         sampled.counts.tokens.generated,
         learned.packed_tokens,
@@ -167,8 +155,8 @@ def step_tokens(sampled: StepGroups, learned: Learned) -> StepTokens:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """The layers of a model that attend over the whole context, or over a window of it.
+class AttentionFlop:
+    """FLOP of attention, over the whole context or a sliding window.
 
     A token that sees c others and itself costs `4 · width · (c + 1)` FLOP forwards: products of
     query and key, and of weights and values (arXiv 2204.02311, appendix B).
@@ -178,8 +166,8 @@ class Attention:
     """Sum over layers of heads x size of a head, by window in tokens; None is no window."""
 
     @classmethod
-    def of(cls, config: Any) -> Attention:
-        """Read a Hugging Face configuration; layers that do not attend (linear ones) count none."""
+    def of(cls, config: Any) -> AttentionFlop:
+        """Read a Hugging Face configuration; layers without softmax attention count nothing."""
         config = config.get_text_config()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -189,58 +177,55 @@ class Attention:
         window = getattr(config, "sliding_window", None)
         usual = "full_attention" if window is None else "sliding_attention"
         kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
-        widths: dict[int | None, int] = {}
-        for kind in kinds:
-            if kind in ("full_attention", "sliding_attention"):
-                reach = window if kind == "sliding_attention" else None
-                widths[reach] = widths.get(reach, 0) + width
-        return cls(widths)
+        windows = {"full_attention": None, "sliding_attention": window}
+        layers = Counter(windows[kind] for kind in kinds if kind in windows)
+        return cls({reach: count * width for reach, count in layers.items()})
 
     def flop(self, before: ArrayLike, tokens: ArrayLike) -> float:
         """Return the forward FLOP of sequences.
 
         Args:
-            before: [B] tokens that are in the cache already.
-            tokens: [B] tokens that are computed behind them.
+            before: [B] tokens in the cache.
+            tokens: [B] tokens computed after them.
         """
         first, added = np.asarray(before, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
         total = 0.0
         for window, width in self.widths.items():
-            seen = _triangle(first + added, window) - _triangle(first, window)
+            seen = _sum_attended(first + added, window) - _sum_attended(first, window)
             total += 4.0 * width * float(seen.sum())
         return total
 
 
-def _triangle(length: NDArray[np.float64], window: int | None) -> NDArray[np.float64]:
+def _sum_attended(length: NDArray[np.float64], window: int | None) -> NDArray[np.float64]:
     """Sum the positions that each token of a sequence sees: 1 + 2 + … up to a window's size."""
     reach = length if window is None else np.minimum(length, window)
     return reach * (reach + 1) / 2 + (length - reach) * reach
 
 
-NO_ATTENTION = Attention({})
+NO_ATTENTION = AttentionFlop({})
 
 
 @dataclass(frozen=True)
-class Passes:
-    """The passes of a step over the tokens that it packs, by model.
+class StepFlop:
+    """FLOP of a step, from the passes that it makes over its packed tokens.
 
     Counts 2 FLOP a parameter and token forwards, 4 backwards (arXiv 2001.08361, section 2.1), and
-    attention by the lengths of the answers learnt from. The embedding counts once, as the output
-    layer. Frozen parameters (LoRA), whose own gradient is not computed, count as the others do; of
-    a mixture of experts those that a token goes to count, not all.
+    attention by the lengths of the trained answers. The embedding counts once, as the output layer.
+    Frozen parameters (LoRA) count like trained ones; of a mixture of experts, only the experts that
+    a token is routed to.
     """
 
     parameters: int
-    """Parameters of the policy that a token meets."""
+    """Active parameters of the policy."""
     epochs: int
-    """Updates that see a token."""
+    """Updates on each token."""
     forwards: int = 1
-    """Forward passes of a model as large as the policy, updates aside: old log-probs, reference."""
+    """Forward passes of a model of the policy's size, besides updates: old log-probs, reference."""
     critic_parameters: int = 0
-    """Parameters of the critic, which runs forwards once and then takes part in each update."""
-    attention: Attention = NO_ATTENTION
+    """Parameters of the critic, which has one forward pass and all updates."""
+    attention: AttentionFlop = NO_ATTENTION
     """Attention of the policy."""
-    critic_attention: Attention = NO_ATTENTION
+    critic_attention: AttentionFlop = NO_ATTENTION
 
     def flop(self, tokens: StepTokens) -> float:
         """Return the FLOP of a step, rollout included."""
@@ -248,7 +233,7 @@ class Passes:
             np.asarray(t, dtype=np.float64) for t in (tokens.prompts, tokens.responses)
         )
         learning, written = self.forwards + 3 * self.epochs, max(float(responses.sum()), 1.0)
-        # What was written and is not learnt from is taken to be as long.
+        # Answers that are not trained are assumed to be of the same lengths.
         attended = self.attention.flop(prompts, responses) * tokens.generated / written
         whole = np.zeros_like(prompts), prompts + responses
         policy = 2.0 * self.parameters * (tokens.generated + learning * tokens.packed)
@@ -257,9 +242,9 @@ class Passes:
         return policy + (1 + 3 * self.epochs) * critic
 
 
-def device_peak(device: str, dtype: str) -> float | None:
-    """Return the peak of a device in TFLOP/s by its name; None where it is not known, as of a part
-    of a GPU (MIG), and of variants of other sizes."""
+def gpu_peak_tflops(device: str, dtype: str) -> float | None:
+    """Return the peak TFLOP/s of a GPU by its name; None if unknown, as for MIG slices and for
+    variants of other sizes."""
     names = [name for name in GPUS if re.search(rf"\b{name}\b", device)]
     names = [] if re.search(r"\b(MIG|Laptop|Ti|D)\b", device) else names
     if not names:
@@ -270,9 +255,9 @@ def device_peak(device: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Throughput:
-    """A step's tokens and FLOP over its seconds."""
+    """Throughput of a step: tokens and FLOP per second."""
 
-    passes: Passes
+    passes: StepFlop
     device: torch.device
     peak_tflops: float | None
     """Peak of one device."""
@@ -282,7 +267,7 @@ class Throughput:
         """Compute `throughput/…`, `memory/…` and `time/PHASE_us_per_token` of a step.
 
         Args:
-            times: as `Stopwatch.lap` gives them.
+            times: from `Stopwatch.lap`.
         """
         busy = times["time/step_s"] - times.get("time/evaluate_s", 0.0)
         generated, packed = tokens.generated, tokens.packed

@@ -1,4 +1,4 @@
-"""A supervised run: a parent process that starts it again after a crash or a hang."""
+"""A supervised run: a parent process restarts it after a crash or a hang (`shutdown`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from winnow.observe.metrics import Record
 from winnow.observe.sinks import RunInfo
-from winnow.run.shutdown import _BEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, heeded
+from winnow.run.shutdown import _HEARTBEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, stop_signals
 
-ENDS = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
-"""Exit codes after which there is nothing to restart."""
+FINAL_EXIT_CODES = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
+"""Exit codes after which a run is not restarted."""
 
 
 SAME_STEP_FAILURES = 3
@@ -27,65 +27,66 @@ SAME_STEP_FAILURES = 3
 _LONGEST_PAUSE_S = 60.0
 
 
-_END_S = 5.0
-"""Patience with a child that has closed its pipe."""
+_EXIT_TIMEOUT_S = 5.0
+"""Time for a child to exit after it closed its pipe."""
 
 
 @dataclass
 class Supervisor:
-    """One run and its restarts.
+    """Starts a run, and restarts it after crashes and hangs.
 
     Args:
-        command: starts the run, given the descriptor of the pipe and the folder to continue.
-        max_restarts: in all.
-        stall_timeout_s: without a line on the pipe.
+        command: returns the command line, given the descriptor of the pipe and the folder to
+            continue.
+        max_restarts: in total.
+        stall_timeout_s: time without a line on the pipe after which the run is killed.
         first_pause_s: before the first restart; doubles with each failure at the same step.
-        say: tells the user a line.
-        folder: the run to continue; None begins with what the command says.
+        report: prints a line for the user.
+        folder: the run to continue; None starts what the command names.
     """
 
     command: Callable[[int, str | None], Sequence[str]]
     max_restarts: int
     stall_timeout_s: float
     first_pause_s: float = 1.0
-    say: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr))
+    report: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr))
     folder: str | None = None
     _child: asyncio.subprocess.Process | None = None
     _step: int = -1
-    _asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     def run(self) -> int:
-        """Run to the end; return the exit code, 128 + N for a run that signal N killed."""
+        """Run to the end; return the exit code, 128 + N after signal N."""
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
-        for number in heeded():
-            asyncio.get_running_loop().add_signal_handler(number, self._forward, number)
+        for number in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(number, self._forward_signal, number)
         restarts = failures = 0
         while True:
             before = self._step
             code, why = await self._run_once()
-            if self._asked.is_set() or code in ENDS:
+            if self._stop_requested.is_set() or code in FINAL_EXIT_CODES:
                 return code
             failures = failures + 1 if self._step == before else 1
             where = f"after step {self._step}" if self._step >= 0 else "before its first step"
             message = f"winnow: the run {why} {where}"
             if failures >= SAME_STEP_FAILURES:
                 times = f"{failures} times in a row"
-                self.say(f"{message}, {times}; see log.txt in its folder for the reason")
+                self.report(f"{message}, {times}; see log.txt in its folder for the reason")
                 return code
             if restarts >= self.max_restarts:
-                self.say(f"{message}, and trainer.max_restarts={self.max_restarts} is used up")
+                self.report(f"{message}, and trainer.max_restarts={self.max_restarts} is used up")
                 return code
             restarts += 1
             pause = min(self.first_pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S)
-            self.say(f"{message}; restart {restarts} of {self.max_restarts} in {pause:g} s")
+            self.report(f"{message}; restart {restarts} of {self.max_restarts} in {pause:g} s")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), pause)
+                await asyncio.wait_for(self._stop_requested.wait(), pause)
                 return code
 
     async def _run_once(self) -> tuple[int, str]:
-        """Run the child once; return its exit code, and in words how it ended."""
+        """Run the child once; return its exit code and a description of its end."""
         reader, writer = os.pipe()
         lines = asyncio.StreamReader()
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -97,12 +98,12 @@ class Supervisor:
             )
         finally:
             os.close(writer)
-        if self._asked.is_set():  # while there was no child to tell
+        if self._stop_requested.is_set():  # before there was a child to forward it to
             child.terminate()
         try:
             while line := await asyncio.wait_for(lines.readline(), self.stall_timeout_s):
-                self._take(line.decode().rstrip("\n"))
-            await asyncio.wait_for(child.wait(), _END_S)
+                self._read_line(line.decode().rstrip("\n"))
+            await asyncio.wait_for(child.wait(), _EXIT_TIMEOUT_S)
         except TimeoutError:
             pass
         finally:
@@ -118,22 +119,22 @@ class Supervisor:
             return 128 - status, f"was killed by {signal.Signals(-status).name}"
         return status, f"ended with exit code {status}"
 
-    def _take(self, line: str) -> None:
+    def _read_line(self, line: str) -> None:
         kind, _, value = line.partition(" ")
         if kind == "folder":
             self.folder = value
         elif kind == "step":
             self._step = max(self._step, int(value))
 
-    def _forward(self, number: int) -> None:
-        self._asked.set()
+    def _forward_signal(self, number: int) -> None:
+        self._stop_requested.set()
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.send_signal(number)
 
 
-def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
-    """Make the command line of a child from the words after `winnow train`."""
+def make_child_command(arguments: Sequence[str]) -> Callable[[int, str | None], list[str]]:
+    """Return the `command` of a `Supervisor`, from the arguments of `winnow train`."""
 
     def command(pipe: int, folder: str | None) -> list[str]:
         continued = [] if folder is None else ["--continued", folder]
@@ -144,7 +145,7 @@ def winnow_command(arguments: Sequence[str]) -> Callable[[int, str | None], list
 
 
 class Heartbeat:
-    """The sink that tells a supervising parent of progress; without a pipe it does nothing."""
+    """The sink that reports progress to a supervising parent; without a pipe it does nothing."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -154,34 +155,34 @@ class Heartbeat:
             os.set_inheritable(descriptor, False)
             threading.Thread(target=self._run, daemon=True).start()
 
-    def folder(self, path: Path) -> None:
-        """Tell the run's folder, which a restart continues."""
+    def send_folder(self, path: Path) -> None:
+        """Report the run's folder, which a restart continues."""
         self._write(f"folder {path.absolute()}")
 
-    def watch(self, *readings: Callable[[], object]) -> None:
-        """Count a change of what these return as progress, in the place of those before; they are
-        called from another thread."""
+    def watch_counters(self, *readings: Callable[[], object]) -> None:
+        """Report a change of these values as progress, instead of earlier ones; they are read in
+        another thread."""
         self._readings = [*readings]
 
     def beat(self) -> None:
-        """Note that something moved."""
+        """Report progress."""
         self._beats += 1
 
     def start(self, info: RunInfo) -> None:
-        """Tell the step before the first."""
+        """Report the step before the first."""
         self._write(f"step {info.first_step - 1}")
 
     def log(self, step: int, record: Record) -> None:
-        """Tell a step that is done."""
+        """Report a completed step."""
         self._write(f"step {step}")
 
     def close(self) -> None:
-        """Do nothing: counters are watched to the end of the process."""
+        """Do nothing: counters are reported to the end of the process."""
 
     def _run(self) -> None:
         seen: list[object] = []
         while True:
-            time.sleep(_BEAT_S)
+            time.sleep(_HEARTBEAT_S)
             now = [self._beats, *(reading() for reading in self._readings)]
             if now != seen:
                 seen = now
@@ -190,5 +191,5 @@ class Heartbeat:
     def _write(self, line: str) -> None:
         if self._descriptor is None:
             return
-        with contextlib.suppress(OSError):  # the parent is gone, and this process is told
+        with contextlib.suppress(OSError):  # the parent is gone
             os.write(self._descriptor, f"{line}\n".encode())

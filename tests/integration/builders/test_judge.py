@@ -17,7 +17,12 @@ from tests.recipes import recipe
 from tests.scoring import PROMPT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from winnow.builders.judge import JudgeEngines, make_judge, make_judge_worker, read_judge
+from winnow.builders.judge import (
+    EngineJudgeClient,
+    make_engine_judge,
+    make_judge_worker,
+    read_judge_spec,
+)
 from winnow.builders.rewards import make_rewards
 from winnow.config.root import Config
 from winnow.errors import ConfigError, ModelError, RewardError
@@ -41,7 +46,7 @@ def config_of(folder: Path, *settings: str) -> Config:
 
 def judge_of(folder: Path, *settings: str) -> Judge:
     """A judge with processes of its own."""
-    return make_judge(config_of(folder, *settings), None)
+    return make_engine_judge(config_of(folder, *settings), None)
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +151,10 @@ def test_figures_and_progress_count_what_was_written(judge: Judge) -> None:
 def test_what_cannot_be_judged_is_a_failure_in_one_line(judge: Judge, folder: Path) -> None:
     (said,) = verdicts(judge, ["9" * 400])
     assert isinstance(said, Failure)
-    assert said.line.startswith("the judge: a question of 406 tokens is longer than the 232 of rew")
-    few = read_judge(config_of(folder, "reward.judge.max_prompt_tokens=4"))
-    with pytest.raises(RewardError, match=r"longer than the 4 of .* on prompt sort_digits:5391"):
-        Judge(few.section, client=JudgeEngines(few, [])).check(PROMPT)
+    assert said.line.startswith("the judge: a question of 406 tokens exceeds the limit of 232, fro")
+    few = read_judge_spec(config_of(folder, "reward.judge.max_prompt_tokens=4"))
+    with pytest.raises(RewardError, match=r"exceeds the limit of 4, .* on prompt sort_digits:5391"):
+        Judge(few.section, client=EngineJudgeClient(few, [])).check(PROMPT)
 
 
 def test_a_reply_at_the_limit_is_told_to_be_cut_off(judge: Judge) -> None:
@@ -163,8 +168,8 @@ def test_a_reply_at_the_limit_is_told_to_be_cut_off(judge: Judge) -> None:
 @pytest.mark.parametrize(
     ("made", "settings", "says"),
     [
-        ({"template": ""}, (), "its tokenizer has no chat template, in which a judge is asked"),
-        ({"vocab_size": 20}, (), "the tokenizer has 29 tokens, the model only 20; give a folder"),
+        ({"template": ""}, (), "its tokenizer has no chat template, which a judge needs"),
+        ({"vocab_size": 20}, (), "the tokenizer has 29 tokens, the model only 20; choose a folder"),
         (
             {},
             ("reward.judge.max_tokens=256",),
@@ -180,7 +185,7 @@ def test_a_model_that_cannot_judge_is_refused_in_one_line(
     if made is not None:
         judge_folder(path, **made)
     with pytest.raises(ModelError) as told:
-        read_judge(config_of(path, *settings))
+        read_judge_spec(config_of(path, *settings))
     assert says.format(path) in str(told.value)
     assert "\n" not in str(told.value)
 
@@ -190,15 +195,15 @@ def test_a_judge_of_the_hub_is_known_by_its_files(folder: Path, hub: Hub) -> Non
     files = {p.name: p.read_bytes() for p in folder.iterdir()}
     (folder / "generation_config.json").unlink()
     hub.repos = {"owner/judge": files}
-    model = read_judge(config_of(Path("owner/judge")))
+    model = read_judge_spec(config_of(Path("owner/judge")))
     assert set(model.stop_ids) >= {1, 5}
     assert {path.name for path in model.folder.iterdir()} >= {"config.json", "model.safetensors"}
     extra = "reward/judge/engine=vllm", "+reward.judge.engine.extra.quantization=fp8"
     places = [
-        JudgeEngines(read_judge(config_of(where, *more)), []).place
+        EngineJudgeClient(read_judge_spec(config_of(where, *more)), []).place
         for where, more in ((folder, ()), (Path("owner/judge"), ()), (folder, extra[:1]))
     ]
-    places.append(JudgeEngines(read_judge(config_of(folder, *extra)), []).place)
+    places.append(EngineJudgeClient(read_judge_spec(config_of(folder, *extra)), []).place)
     assert len({repr(place) for place in places}) == 4
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.recipes import recipe
 
-from winnow.builders.placement import local_devices, pools_of
-from winnow.builders.preflight import starting
+from winnow.builders.placement import assign_local_gpus, make_pools
+from winnow.builders.preflight import startup_notes
 from winnow.builders.processes import launcher
 from winnow.config import roles
 from winnow.config.load import dump_config
@@ -43,10 +43,10 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_placed_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe("quickstart", "evaluation.n=2", "cluster=ray")
     assert isinstance(config.cluster, RayCluster)
-    assert [pool.roles for pool in pools_of(Roles(config), config.cluster, True)] == [("tools",)]
+    assert [pool.roles for pool in make_pools(Roles(config), config.cluster, True)] == [("tools",)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert local_devices(Roles(config), "cuda") == {"policy": range(1), "tools": range(1, 3)}
+    assert assign_local_gpus(Roles(config), "cuda") == {"policy": range(1), "tools": range(1, 3)}
     machine = Machine(*find_gpu("h100"), nodes=1, per_node=2)
     with pytest.raises(ConfigError, match=r"beside 2 tools; give more, or lower evaluation\.n\Z"):
         make_plan(PlanRequest("quickstart", ("evaluation.n=2",), machine))
@@ -55,7 +55,7 @@ def test_it_is_placed_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_started() -> None:
     config = recipe("quickstart", "evaluation.n=2", "run.device=cpu")
     placed = Roles(config)
-    assert starting(config, placed) == [
+    assert startup_notes(placed, None) == [
         "Starting processes, 2 tools: half a minute, longer for large models"
     ]
     with closing(WorkerGroups()) as groups, launcher(config, placed, groups, False) as launch:

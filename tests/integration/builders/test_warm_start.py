@@ -16,7 +16,7 @@ from tests.forked import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.builders import warm_start
-from winnow.builders.warm_start import cache_folder, make_warm_start
+from winnow.builders.warm_start import make_warm_start, warm_start_folder
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.observe.console import ConsoleSink, make_console
@@ -33,7 +33,7 @@ def make(config: Config) -> tuple[Path, list[float]]:
     losses = [told.args[1]["sft/loss"] for told in shown.log.call_args_list]
     begun = [(told.args[0].kind, told.args[0].steps) for told in shown.start.call_args_list]
     notes = [told.args[0] for told in shown.print_line.call_args_list]
-    was_cached = f"Warm start: taken from {folder} (made before; --fresh makes it anew)"
+    was_cached = f"Warm start: cached in {folder} (--fresh trains it again)"
     assert (begun, notes) == (([("warm_up", 4)], []) if losses else ([], [was_cached]))
     assert shown.close.call_count == len(begun)
     assert not shown.show_status.called  # there is no state within a step
@@ -73,19 +73,19 @@ def test_a_start_in_a_cache_that_may_not_be_written_to_is_taken(
 def test_what_decides_the_start_decides_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = cache_folder(config_of(tmp_path))
+    plain = warm_start_folder(config_of(tmp_path))
     for same in ("optim.lr=1e-5", "data.task.eval_problems=7"):
-        assert cache_folder(config_of(tmp_path, same)) == plain
+        assert warm_start_folder(config_of(tmp_path, same)) == plain
     others = (
         *("seed=1", "warm_start.lr=1e-3", "warm_start.demonstrations.step_error=0.5"),
         *("rollout.max_response_tokens=100", "data.task.max_digits=7"),
         "trainer.microbatch_tokens=100",
     )
-    places = {plain, *(cache_folder(config_of(tmp_path, other)) for other in others)}
+    places = {plain, *(warm_start_folder(config_of(tmp_path, other)) for other in others)}
     assert len(places) == 1 + len(others)
     for library in (torch, transformers, numpy):
         monkeypatch.setattr(library, "__version__", "99")
-        places.add(cache_folder(config_of(tmp_path)))
+        places.add(warm_start_folder(config_of(tmp_path)))
     assert len(places) == 1 + len(others) + 3
 
 
@@ -108,8 +108,8 @@ def test_of_two_processes_that_make_the_same_start_one_trains_and_the_other_wait
     module = "tests.integration.builders.test_warm_start"
     started = [server.start(module, [str(tmp_path), out.stem], out=out) for out in outs]
     assert [process.wait(200) for process in started] == [0, 0]
-    folder = cache_folder(config_of(tmp_path))
-    taken = f"Warm start: taken from {folder} (made before"
+    folder = warm_start_folder(config_of(tmp_path))
+    taken = f"Warm start: cached in {folder}"
     assert sorted(taken in out.read_text() for out in outs) == [False, True]
     assert weights(folder)
 

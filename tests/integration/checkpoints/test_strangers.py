@@ -15,7 +15,7 @@ from tests.bombs import Bomb
 from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 
-from winnow.builders.preflight import starting
+from winnow.builders.preflight import startup_notes
 from winnow.checkpoints import checkpoint as module
 from winnow.checkpoints.checkpoint import (
     MANIFEST,
@@ -245,7 +245,7 @@ def test_a_copy_that_is_fetched_from_where_the_user_says_is_his(tmp_path: Path) 
         assert opened.checkpoint is not None
     assert is_local_run(run)
     assert f"Each checkpoint is copied to file://{tmp_path}/away (trainer.checkpoint_url)" in (
-        starting(config, Roles(config))
+        startup_notes(Roles(config), config.trainer.checkpoint_url)
     )
 
 

@@ -98,7 +98,7 @@ def test_in_a_deterministic_run_neighbours_change_no_bit(folder: Path) -> None:
 def test_answers_that_wait_together_are_run_together(folder: Path) -> None:
     for deterministic, calls in ((False, [5]), (True, [1] * 5)):
         one = service(folder, deterministic=deterministic)
-        model: Any = one._pipeline._models[0]
+        model: Any = one.pipeline._models[0]
         model.forward = Mock(side_effect=model.forward)
         ask(one, ANSWERS)
         assert [len(call.args[0]) for call in model.forward.call_args_list] == calls
@@ -162,7 +162,7 @@ def test_a_score_that_is_no_number_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.bits
 def test_what_comes_while_ranks_score_goes_together_into_the_next_call(folder: Path) -> None:
     one = service(folder)
-    model = one._pipeline._models[0]
+    model = one.pipeline._models[0]
     here, begun, go_on, sizes = model.forward, asyncio.Event(), asyncio.Event(), list[int]()
 
     async def asking(sequences: Sequence[Any]) -> Sequence[float]:

@@ -12,7 +12,7 @@ import pytest
 from tests.processes import children
 from tests.scoring import LIMIT, PROMPT, SIGNATURE, UserRewards, answer, rewards_of
 
-from winnow.builders.run import LAG_OF_SCORERS_APART, score_lag_ticks
+from winnow.builders.run import ASYNC_SCORE_LAG_TICKS, choose_score_lag_ticks
 from winnow.config.load import load_recipe
 from winnow.config.reward import (
     CustomManager,
@@ -167,13 +167,13 @@ def test_a_users_file_imports_its_neighbour(how: str, tmp_path: Path) -> None:
     ("kind", "settings", "wanted"),
     [
         ("", "", 0),
-        ("", "reward.workers=1", LAG_OF_SCORERS_APART),
+        ("", "reward.workers=1", ASYNC_SCORE_LAG_TICKS),
         ("", "sampling.score_lag_ticks=3", 3),
         ("", "sampling.score_lag_ticks=0 reward.workers=1", 0),
         ("", "run.deterministic=false reward.workers=1", 0),
         ("def", "reward.workers=0", 0),
-        ("async def", "reward.workers=0", LAG_OF_SCORERS_APART),
-        ("def", "", LAG_OF_SCORERS_APART),
+        ("async def", "reward.workers=0", ASYNC_SCORE_LAG_TICKS),
+        ("def", "", ASYNC_SCORE_LAG_TICKS),
     ],
 )
 def test_scores_are_seen_later_if_scorers_run_beside_the_engine_unless_the_recipe_says(
@@ -186,4 +186,5 @@ def test_scores_are_seen_later_if_scorers_run_beside_the_engine_unless_the_recip
         overrides.append(f"reward.function.path={file}")
     config = load_recipe("quickstart", overrides)
     with contextlib.closing(rewards_of(config.reward, 16)) as rewards:
-        assert score_lag_ticks(config, rewards, {"sort_digits"}) == wanted
+        lag, deterministic = config.sampling.score_lag_ticks, config.run.deterministic
+        assert choose_score_lag_ticks(lag, deterministic, rewards, {"sort_digits"}) == wanted

@@ -37,9 +37,9 @@ from winnow.observe.sinks import Sinks
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.weights import WeightUpdate
-from winnow.run.loop import DataPasses, Mode, PendingSteps, PublishedWeights, Run, Schedule, train
+from winnow.run.loop import Mode, PendingSteps, PromptBudget, Run, WeightPublisher, train
 from winnow.run.shutdown import ShutdownSignal, Stopped
-from winnow.run.step_metrics import Passes, Throughput
+from winnow.run.step_metrics import StepFlop, Throughput
 from winnow.sampling.accounting import StepGroups
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, Prompt, Score, Trajectory
@@ -86,10 +86,10 @@ class World:
         rng: random.Random,
         engines: int = 1,
         engine: type[ScriptedEngine] = ScriptedEngine,
-        passes: DataPasses | None = None,
+        passes: PromptBudget | None = None,
         **sampling: Any,
     ) -> None:
-        passes = passes or DataPasses()
+        passes = passes or PromptBudget()
         self.rng, self.folder = rng, folder
         is_free = mode == "async"
         options: Any = {"slots": 10, "live_updates": is_free}
@@ -98,7 +98,7 @@ class World:
             members = [SlowToTell(rng, ragged, **options) for _ in range(engines)]
             self.engine = EngineGroup(cast(Any, members), not is_free, 4)
         self.loader, self.learnt = Loader(), list[StepGroups]()
-        self.stop, self.stop_at = ShutdownSignal(speaks=False), -1
+        self.stop, self.stop_at = ShutdownSignal(announces=False), -1
         self.learning = self.begun = 0
         config = {"groups_per_step": N, "max_staleness": 2, **sampling}
         self.sampler = Sampler(
@@ -131,19 +131,19 @@ class World:
             engine=self.engine,
             evaluator=cast(Any, SimpleNamespace(evaluate=self.evaluate)),
             sinks=Sinks([self.log_file]),
-            throughput=Throughput(Passes(8, 1), torch.device("cpu"), None),
+            throughput=Throughput(StepFlop(8, 1), torch.device("cpu"), None),
             state=state,
             stop=self.stop,
-            keep_rollouts=lambda step, groups: None,
-            keep_ledger=lambda step, sampled: self.learnt.append(sampled),
+            save_rollouts=lambda step, groups: None,
+            save_ledger=lambda step, sampled: self.learnt.append(sampled),
             check_scoring=lambda: None,
             scoring_figures=dict,
-            evaluations=Schedule(3, STEPS),
-            checkpoints=Schedule(1, STEPS),
+            evaluate_every=3,
+            save_every=1,
             steps=STEPS,
             mode=mode,
             pending=parts["pending"],
-            passes=passes,
+            prompt_budget=passes,
         )
 
     def resume(self, checkpoint: Checkpoint) -> World:
@@ -277,7 +277,7 @@ def test_a_run_ends_with_the_passes_over_its_data_and_resumed_at_the_same_step(
 
         def world(name: str) -> World:
             rule: dict[str, Any] = {"name": "variance"} if filters else {"name": "none"}
-            passes = DataPasses(prompts, N)
+            passes = PromptBudget(prompts, N)
             return World(Path(folder) / name, mode, rng, passes=passes, lookahead=1.0, filter=rule)
 
         first = world("a").train()
@@ -286,7 +286,7 @@ def test_a_run_ends_with_the_passes_over_its_data_and_resumed_at_the_same_step(
         assert [prompts - n < N for n in used] == [False] * (last - 1) + [last < STEPS]
         if not filters:
             assert last == prompts // N
-        assert first.run.passes.used == used[-1]
+        assert first.run.prompt_budget.used == used[-1]
         assert mode == "async" or not first.run.pending.steps  # nothing sampled in vain
         assert [c.step for c in saved(first)] == list(range(1, last + 1))
         assert "eval/x/avg@1" in read_metrics(first.folder / "metrics.jsonl")[-1]
@@ -453,10 +453,14 @@ def test_engines_that_share_gpus_sleep_while_a_step_is_learnt(tmp_path: Path) ->
     world = World(tmp_path, "async", random.Random(3), engine=Sleeper)
     scores = CanaryScores((np.zeros(1, np.float32),), CanaryLimits(1.0, 1.0))
     canary = Canary((np.array([1, 2]),), 1.0, torch.float32)
-    publish = PublishedWeights(
+    publish = WeightPublisher(
         world.engine, WeightUpdate, canary, lambda canary: scores, sleeps=True
     )
-    world.run.mode, world.run.publish, world.run.rest = "sync", publish, publish.rest
+    world.run.mode, world.run.publish, world.run.sleep_engines = (
+        "sync",
+        publish,
+        publish.sleep_engines,
+    )
     learn = world.learn
 
     def learn_alone(*args: Any) -> Learned:
@@ -484,7 +488,7 @@ def test_an_engine_that_cannot_take_weights_live_is_refused(tmp_path: Path) -> N
 def test_sampling_goes_on_while_a_step_is_learnt(mode: Mode, tmp_path: Path) -> None:
     world = World(tmp_path, mode, random.Random(1))
     spans: list[tuple[str, str, float, float]] = []
-    world.run.tell = lambda *span: spans.append(span)
+    world.run.timeline = lambda *span: spans.append(span)
     world.train()
     learning = [(a, b) for actor, phase, a, b in spans if phase == "learn"]
     sampling = [(a, b) for actor, _, a, b in spans if actor == "sampler"]

@@ -35,7 +35,7 @@ class Lives:
         self.scripts = scripts
         self.begun = 0
         self.supervisor = Supervisor(
-            self.command, restarts, stall_s, first_pause_s=0.01, say=self.said.append
+            self.command, restarts, stall_s, first_pause_s=0.01, report=self.said.append
         )
 
     def command(self, pipe: int, folder: str | None) -> list[str]:

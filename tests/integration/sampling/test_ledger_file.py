@@ -24,7 +24,7 @@ from tests.engines import Prompts, ScriptedEngine, uniforms
 from tests.examples import examples
 from tests.winnow_command import Outcome, in_this_process
 
-from winnow.builders.run import keep_ledger
+from winnow.builders.run import save_ledger
 from winnow.config.rollout import SamplingConfig
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog
@@ -112,7 +112,7 @@ class Course:
         for step in range(first, last + 1):
             await self.engine.load_weights(WeightUpdate(step - 1))
             sampled = await self.sampler.step(step - 1)
-            keep_ledger(self.run, step, sampled)
+            save_ledger(self.run, step, sampled)
             log.log(step, self._figures(sampled))
         log.close()
 

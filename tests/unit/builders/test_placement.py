@@ -10,10 +10,15 @@ import torch
 from tests.recipes import recipe
 
 from winnow.builders import processes
-from winnow.builders.engines import uses_device
-from winnow.builders.placement import devices_of, local_devices, pools_of, visible_devices
+from winnow.builders.engines import driver_uses_device
+from winnow.builders.placement import (
+    assign_local_gpus,
+    count_devices,
+    make_pools,
+    visible_devices_variable,
+)
 from winnow.builders.processes import launcher
-from winnow.builders.run import use_machine
+from winnow.builders.run import prepare_device
 from winnow.checkpoints.run_state import _random_states, _set_random_states
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -36,15 +41,15 @@ def on_ray(*overrides: str) -> Config:
 
 def pools(config: Config, has_devices: bool) -> list[Pool]:
     assert isinstance(config.cluster, RayCluster)
-    return pools_of(Roles(config), config.cluster, has_devices)
+    return make_pools(Roles(config), config.cluster, has_devices)
 
 
 def devices(config: Config, trains: bool = True) -> dict[str, range]:
-    return local_devices(Roles(config), config.run.device, trains)
+    return assign_local_gpus(Roles(config), config.run.device, trains)
 
 
 def learning_devices(config: Config, ranks: int) -> int:
-    return devices_of(Roles(config), config.cluster, ranks)
+    return count_devices(Roles(config), ranks)
 
 
 def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
@@ -204,7 +209,7 @@ def test_an_engine_sees_its_own_gpus_of_those_that_the_run_sees(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    assert visible_devices(range(2, 4)) == {"CUDA_VISIBLE_DEVICES": shown}
+    assert visible_devices_variable(range(2, 4)) == {"CUDA_VISIBLE_DEVICES": shown}
 
 
 def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
@@ -245,7 +250,9 @@ def test_a_run_whose_models_are_elsewhere_leaves_gpus_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chosen = recipe("quickstart", *settings)
-    assert use_machine(chosen, uses_device(chosen, Roles(chosen))).type == device
+    engine, roles = chosen.rollout.engine, Roles(chosen)
+    uses_device = driver_uses_device(engine, chosen.reward, chosen.cluster, roles)
+    assert prepare_device(chosen.run, None, uses_device).type == device
 
 
 def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +286,7 @@ def test_processes_here_get_their_variables_by_role(
 
     gpus = {"policy": range(2), "rollout": range(2, 3)} if on_gpus else {}
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setattr(processes, "local_devices", lambda *_: gpus)
+    monkeypatch.setattr(processes, "assign_local_gpus", lambda *_: gpus)
     monkeypatch.setattr(group, "start_local", record)
     config = recipe("quickstart", "trainer/strategy=fsdp2", "rollout.engine.processes=1")
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:

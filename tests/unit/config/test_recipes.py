@@ -14,7 +14,7 @@ from tests.recipes import recipe
 from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.aggregation import AGGREGATIONS
 from winnow.algorithms.losses import POLICY_LOSSES
-from winnow.builders.warm_start import cache_folder
+from winnow.builders.warm_start import warm_start_folder
 from winnow.config.algorithm import Advantage, PolicyLoss
 from winnow.config.files import RECIPES, available_recipes
 from winnow.config.model import SftWarmStart
@@ -237,7 +237,7 @@ def test_a_small_recipe_changes_what_its_family_changes_and_nothing_else(name: s
 def test_the_small_recipes_share_the_quickstarts_warm_start() -> None:
     configs = [recipe(name) for name in ("quickstart", *SMALL)]
     assert all(isinstance(config.warm_start, SftWarmStart) for config in configs)
-    assert len({cache_folder(config) for config in configs}) == 1
+    assert len({warm_start_folder(config) for config in configs}) == 1
 
 
 @pytest.mark.parametrize("name", [*REAL, *BESIDE])

@@ -18,7 +18,7 @@ import pytest
 
 from winnow.config.trainer import TrainerConfig
 from winnow.observe.sinks import RunInfo
-from winnow.run.shutdown import MachineEnd, ShutdownSignal, Stopped
+from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
 
 JOB_END, BLOCK = "SLURM_JOB_END_TIME", "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
@@ -60,7 +60,7 @@ def test_a_deferred_request_waits_for_a_check_and_says_for_what(
         send(signal.SIGTERM)
         with pytest.raises(Stopped):
             stop.check()
-    said = "\nwinnow: SIGTERM: finishing the step under way, then saving\n"
+    said = "\nwinnow: SIGTERM: finishing the step, then saving\n"
     assert capfd.readouterr().err == said
 
 
@@ -165,9 +165,9 @@ def test_what_ran_to_its_end_before_a_stop_was_seen_is_not_returned(stop: Shutdo
     assert caught.value.reason == "Ctrl-C"
 
 
-def machine_end(now: list[float], **settings: Any) -> MachineEnd:
+def machine_end(now: list[float], **settings: Any) -> MachineDeadline:
     """An end as the configuration has it, by a clock that stands still."""
-    return MachineEnd(TrainerConfig(**settings), lambda: now[0])
+    return MachineDeadline(TrainerConfig(**settings), lambda: now[0])
 
 
 def test_a_run_ends_before_a_step_that_the_machine_would_not_see_the_end_of(
@@ -180,7 +180,7 @@ def test_a_run_ends_before_a_step_that_the_machine_would_not_see_the_end_of(
     end.log(2, {"time/step_s": 90.0, "time/rollout_s": 70.0})
     # The longest step of 100 s without evaluation, 40 s to save it, and a minute.
     now[0] = 799.0
-    with stop.deferring(), stop.before(end):
+    with stop.deferring(), stop.stop_before(end):
         stop.check()
         now[0] = 801.0
         with pytest.raises(Stopped) as caught:
@@ -204,7 +204,7 @@ def test_sampling_is_broken_off_where_the_machine_is_about_to_end(stop: Shutdown
         now[0] = 101.0
         await sampling
 
-    with stop.deferring(), stop.before(end), pytest.raises(Stopped, match="15"):
+    with stop.deferring(), stop.stop_before(end), pytest.raises(Stopped, match="15"):
         asyncio.run(go())
 
 
@@ -215,7 +215,7 @@ def test_sampling_is_broken_off_where_the_machine_is_about_to_end(stop: Shutdown
         ("never", {JOB_END: "500"}, math.inf, []),
         (900, {JOB_END: "500"}, 900.0, ["trainer.expires_at"]),
         (None, {JOB_END: "90"}, math.inf, [f"{JOB_END}=90 is past"]),
-        (None, {JOB_END: "soon"}, math.inf, [f"{JOB_END}=soon is no time"]),
+        (None, {JOB_END: "soon"}, math.inf, [f"{JOB_END}=soon is not a time and is ignored"]),
         (None, {JOB_END: "900", BLOCK: "700.5"}, 700.5, [JOB_END, BLOCK]),
         (None, {JOB_END: "500", BLOCK: "700.5"}, 500.0, [JOB_END]),
     ],
@@ -258,7 +258,7 @@ def lines(reader: int) -> list[str]:
 def test_it_beats_while_something_moves_and_only_then(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.run.shutdown._BEAT_S", 0.001)
+    monkeypatch.setattr("winnow.run.shutdown._HEARTBEAT_S", 0.001)
     reader, writer = pipe
     looks, count = threading.Semaphore(0), 0
 
@@ -273,7 +273,7 @@ def test_it_beats_while_something_moves_and_only_then(
             looks.acquire()
 
     heartbeat = Heartbeat(writer)
-    heartbeat.watch(reading)
+    heartbeat.watch_counters(reading)
     looked()
     lines(reader)
     looked()
@@ -284,7 +284,7 @@ def test_it_beats_while_something_moves_and_only_then(
     heartbeat.beat()
     looked()
     assert lines(reader) == ["beat"]
-    heartbeat.watch(lambda: 0)  # from now on, in the place of the count
+    heartbeat.watch_counters(lambda: 0)  # from now on, in the place of the count
     time.sleep(0.2)
     lines(reader)
     count = 2
@@ -295,7 +295,7 @@ def test_it_beats_while_something_moves_and_only_then(
 def test_it_names_the_folder_and_each_step(pipe: tuple[int, int], tmp_path: Path) -> None:
     reader, writer = pipe
     heartbeat = Heartbeat(writer)
-    heartbeat.folder(tmp_path)
+    heartbeat.send_folder(tmp_path)
     heartbeat.start(RunInfo("a", 9, first_step=4))
     heartbeat.log(4, {})
     told = [line for line in lines(reader) if line != "beat"]

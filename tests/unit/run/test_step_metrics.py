@@ -15,11 +15,11 @@ from transformers import DeepseekV3Config, Gemma3TextConfig, MistralConfig, Qwen
 from winnow.learning.learner import Learned
 from winnow.observe.metrics import Metrics
 from winnow.run.step_metrics import (
-    Attention,
-    Passes,
+    AttentionFlop,
+    StepFlop,
     StepTokens,
     Throughput,
-    device_peak,
+    gpu_peak_tflops,
     record_sources,
     record_step,
 )
@@ -30,7 +30,7 @@ ANSWER = Trajectory((Segment(np.array([4, 5]), np.zeros(2, np.float32), ()),), "
 
 
 def test_flop_are_two_forwards_and_four_backwards_a_weight_and_token() -> None:
-    work = Throughput(Passes(1_000_000, epochs=2), torch.device("cpu"), peak_tflops=1.0)
+    work = Throughput(StepFlop(1_000_000, epochs=2), torch.device("cpu"), peak_tflops=1.0)
     times = {"time/step_s": 3.0, "time/evaluate_s": 1.0, "time/update_s": 0.5}
     figures = work.figures(StepTokens(generated=1000, packed=2000), times)
     # (2*1000 rollout + 2*2000 old + 2*6*2000 update) * 1e6 weights in 2 seconds.
@@ -56,12 +56,12 @@ def test_attention_counts_each_position_that_a_token_sees(
     before: int, tokens: int, window: int
 ) -> None:
     widths = {None: 64, window: 32}
-    assert Attention(widths).flop([before], [tokens]) == counted(before, tokens, widths)
+    assert AttentionFlop(widths).flop([before], [tokens]) == counted(before, tokens, widths)
 
 
 def test_the_flop_of_a_step_have_attention_in_rollout_passes_and_updates() -> None:
     widths, critic = {None: 8}, {None: 4}
-    passes = Passes(100, 1, 1, 50, Attention(widths), Attention(critic))
+    passes = StepFlop(100, 1, 1, 50, AttentionFlop(widths), AttentionFlop(critic))
     # Two answers to prompts of 3 and 5 tokens; one more of 6 tokens was written and dropped.
     tokens = StepTokens(generated=12, packed=14, prompts=[3, 5], responses=[2, 4])
     written = counted(3, 2, widths) + counted(5, 4, widths)
@@ -73,15 +73,15 @@ def test_the_flop_of_a_step_have_attention_in_rollout_passes_and_updates() -> No
 
 def test_the_width_of_attention_is_read_from_a_model_s_configuration() -> None:
     plain = Qwen2Config(num_hidden_layers=3, num_attention_heads=4, hidden_size=32)
-    assert Attention.of(plain) == Attention({None: 3 * 32})
+    assert AttentionFlop.of(plain) == AttentionFlop({None: 3 * 32})
     windows = Gemma3TextConfig(
         num_hidden_layers=6, num_attention_heads=4, head_dim=16, sliding_window=512
     )
-    assert Attention.of(windows) == Attention({512: 5 * 64, None: 64})
+    assert AttentionFlop.of(windows) == AttentionFlop({512: 5 * 64, None: 64})
     window = MistralConfig(
         num_hidden_layers=2, num_attention_heads=4, hidden_size=32, sliding_window=9
     )
-    assert Attention.of(window) == Attention({9: 64})
+    assert AttentionFlop.of(window) == AttentionFlop({9: 64})
     latent = DeepseekV3Config(
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -89,7 +89,7 @@ def test_the_width_of_attention_is_read_from_a_model_s_configuration() -> None:
         qk_rope_head_dim=8,
         v_head_dim=16,
     )
-    assert Attention.of(latent) == Attention({None: 2 * 4 * (24 + 8 + 16) // 2})
+    assert AttentionFlop.of(latent) == AttentionFlop({None: 2 * 4 * (24 + 8 + 16) // 2})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_width_of_attention_is_read_from_a_model_s_configuration() -> None:
 def test_a_device_s_peak_goes_by_its_name_and_type(
     device: str, dtype: str, peak: float | None
 ) -> None:
-    assert device_peak(device, dtype) == peak
+    assert gpu_peak_tflops(device, dtype) == peak
 
 
 def settled(number: int, fate: Any, answers: Sequence[Score], source: str) -> SettledGroup:
