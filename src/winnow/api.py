@@ -182,7 +182,7 @@ class LLM:
         if (Path(model) / "config.yaml").is_file():
             path = str(find_checkpoint(Path(model), None).model)
             recipe = str(RunFolder(Path(model)).config)
-        config = parse_recipe(recipe, overrides)
+        self._config = config = parse_recipe(recipe, overrides)
         require_trusted_start(config, recipe, overrides, trust)
         self._policy = load_policy(config, path, prepare_device(config.run, config.model.cache_dir))
         self._engine = make_local_engine(config, self._policy)

@@ -58,7 +58,7 @@ def check_engine_installed(cluster: Cluster, engine: Section, judge: Judge) -> N
 
     if isinstance(engine, VllmEngineConfig):
         check_installed()
-    if isinstance(engines_of(judge), VllmEngineConfig):
+    if isinstance(getattr(judge, "engine", None), VllmEngineConfig):
         with reword_judge_errors():
             check_installed()
 

@@ -22,6 +22,18 @@ _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 """Variables of PyTorch's allocator; every version reads the first."""
 
 
+def uses_gpu(device: str) -> bool:
+    """Return whether a process with this `run.device` takes a GPU.
+
+    Raises:
+        ConfigError: it must, and there is none.
+    """
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("run.device=cuda, but PyTorch finds no GPU; set run.device=cpu")
+    return has_gpu
+
+
 def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
     """Assign a GPU of this machine to each process that needs one, by role; none on CPUs.
 
@@ -34,9 +46,7 @@ def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[st
     Raises:
         ConfigError: there are too few GPUs.
     """
-    if device == "cpu" or not torch.cuda.is_available():
-        if device == "cuda":
-            raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
+    if not uses_gpu(device):
         return {}
     least = {"policy": int(trains)}
     counts = {role.name: max(role.gpus, least.get(role.name, 0)) for role in roles.entries}
@@ -61,9 +71,9 @@ def _count_key(role: Role) -> str:
 def count_devices(roles: Roles, ranks: int) -> int:
     """Count the devices of learning and of engines, which share them in a pool on Ray."""
     takes = {role: roles[role].gpus for role in ("rollout", "critic")} | {"policy": ranks}
-    places = dict.fromkeys((roles[role].place for role in takes), 0)
+    places = dict.fromkeys((roles[role].pool_name for role in takes), 0)
     for role, devices in takes.items():
-        places[roles[role].place] = max(places[roles[role].place], devices)
+        places[roles[role].pool_name] = max(places[roles[role].pool_name], devices)
     return sum(places.values())
 
 
@@ -103,7 +113,7 @@ def make_pools(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Poo
         pools = {name: PoolConfig(nodes=n, per_node=of // n) for name, (n, of) in parts.items()}
     placed = []
     for name, pool in pools.items():
-        widths = {role.name: role.width for role in roles if role.place == name}
+        widths = {role.name: role.width for role in roles if role.pool_name == name}
         if widths:  # else its roles have no processes
             devices, cpus = max(widths.values()) * has_devices, pool.cpus or cluster.cpus
             placed.append(Pool(name, tuple(widths), pool.nodes, pool.per_node, devices, cpus))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from winnow.builders.placement import uses_gpu
 from winnow.builders.topology import RunModels
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.opening import code_hashes
@@ -58,17 +59,13 @@ def prepare_device(run: RunConfig, cache_dir: str | None, holds_model: bool = Tr
         holds_model: False leaves all GPUs to other processes and returns the CPU.
 
     Raises:
-        ConfigError: run.device is cuda, and torch sees no GPU.
+        ConfigError: as for `uses_gpu`.
     """
     if cache_dir is not None:
         os.environ[MODEL_CACHE] = cache_dir
     if run.threads is not None:
         torch.set_num_threads(run.threads)
-    if run.device == "cpu" or not holds_model:
-        return torch.device("cpu")
-    if run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if holds_model and uses_gpu(run.device) else "cpu")
 
 
 def rollout_sampling(rollout: RolloutConfig, policy: LoadedPolicy) -> SamplingParams:

@@ -153,7 +153,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             _note(sink, *opened.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
-            heartbeat.watch(
+            heartbeat.watch_counters(
                 lambda: run.engine.status().generated_tokens,
                 lambda: run.learner.progress,
                 rewards.count_offloaded,
