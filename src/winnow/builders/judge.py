@@ -37,7 +37,7 @@ from winnow.models.causal_lm import find_model
 from winnow.models.fetch import may_be_hub_name
 from winnow.models.folders import read_config, torch_dtype
 from winnow.observe.files import one_line
-from winnow.rewards.judge import Judge, JudgeClient, no_counts
+from winnow.rewards.judge import Judge, JudgeClient, zero_counts
 from winnow.rewards.judge_cache import JudgeReply
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.types import IntArray
@@ -160,8 +160,8 @@ class JudgeEngines(JudgeClient):
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         extra = engine.extra if isinstance(engine, VllmEngineConfig) else {}
         alone = model.slots == 1
-        self.place = [model.path, model.dtype, engine.name, dict(extra), alone, stats]
-        self.counts = no_counts()
+        self.cache_scope = [model.path, model.dtype, engine.name, dict(extra), alone, stats]
+        self.counts = zero_counts()
         self._decode = decoder(model.tokenizer)
         self._numbers = itertools.count()
         self._room: Queue[WorkerGroup] = Queue()  # each engine as often as it takes a judgement
@@ -176,7 +176,7 @@ class JudgeEngines(JudgeClient):
     def check(self, messages: list[dict[str, str]]) -> None:
         self._encode(messages)
 
-    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def fetch_reply(self, body: Mapping[str, Any]) -> JudgeReply:
         try:
             ids = self._encode(body["messages"])
         except ValueError as error:

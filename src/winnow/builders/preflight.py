@@ -14,7 +14,7 @@ from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.trainer import Megatron, RayCluster
-from winnow.data.sources import check_files
+from winnow.data.sources import check_files_exist
 from winnow.errors import ConfigError, RewardError
 from winnow.models.fetch import check_place
 from winnow.observe.profile import check_profile
@@ -68,7 +68,7 @@ def check_places(config: Config, has_checkpoint: bool) -> None:
         WinnowError: names the first.
     """
     data = config.sft if isinstance(config.sft, Demonstrations) else config.data
-    check_files([*data.train_files, *data.eval_files, *config.data.eval_files])
+    check_files_exist([*data.train_files, *data.eval_files, *config.data.eval_files])
     if config.model.path is not None and not has_checkpoint:
         check_place(config.model.path, "model.path")
 

@@ -14,7 +14,7 @@ from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig, share_of
 from winnow.config.root import Config
 from winnow.errors import ModelError
-from winnow.rewards.pipeline import Decode, RewardPipeline, Section
+from winnow.rewards.pipeline import Decode, ModelSection, RewardPipeline
 from winnow.rewards.rewards import Rewards
 from winnow.types import IntArray
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from winnow.builders.judge import StartEngines
-    from winnow.rewards.model import ModelScorer
+    from winnow.rewards.model_scorer import ModelScorer
     from winnow.rewards.remote_pipeline import PipelineWorker
     from winnow.workers.group import WorkerGroup
     from winnow.workers.host import RankInfo
@@ -85,9 +85,9 @@ def make_pipeline(
         raise
 
 
-def scoring_models(config: RewardConfig, training: bool = True) -> list[Section]:
+def scoring_models(config: RewardConfig, training: bool = True) -> list[ModelSection]:
     """List the models that are asked, the reward model first."""
-    models = [each for each in (config.model, config.judge) if isinstance(each, Section)]
+    models = [each for each in (config.model, config.judge) if isinstance(each, ModelSection)]
     return [each for each in models if training or each.in_evaluation]
 
 
@@ -145,7 +145,7 @@ def make_model_scorer(
     from winnow.models.value import load_reward_model
     from winnow.ranks.remote import asking
     from winnow.ranks.workers import facts_of, scores_of
-    from winnow.rewards.model import Forward, ModelScorer
+    from winnow.rewards.model_scorer import Forward, ModelScorer
 
     field = "reward.model.tokenizer" if config.tokenizer else "reward.model.path"
     trust, dtype = policy.trust_remote_code, torch_dtype(config.dtype or policy.dtype)

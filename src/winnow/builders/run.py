@@ -19,7 +19,7 @@ from winnow.config.root import Config
 from winnow.config.rules import notices
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
 from winnow.data.prompts import PromptSet
-from winnow.data.user_source import UserOrder
+from winnow.data.user_source import UserSampler
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
 from winnow.models.fetch import MODEL_CACHE
@@ -184,7 +184,9 @@ def build(
     loader = _make_loader(config, source)
     engine = placed.engine
     held_out = evaluation_prompts(config.data, policy.tokenizer)
-    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.twin(), held_out)
+    evaluator = make_evaluator(
+        config, policy, engine, folder.evaluation, rewards.with_new_counts(), held_out
+    )
     _time_engines(engine, tell)
     scores, pending = ScorerTimes(rewards.score, tell), PendingSteps()
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
@@ -252,7 +254,7 @@ def make_base(
 
 def _make_loader(config: Config, source: PromptSource) -> PromptLoader:
     seed = config.run.seed
-    order = UserOrder(config.data, source, seed) if config.data.sampler else None
+    order = UserSampler(config.data, source, seed) if config.data.sampler else None
     return PromptLoader(source, seed, config.data.shuffle, order)
 
 

@@ -15,7 +15,7 @@ from winnow.observe.figures import figure_table, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from winnow.data.prepare import Prepared
+    from winnow.data.prepare import PrepareReport
 
 app = typer.Typer(
     name="data",
@@ -68,10 +68,10 @@ def prepare_command(
     seed: Annotated[int | None, typer.Option(help="Seed of a set that is made.")] = None,
 ) -> None:
     """Write a data set as parquet in verl's schema, without copies of a row."""
-    from winnow.data.prepare import Request, prepare
+    from winnow.data.prepare import PrepareRequest, prepare
 
     files = tuple(source or ())
-    request = Request(name, split, files, out, revision, instruction, rows, seed)
+    request = PrepareRequest(name, split, files, out, revision, instruction, rows, seed)
     _show_prepared(prepare(request), instruction, _console())
 
 
@@ -144,7 +144,7 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
+def _show_prepared(done: PrepareReport, instruction: str, console: Console) -> None:
     console.print(f"{done.name} ({done.split}) from {done.origin}")
     lines: list[_Line] = [("rows read", done.read, "")]
     lines += [(f"left out, of source {name}", n, "") for name, n in done.other_sources.items()]
@@ -168,7 +168,7 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     console.print(f"      {training}")
 
 
-def _use(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
+def _use(done: PrepareReport, instruction: str, unknown: list[str]) -> tuple[str, str]:
     """Say how its prompts are asked, and write a command that trains on it or evaluates with it."""
     overrides, scorer = ["model.path=FOLDER"], "dapo_math"
     bare = "Prompts are bare questions: the recipe"

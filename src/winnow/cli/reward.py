@@ -170,7 +170,7 @@ def _prompt(
     import numpy as np
 
     from winnow.data.sources import read_rows
-    from winnow.rewards.scorers.marks import structure
+    from winnow.rewards.scorers.markers import decode_json
     from winnow.types import Prompt
 
     nothing = np.zeros(0, np.int64)
@@ -180,12 +180,12 @@ def _prompt(
                 "there is nothing to compare with; give FILE and --row, or --truth with --source "
                 "or --scorer"
             )
-        return Prompt("try", nothing, "", source or "try", structure(truth))
+        return Prompt("try", nothing, "", source or "try", decode_json(truth))
     rows = read_rows([file], data)
     if not 1 <= number <= len(rows):
         raise DataError(f"--row is {number}, but {file} has rows 1 to {len(rows):,}; choose one")
     row = rows[number - 1]
-    gold = row.ground_truth if truth is None else structure(truth)
+    gold = row.ground_truth if truth is None else decode_json(truth)
     return Prompt(
         uid=row.uid,
         token_ids=nothing,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from winnow.config.data import DataConfig, Demonstrations, SftColumns
-from winnow.data.columns import Record, wrong_field
+from winnow.data.columns import Record, field_error
 from winnow.data.prompts import PromptRenderer, PromptSet
-from winnow.data.sources import Message, Row, files_of, read_records
+from winnow.data.sources import Message, Row, read_records, resolve_files
 from winnow.errors import DataError
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
 
@@ -72,13 +72,13 @@ def read_demonstrations(
     prompts: list[Prompt] = []
     answers: dict[str, tuple[Segment, ...]] = {}
     too_long = 0
-    for path in files_of(files, data):
+    for path in resolve_files(files, data):
         for number, record in read_records(path):
             origin = f"{path} row {number}"
             messages = _conversation(record, origin, config.columns)
             source = str(record.get("data_source") or "sft")
             row = Row(f"{path}:{number}", origin, source, messages, None)
-            ids, *rest = renderer.demonstration(row, config.turns == "all", stop_ids)
+            ids, *rest = renderer.render_demonstration(row, config.turns == "all", stop_ids)
             if len(ids) + sum(map(len, rest)) > config.max_tokens:
                 too_long += 1
                 continue
@@ -126,7 +126,7 @@ def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
     if isinstance(value, str) and value:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise wrong_field(origin, name, value, "a text or a list of messages")
+        raise field_error(origin, name, value, "a text or a list of messages")
     messages: list[Message] = []
     for number, message in enumerate(value):
         # Parquet gives every message each key that any of them has.
@@ -135,6 +135,6 @@ def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
         )
         who, what = entry.pop("from", entry.get("role")), entry.pop("value", entry.get("content"))
         if not isinstance(who, str) or not isinstance(what, str) or not what:
-            raise wrong_field(origin, f"{name}[{number}]", message, "a role and a content, texts")
+            raise field_error(origin, f"{name}[{number}]", message, "a role and a content, texts")
         messages.append({**entry, "role": _ROLES.get(who, who), "content": what})
     return messages

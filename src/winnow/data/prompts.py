@@ -103,7 +103,7 @@ class PromptRenderer:
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
-        whole, *halves = self._ids(["a b", "a", " b"])
+        whole, *halves = self._tokenize(["a b", "a", " b"])
         self._adds_space = whole != [token for half in halves for token in half]
         self._bos: list[int] = [bos] if adds_bos and not self._use_chat_template else []
 
@@ -115,13 +115,13 @@ class PromptRenderer:
                 none fits.
             ModelError: the chat template fails.
         """
-        fitted = list(self._fitted(rows))
+        fitted = list(self._fit(rows))
         prompts = tuple(prompt for _, prompt in fitted if prompt is not None)
         if rows and not prompts:
-            raise self._none_fits(rows, [length for length, _ in fitted])
+            raise self._none_fits_error(rows, [length for length, _ in fitted])
         limit = self._config.max_prompt_tokens
         cut = sum(length > limit for length, prompt in fitted if prompt is not None)
-        return PromptSet(prompts, len(rows) - len(prompts), cut, _layouts(rows))
+        return PromptSet(prompts, len(rows) - len(prompts), cut, _describe_layouts(rows))
 
     def first_fitting(self, candidates: Iterator[Row]) -> Prompt:
         """Render the first row that fits, or is made to fit; each candidate is tokenized once.
@@ -131,15 +131,15 @@ class PromptRenderer:
         """
         for row in candidates:
             last = row
-            ((length, prompt),) = self._fitted([row])
+            ((length, prompt),) = self._fit([row])
             if prompt is not None:
                 return prompt
-        raise self._none_fits([last], [length])
+        raise self._none_fits_error([last], [length])
 
-    def _fitted(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
+    def _fit(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
         """Yield each row's length before the limit, and its prompt; None where it is left out."""
         rows = [self._with_template(self._with_system(row)) for row in rows]
-        texts = self._texts(rows)
+        texts = self._render_texts(rows)
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
         for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
             length = len(ids)
@@ -155,7 +155,7 @@ class PromptRenderer:
                 yield length, None
                 continue
             if length > limit:
-                ids = _cut(ids, limit, rule)
+                ids = _truncate(ids, limit, rule)
                 text = self._tokenizer.decode(ids)
             token_ids: IntArray = np.array(ids, dtype=np.int64)
             yield length, Prompt(
@@ -163,7 +163,7 @@ class PromptRenderer:
                 row.messages,
             )  # fmt: skip
 
-    def _none_fits(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
+    def _none_fits_error(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
         files = ", ".join(dict.fromkeys(row.uid.rpartition(":")[0] for row in rows))
         return DataError(
             f"{files}: none of the {len(rows)} prompts fits into "
@@ -172,7 +172,9 @@ class PromptRenderer:
             "right or middle to cut them"
         )
 
-    def demonstration(self, row: Row, every: bool, stop_ids: Sequence[int]) -> list[IntArray]:
+    def render_demonstration(
+        self, row: Row, every: bool, stop_ids: Sequence[int]
+    ) -> list[IntArray]:
         """Render a conversation whose last message is an answer: a prompt, an answer, then what
         stands between answers and answers in turn.
 
@@ -189,10 +191,12 @@ class PromptRenderer:
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         texts, done = [], ""
         for place in places if every else places[-1:]:
-            (before,) = self._texts([replace(row, messages=messages[:place])])
+            (before,) = self._render_texts([replace(row, messages=messages[:place])])
             through = before + messages[place]["content"]
             if self._use_chat_template:
-                through = self._text(replace(row, messages=messages[: place + 1]), answered=True)
+                through = self._render_text(
+                    replace(row, messages=messages[: place + 1]), answered=True
+                )
             if not (before.startswith(done) and through.startswith(before)) or (
                 done and not self._use_chat_template
             ):
@@ -202,7 +206,7 @@ class PromptRenderer:
                 )
             texts += [before[len(done) :], through[len(before) :]]
             done = through
-        first, *rest = self._tokens(texts)
+        first, *rest = self._tokenize_parts(texts)
         for place in range(0, len(rest), 2):
             ids = rest[place]
             end = 1 + max((i for i, token in enumerate(ids) if token in stop_ids), default=-1)
@@ -217,12 +221,12 @@ class PromptRenderer:
             raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
         return [np.array(ids, dtype=np.int64) for ids in (first, *rest)]
 
-    def _texts(self, rows: Sequence[Row]) -> list[str]:
+    def _render_texts(self, rows: Sequence[Row]) -> list[str]:
         """Render the conversations; a template that does not end is stopped in the main thread."""
         texts: list[str] = []
         done = -1
 
-        def look(*_: object) -> None:
+        def on_timer(*_: object) -> None:
             nonlocal done
             if done == len(texts):
                 raise TimeoutError(f"it has not ended after {TEMPLATE_S:g} s")
@@ -233,13 +237,13 @@ class PromptRenderer:
             if self._use_chat_template and is_main:
                 stack.callback(signal.signal, signal.SIGVTALRM, signal.getsignal(signal.SIGVTALRM))
                 stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
-                signal.signal(signal.SIGVTALRM, look)
+                signal.signal(signal.SIGVTALRM, on_timer)
                 signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_S, TEMPLATE_S)
             for row in rows:
-                texts.append(self._text(row) if self._use_chat_template else row.text)
+                texts.append(self._render_text(row) if self._use_chat_template else row.text)
         return texts
 
-    def _text(self, row: Row, answered: bool = False) -> str:
+    def _render_text(self, row: Row, answered: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -281,22 +285,22 @@ class PromptRenderer:
         messages[at] = {**messages[at], "content": content}
         return replace(row, messages=tuple(messages))
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
         return cast("list[list[int]]", encoded["input_ids"])
 
-    def _tokens(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize_parts(self, texts: list[str]) -> list[list[int]]:
         """Tokenize texts that stand in a row, the first as a prompt.
 
         Some tokenizers put a space in front of whatever they are given: theirs are cut out of the
         text as a whole, where its tokens end with the texts before.
         """
-        parts = self._ids(texts)
+        parts = self._tokenize(texts)
         if self._adds_space:
             done: list[int] = []
-            for place, ids in enumerate(self._ids([*accumulate(texts)])):
+            for place, ids in enumerate(self._tokenize([*accumulate(texts)])):
                 if ids[: len(done)] == done:
                     parts[place] = ids[len(done) :]
                 done += parts[place]
@@ -306,7 +310,7 @@ class PromptRenderer:
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         if not texts:
             return
-        for ids in self._ids(texts):
+        for ids in self._tokenize(texts):
             yield ids if ids[:1] == self._bos else self._bos + ids
 
 
@@ -338,7 +342,7 @@ def _chat_template(tokenizer: Any, config: DataConfig) -> str:
     return template
 
 
-def _layouts(rows: Sequence[Row]) -> tuple[str, ...]:
+def _describe_layouts(rows: Sequence[Row]) -> tuple[str, ...]:
     """Say which columns were taken, a line for the files of each layout."""
     files: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -360,7 +364,7 @@ def _templates(configured: Mapping[str, str]) -> dict[str, str]:
     return templates
 
 
-def _cut(ids: list[int], limit: int, side: str) -> list[int]:
+def _truncate(ids: list[int], limit: int, side: str) -> list[int]:
     """Keep `limit` of the ids; the rest goes on the side named."""
     if side == "left":
         return ids[-limit:]

@@ -89,7 +89,7 @@ def stop_token_ids(
     Raises:
         ModelError: that file cannot be read.
     """
-    ids = [cast(int, tokenizer.eos_token_id), *_listed(loaded)]
+    ids = [cast(int, tokenizer.eos_token_id), *_as_list(loaded)]
     file = None
     if model_path:
         file = Path(local_folder(model_path)).expanduser() / "generation_config.json"
@@ -100,7 +100,7 @@ def stop_token_ids(
             raise ModelError(
                 f"{file}: not readable as JSON ({error}); mend or remove it"
             ) from error
-        ids += _listed(config.get("eos_token_id") if isinstance(config, dict) else config)
+        ids += _as_list(config.get("eos_token_id") if isinstance(config, dict) else config)
         if not all(isinstance(i, int) for i in ids):
             raise ModelError(
                 f"{file}: eos_token_id must be a token id or a list of them, got {ids[1:]}; mend "
@@ -109,7 +109,7 @@ def stop_token_ids(
     return tuple(dict.fromkeys(ids))
 
 
-def _listed(ids: Any) -> list[Any]:
+def _as_list(ids: Any) -> list[Any]:
     """Return the ids of `eos_token_id`, which may be one, several or none."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 

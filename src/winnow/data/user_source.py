@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from winnow.config.data import CustomTask, DataConfig
-from winnow.data.columns import error_line, excerpt, layout_of
+from winnow.data.columns import detect_layout, error_line, excerpt
 from winnow.data.prompts import PromptSet
 from winnow.data.sources import Row, to_row
 from winnow.errors import DataError
@@ -79,7 +79,7 @@ class UserRows:
         """
         origin = f"{self._place} row {index}"
         record = _call_user(origin, lambda: self._source[index])
-        return self._checked(record, origin, f"{self.name}:{index}")
+        return self._check_row(record, origin, f"{self.name}:{index}")
 
     def held_out(self) -> list[Row]:
         """Check the held-out rows; none where the source has no such attribute.
@@ -89,7 +89,7 @@ class UserRows:
         """
         records = getattr(self._source, "held_out", ())
         return [
-            self._checked(each, f"{self._place} held_out[{i}]", f"{self.name}.held_out:{i}")
+            self._check_row(each, f"{self._place} held_out[{i}]", f"{self.name}.held_out:{i}")
             for i, each in enumerate(records)
         ]
 
@@ -102,16 +102,16 @@ class UserRows:
             raise KeyError(uid)
         return iter([self.row(int(index))])
 
-    def _checked(self, record: object, origin: str, uid: str) -> Row:
+    def _check_row(self, record: object, origin: str, uid: str) -> Row:
         if not isinstance(record, Mapping):
             raise DataError(
                 f"{origin}: must be a dict with columns, got a {type(record).__name__}; see "
                 "docs/data.md"
             )
-        return to_row(record, origin, uid, layout_of(record, self._config, origin, self.name))
+        return to_row(record, origin, uid, detect_layout(record, self._config, origin, self.name))
 
 
-class UserOrder:
+class UserSampler:
     """A sampler of the user's own: it chooses the row to come next, and hears the scores.
 
     `data.sampler` names a class that is called with the prompts of the run, its seed and
@@ -134,11 +134,13 @@ class UserOrder:
             )
         self._prompts = prompts
         make = load_user_object(str(config.sampler), "data.sampler", DataError)
-        self._order: Any = _call_user(
+        self._sampler: Any = _call_user(
             self._place, lambda: make(prompts.prompts, seed, **config.sampler_options)
         )
         methods = ("next", "update", "state_dict", "load_state_dict")
-        if lacking := [name for name in methods if not callable(getattr(self._order, name, None))]:
+        if lacking := [
+            name for name in methods if not callable(getattr(self._sampler, name, None))
+        ]:
             raise DataError(
                 f"{self._place} has no {', '.join(lacking)}(); docs/extending.md shows one"
             )
@@ -149,7 +151,7 @@ class UserOrder:
         Raises:
             DataError: the code fails, or returns no index.
         """
-        index = _call_user(self._place, self._order.next)
+        index = _call_user(self._place, self._sampler.next)
         if type(index) is not int or not 0 <= index < self._prompts.size:
             raise DataError(
                 f"{self._place}: next() must return an integer from 0 to {self._prompts.size - 1}, "
@@ -161,15 +163,15 @@ class UserOrder:
         """Tell the scores of prompts that are used up."""
         index = self._prompts.index
         results = [(index(g.prompt.uid), [a.score for a in g.answers]) for g in groups]
-        _call_user(self._place, lambda: self._order.update(results))
+        _call_user(self._place, lambda: self._sampler.update(results))
 
     def state_dict(self) -> Any:
         """Return a copy of the user's state."""
-        return copy.deepcopy(_call_user(self._place, self._order.state_dict))
+        return copy.deepcopy(_call_user(self._place, self._sampler.state_dict))
 
     def load_state_dict(self, state: Any) -> None:
         """Become what `state_dict` described."""
-        _call_user(self._place, lambda: self._order.load_state_dict(copy.deepcopy(state)))
+        _call_user(self._place, lambda: self._sampler.load_state_dict(copy.deepcopy(state)))
 
 
 def _call_user(origin: str, call: Callable[[], Any]) -> Any:

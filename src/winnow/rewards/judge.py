@@ -25,7 +25,7 @@ from winnow.errors import RewardError
 from winnow.http.client import LONGEST_RETRY_AFTER_S, HttpJson, RemoteError, token_of
 from winnow.rewards.judge_cache import JudgeReply, ReplyCache, cache_path
 from winnow.rewards.judge_prompt import JudgePrompt
-from winnow.rewards.task import Failure, Verdict
+from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class TokenBucket:
         now: seconds of any clock that does not go back.
     """
 
-    def __init__(self, limit: int, whole: bool, now: float) -> None:
+    def __init__(self, limit: int, indivisible: bool, now: float) -> None:
         # One by one, a bucket of c lets fewer than c + 60 * rate + 1 through in less than a minute.
-        self._capacity = float(max(1, limit // 10)) if whole else limit / 10
-        self._rate = (limit - self._capacity + whole) / _MINUTE_S
+        self._capacity = float(max(1, limit // 10)) if indivisible else limit / 10
+        self._rate = (limit - self._capacity + indivisible) / _MINUTE_S
         self._level = self._capacity
         self._since = now
 
@@ -97,7 +97,7 @@ class RateLimit:
         self._tokens = TokenBucket(tokens_per_minute or _NO_LIMIT, False, now)
         self._paused_until = now
 
-    def ask(self, tokens: float) -> float:
+    def try_acquire(self, tokens: float) -> float:
         """Take a request of so many tokens; return 0, or the seconds after which to ask again."""
         now = self._clock()
         waits = (self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
@@ -119,7 +119,7 @@ class RateLimit:
 class JudgeClient(Protocol):
     """The way to a judge's model, on a separate event loop."""
 
-    place: object
+    cache_scope: object
     """Plain data: replies from here are cached separately from others."""
     counts: Counter[str]
     has_answered: bool = False
@@ -131,7 +131,7 @@ class JudgeClient(Protocol):
         """Raise a ValueError of one line where these cannot be put to the model."""
         return
 
-    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def fetch_reply(self, body: Mapping[str, Any]) -> JudgeReply:
         """Ask, on the client's loop; what came to nothing for this question is a RemoteError."""
 
     def progress(self) -> int:
@@ -160,26 +160,26 @@ class _HttpClient(HttpJson, JudgeClient):
         key = token_of(config.api_key_env, "reward.judge.api_key_env")
         super().__init__(config.base_url, key, config.max_concurrent, config.retries + 1, backoff_s)
         self._config = config
-        self.place = f"{config.base_url.rstrip('/')}/{_PATH}"
+        self.cache_scope = f"{config.base_url.rstrip('/')}/{_PATH}"
         self._limit = RateLimit(config.requests_per_minute, config.tokens_per_minute)
         self._turn = asyncio.Lock()
-        self.counts = no_counts()
+        self.counts = zero_counts()
 
     def settings(self) -> dict[str, Any]:
         config = self._config
         fields = {name: getattr(config, name) for name in ("model", "temperature", "max_tokens")}
         return {**fields, "seed": config.seed, **config.options}
 
-    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def fetch_reply(self, body: Mapping[str, Any]) -> JudgeReply:
         reply: JudgeReply = await self.request(_PATH, body, self._config.timeout_s)
         return reply
 
     async def attempt(self, path: str, body: Any, timeout_s: float, number: int) -> JudgeReply:
         """Send a request once its turn comes."""
-        prompt_tokens = _bytes(body["messages"]) / _BYTES_PER_TOKEN
+        prompt_tokens = _count_bytes(body["messages"]) / _BYTES_PER_TOKEN
         estimated = prompt_tokens + self._config.max_tokens
         async with self._turn:  # first come, first served
-            while (wait_s := self._limit.ask(estimated)) > 0:
+            while (wait_s := self._limit.try_acquire(estimated)) > 0:
                 await asyncio.sleep(wait_s)
         self.counts["requests"] += 1
         self.counts["retries"] += number > 1
@@ -218,7 +218,7 @@ class _HttpClient(HttpJson, JudgeClient):
         return JudgeReply(text, tokens, choice.get("finish_reason") == "length")
 
 
-def no_counts() -> Counter[str]:
+def zero_counts() -> Counter[str]:
     """Return a judge's counts, by name, at its start."""
     return Counter(dict.fromkeys(_COUNTS, 0))
 
@@ -250,7 +250,7 @@ class Judge:
         path = cache_path(config.cache)
         self._cache = None if path is None else ReplyCache(path)
         if self._cache is not None:
-            replies, size = self._cache.size()
+            replies, size = self._cache.count_and_bytes()
             log.info("judge: %s holds %s replies, %s KiB", path, f"{replies:,}", f"{size >> 10:,}")
         self._counts = self._client.counts
         self._reported: Counter[str] = Counter()
@@ -273,7 +273,7 @@ class Judge:
         except ValueError as error:
             raise RewardError(f"{error} on prompt {prompt.uid}; mend it") from error
 
-    def begin(self, prompt: Prompt, text: str) -> Verdict:
+    def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
         """Ask for an answer's score; the future holds it, or why there is none.
 
         The future raises RewardError where the endpoint refuses every request, or the cache fails.
@@ -282,13 +282,13 @@ class Judge:
             messages = self._prompt.messages(prompt, text)
         except ValueError as error:
             self._scored += 1
-            refused: Verdict = asyncio.get_running_loop().create_future()
+            refused: ScoreFuture = asyncio.get_running_loop().create_future()
             refused.set_result(Failure(f"the judge: {error}", ""))
             return refused
         key = json.dumps(messages)
         work = self._under_way.get(key)
         if work is None:
-            work = self._under_way[key] = self._client.submit(self._judged(messages))
+            work = self._under_way[key] = self._client.submit(self._judge(messages))
             work.add_done_callback(lambda _: self._under_way.pop(key, None))
         # Shielded, because others may wait for it, too, and what was paid for should be kept.
         verdict = asyncio.shield(asyncio.wrap_future(work))
@@ -308,11 +308,13 @@ class Judge:
         if self._cache is not None:
             self._cache.close()
 
-    async def _judged(self, messages: list[dict[str, str]]) -> float | Failure:
+    async def _judge(self, messages: list[dict[str, str]]) -> float | Failure:
         try:
             for attempt in range(2):
-                reply = await self._reply(self._body(messages, attempt), attempt)
-                value = self._prompt.read(reply.text, reply.is_cut)
+                reply = await self._fetch_cached_reply(
+                    self._request_body(messages, attempt), attempt
+                )
+                value = self._prompt.parse_reply(reply.text, reply.is_cut)
                 if value is not None:
                     return value
                 self._counts["unparsed"] += 1
@@ -334,21 +336,21 @@ class Judge:
             "",
         )
 
-    async def _reply(self, body: Mapping[str, Any], attempt: int) -> JudgeReply:
-        request = json.dumps([self._client.place, body, attempt], sort_keys=True)
+    async def _fetch_cached_reply(self, body: Mapping[str, Any], attempt: int) -> JudgeReply:
+        request = json.dumps([self._client.cache_scope, body, attempt], sort_keys=True)
         question = hashlib.sha256(request.encode()).digest()
         if self._cache is not None:
             cached = await asyncio.to_thread(self._cache.get, question)
             if cached is not None:
                 self._counts["cache_hits"] += 1
                 return cached
-        reply = await self._client.reply(body)
+        reply = await self._client.fetch_reply(body)
         # Cut off, it is no reply to a built-in template; one of the user's own may want it short.
         if self._cache is None or (reply.is_cut and self.config.template in BUILT_IN):
             return reply
         return await asyncio.to_thread(self._cache.put, question, reply)
 
-    def _body(self, messages: list[dict[str, str]], attempt: int) -> dict[str, Any]:
+    def _request_body(self, messages: list[dict[str, str]], attempt: int) -> dict[str, Any]:
         """The request; a second one would get the first one's reply at the same sampling."""
         body: dict[str, Any] = {"messages": messages, **self._client.settings()}
         if attempt > 0:
@@ -359,6 +361,6 @@ class Judge:
         return {field: value for field, value in body.items() if value is not None}
 
 
-def _bytes(messages: Any) -> int:
+def _count_bytes(messages: Any) -> int:
     """Bytes of the messages' texts in UTF-8: a script with long characters has more tokens."""
     return sum(len(each["content"].encode("utf-8", "replace")) for each in messages)

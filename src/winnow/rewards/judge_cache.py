@@ -92,7 +92,7 @@ class ReplyCache:
             )
         return self.get(question) or reply
 
-    def size(self) -> tuple[int, int]:
+    def count_and_bytes(self) -> tuple[int, int]:
         """Return the number of replies, and the bytes of the file."""
         with self._locked():
             (replies,) = self._connection.execute("SELECT count(*) FROM replies").fetchone()

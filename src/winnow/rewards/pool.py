@@ -42,7 +42,7 @@ from winnow.rewards.task import (
     ScoreItem,
     ScorerJob,
     ScorerReply,
-    late_failure,
+    timeout_failure,
 )
 from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
@@ -72,7 +72,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(eq=False)
-class _Ask:
+class _Request:
     """An answer, and the future of the event loop in which its caller waits for the score."""
 
     item: ScoreItem
@@ -83,14 +83,14 @@ class _Ask:
 class _Message:
     """Answers that a process has."""
 
-    asks: Sequence[_Ask]
+    requests: Sequence[_Request]
     since: float
     """The time from which the answer in work may be under way."""
-    at: int = 0
+    position: int = 0
     """Its place, as last seen."""
 
 
-class _Scorer:
+class _ScorerProcess:
     """One process, the messages that it has, and the beginning of what it prints."""
 
     process: LocalConnection
@@ -100,7 +100,7 @@ class _Scorer:
         self.numbers = count()
         self.is_ready = self.is_async = self.is_leaving = False
         self.is_alone = False
-        """True if it has, or had, an ask that is to have the process to itself."""
+        """True if it has, or had, a request that is to have the process to itself."""
         self.refusal = ""
         """The reason why the user's file cannot be used."""
         self.messages: list[_Message] = []
@@ -113,7 +113,7 @@ class _Scorer:
         self.printed_bytes = 0
         self.output_has_ended = asyncio.Event()
 
-    async def follow(self, reader: asyncio.StreamReader) -> None:
+    async def read_output(self, reader: asyncio.StreamReader) -> None:
         """Read what the process prints, to the end."""
         while data := await reader.read(1 << 18):
             self.printed += data[: MAX_OUTPUT_BYTES - len(self.printed)]
@@ -126,21 +126,21 @@ class _Scorer:
         return self.is_ready and not self.messages
 
     @property
-    def asks(self) -> list[_Ask]:
+    def requests(self) -> list[_Request]:
         """All that it has."""
-        return [ask for message in self.messages for ask in message.asks]
+        return [request for message in self.messages for request in message.requests]
 
-    def at(self) -> int:
+    def position(self) -> int:
         """The place of the answer in work, in the message of a plain function."""
         return os.pread(self.cell, 1, 0)[0]
 
-    def is_late(self, timeout_s: float) -> bool:
+    def is_over_time(self, timeout_s: float) -> bool:
         """Return whether the time of the answer in work is up; of an async function's oldest."""
         if not self.messages:
             return False
         oldest, now = self.messages[0], time.monotonic()
-        if oldest.at != (at := self.at()):
-            oldest.at, oldest.since = at, now
+        if oldest.position != (at := self.position()):
+            oldest.position, oldest.since = at, now
         return now > oldest.since + timeout_s + (_GRACE_S if self.is_async else 0.0)
 
     def resident_bytes(self) -> int:
@@ -174,19 +174,19 @@ class ScorerPool:
             self._most_in_call = config.manager.max_answers
         self._workers = config.workers or default_workers()
         self._memory_bytes = config.memory_mb << 20
-        self._late = late_failure(config.timeout_s)
-        self._new: list[_Ask] = []
+        self._late = timeout_failure(config.timeout_s)
+        self._new: list[_Request] = []
         """Asked in this turn of the caller's event loop."""
         self._loaded = threading.Event()
         self._broken: Exception | None = None
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         # The thread's own.
-        self._scorers: list[_Scorer] = []
-        self._queue: deque[_Ask] = deque()
-        self._alone: deque[_Ask] = deque()
-        self._done: list[tuple[_Ask, Outcome | Exception]] = []
+        self._scorers: list[_ScorerProcess] = []
+        self._queue: deque[_Request] = deque()
+        self._alone: deque[_Request] = deque()
+        self._done: list[tuple[_Request, Outcome | Exception]] = []
         self._at_once = ASYNC_AT_ONCE
         self._lost_loading = 0
         serve = partial(self._loop.run_until_complete, self._serve())
@@ -213,28 +213,28 @@ class ScorerPool:
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
-        ask = _Ask(ScoreItem(scorer, seed, arguments), loop.create_future())
+        request = _Request(ScoreItem(scorer, seed, arguments), loop.create_future())
         if not self._new or self._new[-1].future.get_loop() is not loop:
             # Once for all of this turn.
-            loop.call_soon(self._hand_over)
-        self._new.append(ask)
-        return await ask.future
+            loop.call_soon(self._submit_new)
+        self._new.append(request)
+        return await request.future
 
     def close(self) -> None:
         """End all processes: idle ones by themselves, busy ones at once."""
         if self._loop.is_closed():
             return
         self._is_closing = True
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._loop.call_soon_threadsafe(self._wake.set)
         self._thread.join()
         self._loop.close()
 
-    def _hand_over(self) -> None:
-        asks, self._new = self._new, []
+    def _submit_new(self) -> None:
+        requests, self._new = self._new, []
         with contextlib.suppress(RuntimeError):  # the pool was closed in the meantime
-            self._loop.call_soon_threadsafe(self._take_in, asks)
+            self._loop.call_soon_threadsafe(self._enqueue, requests)
         if self._broken is not None:  # the thread may have taken in its last
-            _settle_all([(ask, self._broken) for ask in asks])
+            _set_results([(request, self._broken) for request in requests])
 
     # The rest runs in the thread.
 
@@ -244,19 +244,19 @@ class ScorerPool:
         next_look = 0.0
         try:
             while not self._is_closing:
-                await self._fill_up()
+                await self._start_missing()
                 self._assign()
                 is_busy = not all(scorer.is_idle for scorer in self._scorers)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), _TICK_S if is_busy else None)
-                self._news.clear()
+                    await asyncio.wait_for(self._wake.wait(), _TICK_S if is_busy else None)
+                self._wake.clear()
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + _TICK_S
                     for scorer in list(self._scorers):
-                        await self._look_at(scorer)
+                        await self._check_limits(scorer)
                 for scorer in [each for each in self._scorers if each.process.channel.is_cut]:
-                    await self._lose(scorer, None)
-                self._settle()
+                    await self._replace_process(scorer, None)
+                self._deliver()
         except Exception as mistake:
             log.exception("the scorer pool fails")
             error = mistake
@@ -267,103 +267,105 @@ class ScorerPool:
                 if not scorer.is_idle:
                     scorer.process.kill()
             for scorer in self._scorers:
-                await self._end(scorer, give_up - time.monotonic())
-            self._fail(error)
+                await self._reap(scorer, give_up - time.monotonic())
+            self._fail_all(error)
 
-    def _take_in(self, asks: Sequence[_Ask]) -> None:
-        self._queue.extend(asks)
-        self._news.set()
+    def _enqueue(self, requests: Sequence[_Request]) -> None:
+        self._queue.extend(requests)
+        self._wake.set()
         if self._broken is not None:
-            self._fail(self._broken)
+            self._fail_all(self._broken)
 
-    def _settle(self) -> None:
+    def _deliver(self) -> None:
         """Hand outcomes to the event loop that waits for them, all in one call."""
         done, self._done = self._done, []
         self.finished += len(done)
-        for loop in {ask.future.get_loop() for ask, _ in done}:
+        for loop in {request.future.get_loop() for request, _ in done}:
             settled = [each for each in done if each[0].future.get_loop() is loop]
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle_all, settled)
+                loop.call_soon_threadsafe(_set_results, settled)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         """End all that waits, now and later: no process can be had any more."""
         self._broken = error = self._broken or error
         self._loaded.set()
-        asks = [ask for scorer in self._scorers for ask in scorer.asks]
-        self._done += [(ask, error) for ask in (*self._queue, *self._alone, *asks)]
+        requests = [request for scorer in self._scorers for request in scorer.requests]
+        self._done += [(request, error) for request in (*self._queue, *self._alone, *requests)]
         self._queue.clear()
         self._alone.clear()
-        self._settle()
+        self._deliver()
 
-    def _take_ready(self, scorer: _Scorer, ready: Ready) -> None:
-        self._news.set()
+    def _handle_ready(self, scorer: _ScorerProcess, ready: Ready) -> None:
+        self._wake.set()
         scorer.is_ready, scorer.is_async = not ready.refusal, ready.is_async
         scorer.refusal = ready.refusal
         if scorer.is_ready:
             self._lost_loading = 0
             self._loaded.set()
 
-    def _take(self, scorer: _Scorer, message: _Message, reply: ScorerReply | CallFailure) -> None:
-        self._news.set()
+    def _handle_reply(
+        self, scorer: _ScorerProcess, message: _Message, reply: ScorerReply | CallFailure
+    ) -> None:
+        self._wake.set()
         scorer.messages.remove(message)
         if isinstance(reply, CallFailure):  # it cannot be read here
             failure = Failure(reply.line, reply.traceback)
-            self._blame(message.asks, failure, len(message.asks) == 1)
+            self._fail_or_retry(message.requests, failure, len(message.requests) == 1)
             return
         scorer.is_leaving |= reply.is_last
-        done, rest = len(reply.outcomes), message.asks[len(reply.outcomes) :]
+        done, rest = len(reply.outcomes), message.requests[len(reply.outcomes) :]
         scorer.quick = done if rest else max(scorer.quick, 2 * done)
         self._queue.extendleft(reversed(rest))
-        for ask, outcome in zip(message.asks, reply.outcomes, strict=False):
+        for request, outcome in zip(message.requests, reply.outcomes, strict=False):
             if outcome is None:
-                self._blame([ask], self._late, scorer.is_alone)
+                self._fail_or_retry([request], self._late, scorer.is_alone)
             else:
-                self._done.append((ask, outcome))
+                self._done.append((request, outcome))
 
-    async def _look_at(self, scorer: _Scorer) -> None:
+    async def _check_limits(self, scorer: _ScorerProcess) -> None:
         """Hold a process at work against its limits."""
         if scorer.is_idle:
             return
         if scorer.process.ending() is not None:  # what it forked may keep the connection open
-            await self._lose(scorer, None)
+            await self._replace_process(scorer, None)
             return
         memory, most = scorer.resident_bytes(), self._memory_bytes
         timeout_s = self._config.timeout_s
         if memory > most:
             line = f"used {memory >> 20:,} MiB of memory, reward.memory_mb is {most >> 20}"
-            await self._lose(scorer, f"the scorer {line}" if scorer.is_ready else line)
+            await self._replace_process(scorer, f"the scorer {line}" if scorer.is_ready else line)
         elif not scorer.is_ready:
             if time.monotonic() > scorer.born + _LOAD_LIMIT_S:
-                await self._lose(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
-        elif scorer.is_late(timeout_s):
+                await self._replace_process(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
+        elif scorer.is_over_time(timeout_s):
             scorer.process.channel.receive()  # an answer may have come while this thread waited
-            if scorer.is_late(timeout_s):
-                await self._lose(scorer, self._late.line)
+            if scorer.is_over_time(timeout_s):
+                await self._replace_process(scorer, self._late.line)
 
-    async def _lose(self, scorer: _Scorer, reason: str | None) -> None:
+    async def _replace_process(self, scorer: _ScorerProcess, reason: str | None) -> None:
         """Part with a process that is gone, or is to be killed for `reason`."""
         scorer.process.channel.receive()
         self._scorers.remove(scorer)
         if reason is not None:
             scorer.process.kill()
         scorer.process.channel.hang_up()
-        asks, at = scorer.asks, scorer.at()
-        how = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
+        requests, at = scorer.requests, scorer.position()
+        how = await self._reap(scorer, _CLOSING_S if reason is None else 0.0)
         how = reason or how or "cut its connection"
         if not scorer.is_ready:
-            self._lose_loading(scorer, how)
+            self._handle_load_failure(scorer, how)
             return
-        guilty: list[_Ask] = []
+        guilty: list[_Request] = []
         if not scorer.is_leaving:
             line = reason or f"the scorer's process {how}"
             log.warning("a scorer's process is replaced: %s", line)
-            guilty = asks if scorer.is_async or self._most_in_call else asks[at : at + 1]
+            guilty = requests if scorer.is_async or self._most_in_call else requests[at : at + 1]
             output = scorer.printed.decode(errors="replace").rstrip()
             trace = f"{line}\nIts process had written:\n{output}" if output else line
-            self._blame(guilty, Failure(line, trace), len(guilty) == 1)
-        self._queue.extendleft(ask for ask in reversed(asks) if ask not in guilty)
+            self._fail_or_retry(guilty, Failure(line, trace), len(guilty) == 1)
+        self._queue.extendleft(request for request in reversed(requests) if request not in guilty)
 
-    def _lose_loading(self, scorer: _Scorer, how: str) -> None:
+    def _handle_load_failure(self, scorer: _ScorerProcess, how: str) -> None:
         self._lost_loading += 1
         is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
         if not scorer.refusal and is_chance:
@@ -373,20 +375,22 @@ class ScorerPool:
         if self._function is not None:
             who = f"reward.function.path {self._function.path}: the process that imports it"
             line = f"{who} {how}; mend the file, or raise the limit"
-        self._fail(RewardError(scorer.refusal or line))
+        self._fail_all(RewardError(scorer.refusal or line))
 
-    def _blame(self, asks: Sequence[_Ask], failure: Failure, is_certain: bool) -> None:
-        """Fail the ask that was in work; where there were several, try each again, alone."""
+    def _fail_or_retry(
+        self, requests: Sequence[_Request], failure: Failure, is_certain: bool
+    ) -> None:
+        """Fail the request that was in work; where there were several, try each again, alone."""
         if is_certain:
-            self._done += [(ask, failure) for ask in asks]
+            self._done += [(request, failure) for request in requests]
             return
-        is_late = asks and failure.line == self._late.line
-        if is_late and self._at_once > 1 and not self._most_in_call:
+        is_over_time = requests and failure.line == self._late.line
+        if is_over_time and self._at_once > 1 and not self._most_in_call:
             self._at_once //= 2
             log.warning("an async scorer blocks others; now %d at once", self._at_once)
-        self._alone.extend(asks)
+        self._alone.extend(requests)
 
-    async def _end(self, scorer: _Scorer, patience_s: float) -> str | None:
+    async def _reap(self, scorer: _ScorerProcess, patience_s: float) -> str | None:
         """Wait for a process to end, kill what is left of it, and log what it printed.
 
         Returns:
@@ -410,10 +414,10 @@ class ScorerPool:
             )
         return ended
 
-    async def _fill_up(self) -> None:
+    async def _start_missing(self) -> None:
         """Start processes in place of those that are gone."""
         while len(self._scorers) < self._workers and self._broken is None:
-            scorer = _Scorer()
+            scorer = _ScorerProcess()
             user = self._function
             job = ScorerJob(
                 (user.path, user.name, user.kwargs) if user and user.path else None,
@@ -424,34 +428,38 @@ class ScorerPool:
                 cell=f"/proc/{os.getpid()}/fd/{scorer.cell}",
             )
             scorer.process = await LocalConnection.start(
-                "winnow.rewards.worker", _ENVIRONMENT, scorer.follow
+                "winnow.rewards.worker", _ENVIRONMENT, scorer.read_output
             )
-            scorer.process.channel.on_cut = self._news.set
+            scorer.process.channel.on_cut = self._wake.set
             self._scorers.append(scorer)
-            scorer.process.send(next(scorer.numbers), pack(job), partial(self._take_ready, scorer))
+            scorer.process.send(
+                next(scorer.numbers), pack(job), partial(self._handle_ready, scorer)
+            )
 
     def _assign(self) -> None:
         """Give the processes what they have room for."""
         for scorer in self._scorers:
             if not scorer.is_ready or scorer.is_leaving:
                 continue
-            asks = self._choose(scorer)
+            requests = self._choose_requests(scorer)
             # An async function's answers have a message each, because each has its own time.
             is_each = scorer.is_async and not self._most_in_call
-            for batch in [[ask] for ask in asks] if is_each else [asks] if asks else []:
+            for batch in (
+                [[request] for request in requests] if is_each else [requests] if requests else []
+            ):
                 os.pwrite(scorer.cell, b"\0", 0)
                 message = _Message(batch, time.monotonic())
                 scorer.messages.append(message)
-                packed = pack([ask.item for ask in batch])
-                tell = partial(self._take, scorer, message)
+                packed = pack([request.item for request in batch])
+                tell = partial(self._handle_reply, scorer, message)
                 scorer.process.send(next(scorer.numbers), packed, tell)
 
-    def _choose(self, scorer: _Scorer) -> list[_Ask]:
+    def _choose_requests(self, scorer: _ScorerProcess) -> list[_Request]:
         is_free = not scorer.messages
         if scorer.is_alone and not is_free:
             return []
         if self._alone:
-            alone = self._next(self._alone, 1) if is_free else []
+            alone = self._pop_requests(self._alone, 1) if is_free else []
             if alone or self._alone:
                 scorer.is_alone |= is_free
                 return alone
@@ -466,15 +474,15 @@ class ScorerPool:
         else:
             # A part of the share: who is done first takes more of what is left.
             most = min(_LARGEST_MESSAGE, scorer.quick, math.ceil(share / 2)) if is_free else 0
-        return self._next(self._queue, most)
+        return self._pop_requests(self._queue, most)
 
-    def _next(self, asks: deque[_Ask], most: int) -> list[_Ask]:
-        """Take asks from a queue; those that nobody waits for any more are dropped, not counted."""
-        taken: list[_Ask] = []
-        while asks and len(taken) < most:
-            ask = asks.popleft()
-            if not ask.future.done():
-                taken.append(ask)
+    def _pop_requests(self, requests: deque[_Request], most: int) -> list[_Request]:
+        """Take requests from a queue; those that nobody waits for any more are dropped, not counted."""
+        taken: list[_Request] = []
+        while requests and len(taken) < most:
+            request = requests.popleft()
+            if not request.future.done():
+                taken.append(request)
         return taken
 
 
@@ -483,6 +491,6 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def _settle_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
-    for ask, outcome in outcomes:
-        settle(ask.future, outcome)
+def _set_results(outcomes: Sequence[tuple[_Request, Outcome | Exception]]) -> None:
+    for request, outcome in outcomes:
+        settle(request.future, outcome)

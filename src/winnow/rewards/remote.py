@@ -20,7 +20,7 @@ from winnow.config.reward import RemoteManager, RewardConfig
 from winnow.errors import RewardError
 from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.rewards.manager import Manager
-from winnow.rewards.task import Failure, checked, failure_of, read_result
+from winnow.rewards.task import Failure, check_score, make_failure, parse_result
 from winnow.types import Prompt, Score
 
 _FIELD = "reward.manager.url"
@@ -29,7 +29,7 @@ _SLACK_S = 10.0
 """Time of a request beyond that of its answer: waiting there, and the way."""
 
 
-class RemoteCalls(Manager):
+class HttpManager(Manager):
     """Asks a service for each answer, many at once within one limit over the whole run.
 
     Raises:
@@ -63,18 +63,18 @@ class RemoteCalls(Manager):
             body = {
                 "data_source": prompt.data_source,
                 "solution_str": text,
-                "ground_truth": plain(prompt.ground_truth),
-                "extra_info": plain(prompt.extra.get("extra_info") or {}),
+                "ground_truth": to_json_value(prompt.ground_truth),
+                "extra_info": to_json_value(prompt.extra.get("extra_info") or {}),
             }
             reply = await self._http.post(self._path, body, self._patience_s)
             if isinstance(reply, Mapping) and "score" not in reply and "error" in reply:
                 line = " ".join(str(reply["error"]).split())
                 return Failure(line, line)
-            return checked(read_result(reply))
+            return check_score(parse_result(reply))
         except RemoteError as error:
             return Failure(error.line, error.line)
         except (TypeError, ValueError, ArithmeticError) as error:  # the last: a number too large
-            return failure_of(error, None)
+            return make_failure(error, None)
         finally:
             self._done += 1
 
@@ -82,14 +82,14 @@ class RemoteCalls(Manager):
         self._http.close()
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a value as JSON holds it: arrays as lists, bytes and objects as their text."""
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return to_json_value(value.tolist())
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_json_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
+        return [to_json_value(each) for each in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, SupportsFloat
 
 from winnow.config.reward import RewardConfig
 from winnow.errors import RewardError
-from winnow.rewards.pipeline import ANSWERS, FAILED, RewardPipeline, ScoreNames, Section
+from winnow.rewards.pipeline import ANSWERS, FAILED, ModelSection, RewardPipeline, ScoreNames
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score, Trajectory
 
@@ -47,7 +47,7 @@ class Rewards:
         self,
         config: RewardConfig,
         pipeline: RewardPipeline | RemotePipeline,
-        models: Sequence[Section] = (),
+        models: Sequence[ModelSection] = (),
     ) -> None:
         self._config, self._pipeline = config, pipeline
         self._names = ScoreNames(config, models)
@@ -62,9 +62,9 @@ class Rewards:
         self.check_prompt = pipeline.check_prompt
         self.takes_time = pipeline.takes_time
         self.count_offloaded = pipeline.count_offloaded
-        self.supported_metrics = self._names.of
+        self.supported_metrics = self._names.for_sources
 
-    def twin(self) -> Self:
+    def with_new_counts(self) -> Self:
         """Return a copy with the same scorers and workers, and a separate count."""
         other = copy.copy(self)
         other._required, other.patience = None, math.inf
@@ -88,10 +88,10 @@ class Rewards:
         """
         sources = set(data_sources)
         self._pipeline.prepare(sources)
-        if not held_out or self._names.judge_decides(training=False):
+        if not held_out or self._names.judge_sets_accuracy(training=False):
             return
         for source in sorted(sources):
-            if not self._names.has_task(source):
+            if not self._names.has_task_scorer(source):
                 raise RewardError(
                     f"reward.scorers leaves {source} to the reward model or the judge, which gives "
                     "held-out answers no accuracy; name a scorer for it, leave it out of data."
@@ -135,11 +135,11 @@ class Rewards:
         report.scored += 1
         self._counts[ANSWERS] += 1
         if scored.failure is not None:
-            score = self._failed(prompt, score, scored.failure)
+            score = self._record_failure(prompt, score, scored.failure)
         elif training and self._required is not None:
             self._check_metric(score, self._required)
         if report.count and report.scored >= self.patience:
-            self._check_share()
+            self._check_failure_share()
         return score
 
     def end_step(self) -> None:
@@ -157,11 +157,11 @@ class Rewards:
                     report.scored,
                     report.first_error,
                 )
-                self._check_share()
+                self._check_failure_share()
         finally:
             self.failure_report = FailureReport()
 
-    def _check_share(self) -> None:
+    def _check_failure_share(self) -> None:
         report, limit = self.failure_report, self._config.max_failure_share
         if report.count > limit * report.scored:
             log.error("%s", report.first_traceback or report.first_error)
@@ -172,7 +172,7 @@ class Rewards:
                 "log)"
             )
 
-    def _failed(self, prompt: Prompt, score: Score, failure: Failure) -> Score:
+    def _record_failure(self, prompt: Prompt, score: Score, failure: Failure) -> Score:
         """Count a failure, and give its score the number that a filter will ask for."""
         line, report = failure.line, self.failure_report
         if not report.count:

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from winnow.errors import RewardError
 from winnow.http.service import JsonService, Refusal
 from winnow.rewards.manager import Manager
-from winnow.rewards.remote import plain
+from winnow.rewards.remote import to_json_value
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
@@ -45,14 +45,16 @@ def make_service(
     """
 
     async def answer(body: Any, request: Request) -> dict[str, Any]:
-        prompt, text = _question(body)
+        prompt, text = _parse_question(body)
         try:
-            result = await _scored(manager, prompt, text, request, max_answer_s)
+            result = await _score_unless_gone(manager, prompt, text, request, max_answer_s)
         except RewardError as error:  # of the manager: nothing can be scored any more
             raise Refusal(500, str(error)) from error
         if isinstance(result, Failure):
             return {"error": result.line}
-        rest = {name: _finite(plain(value)) for name, value in result.extra.items()}
+        rest = {
+            name: _replace_nonfinite(to_json_value(value)) for name, value in result.extra.items()
+        }
         return {**rest, "score": result.reward, "acc": result.accuracy}
 
     def health() -> dict[str, Any]:
@@ -61,12 +63,12 @@ def make_service(
     return JsonService("/", answer, health, max_waiting, max_body_bytes, token, "error")
 
 
-async def _scored(
+async def _score_unless_gone(
     manager: Manager, prompt: Prompt, text: str, request: Request, max_answer_s: float
 ) -> Score | Failure:
     """The score, unless the client hangs up first: then no worker begins it."""
     score = asyncio.ensure_future(manager.score(prompt, text))
-    gone = asyncio.ensure_future(_gone(request))
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((score, gone), timeout=max_answer_s, return_when=asyncio.FIRST_COMPLETED)
         if score.done():
@@ -78,13 +80,13 @@ async def _scored(
         await asyncio.gather(score, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client hangs up; its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _question(body: Any) -> tuple[Prompt, str]:
+def _parse_question(body: Any) -> tuple[Prompt, str]:
     if not isinstance(body, dict):
         raise Refusal(400, f"the body must be an object, got {type(body).__name__}")
     for name in ("data_source", "solution_str"):
@@ -97,6 +99,6 @@ def _question(body: Any) -> tuple[Prompt, str]:
     return Prompt("", _NO_TOKENS, "", source, truth, {"extra_info": info}), body["solution_str"]
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """The value without NaN and infinity, which JSON does not have: they become texts."""
     return json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))

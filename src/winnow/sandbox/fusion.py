@@ -52,7 +52,7 @@ class FusionSandbox:
             max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
         )
         try:
-            self._try_out()
+            self._run_trial()
         except BaseException:
             self.close()
             raise
@@ -87,7 +87,7 @@ class FusionSandbox:
             answer = self._http.post_blocking("run_code", body, patience_s)
         except RemoteError as error:
             raise SandboxError(error.line) from error
-        result = result_of(answer)
+        result = parse_answer(answer)
         # The service may let a program write more than we would.
         is_long = len(result.stdout) + len(result.stderr) > config.output_kb << 10
         return replace(result, ending="output_limit") if is_long else result
@@ -96,7 +96,7 @@ class FusionSandbox:
         """End what is under way."""
         self._http.close()
 
-    def _try_out(self) -> None:
+    def _run_trial(self) -> None:
         """Check before training that programs are run, with the most that will be asked for."""
         where = f"reward.sandbox.url is {self.config.url}"
         fill = (self.config.output_kb << 10) - _TRIAL_SPARED
@@ -133,7 +133,7 @@ class RunResult(BaseModel):
     stdout: str | None = None
     stderr: str | None = None
 
-    def result(self, message: str) -> Result:
+    def to_result(self, message: str) -> Result:
         """Return it as a result of ours.
 
         Raises:
@@ -168,7 +168,7 @@ class RunAnswer(BaseModel):
     """Contents of the files asked for, in base64 by name; our client asks for none."""
 
 
-def result_of(answer: Any) -> Result:
+def parse_answer(answer: Any) -> Result:
     """Return what an answer of the service says of the program.
 
     Raises:
@@ -183,9 +183,9 @@ def result_of(answer: Any) -> Result:
     if reply.status == "SandboxError":
         raise SandboxError(f"the service says: {message[:_SHOWN] or 'SandboxError'}")
     if reply.compile_result is not None:
-        compiled = reply.compile_result.result(message)
+        compiled = reply.compile_result.to_result(message)
         if not compiled.is_clean:
             return replace(compiled, ending="compile_error")
     if reply.run_result is None:
         raise SandboxError("the service answered without a run_result")
-    return reply.run_result.result(message)
+    return reply.run_result.to_result(message)

@@ -28,7 +28,7 @@ from winnow.sandbox.landlock import Landlock
 from winnow.sandbox.process import (
     ENVIRONMENT,
     Interpreter,
-    compiled,
+    compile_code,
     find_interpreter,
     process_limits,
 )
@@ -84,11 +84,11 @@ class LocalSandbox:
         try:
             if os.geteuid() == 0:
                 # Of one that let its user go, or was killed, some may live on: they count.
-                busy = _users_with_processes()
+                busy = _find_busy_users()
                 self.uids = [self._claim_uid(busy) for _ in range(self.slots)]
             interpreter = find_interpreter(config.python)
             self._python = interpreter.path
-            self._kind = self._chosen(interpreter)
+            self._kind = self._choose_kind(interpreter)
         except SandboxError as error:
             self.close()
             raise RewardError(f"no program can be run: {error}") from error
@@ -125,8 +125,8 @@ class LocalSandbox:
         """
         uid = self._free.get()
         try:
-            if program.is_ours:  # compiled once: that takes longer than most of it runs
-                code = compiled(self._python, program.code)
+            if program.compile_once:  # compiled once: that takes longer than most of it runs
+                code = compile_code(self._python, program.code)
                 files = {**program.files, _COMPILED: code}
                 program = replace(program, code=_RUN_COMPILED, files=files)
             for attempt in range(1, _TRIES + 1):
@@ -174,20 +174,20 @@ class LocalSandbox:
             return uid
         raise SandboxError(f"all users from {_FIRST_UID} to {_LAST_UID} are taken")
 
-    def _chosen(self, interpreter: Interpreter) -> Kind:
+    def _choose_kind(self, interpreter: Interpreter) -> Kind:
         backend = self.config.backend
         reasons: dict[str, str] = {}
         for name in KINDS if backend == "auto" else [backend]:
             try:
                 kind = KINDS[name](interpreter, self._closing)
                 for uid in {self.uids[0], self.uids[-1]}:
-                    self._try_out(kind, uid)
+                    self._run_trial(kind, uid)
                 return kind
             except SandboxError as error:
                 reasons[name] = str(error)
         raise NoSandboxError(reasons)
 
-    def _try_out(self, kind: Kind, uid: int | None) -> None:
+    def _run_trial(self, kind: Kind, uid: int | None) -> None:
         """Check that a program in the sandbox cannot do what it must not.
 
         Raises:
@@ -211,7 +211,7 @@ class LocalSandbox:
             raise SandboxError(f"it does not hold: {', '.join(escapes)}")
 
 
-def _users_with_processes() -> set[int]:
+def _find_busy_users() -> set[int]:
     """List the users of all processes, dying ones included."""
     users = set[int]()
     for status in Path("/proc").glob("[0-9]*/status"):

@@ -26,7 +26,7 @@ class Program:
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """By name, in the folder that it starts in or below it (`data/rows.txt`)."""
-    is_ours: bool = False
+    compile_once: bool = False
     """The code is Winnow's own, the same in many programs, so that it pays to compile it once."""
 
     def __post_init__(self) -> None:

@@ -21,8 +21,8 @@ from winnow.config.data import DataConfig, Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.demonstrations import read_demonstrations
-from winnow.data.prepare import Prepared, Request, prepare
-from winnow.data.published import with_dapo_instruction
+from winnow.data.prepare import PrepareReport, PrepareRequest, prepare
+from winnow.data.published import add_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 
@@ -36,7 +36,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 def dapo_row(question: str, label: str) -> dict[str, Any]:
     return {
         "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": with_dapo_instruction(question)}],
+        "prompt": [{"role": "user", "content": add_dapo_instruction(question)}],
         "ability": "MATH",
         "reward_model": {"ground_truth": label, "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": hashlib.md5(question.encode()).hexdigest()},
@@ -72,8 +72,8 @@ def publish(hub: Hub) -> None:
     }
 
 
-def made(tmp_path: Path, name: str, **options: Any) -> Prepared:
-    return prepare(Request(name, out=str(tmp_path / "out.parquet"), **options))
+def made(tmp_path: Path, name: str, **options: Any) -> PrepareReport:
+    return prepare(PrepareRequest(name, out=str(tmp_path / "out.parquet"), **options))
 
 
 @pytest.mark.parametrize(

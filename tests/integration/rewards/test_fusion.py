@@ -19,10 +19,10 @@ import winnow.sandbox
 from winnow.config.load import load_recipe
 from winnow.config.reward import FusionConfig, RewardConfig, SandboxConfig
 from winnow.errors import ConfigError, RewardError
-from winnow.rewards.managers import Rules
+from winnow.rewards.managers import RuleManager
 from winnow.rewards.scorers import code as scorer
 from winnow.rewards.task import Failure
-from winnow.sandbox.fusion import FusionSandbox, result_of
+from winnow.sandbox.fusion import FusionSandbox, parse_answer
 from winnow.sandbox.program import Program, SandboxError
 from winnow.types import Prompt
 
@@ -153,7 +153,7 @@ def test_a_verdict_is_whole_and_alone_and_its_process_ended_well(
 
 def test_times_that_are_none_count_as_nothing() -> None:
     for time_s in (None, "1", -1, float("nan"), float("inf"), 10**400):
-        result = result_of(answer("x", execution_time=time_s))
+        result = parse_answer(answer("x", execution_time=time_s))
         assert 0 <= result.seconds <= 1e6
 
 
@@ -221,7 +221,7 @@ def test_a_fault_of_the_service_is_a_failed_scoring_and_no_wrong_answer() -> Non
     prompt = Prompt("p", empty, "", "apps", json.dumps(DOUBLE))
     with serving([TRIED, ok(answer("4")), ok({"status": "SandboxError", "message": "full"})]) as s:
         config = RewardConfig(sandbox=FusionConfig(url=s.url), scorers={"apps": "code"})
-        with closing(Rules(config)) as rules:
+        with closing(RuleManager(config)) as rules:
             rules.prepare({"apps"})
             result = asyncio.run(rules.score(prompt, "print(4)"))
     assert isinstance(result, Failure)

@@ -51,7 +51,7 @@ def judge_of(served: Served, **settings: Any) -> Judge:
 
 
 async def verdicts(judge: Judge, answers: Sequence[str]) -> list[float | Failure]:
-    return list(await asyncio.gather(*(judge.begin(PROMPT, text) for text in answers)))
+    return list(await asyncio.gather(*(judge.begin_scoring(PROMPT, text) for text in answers)))
 
 
 def asked(
@@ -220,11 +220,11 @@ def test_a_pause_that_the_service_asks_for_is_kept_by_all_requests() -> None:
     with serving([wait, timed(RIGHT, times)]) as served, closing(judge_of(served)) as judge:
 
         async def two() -> None:
-            first = judge.begin(PROMPT, "a")
+            first = judge.begin_scoring(PROMPT, "a")
             async with asyncio.timeout(20):
-                while not judge._client._limit.ask(0):  # until the refusal is there
+                while not judge._client._limit.try_acquire(0):  # until the refusal is there
                     await asyncio.sleep(0.001)
-            await asyncio.gather(first, judge.begin(PROMPT, "b"))
+            await asyncio.gather(first, judge.begin_scoring(PROMPT, "b"))
 
         asyncio.run(two())
     assert len(times) == 3
@@ -324,7 +324,10 @@ def test_whoever_stops_waiting_takes_nothing_from_the_others() -> None:
     with serving([judging(longest_s=0.05)]) as served, closing(judge_of(served)) as judge:
 
         async def two() -> float | Failure:
-            impatient, patient = judge.begin(PROMPT, "#1359"), judge.begin(PROMPT, "#1359")
+            impatient, patient = (
+                judge.begin_scoring(PROMPT, "#1359"),
+                judge.begin_scoring(PROMPT, "#1359"),
+            )
             impatient.cancel()
             return await patient
 
@@ -370,7 +373,7 @@ def test_a_row_that_the_template_fails_on_fails_alone_and_is_found_before_traini
     ):
 
         async def both() -> tuple[object, object]:
-            return await judge.begin(row, "a"), await judge.begin(PROMPT, "a")
+            return await judge.begin_scoring(row, "a"), await judge.begin_scoring(PROMPT, "a")
 
         failed, fine = asyncio.run(both())
         assert fine == 1.0
@@ -440,7 +443,7 @@ def test_of_two_processes_both_get_what_the_first_kept(tmp_path: Path) -> None:
     assert len(said[0]) == 60
     assert said[0] == said[1]
     with opened(path) as cache:
-        replies, size = cache.size()
+        replies, size = cache.count_and_bytes()
         assert (replies, size) == (60, path.stat().st_size)
         assert cache.get(key(7)) == JudgeReply(said[0][7], 7)
         assert cache.get(key(60)) is None

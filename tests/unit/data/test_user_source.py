@@ -13,7 +13,7 @@ from winnow.config.data import CustomTask, DataConfig, SortDigitsTask
 from winnow.data import user_source
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
 from winnow.data.sort_digits import build_tokenizer
-from winnow.data.user_source import UserOrder
+from winnow.data.user_source import UserSampler
 from winnow.errors import CheckpointError, DataError
 from winnow.types import Answer, Group, Prompt, Score, Trajectory
 
@@ -157,7 +157,7 @@ def ordered(tmp_path: Path, name: str, seed: int = 0, **options: int) -> PromptL
     given: dict[str, Any] = {"sampler": f"{tmp_path}/order.py:{name}", "sampler_options": options}
     config = DataConfig(task=SortDigitsTask(), max_train_prompts=7, **given)
     source = training_prompts(config, TOKENIZER, seed=1)
-    return PromptLoader(source, 0, order=UserOrder(config, source, seed))
+    return PromptLoader(source, 0, order=UserSampler(config, source, seed))
 
 
 def closed(prompt: Prompt, *rewards: float) -> Group:
@@ -199,4 +199,4 @@ def test_a_sampler_that_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None
         ordered(tmp_path, "Broken").settled([])
     config = DataConfig(task=SortDigitsTask(), sampler=f"{tmp_path}/order.py:Chooses")
     with pytest.raises(DataError, match=r"data/task=sort_digits never ends; set data.max_train_"):
-        UserOrder(config, training_prompts(config, TOKENIZER, 0), 0)
+        UserSampler(config, training_prompts(config, TOKENIZER, 0), 0)

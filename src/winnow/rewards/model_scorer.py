@@ -22,7 +22,7 @@ import numpy as np
 from winnow.config.judge import SequenceClassifier
 from winnow.errors import ModelError
 from winnow.observe.files import one_line
-from winnow.rewards.task import Failure, Verdict
+from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import IntArray, Prompt
 from winnow.workers.threads import settle
 
@@ -36,7 +36,7 @@ Forward = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
 @dataclass(frozen=True, eq=False)
 class _Waiting:
     ids: IntArray
-    verdict: Verdict
+    verdict: ScoreFuture
 
 
 @dataclass(eq=False)
@@ -95,10 +95,10 @@ class ModelScorer:
                 f"be scored: {error}"
             ) from error
 
-    def begin(self, prompt: Prompt, text: str) -> Verdict:
+    def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
         """Ask for an answer's score; the future holds it, or why there is none."""
         loop = asyncio.get_running_loop()
-        verdict: Verdict = loop.create_future()
+        verdict: ScoreFuture = loop.create_future()
         try:
             ids = self._encode(prompt, text)
         except ValueError as error:
@@ -111,20 +111,20 @@ class ModelScorer:
         return verdict
 
     async def _run(self) -> None:
-        while waiting := self._taken():  # with what has come meanwhile
+        while waiting := self._take_waiting():  # with what has come meanwhile
             try:
                 for call in [[each] for each in waiting] if self.one_by_one else [waiting]:
-                    self._settle(call, await self.forward([each.ids for each in call]))
+                    self._set_scores(call, await self.forward([each.ids for each in call]))
             except Exception as error:  # belongs to those who wait, who would wait for ever
                 for each in waiting:
                     settle(each.verdict, error)
 
-    def _taken(self) -> list[_Waiting]:
+    def _take_waiting(self) -> list[_Waiting]:
         """Return what waits, from now on without it."""
         waiting, self._waiting = self._waiting, []
         return [each for each in waiting if not each.verdict.done()]  # not cancelled
 
-    def _settle(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
+    def _set_scores(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
         for each, value in zip(call, values, strict=True):
             is_number = math.isfinite(value)
             settle(each.verdict, value if is_number else _failure(f"its score is {value}"))
@@ -137,7 +137,7 @@ class ModelScorer:
             ValueError: the template fails, nothing is left, or it is too long; in one line.
         """
         assert prompt.messages, "a prompt comes from a row, which has messages"
-        text = self._rendered(prompt, answer)
+        text = self._render(prompt, answer)
         has_template = self.config.chat_template != "none"
         encoded: Any = self.tokenizer(
             text, add_special_tokens=not has_template, return_attention_mask=False, verbose=False
@@ -158,7 +158,7 @@ class ModelScorer:
             )
         return ids[-limit:]
 
-    def _rendered(self, prompt: Prompt, answer: str) -> str:
+    def _render(self, prompt: Prompt, answer: str) -> str:
         template = self.config.chat_template
         if template == "none":
             return "\n".join(message["content"] for message in prompt.messages) + answer
