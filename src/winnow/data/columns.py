@@ -138,8 +138,8 @@ def _one_of(record: Record, names: tuple[str, ...], origin: str, part: str) -> s
     if matches:
         raise DataError(f"{origin}: {' and '.join(matches)} may each hold the {what}; {remedy}")
     has = ", ".join(excerpt(name, 40) for name in [*record][:8]) or "none"
-    none = " (none, where the reward needs none)" if is_truth else ""
-    raise DataError(f"{origin}: no known column holds the {what}, of {has}; {remedy}{none}")
+    none = " (none if the reward needs no ground truth)" if is_truth else ""
+    raise DataError(f"{origin}: no known column holds the {what}; columns: {has}; {remedy}{none}")
 
 
 def _value(record: Record, path: str) -> Any:

@@ -56,7 +56,7 @@ def pin_files(url: str) -> tuple[str, ...]:
     """
     match = _URL.fullmatch(url)
     if match is None:
-        raise DataError(f"{url}: names no data set; write hf://datasets/OWNER/NAME/PATH")
+        raise DataError(f"{url}: is not a data set URL; write hf://datasets/OWNER/NAME/PATH")
     repo, revision, rest = match[1], match[2] or "main", match[3] or "train"
     listing = list_files(url, repo, revision)
     paths = [file for file in listing.files if file.endswith(FORMATS)]
@@ -68,7 +68,9 @@ def pin_files(url: str) -> tuple[str, ...]:
     if not files:
         some = ", ".join(excerpt(name, 60) for name in listing.files[:5]) or "none"
         tail = ", …" if len(listing.files) > 5 else ""
-        raise DataError(f"{url}: no such file of a known format; it has {some}{tail}; {_REMEDY}")
+        raise DataError(
+            f"{url}: no matching file of a known format; it has {some}{tail}; {_REMEDY}"
+        )
     return tuple(f"hf://datasets/{repo}@{listing.commit}/{file}" for file in files)
 
 

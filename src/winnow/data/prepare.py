@@ -129,17 +129,17 @@ def _check_request(request: PrepareRequest) -> None:
         return
     if name not in SETS:
         choices = ", ".join((*SETS, *GENERATED))
-        raise DataError(f"{name} is no data set that can be prepared; there are {choices}")
+        raise DataError(f"{name} is not a known data set; available: {choices}")
     for value, option in ((request.rows, "--rows"), (request.seed, "--seed")):
         if value is not None:
             names = ", ".join(GENERATED)
-            raise DataError(f"{option} is {value}, but only {names} are generated; leave it out")
+            raise DataError(f"{option} is {value}, but only {names} are generated; remove it")
     if instruction == "dapo" and not SETS[name].dapo_scored:
         raise DataError(
-            f"--instruction is dapo, but {name} is not scored by a line Answer:; leave it out"
+            f"--instruction is dapo, but {name} is not scored by its line Answer:; remove it"
         )
     if request.files and request.revision != "main":
-        raise DataError("--revision chooses from the hub and --from does not; give one of the two")
+        raise DataError("--revision is for the hub and conflicts with --from; give one of them")
 
 
 def _output_path(request: PrepareRequest, split: str, several: bool) -> str:
@@ -147,7 +147,7 @@ def _output_path(request: PrepareRequest, split: str, several: bool) -> str:
     stem = request.name.replace("/", "-")
     out = request.out or f"data/{stem}{f'-{split}' if several else ''}.parquet"
     if "://" in out or not out.endswith(".parquet") or Path(out).expanduser().is_dir():
-        raise DataError(f"--out is {out}; it must be a file on this machine, ending in .parquet")
+        raise DataError(f"--out is {out}; it must be a local path that ends in .parquet")
     return out
 
 
@@ -195,7 +195,7 @@ def _generate(request: PrepareRequest, done: PrepareReport) -> Iterator[Row]:
 
 def _no_rows_error(done: PrepareReport) -> DataError:
     if not done.other_sources:
-        return DataError(f"{done.origin}: there are no rows; choose another file")
+        return DataError(f"{done.origin}: has no rows; choose another file")
     seen = [f"{excerpt(name, 60)} ({count:,})" for name, count in done.other_sources.items()]
     some = ", ".join(seen[:5]) + (", …" if len(seen) > 5 else "")
     return DataError(
@@ -276,7 +276,7 @@ def download(
         some = ", ".join(listing.files[:5]) or "none"
         some += ", …" if len(listing.files) > 5 else ""
         raise DataError(
-            f"{place}: no file like {' or '.join(patterns)} (it has {some}); choose a --revision "
-            f"that has one, {_INSTEAD}"
+            f"{place}: no file matches {' or '.join(patterns)} (it has {some}); choose another "
+            f"--revision, {_INSTEAD}"
         )
     return listing.commit, paths

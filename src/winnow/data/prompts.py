@@ -144,7 +144,7 @@ class PromptRenderer:
         for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
             length = len(ids)
             if not ids:
-                raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
+                raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
             if length > limit and rule == "error":
                 raise DataError(
                     f"{row.origin}: the prompt has {length} tokens, data.max_prompt_tokens is "
@@ -201,8 +201,8 @@ class PromptRenderer:
                 done and not self._use_chat_template
             ):
                 raise DataError(
-                    f"{row.origin}: without a chat template, or with this tokenizer's, an earlier "
-                    "answer is written in another way once a later one follows; set sft.turns=last"
+                    f"{row.origin}: the chat template, or its absence, renders an earlier answer "
+                    "differently once a later one follows; set sft.turns=last"
                 )
             texts += [before[len(done) :], through[len(before) :]]
             done = through
@@ -218,7 +218,7 @@ class PromptRenderer:
         if not rest[-1] or rest[-1][-1] not in stop_ids:
             rest[-1] = [*rest[-1], stop_ids[0]]
         if not first:
-            raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
+            raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
         return [np.array(ids, dtype=np.int64) for ids in (first, *rest)]
 
     def _render_texts(self, rows: Sequence[Row]) -> list[str]:
@@ -229,7 +229,7 @@ class PromptRenderer:
         def on_timer(*_: object) -> None:
             nonlocal done
             if done == len(texts):
-                raise TimeoutError(f"it has not ended after {TEMPLATE_S:g} s")
+                raise TimeoutError(f"it did not finish within {TEMPLATE_S:g} s")
             done = len(texts)
 
         with contextlib.ExitStack() as stack:
@@ -258,7 +258,7 @@ class PromptRenderer:
             is_custom = self._config.chat_template != "auto"
             whose = "data.chat_template" if is_custom else "the tokenizer's chat template"
             raise ModelError(
-                f"{row.origin}: {whose} fails: {error_line(error)}; mend it, or set "
+                f"{row.origin}: {whose} fails: {error_line(error)}; fix it, or set "
                 "data.chat_template=none"
             ) from error
         return cast(str, text)
@@ -277,8 +277,8 @@ class PromptRenderer:
         at = max((i for i, m in enumerate(row.messages) if m["role"] == "user"), default=None)
         if at is None:
             raise DataError(
-                f"{row.origin}: no message has the role user, so data.prompt_template has no "
-                "place; add one, or take the template away"
+                f"{row.origin}: no message has the role user, which data.prompt_template "
+                "needs; add one, or remove the template"
             )
         messages = list(row.messages)
         content = template.replace(_PLACE, messages[at]["content"])
@@ -336,8 +336,8 @@ def _chat_template(tokenizer: Any, config: DataConfig) -> str:
     for name in config.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise ConfigError(
-                f"data.chat_template_kwargs.{name}: the chat template reads no variable of that "
-                "name; leave it out, or give another template in data.chat_template"
+                f"data.chat_template_kwargs.{name}: the chat template has no variable of that "
+                "name; remove it, or set another template in data.chat_template"
             )
     return template
 
@@ -358,7 +358,7 @@ def _templates(configured: Mapping[str, str]) -> dict[str, str]:
     for source, template in configured.items():
         if source.lower() in templates:
             raise ConfigError(
-                f"data.prompt_template.{source} is given twice, in different case; keep one"
+                f"data.prompt_template.{source} is set twice, in different case; keep one"
             )
         templates[source.lower()] = template
     return templates

@@ -63,8 +63,8 @@ class ReasoningGymRows:
         """
         if self._task in UNSTABLE:
             raise DataError(
-                f"data.task.task is {self._task}, whose problems differ from process to process, "
-                f"so that no run could be resumed; write them to a file with `winnow data prepare "
+                f"data.task.task is {self._task}, whose problems differ between processes, "
+                f"so a run could not be resumed; write them to a file with `winnow data prepare "
                 f"{self._source}`"
             )
         settings = f"{self._task} {self._options}, seed {self._seed}"
@@ -167,7 +167,7 @@ def _make_problems(task: str, options: str, key: str, block: int) -> Any:
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
-            f"data.task.options is {options}, which reasoning-gym's {task} refuses ({reason}); "
+            f"data.task.options is {options}, which reasoning-gym's {task} rejects ({reason}); "
             "change or remove them"
         ) from error
 

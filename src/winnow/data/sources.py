@@ -84,7 +84,9 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
             layout = layout or detect_layout(record, config, origin, source)
             rows.append(to_row(record, origin, f"{file}:{number}", layout))
         if layout is None:
-            raise DataError(f"{path}: the file has no rows; leave it out or write it again")
+            raise DataError(
+                f"{path}: the file has no rows; remove it from the list or write it again"
+            )
     return rows
 
 
@@ -96,7 +98,7 @@ def resolve_files(paths: Sequence[str], config: DataConfig) -> list[str]:
     """
     repeated = next((path for path, count in Counter(paths).items() if count > 1), None)
     if repeated is not None:
-        raise DataError(f"{repeated}: given twice; name each data file once")
+        raise DataError(f"{repeated}: listed twice; list each data file once")
     return [
         file
         for path in paths
@@ -117,9 +119,7 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
         raise field_error(origin, name, source, "a name that routes the answer to a scorer")
     truth = layout.truth_of(record, origin)
     if record.get("images"):
-        raise DataError(
-            f"{origin}: images is set, but only text can be trained on; remove such rows"
-        )
+        raise DataError(f"{origin}: images is set, but only text is supported; remove such rows")
     used = {layout.source, layout.truth, layout.prompt}
     extra = {key: value for key, value in record.items() if key not in used}
     if layout.is_verl:
@@ -152,8 +152,8 @@ def _messages(record: Record, origin: str, prompt_key: str) -> tuple[Message, ..
         messages.append({key: value for key, value in message.items() if value is not None})
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{origin}: {prompt_key} ends with an answer of the assistant; take that message off "
-            "the rows, as the policy writes it"
+            f"{origin}: {prompt_key} ends with an assistant message; remove that message from "
+            "the rows, as the policy generates it"
         )
     return tuple(messages)
 
@@ -179,7 +179,7 @@ def read_records(path: str) -> Iterator[tuple[int, Record]]:
     if Path(path).expanduser().is_dir():
         raise DataError(f"{path}: is a folder; name the data files in it")
     if not path.endswith(FORMATS):
-        raise DataError(f"{path}: not a known format; data files end in {', '.join(FORMATS)}")
+        raise DataError(f"{path}: unknown format; data files end in {', '.join(FORMATS)}")
     content = _read_bytes(path)
     if not content:
         raise DataError(f"{path}: the file is empty; download or write it again")

@@ -129,8 +129,8 @@ class UserSampler:
         self._place = f"data.sampler {config.sampler}"
         if not isinstance(prompts, PromptSet):
             raise DataError(
-                f"{self._place} chooses among rows, and data/task={config.task.name} never ends; "
-                "set data.max_train_prompts, or data.sampler=null"
+                f"{self._place} needs a finite data set, and data/task={config.task.name} is "
+                "endless; set data.max_train_prompts, or data.sampler=null"
             )
         self._prompts = prompts
         make = load_user_object(str(config.sampler), "data.sampler", DataError)
@@ -142,7 +142,7 @@ class UserSampler:
             name for name in methods if not callable(getattr(self._sampler, name, None))
         ]:
             raise DataError(
-                f"{self._place} has no {', '.join(lacking)}(); docs/extending.md shows one"
+                f"{self._place} has no method {', '.join(lacking)}; see docs/extending.md"
             )
 
     def next(self) -> int:

@@ -271,7 +271,7 @@ class Judge:
         try:
             self._client.check(self._prompt.messages(prompt, ""))
         except ValueError as error:
-            raise RewardError(f"{error} on prompt {prompt.uid}; mend it") from error
+            raise RewardError(f"{error} on prompt {prompt.uid}; fix it") from error
 
     def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
         """Ask for an answer's score; the future holds it, or why there is none.
@@ -322,7 +322,7 @@ class Judge:
             is_one_question = error.status == 403 and self._client.has_answered
             if error.status in _NEVER and not is_one_question:
                 raise RewardError(
-                    f"the judge answers nothing: {error.line}; see to reward.judge."
+                    f"the judge refuses every request: {error.line}; check reward.judge."
                     f"{_NEVER[error.status]}"
                 ) from None
             return Failure(f"the judge: {error.line}", "")
@@ -331,8 +331,8 @@ class Judge:
         shown = self._client.without_token(reply.text)
         end = f"it ends with {shown[-_SHOWN:]!r}" if shown else "it is empty"
         return Failure(
-            f"the judge: no number was read from its reply by reward.judge.parse, twice over; {end}"
-            " (reward.judge.max_tokens may have cut it off)",
+            f"the judge: reward.judge.parse matched no number in two replies; {end}"
+            " (reward.judge.max_tokens may be too low)",
             "",
         )
 

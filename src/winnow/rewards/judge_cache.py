@@ -66,7 +66,7 @@ class ReplyCache:
                 (mark,) = execute("PRAGMA application_id").fetchone()
                 (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
                 if mark != _MARK and tables:
-                    raise sqlite3.DatabaseError("it holds tables of something else")
+                    raise sqlite3.DatabaseError("it has tables of another program")
                 execute(f"CREATE TABLE IF NOT EXISTS replies ({_COLUMNS})")
                 execute(f"PRAGMA application_id = {_MARK}")
                 execute("COMMIT")
@@ -112,11 +112,11 @@ class ReplyCache:
                 yield
         except (sqlite3.OperationalError, OSError) as error:
             raise RewardError(
-                f"{where} cannot be used ({error}); see to its folder and disk, or give another "
-                "path, or none"
+                f"{where} cannot be used ({error}); check its folder and disk space, or set "
+                "another path, or none"
             ) from error
         except sqlite3.Error as error:
             raise RewardError(
-                f"{where} is damaged or no file of winnow's ({error}); give another path, or "
-                "delete it: what it held is asked for again"
+                f"{where} is damaged or not a judge cache ({error}); set another path, or "
+                "delete it (its replies are then requested again)"
             ) from error

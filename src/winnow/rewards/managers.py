@@ -221,16 +221,16 @@ class UserManager(Manager):
         self._where = f"{field} {section.path}"
         self._timeout_s = config.timeout_s
         factory = load_user_object(section.path, field, RewardError)
-        self._custom = self._call_guarded("making it", factory, config, **section.kwargs)
+        self._custom = self._call_guarded("the constructor", factory, config, **section.kwargs)
         if not callable(getattr(self._custom, "score", None)):
             raise RewardError(
-                f"{self._where} has no method score; give it `async def score(self, prompt, text)`"
+                f"{self._where} has no method score; add `async def score(self, prompt, text)`"
             )
         for method in ("prepare", "takes_time", "close"):  # where nothing can wait for them
             if inspect.iscoroutinefunction(getattr(self._custom, method, None)):
                 raise RewardError(
-                    f"{self._where}: its {method} is asynchronous, and only score may be; "
-                    f"write `def {method}`"
+                    f"{self._where}: its {method} is a coroutine function, which only score "
+                    f"may be; write `def {method}`"
                 )
 
     def prepare(self, data_sources: Iterable[str]) -> None:
@@ -274,7 +274,7 @@ class UserManager(Manager):
 
     def _call_optional(self, method: str, *args: Any) -> Any:
         call = getattr(self._custom, method, None)
-        return None if call is None else self._call_guarded(f"its {method}", call, *args)
+        return None if call is None else self._call_guarded(f"{method}()", call, *args)
 
     def _call_guarded(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -284,5 +284,5 @@ class UserManager(Manager):
         except (Exception, SystemExit) as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RewardError(
-                f"{self._where}: {what} fails with {text}; mend the class, or reward.manager.kwargs"
+                f"{self._where}: {what} fails with {text}; fix the class, or reward.manager.kwargs"
             ) from error

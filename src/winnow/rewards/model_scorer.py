@@ -72,7 +72,7 @@ class ModelScorer:
         if config.chat_template == "auto" and not tokenizer.chat_template:
             raise ModelError(
                 f"reward.model.path {config.path}: its tokenizer has no chat template; set "
-                "reward.model.chat_template=none, or to the template that the model was made with"
+                "reward.model.chat_template=none, or to the template of the model's training"
             )
         if config.max_tokens and positions and config.max_tokens > positions:
             raise ModelError(
@@ -147,13 +147,13 @@ class ModelScorer:
         real = np.flatnonzero(ids != self.pad_token_id)
         ids = ids[: real[-1] + 1] if len(real) else ids[:1]
         if not len(ids):
-            raise ValueError("prompt and answer have no tokens for the reward model")
+            raise ValueError("prompt and answer encode to no tokens")
         limit = self._limit_tokens
         if limit is None or len(ids) <= limit:
             return ids
         if self.config.overlong == "error":
             raise ValueError(
-                f"{len(ids)} tokens with the prompt, the reward model takes {limit}; lower "
+                f"{len(ids)} tokens with the prompt, the reward model's limit is {limit}; lower "
                 "rollout.max_response_tokens, or set reward.model.overlong=left"
             )
         return ids[-limit:]
@@ -171,7 +171,7 @@ class ModelScorer:
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(
-                f"its chat template fails: {one_line(error)}; mend it, or set "
+                f"its chat template fails: {one_line(error)}; fix it, or set "
                 "reward.model.chat_template"
             ) from error
         return str(text)

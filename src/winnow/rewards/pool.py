@@ -258,7 +258,7 @@ class ScorerPool:
                     await self._replace_process(scorer, None)
                 self._deliver()
         except Exception as mistake:
-            log.exception("the scorer pool fails")
+            log.exception("the scorer pool failed")
             error = mistake
         finally:
             give_up = time.monotonic() + _CLOSING_S
@@ -351,17 +351,17 @@ class ScorerPool:
         scorer.process.channel.hang_up()
         requests, at = scorer.requests, scorer.position()
         how = await self._reap(scorer, _CLOSING_S if reason is None else 0.0)
-        how = reason or how or "cut its connection"
+        how = reason or how or "closed its connection"
         if not scorer.is_ready:
             self._handle_load_failure(scorer, how)
             return
         guilty: list[_Request] = []
         if not scorer.is_leaving:
             line = reason or f"the scorer's process {how}"
-            log.warning("a scorer's process is replaced: %s", line)
+            log.warning("replacing a scorer process: %s", line)
             guilty = requests if scorer.is_async or self._most_in_call else requests[at : at + 1]
             output = scorer.printed.decode(errors="replace").rstrip()
-            trace = f"{line}\nIts process had written:\n{output}" if output else line
+            trace = f"{line}\nOutput of the process:\n{output}" if output else line
             self._fail_or_retry(guilty, Failure(line, trace), len(guilty) == 1)
         self._queue.extendleft(request for request in reversed(requests) if request not in guilty)
 
@@ -369,12 +369,12 @@ class ScorerPool:
         self._lost_loading += 1
         is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
         if not scorer.refusal and is_chance:
-            log.warning("a scorer's process %s while it was starting", how)
+            log.warning("a scorer process %s while loading", how)
             return
         line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
         if self._function is not None:
             who = f"reward.function.path {self._function.path}: the process that imports it"
-            line = f"{who} {how}; mend the file, or raise the limit"
+            line = f"{who} {how}; fix the file, or raise the limit"
         self._fail_all(RewardError(scorer.refusal or line))
 
     def _fail_or_retry(
@@ -387,7 +387,9 @@ class ScorerPool:
         is_over_time = requests and failure.line == self._late.line
         if is_over_time and self._at_once > 1 and not self._most_in_call:
             self._at_once //= 2
-            log.warning("an async scorer blocks others; now %d at once", self._at_once)
+            log.warning(
+                "an async scorer blocks the event loop; now %d calls at once", self._at_once
+            )
         self._alone.extend(requests)
 
     async def _reap(self, scorer: _ScorerProcess, patience_s: float) -> str | None:
@@ -407,7 +409,7 @@ class ScorerPool:
         if scorer.printed:
             printed = scorer.printed.decode(errors="replace")
             log.info(
-                "a scorer's process wrote %d bytes to its output; it begins with: %s",
+                "a scorer process printed %d bytes, beginning with: %s",
                 scorer.printed_bytes,
                 printed.rstrip(),
                 extra={"printed": printed},
@@ -477,7 +479,7 @@ class ScorerPool:
         return self._pop_requests(self._queue, most)
 
     def _pop_requests(self, requests: deque[_Request], most: int) -> list[_Request]:
-        """Take requests from a queue; those that nobody waits for any more are dropped, not counted."""
+        """Take requests from a queue; abandoned ones are dropped and not counted."""
         taken: list[_Request] = []
         while requests and len(taken) < most:
             request = requests.popleft()

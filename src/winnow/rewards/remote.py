@@ -55,7 +55,7 @@ class HttpManager(Manager):
         except (OSError, UnicodeError) as error:  # Unicode: a name that no resolver takes
             raise RewardError(
                 f"{_FIELD}: {url.hostname}:{port} cannot be reached ({error}); start the service "
-                "first (`winnow reward serve`), or mend the address"
+                "first (`winnow reward serve`), or fix the address"
             ) from error
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:

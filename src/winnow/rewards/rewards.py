@@ -93,8 +93,8 @@ class Rewards:
         for source in sorted(sources):
             if not self._names.has_task_scorer(source):
                 raise RewardError(
-                    f"reward.scorers leaves {source} to the reward model or the judge, which gives "
-                    "held-out answers no accuracy; name a scorer for it, leave it out of data."
+                    f"reward.scorers routes {source} to none, and a reward model or judge gives "
+                    "held-out answers no accuracy; set a scorer for it, remove it from data."
                     "eval_files, or set reward.judge.in_evaluation and reward.judge.as_accuracy"
                 )
 
@@ -109,8 +109,8 @@ class Rewards:
         supported = self.supported_metrics(data_sources)
         if supported is not None and metric not in supported:
             raise RewardError(
-                f"sampling.filter.metric is {metric}, which no scorer of these data sources gives; "
-                f"there are {', '.join(sorted(supported))}"
+                f"sampling.filter.metric is {metric}, which no scorer of these data sources "
+                f"returns; available: {', '.join(sorted(supported))}"
             )
         self._required = None if metric in self._names.common() else metric
 
@@ -168,7 +168,7 @@ class Rewards:
             raise RewardError(
                 f"scoring failed for {report.count} of {report.scored} answers "
                 f"({report.count / report.scored:.0%}), reward.max_failure_share is {limit:g}; the "
-                f"first failure: {report.first_error}; mend the scorer (its traceback is in the "
+                f"first failure: {report.first_error}; fix the scorer (its traceback is in the "
                 "log)"
             )
 
@@ -183,7 +183,7 @@ class Rewards:
         if self._config.on_failure == "fatal":
             raise RewardError(
                 f"scoring an answer to prompt {prompt.uid} failed and reward.on_failure is fatal: "
-                f"{line}; mend the scorer, or set reward.on_failure to wrong"
+                f"{line}; fix the scorer, or set reward.on_failure to wrong"
             )
         if self._required is None:
             return score

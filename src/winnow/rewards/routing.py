@@ -75,7 +75,7 @@ class Router:
                     return _CHOICES[scorer]
         by_prefix = {pattern.lower().rstrip("*"): pattern for pattern in ROUTES}
         near = [by_prefix[each] for each in get_close_matches(name, by_prefix, cutoff=0.65)]
-        near_text = f" (near it: {', '.join(near)})" if near else ""
+        near_text = f" (similar: {', '.join(near)})" if near else ""
         raise RewardError(
             f"data_source {data_source} has no scorer{near_text}; name one of "
             f"{', '.join(SCORERS)} in reward.scorers, or your own function in reward.function.path"
@@ -99,7 +99,7 @@ def find_scorer(name: str, setting: str, choices: Mapping[str, Scorer] = SCORERS
     """
     if name not in choices:
         supported = ", ".join(choices)
-        raise RewardError(f"{setting} is {name}, which is no scorer; there are {supported}")
+        raise RewardError(f"{setting} is {name}, which is not a scorer; available: {supported}")
     return choices[name]
 
 

@@ -73,7 +73,9 @@ async def _score_unless_gone(
         await asyncio.wait((score, gone), timeout=max_answer_s, return_when=asyncio.FIRST_COMPLETED)
         if score.done():
             return score.result()
-        raise Refusal(503, "the client has gone" if gone.done() else "no worker came free in time")
+        raise Refusal(
+            503, "the client disconnected" if gone.done() else "no worker became free in time"
+        )
     finally:
         score.cancel()
         gone.cancel()

@@ -105,15 +105,15 @@ class FusionSandbox:
             result = self.run_for(trial, max(self.config.time_s, self.config.sample_s))
         except SandboxError as error:
             raise RewardError(
-                f"{where}, and it runs no program: {error}; start `winnow sandbox serve` there, "
-                "or mend reward.sandbox"
+                f"{where}, which runs no program: {error}; start `winnow sandbox serve` there, "
+                "or fix reward.sandbox"
             ) from error
         begun = result.stdout[:_TRIAL_SPARED].split()[:2] == [b"True", b"42"]
         is_cut = begun and result.is_clean and result.stdout.count(b"x") < fill
         if result.ending == "output_limit" or is_cut:
             raise RewardError(
-                f"{where}, but a program there may write less than reward.sandbox.output_kb="
-                f"{self.config.output_kb}; start it with a larger --output-kb, or lower ours"
+                f"{where}, but its output limit is below reward.sandbox.output_kb="
+                f"{self.config.output_kb}; start it with a larger --output-kb, or lower this one"
             )
         if not result.is_clean or not begun:
             output = result.stderr or result.stdout.partition(b"\nx")[0]
@@ -147,7 +147,7 @@ class RunResult(BaseModel):
         if self.status == "TimeLimitExceeded":
             ending, code = "time_limit", -9 if code is None else code
         if code is None:
-            raise SandboxError("the service answered without a return code")
+            raise SandboxError("the service's response has no return code")
         seconds = self.execution_time
         if not isinstance(seconds, int | float) or not seconds >= 0:
             seconds = 0.0
@@ -178,7 +178,7 @@ def parse_answer(answer: Any) -> Result:
         reply = RunAnswer.model_validate(answer)
     except ValidationError as error:
         fault = first_fault(error)
-        raise SandboxError(f"the service does not answer as SandboxFusion does: {fault}") from None
+        raise SandboxError(f"the service's response is not SandboxFusion's: {fault}") from None
     message = str(reply.message or "")
     if reply.status == "SandboxError":
         raise SandboxError(f"the service says: {message[:_SHOWN] or 'SandboxError'}")
@@ -187,5 +187,5 @@ def parse_answer(answer: Any) -> Result:
         if not compiled.is_clean:
             return replace(compiled, ending="compile_error")
     if reply.run_result is None:
-        raise SandboxError("the service answered without a run_result")
+        raise SandboxError("the service's response has no run_result")
     return reply.run_result.to_result(message)

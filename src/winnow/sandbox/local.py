@@ -58,8 +58,8 @@ class NoSandboxError(RewardError):
     def __str__(self) -> str:
         why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
         return (
-            f"no sandbox holds here, so no program is run. {why}. Install bubblewrap (apt-get "
-            "install bubblewrap) and allow unprivileged user namespaces, or take another scorer"
+            f"no sandbox works on this machine: {why}; install bubblewrap (apt-get "
+            "install bubblewrap) and allow unprivileged user namespaces, or use another scorer"
         )
 
 
@@ -73,8 +73,8 @@ class LocalSandbox:
     def __init__(self, config: SandboxConfig) -> None:
         if sys.platform != "linux":
             raise RewardError(
-                f"rewards that run code need Linux, and this is {sys.platform}: there is no "
-                "sandbox here; run on Linux, or score with reward.function.path"
+                f"rewards that run code need a sandbox, which needs Linux, and this is "
+                f"{sys.platform}; run on Linux, or score with reward.function.path"
             )
         self.config = config
         self._closing = threading.Event()
@@ -172,7 +172,7 @@ class LocalSandbox:
                 continue
             self._claims.append(claim)
             return uid
-        raise SandboxError(f"all users from {_FIRST_UID} to {_LAST_UID} are taken")
+        raise SandboxError(f"all user ids from {_FIRST_UID} to {_LAST_UID} are in use")
 
     def _choose_kind(self, interpreter: Interpreter) -> Kind:
         backend = self.config.backend
@@ -208,7 +208,7 @@ class LocalSandbox:
                 "reward.sandbox.python must be a Python that every user may read"
             ) from None
         if escapes:
-            raise SandboxError(f"it does not hold: {', '.join(escapes)}")
+            raise SandboxError(f"the trial program escaped: {', '.join(escapes)}")
 
 
 def _find_busy_users() -> set[int]:

@@ -143,7 +143,7 @@ class ConfinedCommand:
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired as error:
-            raise SandboxError(f"process {process.pid} cannot be ended") from error
+            raise SandboxError(f"process {process.pid} cannot be killed") from error
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
@@ -200,16 +200,18 @@ def find_interpreter(path: str) -> Interpreter:
     try:
         executable, prefix, base, base_exec, *version = json.loads(_run_interpreter(file, _PARTS))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise SandboxError(f"{where}: no Python ({type(error).__name__})") from error
+        raise SandboxError(f"{where}: not a Python ({type(error).__name__})") from error
     if tuple(version) < _OLDEST:
         release = ".".join(map(str, version))
-        raise SandboxError(f"{where}: Python {release}, but 3.8 is the oldest that will do")
+        raise SandboxError(f"{where}: Python {release}, but 3.8 or newer is required")
     real = os.path.realpath(executable)
     needed = {prefix, base, base_exec, os.path.dirname(executable), os.path.dirname(real)}
     outside = {os.path.abspath(folder) for folder in needed if not _is_below(folder, "/usr")}
     outside -= {"/bin"}  # a link into /usr, or bound as it is
     if "/" in outside:
-        raise SandboxError(f"{where}: its library lies in /; give one of /usr or of its own folder")
+        raise SandboxError(
+            f"{where}: its library is in /; give one in /usr or in a separate folder"
+        )
     tops = [f for f in outside if not any(f != other and _is_below(f, other) for other in outside)]
     return Interpreter(executable, tuple(sorted(tops)))
 
@@ -224,7 +226,9 @@ def compile_code(python: str, code: str) -> bytes:
     try:
         return _run_interpreter(python, _COMPILE, code.encode())
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"{python} compiles nothing ({type(error).__name__})") from error
+        raise SandboxError(
+            f"{python} cannot compile Winnow's code ({type(error).__name__})"
+        ) from error
 
 
 def _run_interpreter(python: str, code: str, stdin: bytes = b"") -> bytes:

@@ -116,7 +116,7 @@ def filter_bytes(machine: str | None = None) -> bytes:
     """
     name = machine or platform.machine()
     if name not in MACHINES:
-        raise SandboxError(f"there is no system call filter for {name}")
+        raise SandboxError(f"no system call filter for {name} processors")
     return b"".join(struct.pack("=HBBI", *each) for each in filter_instructions(name))
 
 

@@ -159,7 +159,7 @@ def _make_program(request: RunRequest) -> tuple[Program, bytes | None]:
         name = "script.sh" if request.language == "bash" else "program.py"
         shell = "'/bin/bash'" if request.language == "bash" else "sys.executable, '-s'"
         if name in files:
-            raise ValueError(f"they must not hold {name}, the program's own text")
+            raise ValueError(f"must not contain {name}, the program itself")
         files[name] = code.encode("utf-8", "surrogatepass")
         text = f"\n--- files {secrets.token_hex(16)}\n"
         mark = text.encode()
@@ -253,7 +253,7 @@ class SandboxServer:
             async with asyncio.timeout(self._max_wait_s):
                 await self._free.acquire()
         except TimeoutError:
-            raise Refusal(503, "no slot came free in time") from None
+            raise Refusal(503, "no slot became free in time") from None
         self._running += 1
         try:
             if self.service.is_closing or await request.is_disconnected():

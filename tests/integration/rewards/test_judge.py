@@ -183,7 +183,7 @@ def test_a_service_that_refuses_everything_ends_the_run(
     refusal = reply(status, {"error": f"bad key {KEY}"})
     with (
         pytest.raises(
-            RewardError, match=f"the judge answers nothing: .* answered {status}"
+            RewardError, match=f"the judge refuses every request: .* answered {status}"
         ) as told,
         serving([refusal]) as served,
         closing(judge_of(served, api_key_env="JUDGE_KEY")) as judge,
@@ -269,7 +269,7 @@ def test_a_reply_without_a_number_is_asked_for_once_more_at_another_sampling() -
     assert not {"temperature", "seed"} & served.requests[1].body.keys()
     (failed,), counts, served = asked([says("hm\n" * 200), says("still\nhm")])
     assert isinstance(failed, Failure)
-    assert "no number was read" in failed.line
+    assert "matched no number" in failed.line
     assert r"'still\nhm'" in failed.line
     assert (counts["unparsed"], len(served.requests)) == (2, 2)
 
@@ -286,7 +286,7 @@ def test_a_reply_that_was_cut_off_is_no_verdict_and_is_not_kept(
     with serving([short, short, says(text)]) as served:
         failed = again(served, cache, template=template)
         assert isinstance(failed, Failure)
-        assert "max_tokens may have cut it off" in failed.line
+        assert "max_tokens may be too low" in failed.line
         assert again(served, cache, template=template) == whole
     assert len(served.requests) == 3
 
@@ -495,7 +495,7 @@ def test_a_file_that_cannot_serve_is_told_in_one_line_and_left_alone(
         [cache.get(key(i)) for i in range(30)]
     said = str(told.value)
     assert said.startswith(f"reward.judge.cache {path}")
-    assert "give another path" in said
+    assert "set another path" in said
     assert "\n" not in said
     assert (path.read_bytes() if path.is_file() else b"") == before
 
@@ -504,7 +504,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
     with opened(tmp_path / "replies") as cache:
         cache._connection.execute("PRAGMA max_page_count = 3")  # which SQLite takes for a full disk
         with pytest.raises(
-            RewardError, match=r"cannot be used \(database or disk is full\); see to"
+            RewardError, match=r"cannot be used \(database or disk is full\); check its"
         ):
             cache.put(key(1), JudgeReply("x" * 100_000, 0))
 

@@ -128,11 +128,11 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
         ("memory_limit_MB", float("nan"), "memory_limit_MB: must lie"),
         ("files", {"a": 1}, "files.a: must be a text in base64, got 1"),
         ("files", {"a": "!!!!"}, "files.a: must be a text in base64"),
-        ("files", {"../a": ""}, "files: '../a' is no plain name"),
-        ("files", {"a": "", "a/b": ""}, "is no plain name"),
+        ("files", {"../a": ""}, "files: '../a' is not a plain file name"),
+        ("files", {"a": "", "a/b": ""}, "is not a plain file name"),
         ("files", {str(n): "" for n in range(33)}, "should have at most 32 items"),
         ("fetch_files", [1], "fetch_files.0: Input should be a valid string, got 1"),
-        ("fetch_files", ["/etc/passwd"], "fetch_files: '/etc/passwd' is no plain name"),
+        ("fetch_files", ["/etc/passwd"], "fetch_files: '/etc/passwd' is not a plain file name"),
     ],
     ids=str,
 )
@@ -149,7 +149,7 @@ def test_fields_are_read_as_the_protocol_has_them() -> None:
     for body in ([], "x", None, 3):
         with pytest.raises(Refusal, match="must be a JSON object"):
             parse_job(body, CONFIG)
-    with pytest.raises(Refusal, match=r"must not hold script\.sh"):
+    with pytest.raises(Refusal, match=r"must not contain script\.sh"):
         parse_job({"code": "", "language": "bash", "files": {"script.sh": ""}}, CONFIG)
     job = parse_job({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, CONFIG)
     assert (job.program.code, job.program.stdin, job.program.files) == ("x", b"", {})
@@ -247,7 +247,7 @@ def test_who_waits_too_long_is_told_to_come_back() -> None:
                 time.sleep(0.01)
             second = post(url, slow)
         assert (second.status_code, second.headers["Retry-After"]) == (503, "1")
-        assert "no slot came free" in second.text
+        assert "no slot became free" in second.text
         assert first.result().status_code == 503
 
 

@@ -157,7 +157,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(
     prepare_file: Callable[..., PrepareReport], tmp_path: Path
 ) -> None:
     for options, message in [
-        ({"name": "gsm9k"}, "gsm9k is no data set that can be prepared; there are gsm8k, math, "),
+        ({"name": "gsm9k"}, "gsm9k is not a known data set; available: gsm8k, math, "),
         ({"split": "dev"}, "--split is dev, but gsm8k has train and test; choose one"),
         ({"name": "aime-2024", "split": "train"}, "--split is train, but aime-2024 has test"),
         ({"rows": 5}, "--rows is 5, but only sort_digits, countdown, reasoning_gym/TASK are gen"),
@@ -168,10 +168,13 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         ({"name": "reasoning_gym/x", "files": ("a",)}, "reasoning_gym/x is generated; leave out"),
         ({"name": "reasoning_gym/x"}, "reasoning_gym/x: reasoning-gym has no such task; see its"),
         ({"instruction": "x"}, "--instruction is x; it must be none or dapo"),
-        ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by a line"),
-        ({"files": ("a",), "revision": "v1"}, "--revision chooses from the hub and --from does"),
-        ({"out": "s3://b/f.parquet"}, "--out is s3://b/f.parquet; it must be a file on this"),
-        ({"out": "f.jsonl"}, "--out is f.jsonl; it must be a file on this machine, ending in"),
+        ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by its line"),
+        (
+            {"files": ("a",), "revision": "v1"},
+            "--revision is for the hub and conflicts with --from",
+        ),
+        ({"out": "s3://b/f.parquet"}, "--out is s3://b/f.parquet; it must be a local path that"),
+        ({"out": "f.jsonl"}, "--out is f.jsonl; it must be a local path that ends in"),
         ({"name": "sort_digits", "files": ("a",)}, "sort_digits is generated; leave out --from"),
         ({"name": "sort_digits", "split": "dev"}, "--split is dev, but sort_digits has train"),
     ]:
@@ -182,7 +185,7 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
     (tmp_path / "folder.parquet").mkdir()
-    with pytest.raises(DataError, match="it must be a file on this machine"):
+    with pytest.raises(DataError, match="it must be a local path that ends"):
         prepare_file("gsm8k", "a", out=str(tmp_path / "folder.parquet"))
     with pytest.raises(DataError, match="no such file; check the path"):
         prepare_file("gsm8k", str(tmp_path / "none.jsonl"))

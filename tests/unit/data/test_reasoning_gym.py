@@ -95,11 +95,11 @@ def test_wrong_tasks_and_options_are_told_in_one_line() -> None:
         (ReasoningGymTask(task="klingon"), "reasoning_gym/klingon: reasoning-gym has no such "
          "task; see its list of tasks"),
         (ReasoningGymTask(task="chain_sum", options={"colour": 1}), 'data.task.options is '
-         '{"colour": 1}, which reasoning-gym\'s chain_sum refuses ('),
+         '{"colour": 1}, which reasoning-gym\'s chain_sum rejects ('),
         (ReasoningGymTask(task="chain_sum", options={"min_terms": 0}), 'data.task.options is '
-         '{"min_terms": 0}, which reasoning-gym\'s chain_sum refuses ('),
+         '{"min_terms": 0}, which reasoning-gym\'s chain_sum rejects ('),
         (ReasoningGymTask(task="composite"), "data.task.options is {}, which reasoning-gym's "
-         "composite refuses (Must specify at least one dataset); change or remove them"),
+         "composite rejects (Must specify at least one dataset); change or remove them"),
     ]:  # fmt: skip
         with pytest.raises(DataError) as caught:
             ReasoningGymRows(task, 0)

@@ -101,7 +101,7 @@ def test_a_row_that_is_too_long_gives_way_to_one_further_on(tmp_path: Path) -> N
         ("rows = lambda: [3]", "row 0: must be a dict with columns, got a int; see docs/data.md"),
         (
             "rows = lambda: [{'prompt': '1'}]",
-            "row 0: no known column holds the ground truth, of prompt; name the column",
+            "row 0: no known column holds the ground truth; columns: prompt; name the column",
         ),
         (
             "rows = lambda: [{'data_source': 's', 'prompt': [], 'reward_model': "
@@ -188,7 +188,7 @@ def test_a_sampler_that_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None
     with pytest.raises(DataError) as caught:
         ordered(tmp_path, "Half")
     assert str(caught.value) == (
-        f"{place}:Half has no state_dict, load_state_dict(); docs/extending.md shows one"
+        f"{place}:Half has no method state_dict, load_state_dict; see docs/extending.md"
     )
     with pytest.raises(DataError) as caught:
         ordered(tmp_path, "Wild").next()
@@ -198,5 +198,5 @@ def test_a_sampler_that_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None
     with pytest.raises(DataError, match="Broken fails with IndexError: list index out of range"):
         ordered(tmp_path, "Broken").settled([])
     config = DataConfig(task=SortDigitsTask(), sampler=f"{tmp_path}/order.py:Chooses")
-    with pytest.raises(DataError, match=r"data/task=sort_digits never ends; set data.max_train_"):
+    with pytest.raises(DataError, match=r"data/task=sort_digits is endless; set data.max_train_"):
         UserSampler(config, training_prompts(config, TOKENIZER, 0), 0)

@@ -51,7 +51,7 @@ class Scorer:
         if score.accuracy >= 1 or score.error or not self.reads:
             return ""
         if not pred:
-            return f"nothing was read from the answer: {self.name} reads {self.reads}"
+            return f"no answer was found: {self.name} reads {self.reads}"
         unreadable = ", which the task cannot read" if score.extra.get("unreadable") else ""
         gold = str(ground_truth).rpartition("####")[2].strip()
         return f"read {pred}{unreadable}, expected {gold}"
