@@ -78,7 +78,7 @@ def read_demonstrations(
             messages = _conversation(record, origin, config.columns)
             source = str(record.get("data_source") or "sft")
             row = Row(f"{path}:{number}", origin, source, messages, None)
-            ids, *rest = renderer.render_demonstration(row, config.turns == "all", stop_ids)
+            ids, *rest = renderer.render_turns(row, config.turns == "all", stop_ids)
             if len(ids) + sum(map(len, rest)) > config.max_tokens:
                 too_long += 1
                 continue

@@ -22,7 +22,7 @@ from winnow.data.published import (
     add_dapo_instruction,
     convert_row,
     foreign_source,
-    strip_row_instructions,
+    strip_instructions,
 )
 from winnow.data.sources import Row, read_records
 from winnow.errors import DataError, WinnowError
@@ -166,9 +166,7 @@ def _read_published(request: PrepareRequest, done: PrepareReport) -> Iterator[Ro
             if other is not None:
                 done.other_sources[other] += 1
                 continue
-            row, removed = strip_row_instructions(
-                convert_row(record, f"{path} row {number}", named)
-            )
+            row, removed = strip_instructions(convert_row(record, f"{path} row {number}", named))
             done.instructions_removed += removed
             yield row
 

@@ -78,14 +78,10 @@ class PromptSet:
         return self.prompts[index]
 
     def find(self, uid: str) -> Prompt:
-        return self.prompts[self.index(uid)]
-
-    def index(self, uid: str) -> int:
-        """Return the place of a prompt."""
-        return self._index[uid]
+        return self.prompts[self.index_by_uid[uid]]
 
     @cached_property
-    def _index(self) -> dict[str, int]:
+    def index_by_uid(self) -> dict[str, int]:
         return {prompt.uid: i for i, prompt in enumerate(self.prompts)}
 
 
@@ -172,9 +168,7 @@ class PromptRenderer:
             "right or middle to cut them"
         )
 
-    def render_demonstration(
-        self, row: Row, every: bool, stop_ids: Sequence[int]
-    ) -> list[IntArray]:
+    def render_turns(self, row: Row, every: bool, stop_ids: Sequence[int]) -> list[IntArray]:
         """Render a conversation whose last message is an answer: a prompt, an answer, then what
         stands between answers and answers in turn.
 
@@ -194,9 +188,8 @@ class PromptRenderer:
             (before,) = self._render_texts([replace(row, messages=messages[:place])])
             through = before + messages[place]["content"]
             if self._use_chat_template:
-                through = self._render_text(
-                    replace(row, messages=messages[: place + 1]), answered=True
-                )
+                turns = replace(row, messages=messages[: place + 1])
+                through = self._render_text(turns, answered=True)
             if not (before.startswith(done) and through.startswith(before)) or (
                 done and not self._use_chat_template
             ):

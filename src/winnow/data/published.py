@@ -52,7 +52,7 @@ def strip_instruction(prompt: str) -> str:
     return prompt
 
 
-def strip_row_instructions(row: Row) -> tuple[Row, bool]:
+def strip_instructions(row: Row) -> tuple[Row, bool]:
     """Take known instructions off the user's messages; True if there was one."""
     messages, removed = [], False
     for message in row.messages:

@@ -117,12 +117,10 @@ class SortDigitsRows:
         return iter([row(digits)])
 
     def held_out(self) -> list[Row]:
-        return [
-            row(digits) for digits in list_held_out_problems(self._task, self._task.eval_problems)
-        ]
+        return [row(digits) for digits in held_out_problems(self._task, self._task.eval_problems)]
 
 
-def list_held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
+def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
     """Return the first `count` of the one fixed list of different held-out problems.
 
     Raises:
@@ -172,7 +170,7 @@ def demonstrations(
     """Make `count` demonstrations on training problems, in random order of their kinds."""
     kinds = rng.random(count)
     examples = []
-    for digits, kind in zip(_draw_training_problems(count, task, rng), kinds, strict=True):
+    for digits, kind in zip(_draw_problems(count, task, rng), kinds, strict=True):
         if kind < config.guess_share:
             text = _write_guess(digits, config.guess_noise, rng)
         else:
@@ -184,9 +182,7 @@ def demonstrations(
     return examples
 
 
-def _draw_training_problems(
-    count: int, task: SortDigitsTask, rng: np.random.Generator
-) -> list[str]:
+def _draw_problems(count: int, task: SortDigitsTask, rng: np.random.Generator) -> list[str]:
     problems: list[str] = []
     while len(problems) < count:
         lengths = rng.integers(task.min_digits, task.max_digits + 1, size=count).tolist()

@@ -138,9 +138,8 @@ class UserSampler:
             self._place, lambda: make(prompts.prompts, seed, **config.sampler_options)
         )
         methods = ("next", "update", "state_dict", "load_state_dict")
-        if lacking := [
-            name for name in methods if not callable(getattr(self._sampler, name, None))
-        ]:
+        lacking = [m for m in methods if not callable(getattr(self._sampler, m, None))]
+        if lacking:
             raise DataError(
                 f"{self._place} has no method {', '.join(lacking)}; see docs/extending.md"
             )
@@ -161,8 +160,8 @@ class UserSampler:
 
     def update(self, groups: Sequence[Group]) -> None:
         """Tell the scores of prompts that are used up."""
-        index = self._prompts.index
-        results = [(index(g.prompt.uid), [a.score for a in g.answers]) for g in groups]
+        index = self._prompts.index_by_uid
+        results = [(index[g.prompt.uid], [a.score for a in g.answers]) for g in groups]
         _call_user(self._place, lambda: self._sampler.update(results))
 
     def state_dict(self) -> Any:

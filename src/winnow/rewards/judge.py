@@ -176,7 +176,9 @@ class _HttpClient(HttpJson, JudgeClient):
 
     async def attempt(self, path: str, body: Any, timeout_s: float, number: int) -> JudgeReply:
         """Send a request once its turn comes."""
-        prompt_tokens = _count_bytes(body["messages"]) / _BYTES_PER_TOKEN
+        # Bytes of UTF-8, because a script with long characters has more tokens.
+        texts = [each["content"].encode("utf-8", "replace") for each in body["messages"]]
+        prompt_tokens = sum(map(len, texts)) / _BYTES_PER_TOKEN
         estimated = prompt_tokens + self._config.max_tokens
         async with self._turn:  # first come, first served
             while (wait_s := self._limit.try_acquire(estimated)) > 0:
@@ -283,7 +285,7 @@ class Judge:
         except ValueError as error:
             self._scored += 1
             refused: ScoreFuture = asyncio.get_running_loop().create_future()
-            refused.set_result(Failure(f"the judge: {error}", ""))
+            refused.set_result(Failure(f"the judge: {error}"))
             return refused
         key = json.dumps(messages)
         work = self._under_way.get(key)
@@ -311,9 +313,8 @@ class Judge:
     async def _judge(self, messages: list[dict[str, str]]) -> float | Failure:
         try:
             for attempt in range(2):
-                reply = await self._fetch_cached_reply(
-                    self._request_body(messages, attempt), attempt
-                )
+                body = self._request_body(messages, attempt)
+                reply = await self._fetch_cached_reply(body, attempt)
                 value = self._prompt.parse_reply(reply.text, reply.is_cut)
                 if value is not None:
                     return value
@@ -325,15 +326,14 @@ class Judge:
                     f"the judge refuses every request: {error.line}; check reward.judge."
                     f"{_NEVER[error.status]}"
                 ) from None
-            return Failure(f"the judge: {error.line}", "")
+            return Failure(f"the judge: {error.line}")
         finally:
             self._scored += 1
         shown = self._client.without_token(reply.text)
         end = f"it ends with {shown[-_SHOWN:]!r}" if shown else "it is empty"
         return Failure(
             f"the judge: reward.judge.parse matched no number in two replies; {end}"
-            " (reward.judge.max_tokens may be too low)",
-            "",
+            " (reward.judge.max_tokens may be too low)"
         )
 
     async def _fetch_cached_reply(self, body: Mapping[str, Any], attempt: int) -> JudgeReply:
@@ -359,8 +359,3 @@ class Judge:
             if isinstance(body["seed"], int):
                 body["seed"] += 1
         return {field: value for field, value in body.items() if value is not None}
-
-
-def _count_bytes(messages: Any) -> int:
-    """Bytes of the messages' texts in UTF-8: a script with long characters has more tokens."""
-    return sum(len(each["content"].encode("utf-8", "replace")) for each in messages)

@@ -33,12 +33,6 @@ Forward = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
 """From the token ids of sequences to a number for each, here or by other processes."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    ids: IntArray
-    verdict: ScoreFuture
-
-
 @dataclass(eq=False)
 class ModelScorer:
     """Scores answers by a model in this process, in the event loop's thread, or in others.
@@ -64,7 +58,7 @@ class ModelScorer:
     """True if scores come later, from other processes."""
     scored: int = 0
     """Answers so far."""
-    _waiting: list[_Waiting] = field(default_factory=list)
+    _waiting: list[tuple[IntArray, ScoreFuture]] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -98,37 +92,32 @@ class ModelScorer:
     def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
         """Ask for an answer's score; the future holds it, or why there is none."""
         loop = asyncio.get_running_loop()
-        verdict: ScoreFuture = loop.create_future()
+        score: ScoreFuture = loop.create_future()
         try:
             ids = self._encode(prompt, text)
         except ValueError as error:
-            verdict.set_result(_failure(str(error)))
-            return verdict
-        self._waiting.append(_Waiting(ids, verdict))
+            score.set_result(Failure(f"the reward model: {error}"))
+            return score
+        self._waiting.append((ids, score))
         if self._task is None or self._task.done():
             # It begins behind all that is ready to run now, and may ask as well.
             self._task = loop.create_task(self._run())
-        return verdict
+        return score
 
     async def _run(self) -> None:
-        while waiting := self._take_waiting():  # with what has come meanwhile
+        while self._waiting:  # with what has come meanwhile
+            waiting = [each for each in self._waiting if not each[1].done()]  # not cancelled
+            self._waiting = []
             try:
                 for call in [[each] for each in waiting] if self.one_by_one else [waiting]:
-                    self._set_scores(call, await self.forward([each.ids for each in call]))
+                    values = await self.forward([ids for ids, _ in call])
+                    for (_, score), value in zip(call, values, strict=True):
+                        failure = Failure(f"the reward model: its score is {value}")
+                        settle(score, value if math.isfinite(value) else failure)
+                    self.scored += len(call)
             except Exception as error:  # belongs to those who wait, who would wait for ever
-                for each in waiting:
-                    settle(each.verdict, error)
-
-    def _take_waiting(self) -> list[_Waiting]:
-        """Return what waits, from now on without it."""
-        waiting, self._waiting = self._waiting, []
-        return [each for each in waiting if not each.verdict.done()]  # not cancelled
-
-    def _set_scores(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
-        for each, value in zip(call, values, strict=True):
-            is_number = math.isfinite(value)
-            settle(each.verdict, value if is_number else _failure(f"its score is {value}"))
-        self.scored += len(call)
+                for _, score in waiting:
+                    settle(score, error)
 
     def _encode(self, prompt: Prompt, answer: str) -> IntArray:
         """Return the [L] ids up to the last that is not padding: the one whose state is scored.
@@ -175,8 +164,3 @@ class ModelScorer:
                 "reward.model.chat_template"
             ) from error
         return str(text)
-
-
-def _failure(reason: str) -> Failure:
-    line = f"the reward model: {reason}"
-    return Failure(line, line)

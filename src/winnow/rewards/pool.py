@@ -42,6 +42,7 @@ from winnow.rewards.task import (
     ScoreItem,
     ScorerJob,
     ScorerReply,
+    resident_bytes,
     timeout_failure,
 )
 from winnow.workers.host import CallFailure
@@ -61,7 +62,6 @@ _LOAD_ATTEMPTS = 3
 """In a row, of processes that died while loading what another had loaded."""
 _TICK_S = 0.05
 _CLOSING_S = 1.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # One core a process; and sets of strings are in the same order in each of them.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -143,14 +143,6 @@ class _ScorerProcess:
             oldest.position, oldest.since = at, now
         return now > oldest.since + timeout_s + (_GRACE_S if self.is_async else 0.0)
 
-    def resident_bytes(self) -> int:
-        """Memory of the process that is in RAM; 0 where the system does not tell."""
-        try:
-            with open(f"/proc/{self.process.pid}/statm") as file:
-                return int(file.read().split()[1]) * _PAGE_BYTES
-        except (OSError, IndexError):
-            return 0
-
 
 class ScorerPool:
     """Processes that score; used from one event loop at a time.
@@ -191,9 +183,6 @@ class ScorerPool:
         self._lost_loading = 0
         serve = partial(self._loop.run_until_complete, self._serve())
         self._thread = threading.Thread(target=serve, name="scorers", daemon=True)
-        self._start()
-
-    def _start(self) -> None:
         self._thread.start()
         try:
             self._loaded.wait()
@@ -329,7 +318,7 @@ class ScorerPool:
         if scorer.process.ending() is not None:  # what it forked may keep the connection open
             await self._replace_process(scorer, None)
             return
-        memory, most = scorer.resident_bytes(), self._memory_bytes
+        memory, most = resident_bytes(scorer.process.pid), self._memory_bytes
         timeout_s = self._config.timeout_s
         if memory > most:
             line = f"used {memory >> 20:,} MiB of memory, reward.memory_mb is {most >> 20}"
@@ -387,9 +376,7 @@ class ScorerPool:
         is_over_time = requests and failure.line == self._late.line
         if is_over_time and self._at_once > 1 and not self._most_in_call:
             self._at_once //= 2
-            log.warning(
-                "an async scorer blocks the event loop; now %d calls at once", self._at_once
-            )
+            log.warning("an async scorer blocks the loop; now %d calls at once", self._at_once)
         self._alone.extend(requests)
 
     async def _reap(self, scorer: _ScorerProcess, patience_s: float) -> str | None:
@@ -434,9 +421,8 @@ class ScorerPool:
             )
             scorer.process.channel.on_cut = self._wake.set
             self._scorers.append(scorer)
-            scorer.process.send(
-                next(scorer.numbers), pack(job), partial(self._handle_ready, scorer)
-            )
+            handle = partial(self._handle_ready, scorer)
+            scorer.process.send(next(scorer.numbers), pack(job), handle)
 
     def _assign(self) -> None:
         """Give the processes what they have room for."""
@@ -445,10 +431,9 @@ class ScorerPool:
                 continue
             requests = self._choose_requests(scorer)
             # An async function's answers have a message each, because each has its own time.
-            is_each = scorer.is_async and not self._most_in_call
-            for batch in (
-                [[request] for request in requests] if is_each else [requests] if requests else []
-            ):
+            size = 1 if scorer.is_async and not self._most_in_call else max(1, len(requests))
+            for start in range(0, len(requests), size):
+                batch = requests[start : start + size]
                 os.pwrite(scorer.cell, b"\0", 0)
                 message = _Message(batch, time.monotonic())
                 scorer.messages.append(message)

@@ -68,11 +68,10 @@ class HttpManager(Manager):
             }
             reply = await self._http.post(self._path, body, self._patience_s)
             if isinstance(reply, Mapping) and "score" not in reply and "error" in reply:
-                line = " ".join(str(reply["error"]).split())
-                return Failure(line, line)
+                return Failure(" ".join(str(reply["error"]).split()))
             return check_score(parse_result(reply))
         except RemoteError as error:
-            return Failure(error.line, error.line)
+            return Failure(error.line)
         except (TypeError, ValueError, ArithmeticError) as error:  # the last: a number too large
             return make_failure(error, None)
         finally:

@@ -52,9 +52,9 @@ def make_service(
             raise Refusal(500, str(error)) from error
         if isinstance(result, Failure):
             return {"error": result.line}
-        rest = {
-            name: _replace_nonfinite(to_json_value(value)) for name, value in result.extra.items()
-        }
+        # JSON has no NaN and no infinity: they become texts.
+        text = json.dumps(to_json_value(result.extra))
+        rest = json.loads(text, parse_constant=lambda name: str(float(name)))
         return {**rest, "score": result.reward, "acc": result.accuracy}
 
     def health() -> dict[str, Any]:
@@ -74,7 +74,7 @@ async def _score_unless_gone(
         if score.done():
             return score.result()
         raise Refusal(
-            503, "the client disconnected" if gone.done() else "no worker became free in time"
+            503, "client disconnected" if gone.done() else "no worker became free in time"
         )
     finally:
         score.cancel()
@@ -99,8 +99,3 @@ def _parse_question(body: Any) -> tuple[Prompt, str]:
         raise Refusal(400, "extra_info must be an object")
     source, truth = body["data_source"], body.get("ground_truth")
     return Prompt("", _NO_TOKENS, "", source, truth, {"extra_info": info}), body["solution_str"]
-
-
-def _replace_nonfinite(value: Any) -> Any:
-    """The value without NaN and infinity, which JSON does not have: they become texts."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))

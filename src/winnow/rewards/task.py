@@ -30,6 +30,7 @@ Arguments = tuple[str, str, Any, Mapping[str, Any]]
 _FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _LONGEST_LINE = 1000
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _FOLDER = str(Path(__file__).parent)
 """Modules of this folder pass errors on; the fault is never theirs. Scorers lie below it."""
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
@@ -40,8 +41,8 @@ class Failure:
     """A scoring that gave no score."""
 
     line: str
-    trace: str
-    """For the log."""
+    trace: str = ""
+    """Traceback for the log; empty: the line says it all."""
     outside: bool = False
     """True if a sandbox failed, not the scorer."""
 
@@ -239,8 +240,7 @@ def _to_float(value: Any, name: str) -> float:
 
 def timeout_failure(timeout_s: float) -> Failure:
     """The failure of an answer whose time is up."""
-    line = f"no score within reward.timeout_s={timeout_s:g}"
-    return Failure(line, line)
+    return Failure(f"no score within reward.timeout_s={timeout_s:g}")
 
 
 def make_failure(error: BaseException, user_file: str | None) -> Failure:
@@ -268,6 +268,15 @@ def make_failure(error: BaseException, user_file: str | None) -> Failure:
 
 def _is_wrapper(filename: str) -> bool:
     return os.path.dirname(filename) == _FOLDER
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """Memory of a process that is in RAM; 0 where the system does not tell."""
+    try:
+        with open(f"/proc/{process}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
 
 
 def make_portable(score: Score) -> Score:

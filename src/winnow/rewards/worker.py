@@ -34,6 +34,7 @@ from winnow.rewards.task import (
     UserScorer,
     make_failure,
     make_portable,
+    resident_bytes,
     score_by_call,
     score_by_rule,
     timeout_failure,
@@ -46,8 +47,6 @@ from winnow.workers.threads import spawn
 MESSAGE_S = 0.005
 """Time after which a process goes on to no further answer of its message. It is short, because
 what is scored waits for the answer that comes next there, which may be a slow one."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STATM = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
 _TICK_S = 0.05
 _BLOCKED_SHARE = 0.1
 """The share of an answer's time above which it cannot be said to have been slow itself."""
@@ -213,11 +212,6 @@ def _send(channel: socket.socket, number: int, message: Ready | ScorerReply) -> 
     """Send a message; a pool that is gone is met at the next read."""
     with suppress(BrokenPipeError, ConnectionResetError):
         send(channel, number, pack(message))
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the system does not tell."""
-    return int(os.pread(_STATM, 100, 0).split()[1]) * _PAGE_BYTES if _STATM >= 0 else 0
 
 
 if __name__ == "__main__":

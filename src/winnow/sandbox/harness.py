@@ -1,6 +1,6 @@
 """Tests a solution by calling it, inside the sandbox.
 
-    standard input: length, solution, tests (JSON)  ─►  a verdict (JSON) on standard output
+    solution.json, and the tests (JSON) on standard input  ─►  a verdict (JSON) on standard output
 
 The solution runs in one process, and the tests in another, which calls it over a pipe:
 values go there and come back as plain data. So a solution can neither read the tests nor reach
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
+SOLUTION = "solution.json"
 READ_BYTES = 1 << 16
 _LONGEST_ITERATION = 1_000_000
 _VIEWS = ("dict_keys", "dict_values", "dict_items", "deque")
@@ -517,21 +518,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def read_exactly(size: int) -> bytes:
-    """So many bytes of standard input, and not one more: the tests come behind."""
-    data = b""
-    while len(data) < size:
-        data += os.read(0, size - len(data))
-    return data
-
-
 def main() -> None:
     """Start the solution's process, then read the tests and print the verdict."""
     # Before the solution runs: it may write modules to this folder.
     del sys.path[0]
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
-    solution = parse_json(read_exactly(int(read_exactly(10))).decode())
+    with open(SOLUTION, "rb") as file:
+        solution = parse_json(file.read().decode())
     their_requests, requests = os.pipe()
     replies, their_replies = os.pipe()
     if os.fork() == 0:

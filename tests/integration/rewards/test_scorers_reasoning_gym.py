@@ -18,7 +18,7 @@ from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import Row
 from winnow.errors import DataError
 from winnow.rewards.scorers import SCORERS
-from winnow.rewards.scorers.reasoning_gym import EXPRESSIONS, LISTS, is_safe_to_evaluate
+from winnow.rewards.scorers.reasoning_gym import EXPRESSIONS, LISTS, is_safe
 from winnow.types import Score
 
 NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -137,7 +137,7 @@ def test_an_answer_is_never_run(task: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_may_pass_holds_nothing_that_runs(task: str, answer: str, passes: bool) -> None:
-    assert is_safe_to_evaluate(task, answer) == passes
+    assert is_safe(task, answer) == passes
 
 
 CONSTANTS = (

@@ -19,8 +19,8 @@ from winnow.data.sort_digits import (
     SortDigitsRows,
     build_tokenizer,
     encode,
+    held_out_problems,
     is_held_out,
-    list_held_out_problems,
     prompt_text,
 )
 from winnow.data.tokenizer import load_tokenizer
@@ -92,15 +92,15 @@ def test_a_uid_of_no_training_problem_is_not_found(uid: str) -> None:
 
 
 def test_held_out_problems_are_always_the_same_ones_first() -> None:
-    many = list_held_out_problems(SortDigitsTask(), 500)
-    assert list_held_out_problems(SortDigitsTask(), 20) == many[:20]
+    many = held_out_problems(SortDigitsTask(), 500)
+    assert held_out_problems(SortDigitsTask(), 20) == many[:20]
     assert len(set(many)) == 500
     assert all(is_held_out(problem) for problem in many)
 
 
 def test_asking_for_more_held_out_problems_than_there_are_is_refused() -> None:
     with pytest.raises(DataError) as caught:
-        list_held_out_problems(SortDigitsTask(min_digits=2, max_digits=2), 400)
+        held_out_problems(SortDigitsTask(min_digits=2, max_digits=2), 400)
     there = sum(is_held_out(f"{i:02d}") for i in range(100))
     assert str(caught.value) == (
         f"data.task.eval_problems is 400, but 2 to 2 digits give only about {there} held-out "

@@ -123,16 +123,17 @@ def _classify_result(result: Result, expected: str) -> str:
         return result.ending
     if result.exit_code != 0:
         return "compile_error" if _last_line(result).startswith(_SYNTAX_ERRORS) else "runtime_error"
-    return "pass" if same_output(result.stdout.decode(errors="replace"), expected) else "wrong"
+    printed = result.stdout.decode(errors="replace")
+    return "pass" if _trim_lines(printed) == _trim_lines(expected) else "wrong"
 
 
 def _call_functions(code: str, tests: CodeTests, sandbox: Sandbox) -> TestOutcome:
     config = sandbox.config
     solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
-    first = json.dumps(solution).encode()
     request = {**vars(tests), "call_s": config.time_s, "stop_early": config.credit == "all"}
-    stdin = b"%010d" % len(first) + first + json.dumps(request).encode()
-    result = sandbox.run_for(Program(_HARNESS, stdin, compile_once=True), config.sample_s)
+    files = {harness.SOLUTION: json.dumps(solution).encode()}
+    program = Program(_HARNESS, json.dumps(request).encode(), files, compile_once=True)
+    result = sandbox.run_for(program, config.sample_s)
     if result.ending != "finished":
         return 0, result.ending, ""
     report = None
@@ -201,12 +202,8 @@ def extract_code(answer: str) -> str:
     return (python or untagged or [answer])[-1]
 
 
-def same_output(output: str, expected: str) -> bool:
-    """Return whether two outputs agree, except for trailing blanks and trailing empty lines."""
-    return _trim_lines(output) == _trim_lines(expected)
-
-
 def _trim_lines(text: str) -> list[str]:
+    """Split an output into lines, without trailing blanks and trailing empty lines."""
     lines = [line.rstrip() for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()

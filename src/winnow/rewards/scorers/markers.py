@@ -63,7 +63,11 @@ def _plain_number(number: str) -> str:
 
 def score_think_answer(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 for `<think>…</think><answer>…</answer>` and nothing around it, else 0."""
-    return make_score(is_think_answer(text), "")
+    thoughts, rest = _split_thoughts(text)
+    inside = rest.removeprefix("<answer>").removesuffix("</answer>")
+    is_tagged = rest.startswith("<answer>") and rest.endswith("</answer>")
+    is_right = thoughts != "" and is_tagged and inside.strip() != "" and "answer>" not in inside
+    return make_score(is_right, "")
 
 
 def score_think_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -74,15 +78,6 @@ def score_think_boxed(data_source: str, text: str, ground_truth: Any, extra: Ext
 def score_nothing(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 0 and no part, where a reward model alone scores a data source."""
     return Score(0.0, 0.0)
-
-
-def is_think_answer(text: str) -> bool:
-    """Return whether thoughts and answer stand in their tags, neither empty, and nothing else."""
-    thoughts, rest = _split_thoughts(text)
-    if not thoughts or not rest.startswith("<answer>") or not rest.endswith("</answer>"):
-        return False
-    inside = rest.removeprefix("<answer>").removesuffix("</answer>")
-    return inside.strip() != "" and "answer>" not in inside
 
 
 def is_think_boxed(text: str) -> bool:
@@ -100,9 +95,9 @@ def _split_thoughts(text: str) -> tuple[str, str]:
     return before.strip(), after.strip()
 
 
-def last_tagged(text: str, tag: str = "answer") -> str | None:
-    """Return the text between the last `<tag>` and the `</tag>` after it; None without both."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
+def last_tagged(text: str) -> str | None:
+    """Return the text between the last `<answer>` and its `</answer>`; None without both."""
+    opening, closing = "<answer>", "</answer>"
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     return text[start + len(opening) : end].strip() if start >= 0 else None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from functools import partial
 from typing import Any
 
 from winnow.boxed import last_box, last_boxed
@@ -57,16 +58,16 @@ def score_as_text(data_source: str, text: str, ground_truth: Any, extra: Extra) 
     return make_score(plain != "" and plain == normalize(gold_answer(ground_truth)), pred)
 
 
-def score_by_value(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
-    """Give 1 if the stated answer has the value of the gold one, else 0."""
+def score_by_value(
+    data_source: str, text: str, ground_truth: Any, extra: Extra, wrong_reward: float = 0.0
+) -> Score:
+    """Give 1 if the stated answer has the value of the gold one, else `wrong_reward`."""
     pred = read_answer(text)
-    return make_score(is_equal(pred, gold_answer(ground_truth)), pred)
+    return make_score(is_equal(pred, gold_answer(ground_truth)), pred, wrong_reward)
 
 
-def score_dapo_by_value(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
-    """Give DAPO's rewards, +1 and -1, by value."""
-    pred = read_answer(text)
-    return make_score(is_equal(pred, gold_answer(ground_truth)), pred, wrong_reward=-1.0)
+score_dapo_by_value = partial(score_by_value, wrong_reward=-1.0)
+"""Gives DAPO's rewards, +1 and -1, by value."""
 
 
 def score_geometry3k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:

@@ -7,7 +7,7 @@ shares of the whole for an answer that is nearly right.
 
 Two checks stand between an answer and its task. Some tasks call `eval` on an answer, or sympy's
 `parse_expr`, which is `eval` too: such an answer must be plain data or a small formula
-(`is_safe_to_evaluate`). And some tasks reward answers that solve nothing (`_is_hack`): NaN, any
+(`is_safe`). And some tasks reward answers that solve nothing (`_is_hack`): NaN, any
 text for a truth value, numbers that were not given; or, among formulas, the question as an
 integral.
 """
@@ -74,11 +74,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     share, unreadable = 0.0, 1.0
     # The package's own answer to an integral without a closed form is that integral.
     is_reference = pred is not None and pred == str(entry.get("answer")).strip()
-    if (
-        pred is None
-        or is_reference
-        or (is_safe_to_evaluate(task, pred) and not _is_hack(task, pred, entry))
-    ):
+    if pred is None or is_reference or (is_safe(task, pred) and not _is_hack(task, pred, entry)):
         try:
             share, unreadable = float(judge.score_answer(pred, entry)), 0.0
         except Exception as error:  # the task's code on whatever a policy wrote
@@ -88,7 +84,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     return Score(share, float(share == 1.0), {"task": share}, noted)
 
 
-def is_safe_to_evaluate(task: str, answer: str) -> bool:
+def is_safe(task: str, answer: str) -> bool:
     """Return whether a task that evaluates answers may be given this one."""
     if task in LISTS:
         return _is_data(answer)
