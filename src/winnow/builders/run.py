@@ -184,9 +184,7 @@ def build(
     loader = _make_loader(config, source)
     engine = placed.engine
     held_out = evaluation_prompts(config.data, policy.tokenizer)
-    evaluator = make_evaluator(
-        config, policy, engine, folder.evaluation, rewards.with_new_counts(), held_out
-    )
+    evaluator = make_evaluator(config, policy, engine, folder.evaluation, rewards.copy(), held_out)
     _time_engines(engine, tell)
     scores, pending = ScorerTimes(rewards.score, tell), PendingSteps()
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)

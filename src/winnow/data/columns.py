@@ -123,7 +123,7 @@ def detect_layout(record: Record, config: DataConfig, origin: str, name: str) ->
     if truth == "answer" and "####" in str(record[truth]):
         default = config.default_source or (None if source else "gsm8k")
         return Layout("GSM8K", prompt, truth, source, default, gsm8k_answer, AFTER_MARK)
-    read = _boxed_or_all if truth == "solution" else None
+    read = (lambda text: last_boxed(text) or text.strip()) if truth == "solution" else None
     return Layout(_NAMES.get((prompt, truth), "columns"), prompt, truth, source, default, read)
 
 
@@ -171,10 +171,6 @@ def gsm8k_answer(answer: str) -> str | None:
     """Return the final number of a GSM8K answer, after its last `####`; None without the mark."""
     _, mark, final = answer.rpartition("####")
     return final.strip().replace(",", "").replace("$", "") if mark else None
-
-
-def _boxed_or_all(solution: str) -> str:
-    return last_boxed(solution) or solution.strip()
 
 
 def excerpt(text: str, characters: int = 100) -> str:

@@ -110,17 +110,14 @@ def _conversation(record: Record, origin: str, columns: SftColumns) -> tuple[Mes
         pair = configured or next((p for p in _PAIRS if p[0] in record and p[1] in record), None)
         if pair is None:
             raise DataError(
-                f"{origin}: no known columns hold a demonstration; columns: "
-                f"{', '.join(record)}; name them: sft.columns.messages=COLUMN, or "
-                "sft.columns.prompt and sft.columns.answer"
+                f"{origin}: no known columns of a demonstration in {', '.join(record)}; name "
+                "them: sft.columns.messages=COLUMN, or sft.columns.prompt and sft.columns.answer"
             )
         prompt, answer = pair[0], pair[1] or "answer"
         messages = _messages(record.get(prompt), origin, prompt, "user")
         messages += _messages(record.get(answer), origin, answer, _WRITER)
     if messages[-1]["role"] != _WRITER or len(messages) < 2:
-        raise DataError(
-            f"{origin}: the last message must have the role assistant and follow another"
-        )
+        raise DataError(f"{origin}: the last message must be of role assistant, after another")
     return tuple(messages)
 
 
@@ -139,7 +136,7 @@ def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
         who, what = entry.pop("from", entry.get("role")), entry.pop("value", entry.get("content"))
         if not isinstance(who, str) or not isinstance(what, str) or not what:
             raise field_error(
-                origin, f"{name}[{number}]", message, "an object with the strings role and content"
+                origin, f"{name}[{number}]", message, "an object with role and content"
             )
         messages.append({**entry, "role": _ROLES.get(who, who), "content": what})
     return messages

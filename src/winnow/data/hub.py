@@ -68,9 +68,7 @@ def pin_files(url: str) -> tuple[str, ...]:
     if not files:
         some = ", ".join(excerpt(name, 60) for name in listing.files[:5]) or "none"
         tail = ", …" if len(listing.files) > 5 else ""
-        raise DataError(
-            f"{url}: no matching file of a known format; it has {some}{tail}; {_REMEDY}"
-        )
+        raise DataError(f"{url}: no file of a known format; it has {some}{tail}; {_REMEDY}")
     return tuple(f"hf://datasets/{repo}@{listing.commit}/{file}" for file in files)
 
 

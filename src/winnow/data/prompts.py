@@ -117,7 +117,11 @@ class PromptRenderer:
             raise self._none_fits_error(rows, [length for length, _ in fitted])
         limit = self._config.max_prompt_tokens
         cut = sum(length > limit for length, prompt in fitted if prompt is not None)
-        return PromptSet(prompts, len(rows) - len(prompts), cut, _describe_layouts(rows))
+        files: dict[str, dict[str, None]] = {}
+        for row in rows:
+            files.setdefault(row.layout, {})[row.uid.rpartition(":")[0]] = None
+        layouts = [f"{', '.join(names)} read as {each}" for each, names in files.items() if each]
+        return PromptSet(prompts, len(rows) - len(prompts), cut, tuple(layouts))
 
     def first_fitting(self, candidates: Iterator[Row]) -> Prompt:
         """Render the first row that fits, or is made to fit; each candidate is tokenized once.
@@ -134,7 +138,7 @@ class PromptRenderer:
 
     def _fit(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
         """Yield each row's length before the limit, and its prompt; None where it is left out."""
-        rows = [self._with_template(self._with_system(row)) for row in rows]
+        rows = [self._with_instructions(row) for row in rows]
         texts = self._render_texts(rows)
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
         for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
@@ -180,7 +184,7 @@ class PromptRenderer:
             DataError: it has several answers, which the template does not separate.
             ModelError: the chat template fails.
         """
-        prompt = self._with_template(self._with_system(replace(row, messages=row.messages[:-1])))
+        prompt = self._with_instructions(replace(row, messages=row.messages[:-1]))
         messages = (*prompt.messages, row.messages[-1])
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         texts, done = [], ""
@@ -256,26 +260,22 @@ class PromptRenderer:
             ) from error
         return cast(str, text)
 
-    def _with_system(self, row: Row) -> Row:
-        if self._config.system_prompt is None:
-            return row
-        rest = row.messages[1:] if row.messages[0]["role"] == "system" else row.messages
-        system = {"role": "system", "content": self._config.system_prompt}
-        return replace(row, messages=(system, *rest))
-
-    def _with_template(self, row: Row) -> Row:
+    def _with_instructions(self, row: Row) -> Row:
+        """Add the system prompt, and the source's template around the last user message."""
+        messages, system = list(row.messages), self._config.system_prompt
+        if system is not None:
+            rest = messages[1:] if messages[0]["role"] == "system" else messages
+            messages = [{"role": "system", "content": system}, *rest]
         template = self._templates.get(row.data_source.lower(), self._templates.get(_EVERY_SOURCE))
-        if template is None:
-            return row
-        at = max((i for i, m in enumerate(row.messages) if m["role"] == "user"), default=None)
-        if at is None:
-            raise DataError(
-                f"{row.origin}: no message has the role user, which data.prompt_template "
-                "needs; add one, or remove the template"
-            )
-        messages = list(row.messages)
-        content = template.replace(_PLACE, messages[at]["content"])
-        messages[at] = {**messages[at], "content": content}
+        if template is not None:
+            at = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+            if at is None:
+                raise DataError(
+                    f"{row.origin}: no message has the role user, which data.prompt_template "
+                    "needs; add one, or remove the template"
+                )
+            content = template.replace(_PLACE, messages[at]["content"])
+            messages[at] = {**messages[at], "content": content}
         return replace(row, messages=tuple(messages))
 
     def _tokenize(self, texts: list[str]) -> list[list[int]]:
@@ -333,16 +333,6 @@ def _chat_template(tokenizer: Any, config: DataConfig) -> str:
                 "name; remove it, or set another template in data.chat_template"
             )
     return template
-
-
-def _describe_layouts(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Say which columns were taken, a line for the files of each layout."""
-    files: dict[str, dict[str, None]] = {}
-    for row in rows:
-        files.setdefault(row.layout, {})[row.uid.rpartition(":")[0]] = None
-    return tuple(
-        f"{', '.join(names)} read as {layout}" for layout, names in files.items() if layout
-    )
 
 
 def _templates(configured: Mapping[str, str]) -> dict[str, str]:

@@ -193,13 +193,10 @@ def convert_row(record: Record, origin: str, named: NamedSet) -> Row:
         index = info.get("index") if isinstance(info, dict) else None
         notes = {} if index is None else {"original_index": str(index)}
     truth = _to_text(row.ground_truth, origin, "reward_model.ground_truth")
-    is_renamed = row.data_source.lower() == named.renamed
-    return replace(
-        row,
-        data_source=named.data_source if is_renamed else row.data_source,
-        ground_truth=_parse_integer(truth, origin) if named.is_integer else truth,
-        extra={"extra_info": notes},
-    )
+    truth = _parse_integer(truth, origin) if named.is_integer else truth
+    source = row.data_source
+    source = named.data_source if source.lower() == named.renamed else source
+    return replace(row, data_source=source, ground_truth=truth, extra={"extra_info": notes})
 
 
 def _from_columns(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:

@@ -84,9 +84,7 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
             layout = layout or detect_layout(record, config, origin, source)
             rows.append(to_row(record, origin, f"{file}:{number}", layout))
         if layout is None:
-            raise DataError(
-                f"{path}: the file has no rows; remove it from the list or write it again"
-            )
+            raise DataError(f"{path}: the file has no rows; remove it or write it again")
     return rows
 
 

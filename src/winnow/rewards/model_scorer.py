@@ -109,7 +109,8 @@ class ModelScorer:
             waiting = [each for each in self._waiting if not each[1].done()]  # not cancelled
             self._waiting = []
             try:
-                for call in [[each] for each in waiting] if self.one_by_one else [waiting]:
+                is_single = self.one_by_one or not waiting
+                for call in [[each] for each in waiting] if is_single else [waiting]:
                     values = await self.forward([ids for ids, _ in call])
                     for (_, score), value in zip(call, values, strict=True):
                         failure = Failure(f"the reward model: its score is {value}")

@@ -197,9 +197,7 @@ class RewardPipeline:
         """
         parts, accuracy, extra = {**score.parts, **model_parts}, score.accuracy, score.extra
         judge = None if self._judge is None else self._judge.config
-        is_judged = (
-            judge is not None and not score.error and self._names.judge_sets_accuracy(training)
-        )
+        is_judged = not score.error and self._names.judge_sets_accuracy(training)
         if judge is not None and is_judged:
             accuracy = float(parts[judge.part] >= judge.threshold)
         overlong, cosine = self._config.overlong, self._config.cosine

@@ -83,7 +83,7 @@ class _Request:
 class _Message:
     """Answers that a process has."""
 
-    requests: Sequence[_Request]
+    requests: list[_Request]
     since: float
     """The time from which the answer in work may be under way."""
     position: int = 0
@@ -366,9 +366,7 @@ class ScorerPool:
             line = f"{who} {how}; fix the file, or raise the limit"
         self._fail_all(RewardError(scorer.refusal or line))
 
-    def _fail_or_retry(
-        self, requests: Sequence[_Request], failure: Failure, is_certain: bool
-    ) -> None:
+    def _fail_or_retry(self, requests: list[_Request], failure: Failure, is_certain: bool) -> None:
         """Fail the request that was in work; where there were several, try each again, alone."""
         if is_certain:
             self._done += [(request, failure) for request in requests]

@@ -23,7 +23,6 @@ from winnow.rewards.manager import Manager
 from winnow.rewards.task import Failure, check_score, make_failure, parse_result
 from winnow.types import Prompt, Score
 
-_FIELD = "reward.manager.url"
 _CONNECT_S = 10.0
 _SLACK_S = 10.0
 """Time of a request beyond that of its answer: waiting there, and the way."""
@@ -54,8 +53,8 @@ class HttpManager(Manager):
             socket.create_connection((str(url.hostname), port), _CONNECT_S).close()
         except (OSError, UnicodeError) as error:  # Unicode: a name that no resolver takes
             raise RewardError(
-                f"{_FIELD}: {url.hostname}:{port} cannot be reached ({error}); start the service "
-                "first (`winnow reward serve`), or fix the address"
+                f"reward.manager.url: {url.hostname}:{port} cannot be reached ({error}); "
+                "start the service first (`winnow reward serve`), or fix the address"
             ) from error
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:

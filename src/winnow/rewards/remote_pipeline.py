@@ -91,10 +91,8 @@ class RemotePipeline:
     ) -> ScoredAnswer:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._loads = (
-                loop,
-                [_WorkerLoad(rank) for rank in range(self._workers.size)],
-            )
+            self._loop = loop
+            self._loads = [_WorkerLoad(rank) for rank in range(self._workers.size)]
         load = min(self._loads, key=lambda load: len(load.under_way))
         number = next(self._numbers)
         future: _Future = loop.create_future()

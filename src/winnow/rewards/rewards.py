@@ -64,8 +64,8 @@ class Rewards:
         self.count_offloaded = pipeline.count_offloaded
         self.supported_metrics = self._names.for_sources
 
-    def with_new_counts(self) -> Self:
-        """Return a copy with the same scorers and workers, and a separate count."""
+    def copy(self) -> Self:
+        """Return a copy with the same scorers and workers, and separate counts."""
         other = copy.copy(self)
         other._required, other.patience = None, math.inf
         other.failure_report, other._counts = FailureReport(), Counter()

@@ -16,7 +16,7 @@ import threading
 from contextlib import ExitStack, suppress
 
 from winnow.config.reward import SandboxConfig
-from winnow.sandbox.process import ConfinedCommand, Interpreter, memory_file, process_limits
+from winnow.sandbox.process import Confinement, Interpreter, memory_file, process_limits
 from winnow.sandbox.program import MAIN, Program, Result, SandboxError
 from winnow.sandbox.seccomp import filter_bytes
 
@@ -67,7 +67,7 @@ class Bubblewrap:
             command = self._command(limits, uid, files, seccomp, writer)
             descriptors = [*files.values(), seccomp, writer]
             report = _BwrapStatus(status, limits.scratch_mb << 20)
-            confined = ConfinedCommand(command, descriptors, signal.SIGKILL, report.count_files)
+            confined = Confinement(command, descriptors, signal.SIGKILL, report.count_files)
             result = confined.run(program.stdin, limits, self._closing)
             has_begun = report.child() is not None
         if not has_begun:

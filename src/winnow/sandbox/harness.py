@@ -129,10 +129,8 @@ def decode(value: Any) -> Any:
         return range(*rest)
     if tag == "o":
         return Opaque(rest)
-    items = [decode(each) for each in rest]
-    kinds: dict[str, Callable[[Iterable[Any]], Any]]
-    kinds = {"t": tuple, "s": set, "z": frozenset, "i": iter, "l": list}
-    return kinds[tag](items)
+    kinds: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset, "i": iter, "l": list}
+    return kinds[tag]([decode(each) for each in rest])
 
 
 def send(descriptor: int, message: Any) -> None:
@@ -275,15 +273,13 @@ def without_docstring(prompt: str) -> str:
 
 def compile_imports(prompt: str) -> Any:
     """The imports at the top of a prompt, compiled; none of one that is no code."""
-    return _compile_nodes(
-        node for node in _parse_prompt(prompt) if _kind(node).startswith("Import")
-    )
+    return _compile(node for node in _parse_prompt(prompt) if _kind(node).startswith("Import"))
 
 
 def compile_helpers(prompt: str, entry_point: str | None) -> list[Any]:
     """The constants of a prompt and the functions it has whole, compiled; not the entry point."""
     return [
-        _compile_nodes([node])
+        _compile([node])
         for node in _parse_prompt(prompt)
         if _kind(node) in ("Assign", "AnnAssign")
         or (_kind(node) == "FunctionDef" and node.name != entry_point and _has_body(node))
@@ -295,7 +291,7 @@ def _parse_prompt(prompt: str) -> list[Any]:
     return parse_statements(prompt) or parse_statements(prompt.rstrip() + " pass") or []
 
 
-def _compile_nodes(nodes: Iterable[Any]) -> Any:
+def _compile(nodes: Iterable[Any]) -> Any:
     tree = compile("", "prompt.py", "exec", _ONLY_AST)
     tree.body = list(nodes)
     return compile(tree, "prompt.py", "exec")
@@ -344,12 +340,7 @@ _NEVER_RAISED = (AssertionError, StopIteration, StopAsyncIteration)
 
 
 class CaseFailed(Exception):
-    """A case is lost: how, and a word on it."""
-
-    def __init__(self, outcome: str, text: str = "") -> None:
-        super().__init__(text)
-        self.outcome = outcome
-        self.text = text
+    """A case that failed; its arguments are the outcome and an explanation."""
 
 
 class Solution:
@@ -424,7 +415,7 @@ def run_cases(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
         try:
             case(*args)
         except CaseFailed as failed:
-            outcome, detail = failed.outcome, failed.text
+            outcome, detail = failed.args
         except Exception as error:
             if isinstance(error, ImportError) and not hasattr(error, "of_solution"):
                 return {"broken": describe(error)}
@@ -553,7 +544,7 @@ def main() -> None:
     try:
         report = run_cases(Solution(requests, replies, tests["call_s"]), tests)
     except CaseFailed as failed:
-        report = {"passed": 0, "of": 0, "outcome": failed.outcome, "text": failed.text}
+        report = {"passed": 0, "of": 0, "outcome": failed.args[0], "text": failed.args[1]}
         try:  # what the prompt wants and this machine lacks is no fault of the solution's
             exec(compile_imports(tests["prompt"]), {})
         except Exception as error:

@@ -28,8 +28,8 @@ from winnow.sandbox.landlock import Landlock
 from winnow.sandbox.process import (
     ENVIRONMENT,
     Interpreter,
-    compile_code,
     find_interpreter,
+    precompile,
     process_limits,
 )
 from winnow.sandbox.program import Program, Result, SandboxError
@@ -126,7 +126,7 @@ class LocalSandbox:
         uid = self._free.get()
         try:
             if program.compile_once:  # compiled once: that takes longer than most of it runs
-                code = compile_code(self._python, program.code)
+                code = precompile(self._python, program.code)
                 files = {**program.files, _COMPILED: code}
                 program = replace(program, code=_RUN_COMPILED, files=files)
             for attempt in range(1, _TRIES + 1):
@@ -235,16 +235,14 @@ def forbidden(what, attempt, *errors):
     escaped.append(what)
 
 
-def make_folder(folder):
-    path = f"{folder}/winnow-trial-{os.getpid()}"
-    os.mkdir(path)
-    os.rmdir(path)
-
-
-def make_file(folder):
-    path = f"{folder}/winnow-trial-{os.getpid()}"
+def touch(path):
     open(path, "w").close()
-    os.remove(path)
+
+
+def create(make, remove):
+    path = f"{folder}/winnow-trial-{os.getpid()}"
+    make(path)
+    remove(path)
 
 
 if os.getuid() != expected["uid"] or os.getuid() == 0 or os.getgid() == 0:
@@ -253,8 +251,8 @@ forbidden("files outside can be read", lambda: open("/etc/passwd"), OSError)
 forbidden("other processes can be seen", lambda: os.listdir("/proc"), OSError)
 forbidden("/usr can be written", lambda: open("/usr/escaped", "w"), OSError)
 for folder in ("/var/tmp", "/dev/shm"):
-    forbidden("folders can be made in " + folder, lambda: make_folder(folder), OSError)
-    forbidden("files can be made in " + folder, lambda: make_file(folder), OSError)
+    forbidden("folders can be made in " + folder, lambda: create(os.mkdir, os.rmdir), OSError)
+    forbidden("files can be made in " + folder, lambda: create(touch, os.remove), OSError)
 forbidden("the network can be used", lambda: socket.socket(), OSError)
 forbidden("processes can be signalled", lambda: os.kill(os.getppid(), 0), OSError)
 forbidden("memory has no limit", lambda: bytearray(expected["memory"]), MemoryError)

@@ -50,7 +50,7 @@ _ASK_S = 30.0
 
 
 @dataclass(frozen=True)
-class ConfinedCommand:
+class Confinement:
     """A command that confines a program, and the way to end it with all that it has started."""
 
     command: Sequence[str]
@@ -209,15 +209,13 @@ def find_interpreter(path: str) -> Interpreter:
     outside = {os.path.abspath(folder) for folder in needed if not _is_below(folder, "/usr")}
     outside -= {"/bin"}  # a link into /usr, or bound as it is
     if "/" in outside:
-        raise SandboxError(
-            f"{where}: its library is in /; give one in /usr or in a separate folder"
-        )
+        raise SandboxError(f"{where}: its library is in /; give one in /usr or another folder")
     tops = [f for f in outside if not any(f != other and _is_below(f, other) for other in outside)]
     return Interpreter(executable, tuple(sorted(tops)))
 
 
 @cache
-def compile_code(python: str, code: str) -> bytes:
+def precompile(python: str, code: str) -> bytes:
     """Compile Winnow's code once, as an interpreter loads it with `marshal`; it is not run.
 
     Raises:
@@ -226,9 +224,7 @@ def compile_code(python: str, code: str) -> bytes:
     try:
         return _run_interpreter(python, _COMPILE, code.encode())
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(
-            f"{python} cannot compile Winnow's code ({type(error).__name__})"
-        ) from error
+        raise SandboxError(f"{python} cannot compile ({type(error).__name__})") from error
 
 
 def _run_interpreter(python: str, code: str, stdin: bytes = b"") -> bytes:

@@ -238,11 +238,11 @@ def test_rows_without_a_source_are_of_the_data_set(files: Hub) -> None:
         ("openai/gsm8k/main/dev", "main has the splits train, test; name a file"),
         (
             "openai/gsm8k/main/x.parquet",
-            "no matching file of a known format; it has README.md, main/",
+            "no file of a known format; it has README.md, main/",
         ),
         (
             "me/sums/validation",
-            "no matching file of a known format; it has data/dev_set.jsonl, train",
+            "no file of a known format; it has data/dev_set.jsonl, train",
         ),
         ("openai/gsm8k@v9/main/train", "has no such revision; choose another revision"),
         ("openai/none", "is not on http://127.0.0.1:"),

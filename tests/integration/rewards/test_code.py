@@ -276,8 +276,8 @@ def test_the_code_of_an_answer_is_its_last_block_of_python(given: str, expected:
 @pytest.mark.parametrize(
     ("truth", "said"),
     [
-        ("42", "must be an object, got int"),
-        ("no json", "must be a JSON object"),
+        ("42", "or its JSON, got str"),
+        ("no json", "must be an object with tests"),
         ({}, "has no tests"),
         ({"inputs": ["1"], "outputs": []}, "of one length"),
         ({"inputs": [], "outputs": []}, "has no tests"),

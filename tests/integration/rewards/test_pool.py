@@ -236,7 +236,7 @@ def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
 def test_twins_share_workers_and_count_failures_apart(user_service: UserRewards) -> None:
     service = user_service("import os; return {'score': 1 / len(solution_str), 'pid': os.getpid()}",
                            workers=1)  # fmt: skip
-    twin = service.with_new_counts()
+    twin = service.copy()
     ask(service, [""])
     assert (service.failure_report.count, twin.failure_report.count) == (1, 0)
     assert ask(service, ["x"])[0].extra == ask(twin, ["x"])[0].extra

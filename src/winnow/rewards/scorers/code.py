@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from winnow.rewards.scorers.markers import Extra
+from winnow.rewards.scorers.markers import Extra, decode_json
 from winnow.sandbox import current, harness
 from winnow.sandbox.program import Program, Result
 from winnow.types import Score
@@ -153,7 +153,10 @@ def read_tests(ground_truth: Any) -> CodeTests:
     Raises:
         ValueError: there are none, or they are malformed.
     """
-    truth = _parse_truth(ground_truth)
+    truth = decode_json(ground_truth)
+    if not isinstance(truth, Mapping):
+        name = type(truth).__name__
+        raise ValueError(f"the ground truth must be an object with tests, or its JSON, got {name}")
     prompt, entry = truth.get("prompt") or "", truth.get("entry_point") or truth.get("fn_name")
     if not isinstance(prompt, str) or not isinstance(entry, str | None):
         raise ValueError("prompt and entry_point of the ground truth must be texts")
@@ -208,18 +211,6 @@ def _trim_lines(text: str) -> list[str]:
     while lines and not lines[-1]:
         lines.pop()
     return lines
-
-
-def _parse_truth(ground_truth: Any) -> Mapping[str, Any]:
-    truth = ground_truth
-    if isinstance(truth, str):
-        try:
-            truth = json.loads(truth)
-        except ValueError:
-            raise ValueError("the ground truth must be a JSON object with test cases") from None
-    if not isinstance(truth, Mapping):
-        raise ValueError(f"the ground truth must be an object, got {type(truth).__name__}")
-    return truth
 
 
 def _asserted_function(asserts: Sequence[str]) -> str | None:

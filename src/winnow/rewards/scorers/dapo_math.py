@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from winnow.boxed import closing_brace
-from winnow.rewards.scorers.markers import Extra, brace_fraction, make_score, strip_thousands_commas
+from winnow.rewards.scorers.markers import Extra, drop_commas, full_frac, make_score
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300
@@ -72,9 +72,9 @@ def normalize(answer: str) -> str:
     answer = _unbox(_unwrap(answer))
     group = _GROUP.fullmatch(answer)
     answer = group.group(1) if group else answer
-    answer = _SHORT_FRACTION.sub(brace_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_frac, answer)
     answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
-    return strip_thousands_commas(answer).strip()
+    return drop_commas(answer).strip()
 
 
 def _unwrap(answer: str) -> str:

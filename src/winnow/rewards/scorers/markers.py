@@ -103,13 +103,13 @@ def last_tagged(text: str) -> str | None:
     return text[start + len(opening) : end].strip() if start >= 0 else None
 
 
-def brace_fraction(match: re.Match[str]) -> str:
+def full_frac(match: re.Match[str]) -> str:
     r"""Write a match of `frac`, `1` and `2` (or `{2}`) as `frac{1}{2}`."""
     name, above, below = match.groups()
     return f"{name}{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
 
 
-def strip_thousands_commas(answer: str) -> str:
+def drop_commas(answer: str) -> str:
     """Write a number such as `1,200` as `1200`; anything else stays as it is."""
     return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 

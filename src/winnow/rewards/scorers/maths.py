@@ -20,13 +20,7 @@ from functools import partial
 from typing import Any
 
 from winnow.boxed import last_box, last_boxed
-from winnow.rewards.scorers.markers import (
-    Extra,
-    brace_fraction,
-    is_think_boxed,
-    make_score,
-    strip_thousands_commas,
-)
+from winnow.rewards.scorers.markers import Extra, drop_commas, full_frac, is_think_boxed, make_score
 from winnow.types import Score
 
 LONGEST_EXPRESSION = 400
@@ -151,10 +145,10 @@ def normalize(answer: str) -> str:
         answer = value
     answer = _BARE_POINT.sub("0.", answer.strip())
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", answer)
-    answer = _SHORT_FRACTION.sub(brace_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_frac, answer)
     answer = _FRACTION_OF_TWO_BRACES.sub(r"\\frac\1{\2}", answer)
     answer = _BASE.sub(r"_\1", "".join(answer.split()))
-    answer = strip_thousands_commas(answer)
+    answer = drop_commas(answer)
     if slashed := _SLASHED.fullmatch(answer):
         answer = "{}\\frac{{{}}}{{{}}}".format(*slashed.groups())
     return "\\frac{1}{2}" if answer == "0.5" else answer
