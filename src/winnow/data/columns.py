@@ -153,7 +153,7 @@ def _value(record: Record, path: str) -> Any:
 
 
 def field_error(origin: str, name: str, value: Any, expected: str) -> DataError:
-    """Word the error for a column that is missing or holds something else than is wanted."""
+    """Make the error of a column that is missing or has a wrong value."""
     fault = "is missing" if value is None else f"is {describe_value(value)}"
     return DataError(f"{origin}: {name} {fault}; it must be {expected}")
 

@@ -135,7 +135,7 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
 
 
 class PromptLoader:
-    """An endless walk over a source. Its state is a cursor and the prompts given back."""
+    """Iterates endlessly over a source. Its state is a cursor and the returned prompts."""
 
     def __init__(
         self,
@@ -172,11 +172,11 @@ class PromptLoader:
         return prompt
 
     def give_back(self, prompts: Iterable[Prompt]) -> None:
-        """Put prompts in front of all others; the first of them comes next."""
+        """Return prompts to the front; the first of them comes next."""
         self._returned.extendleft(reversed(list(prompts)))
 
     def settled(self, groups: Sequence[Group]) -> None:
-        """Tell a sampler of the user's the scores of groups whose life ended with a step."""
+        """Pass the scores of groups that a step has used up to the user's sampler."""
         if self._sampler is not None:
             self._sampler.update(groups)
 
@@ -198,7 +198,7 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Restore the position of `state`.
 
         Raises:
             CheckpointError: it was taken from other data, or in another order of them.

@@ -38,7 +38,7 @@ _INSTEAD = "or download the file yourself and name it with --from"
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The words of `winnow data prepare`."""
+    """The options of `winnow data prepare`."""
 
     name: str
     split: str | None = None
@@ -117,7 +117,7 @@ def prepare(request: PrepareRequest) -> PrepareReport:
 
 
 def _check_request(request: PrepareRequest) -> None:
-    """Refuse words that are wrong or do not go together, before any work."""
+    """Refuse options that are wrong or conflict, before any work."""
     name, instruction = request.name, request.instruction
     if instruction not in ("none", "dapo"):
         raise DataError(f"--instruction is {instruction}; it must be none or dapo")
@@ -143,7 +143,7 @@ def _check_request(request: PrepareRequest) -> None:
 
 
 def _output_path(request: PrepareRequest, split: str, several: bool) -> str:
-    """Choose where to write, and check before any work that it is a parquet file here."""
+    """Choose the output path, and check before any work that it is a local parquet file."""
     stem = request.name.replace("/", "-")
     out = request.out or f"data/{stem}{f'-{split}' if several else ''}.parquet"
     if "://" in out or not out.endswith(".parquet") or Path(out).expanduser().is_dir():

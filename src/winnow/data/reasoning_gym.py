@@ -43,7 +43,7 @@ class ReasoningGymRows:
     size = None
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
-        """Look the task up.
+        """Load the task.
 
         Raises:
             DataError: the package or the task is missing, or refuses its options.

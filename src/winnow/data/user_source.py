@@ -112,7 +112,7 @@ class UserRows:
 
 
 class UserSampler:
-    """A sampler of the user's own: it chooses the row to come next, and hears the scores.
+    """Wraps a user's sampler, which chooses the next row and receives the scores.
 
     `data.sampler` names a class that is called with the prompts of the run, its seed and
     `data.sampler_options`. `next()` returns the index of a prompt, `update(results)` gets after
@@ -159,7 +159,7 @@ class UserSampler:
         return index
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Tell the scores of prompts that are used up."""
+        """Pass the scores of used prompts to the user's sampler."""
         index = self._prompts.index_by_uid
         results = [(index[g.prompt.uid], [a.score for a in g.answers]) for g in groups]
         _call_user(self._place, lambda: self._sampler.update(results))
@@ -169,7 +169,7 @@ class UserSampler:
         return copy.deepcopy(_call_user(self._place, self._sampler.state_dict))
 
     def load_state_dict(self, state: Any) -> None:
-        """Become what `state_dict` described."""
+        """Restore the user's state."""
         _call_user(self._place, lambda: self._sampler.load_state_dict(copy.deepcopy(state)))
 
 

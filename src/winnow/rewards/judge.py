@@ -74,7 +74,7 @@ class TokenBucket:
         return max(lacking, 0.0) / self._rate if lacking > _NOTHING else 0.0
 
     def take(self, amount: float) -> None:
-        """Take an amount, into debt if need be; a negative one gives back."""
+        """Take an amount, below zero if need be; a negative amount refunds."""
         self._level = min(self._level - amount, self._capacity)
 
 
@@ -98,7 +98,7 @@ class RateLimit:
         self._paused_until = now
 
     def try_acquire(self, tokens: float) -> float:
-        """Take a request of so many tokens; return 0, or the seconds after which to ask again."""
+        """Take one request and its tokens and return 0, or return the seconds to wait."""
         now = self._clock()
         waits = (self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
         wait_s = max(self._paused_until - now, *waits)
@@ -108,16 +108,16 @@ class RateLimit:
         return max(wait_s, 0.0)
 
     def settle(self, estimated: float, used: float) -> None:
-        """Correct the estimate that a request was let through with."""
+        """Replace a request's estimated tokens by those used."""
         self._tokens.take(used - estimated)
 
     def pause(self, seconds: float) -> None:
-        """Let nothing through for a while, as a service asked for."""
+        """Block all requests for some seconds."""
         self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
 class JudgeClient(Protocol):
-    """The way to a judge's model, on a separate event loop."""
+    """A client of a judge's model, on a separate event loop."""
 
     cache_scope: object
     """Plain data: replies from here are cached separately from others."""
@@ -132,10 +132,10 @@ class JudgeClient(Protocol):
         return
 
     async def fetch_reply(self, body: Mapping[str, Any]) -> JudgeReply:
-        """Ask, on the client's loop; what came to nothing for this question is a RemoteError."""
+        """Request a reply, on the client's loop; RemoteError: only this request failed."""
 
     def progress(self) -> int:
-        """Return a count that moves while the model writes, if that is seen."""
+        """Return a count that grows while the model generates, if that can be observed."""
         return 0
 
     def without_token(self, text: str) -> str:
@@ -146,7 +146,7 @@ class JudgeClient(Protocol):
         """Run a coroutine on the client's loop."""
 
     def close(self) -> None:
-        """Leave the model alone."""
+        """Release the model."""
 
 
 class _HttpClient(HttpJson, JudgeClient):
@@ -261,11 +261,11 @@ class Judge:
 
     @property
     def scored(self) -> int:
-        """Moves with each answer, and while one is judged where that is seen."""
+        """A count that grows with each answer, and while one is judged if that can be observed."""
         return self._scored + self._client.progress()
 
     def check(self, prompt: Prompt) -> None:
-        """Check before training that an answer to a prompt can be put to the judge.
+        """Check before training that the judge can be asked about answers to a prompt.
 
         Raises:
             RewardError: a template fails, or the question is too long.
@@ -276,7 +276,7 @@ class Judge:
             raise RewardError(f"{error} on prompt {prompt.uid}; fix it") from error
 
     def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
-        """Ask for an answer's score; the future holds it, or why there is none.
+        """Start scoring an answer; the future gets its score or a `Failure`.
 
         The future raises RewardError where the endpoint refuses every request, or the cache fails.
         """
@@ -305,7 +305,7 @@ class Judge:
         return {f"judge/{name}": counts[name] - before[name] for name in _COUNTS}
 
     def close(self) -> None:
-        """End what is under way, and close the cache."""
+        """Cancel what is in flight, and close the cache."""
         self._client.close()
         if self._cache is not None:
             self._cache.close()

@@ -83,7 +83,7 @@ class ReplyCache:
         return None if row is None else JudgeReply(row[0].decode("utf-8", "surrogatepass"), row[1])
 
     def put(self, question: bytes, reply: JudgeReply) -> JudgeReply:
-        """Keep a reply, and return the one that is kept: another process may have been quicker."""
+        """Store a reply, and return the stored one: another process may have been first."""
         text = reply.text.encode("utf-8", "surrogatepass")
         with self._locked():
             self._connection.execute(
@@ -99,7 +99,7 @@ class ReplyCache:
         return int(replies), self._path.stat().st_size
 
     def close(self) -> None:
-        """Wait for what is being written, and close the file."""
+        """Wait for pending writes, and close the file."""
         with self._lock:
             self._connection.close()
 

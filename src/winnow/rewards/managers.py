@@ -1,4 +1,4 @@
-"""The managers: each has answers scored by rules or by the user's code, somewhere.
+"""The managers: each scores answers by rules or by the user's code, in some process.
 
 | name | calls | where |
 |---|---|---|
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def make_manager(config: RewardConfig) -> Manager:
-    """Load what scores, and start the workers that a user's function needs.
+    """Make the manager of a recipe, and start the workers that a user's function needs.
 
     Raises:
         RewardError: a scorer's name, the user's file or class, or the service is wrong.
@@ -64,7 +64,7 @@ def make_manager(config: RewardConfig) -> Manager:
 
 
 def rules_location(config: RewardConfig) -> Literal["by_scorer", "in_process", "workers"]:
-    """Return where built-in rules run, which may score parts besides a user's function, too."""
+    """Return where built-in rules run; they may score parts besides a user's function."""
     if isinstance(config.manager, NaiveManager) or config.workers == 0:
         return "in_process"
     is_parallel = isinstance(config.manager, ParallelManager)
@@ -200,7 +200,7 @@ class FunctionManager(Manager):
 
 
 class UserManager(Manager):
-    """A manager of the user's own: a class by import path, with what is left out filled in.
+    """Wraps a user's manager, a class by import path; missing methods get defaults.
 
         class MyManager:
             def __init__(self, config, **kwargs): ...  # section `reward`; reward.manager.kwargs

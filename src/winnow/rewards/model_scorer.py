@@ -90,7 +90,7 @@ class ModelScorer:
             ) from error
 
     def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
-        """Ask for an answer's score; the future holds it, or why there is none."""
+        """Start scoring an answer; the future gets its score or a `Failure`."""
         loop = asyncio.get_running_loop()
         score: ScoreFuture = loop.create_future()
         try:

@@ -51,7 +51,7 @@ Decode = Callable[[IntArray], str]
 
 @dataclass(frozen=True, eq=False)
 class ScoredAnswer:
-    """A score, and why it is that of a failed scoring if it is."""
+    """A score, and the failure if scoring failed."""
 
     score: Score
     failure: Failure | None = None
@@ -99,7 +99,7 @@ class RewardPipeline:
         self._rules = manager if isinstance(manager, RuleManager) else RuleManager(config)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        """Start what these sources need.
+        """Start the workers and services that these sources need.
 
         Raises:
             RewardError: one cannot be scored.
@@ -110,7 +110,7 @@ class RewardPipeline:
         self._rules.start(scorer for _, scorer in self._part_scorers[True])
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Check before training that answers to a prompt can be put before the models.
+        """Check before training that the models can score answers to a prompt.
 
         Raises:
             ModelError: not before the reward model.
@@ -120,7 +120,7 @@ class RewardPipeline:
             model.check(prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        """Return whether scores of these sources come later, from scorers beside the engine."""
+        """Return whether scores of these sources arrive later, from other processes or threads."""
         return (
             any(model.takes_time for model in self._models)
             or self._manager.takes_time(data_sources)
@@ -132,12 +132,12 @@ class RewardPipeline:
         return {} if self._judge is None else self._judge.figures()
 
     def count_offloaded(self) -> int:
-        """Return how many answers workers or models have dealt with; from any thread."""
+        """Return how many answers workers or models have scored; safe from any thread."""
         backends: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
         return sum(each.scored for each in backends)
 
     def close(self) -> None:
-        """End what it started; a second time does nothing."""
+        """Stop all scorers; may be called twice."""
         with ExitStack() as stack:  # one that fails to close leaves the others to be closed
             if self._judge is not None:
                 stack.callback(self._judge.close)
@@ -190,7 +190,7 @@ class RewardPipeline:
     def _combine_parts(
         self, score: Score, model_parts: dict[str, float], trajectory: Trajectory, training: bool
     ) -> Score:
-        """The task's score with the other parts, and the reward that all of them make.
+        """Combine the task's score and the other parts into one reward.
 
         Parts keep the numbers that scorers gave, so that metrics and filters see them as they are;
         weights work on the sum alone.
@@ -219,7 +219,7 @@ class RewardPipeline:
 
 
 class ScoreNames:
-    """Names of the numbers that the scores of a recipe have.
+    """The names of all numbers in the scores of a recipe.
 
     Args:
         models: sections of those models that are asked.
@@ -235,14 +235,14 @@ class ScoreNames:
         self._router = Router(config.scorers) if is_rules else None
 
     def for_sources(self, data_sources: Iterable[str]) -> frozenset[str] | None:
-        """Return the numbers that every score of these sources has; None: only a run will tell."""
+        """Return the names in every score of these sources; None if unknown before a run."""
         if self._router is None:
             return None
         metrics = [self._router.scorer(name).metrics | self.common(name) for name in data_sources]
         return frozenset.intersection(*metrics) if metrics else self.common()
 
     def common(self, data_source: str | None = None) -> frozenset[str]:
-        """Return the numbers of every training score, or of those of a source."""
+        """Return the names in every training score, or in those of one source."""
         names = {"reward", *self._config.parts}
         if data_source is None or self.has_task_scorer(data_source):
             names |= {"accuracy", "task_reward", TASK}
@@ -258,7 +258,7 @@ class ScoreNames:
         return frozenset(names)
 
     def has_task_scorer(self, data_source: str) -> bool:
-        """Return whether something else than models scores this source."""
+        """Return whether a rule or the user's code scores this source, not only models."""
         return self._router is None or self._router.scorer(data_source) is not NO_SCORER
 
     def wrong_score(self, data_source: str, failure: Failure) -> Score:
@@ -269,7 +269,7 @@ class ScoreNames:
         return Score(wrong, 0.0, parts, error=failure.line, outside=failure.outside)
 
     def judge_sets_accuracy(self, training: bool) -> bool:
-        """Return whether the accuracy is the judge's."""
+        """Return whether the judge sets the accuracy."""
         if self._judge is None or not self._judge.as_accuracy:
             return False
         return training or self._judge.in_evaluation

@@ -73,7 +73,7 @@ _ENVIRONMENT = {
 
 @dataclass(eq=False)
 class _Request:
-    """An answer, and the future of the event loop in which its caller waits for the score."""
+    """An answer, and the future on which its caller waits for the score."""
 
     item: ScoreItem
     future: asyncio.Future[Outcome]
@@ -81,7 +81,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Message:
-    """Answers that a process has."""
+    """Answers that were sent to a process together."""
 
     requests: list[_Request]
     since: float
@@ -122,20 +122,20 @@ class _ScorerProcess:
 
     @property
     def is_idle(self) -> bool:
-        """True if it could take more at once."""
+        """True if it is ready and has no message."""
         return self.is_ready and not self.messages
 
     @property
     def requests(self) -> list[_Request]:
-        """All that it has."""
+        """All requests in its messages."""
         return [request for message in self.messages for request in message.requests]
 
     def position(self) -> int:
-        """The place of the answer in work, in the message of a plain function."""
+        """The index in its message of the answer that a plain function is scoring."""
         return os.pread(self.cell, 1, 0)[0]
 
     def is_over_time(self, timeout_s: float) -> bool:
-        """Return whether the time of the answer in work is up; of an async function's oldest."""
+        """Return whether the current answer, or an async function's oldest, is over its time."""
         if not self.messages:
             return False
         oldest, now = self.messages[0], time.monotonic()
@@ -228,7 +228,7 @@ class ScorerPool:
     # The rest runs in the thread.
 
     async def _serve(self) -> None:
-        """Feed, time, weigh, end and replace the processes, to the end of the last one."""
+        """Feed and watch the processes, and replace them, until the pool is closed."""
         error: Exception = RuntimeError("the scorer pool is closed")
         next_look = 0.0
         try:
@@ -266,7 +266,7 @@ class ScorerPool:
             self._fail_all(self._broken)
 
     def _deliver(self) -> None:
-        """Hand outcomes to the event loop that waits for them, all in one call."""
+        """Deliver outcomes to the event loops that wait for them, in one call each."""
         done, self._done = self._done, []
         self.finished += len(done)
         for loop in {request.future.get_loop() for request, _ in done}:
@@ -275,7 +275,7 @@ class ScorerPool:
                 loop.call_soon_threadsafe(_set_results, settled)
 
     def _fail_all(self, error: Exception) -> None:
-        """End all that waits, now and later: no process can be had any more."""
+        """Fail all requests, now and later: no process can be started any more."""
         self._broken = error = self._broken or error
         self._loaded.set()
         requests = [request for scorer in self._scorers for request in scorer.requests]
@@ -312,7 +312,7 @@ class ScorerPool:
                 self._done.append((request, outcome))
 
     async def _check_limits(self, scorer: _ScorerProcess) -> None:
-        """Hold a process at work against its limits."""
+        """Check the time and memory of a busy process."""
         if scorer.is_idle:
             return
         if scorer.process.ending() is not None:  # what it forked may keep the connection open
@@ -332,7 +332,7 @@ class ScorerPool:
                 await self._replace_process(scorer, self._late.line)
 
     async def _replace_process(self, scorer: _ScorerProcess, reason: str | None) -> None:
-        """Part with a process that is gone, or is to be killed for `reason`."""
+        """Remove a process that has exited, or kill it for `reason`; handle its requests."""
         scorer.process.channel.receive()
         self._scorers.remove(scorer)
         if reason is not None:
@@ -367,7 +367,7 @@ class ScorerPool:
         self._fail_all(RewardError(scorer.refusal or line))
 
     def _fail_or_retry(self, requests: list[_Request], failure: Failure, is_certain: bool) -> None:
-        """Fail the request that was in work; where there were several, try each again, alone."""
+        """Fail a single request; of several, retry each alone."""
         if is_certain:
             self._done += [(request, failure) for request in requests]
             return
@@ -402,7 +402,7 @@ class ScorerPool:
         return ended
 
     async def _start_missing(self) -> None:
-        """Start processes in place of those that are gone."""
+        """Start processes until there are `reward.workers`."""
         while len(self._scorers) < self._workers and self._broken is None:
             scorer = _ScorerProcess()
             user = self._function
@@ -423,7 +423,7 @@ class ScorerPool:
             scorer.process.send(next(scorer.numbers), pack(job), handle)
 
     def _assign(self) -> None:
-        """Give the processes what they have room for."""
+        """Send each process as many requests as it can take."""
         for scorer in self._scorers:
             if not scorer.is_ready or scorer.is_leaving:
                 continue

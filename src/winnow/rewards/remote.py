@@ -46,7 +46,7 @@ class HttpManager(Manager):
         self._http = HttpJson(base, token, section.max_concurrent, section.tries)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        """Check that the service listens; the sources that it knows are its own business."""
+        """Check that the service listens; its sources are not known here."""
         url = urllib.parse.urlsplit(self._url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:

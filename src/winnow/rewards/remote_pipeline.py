@@ -148,11 +148,11 @@ class PipelineWorker:
 
     @property
     def progress(self) -> int:
-        """Moves whenever scoring gets on."""
+        """A count that grows while scoring makes progress."""
         return self._count + self._pipeline.count_offloaded()
 
     async def exchange(self, requests: Sequence[ScoreRequest], patience_s: float) -> ScoreReply:
-        """Begin to score these, and say what has been done, as soon as anything has.
+        """Start scoring these, and return finished answers as soon as there are any.
 
         Nothing may be, where nothing was for so long, or where there is a newer exchange.
         """

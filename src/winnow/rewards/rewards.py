@@ -99,7 +99,7 @@ class Rewards:
                 )
 
     def require_metric(self, metric: str, data_sources: Iterable[str]) -> None:
-        """Demand that each training score has a filter's metric, from now on.
+        """Require a filter's metric in each training score from now on.
 
         A failed scoring has 0 there. A user's function that leaves it out stops the run.
 
@@ -143,7 +143,7 @@ class Rewards:
         return score
 
     def end_step(self) -> None:
-        """Hold the failures counted against the limit, and start a new count.
+        """Check the step's failures against the limit, and start a new count.
 
         Raises:
             RewardError: their share is above `reward.max_failure_share`.
@@ -173,7 +173,7 @@ class Rewards:
             )
 
     def _record_failure(self, prompt: Prompt, score: Score, failure: Failure) -> Score:
-        """Count a failure, and give its score the number that a filter will ask for."""
+        """Count a failure, and add the filter's metric, 0, to its score."""
         line, report = failure.line, self.failure_report
         if not report.count:
             report.first_error = f"{line} (prompt {prompt.uid})"

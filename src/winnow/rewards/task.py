@@ -38,7 +38,7 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
 @dataclass(frozen=True)
 class Failure:
-    """A scoring that gave no score."""
+    """A failed scoring."""
 
     line: str
     trace: str = ""
@@ -86,10 +86,10 @@ class Ready(NamedTuple):
 
 
 class ScorerReply(NamedTuple):
-    """The outcomes of a message's first answers; the others are to be sent elsewhere."""
+    """The outcomes of a message's first answers; the others were not scored."""
 
     outcomes: Sequence[Outcome | None]
-    """None: the answer may not be at fault, and is to be asked again alone."""
+    """None: the fault may be another answer's, and the pool retries this one alone."""
     is_last: bool = False
     """True if the process takes no more."""
 
@@ -244,7 +244,7 @@ def timeout_failure(timeout_s: float) -> Failure:
 
 
 def make_failure(error: BaseException, user_file: str | None) -> Failure:
-    """Return the failure that an error means, with its place: the user's own where there is one."""
+    """Make the failure of an error, with the place in the user's file if there is one."""
     try:
         text = " ".join(str(error).split())
     except Exception as in_text:  # the user's exception may be as broken as the function
@@ -280,7 +280,7 @@ def resident_bytes(process: int | str = "self") -> int:
 
 
 def make_portable(score: Score) -> Score:
-    """The score with texts in place of objects that only its process knows."""
+    """Replace objects that other processes may be unable to unpickle by their texts."""
     extra = {name: v if _is_plain(v) else _as_text(v) for name, v in score.extra.items()}
     return replace(score, extra=extra)
 

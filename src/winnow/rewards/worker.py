@@ -97,7 +97,7 @@ class ScorerRuntime:
 
 
 def _seed_generators(items: Sequence[ScoreItem]) -> None:
-    """Make what a scorer draws depend on its answers alone, whichever process they come to."""
+    """Seed the generators by the answers alone, in whichever process."""
     seed = sum(item.seed for item in items) & 0xFFFFFFFF
     random.seed(seed)
     np.random.seed(seed)
@@ -143,7 +143,7 @@ def main() -> None:
 def _serve_one_by_one(
     channel: socket.socket, runtime: ScorerRuntime, batched: bool, cell: int
 ) -> None:
-    """Make the calls of each message, and reply with the outcomes that there are in its time."""
+    """Score the answers of each message, and reply once `MESSAGE_S` is over."""
     while (message := receive(channel)) is not None:
         items: list[ScoreItem] = unpack(message[1])
         outcomes: list[Outcome | None] = []

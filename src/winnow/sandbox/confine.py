@@ -110,7 +110,7 @@ def _wait_and_kill(child: int) -> int:
 
 
 def _remove_folder(folder: str) -> None:
-    """Take the program's files away: who started this process may have been killed."""
+    """Remove the program's files, because the parent may have been killed."""
     try:
         for place, folders, names in os.walk(folder, topdown=False):
             for name in names:
@@ -123,7 +123,7 @@ def _remove_folder(folder: str) -> None:
 
 
 def _confine(plan: dict[str, Any]) -> None:
-    """Give up, for good, all that the program is not to have."""
+    """Drop every permission that the program must not have, irreversibly."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     os.chdir(plan["folder"])

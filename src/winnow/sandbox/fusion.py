@@ -35,7 +35,7 @@ _SHOWN = 200
 
 
 class FusionSandbox:
-    """Has programs run by a service; safe to use from any thread.
+    """Runs programs at a service; safe to use from any thread.
 
     Raises:
         RewardError: the service does not run a program as it should.
@@ -134,7 +134,7 @@ class RunResult(BaseModel):
     stderr: str | None = None
 
     def to_result(self, message: str) -> Result:
-        """Return it as a result of ours.
+        """Convert it to a `Result`.
 
         Raises:
             SandboxError: the service could not run the program.
@@ -169,7 +169,7 @@ class RunAnswer(BaseModel):
 
 
 def parse_answer(answer: Any) -> Result:
-    """Return what an answer of the service says of the program.
+    """Parse an answer of the service into the program's result.
 
     Raises:
         SandboxError: the sandbox failed, or the answer is none of this API.

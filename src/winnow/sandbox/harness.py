@@ -344,7 +344,7 @@ class CaseFailed(Exception):
 
 
 class Solution:
-    """The other process, as the tests call it."""
+    """The process of the solution, as the tests call it."""
 
     def __init__(self, requests: int, replies: int, call_s: float) -> None:
         self.requests, self.replies, self.call_s = requests, replies, call_s

@@ -188,7 +188,7 @@ class LocalSandbox:
         raise NoSandboxError(reasons)
 
     def _run_trial(self, kind: Kind, uid: int | None) -> None:
-        """Check that a program in the sandbox cannot do what it must not.
+        """Run the trial program, and check that it could not escape.
 
         Raises:
             SandboxError: it cannot be run, or it can do too much.
@@ -277,7 +277,7 @@ print(json.dumps(escaped))
 
 
 def trial_program(limits: SandboxConfig, uid: int) -> Program:
-    """Make the program that a sandbox must hold before it gets any other.
+    """Make the trial program, which a sandbox must contain before it runs any other.
 
     It tries what is forbidden and prints what it managed, as a JSON list.
 

@@ -234,7 +234,7 @@ class SandboxServer:
         )
 
     def close(self) -> None:
-        """Let go of the threads, after the event loop has ended."""
+        """Shut the threads down, after the event loop has ended."""
         self._sandbox.close()
         self._threads.shutdown()
 
