@@ -27,7 +27,7 @@ from winnow.builders.processes import StartWorkers, worker_processes
 from winnow.builders.topology import placed_rewards
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.data.tokenizer import decoder
+from winnow.data.tokenizer import make_decoder
 from winnow.errors import RewardError, WorkerError
 from winnow.ranks.models import LoadedPolicy
 from winnow.rewards import remote_pipeline
@@ -74,7 +74,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
     tokenizer = train_bpe([FILE])
     tokenizer.save_pretrained(folder)
     none: Any = None
-    read = decoder(tokenizer)
+    read = make_decoder(tokenizer)
     cpu = torch.device("cpu")
     return LoadedPolicy(str(folder), cpu, none, tokenizer, read, 800, (1,), str(folder))
 

@@ -20,7 +20,7 @@ from winnow.config.rollout import (
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
 from winnow.config.trainer import LocalCluster
-from winnow.data.tokenizer import decoder
+from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
 from winnow.ranks.models import LoadedPolicy
@@ -95,7 +95,7 @@ def make_engine(config: Config, policy: LoadedPolicy) -> Engine:
     """
     section = config.rollout.engine
     # A stop string may be a special token, such as a chat template's end of a turn.
-    decode = decoder(policy.tokenizer, special_tokens=True)
+    decode = make_decoder(policy.tokenizer, special_tokens=True)
     if isinstance(section, CustomEngine):
         live = not config.run.deterministic
         options = {"vocab_size": policy.vocabulary, "decode": decode, "live_updates": live}
@@ -124,7 +124,7 @@ def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
         max(longest_tokens(config), *map(len, canary_of(config, policy).sequences)),
         exact_draws=section.exact_draws,
         slots=section.slots,
-        decode=decoder(policy.tokenizer, special_tokens=True),
+        decode=make_decoder(policy.tokenizer, special_tokens=True),
         live_updates=not config.run.deterministic,
         folder=None if folder is None else Path(folder).expanduser().absolute(),
         reload_timeout_s=section.reload_timeout_s,

@@ -30,7 +30,7 @@ from winnow.config.judge import EngineJudge, NoRewardModel
 from winnow.config.roles import Roles
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
-from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
+from winnow.data.tokenizer import load_tokenizer, make_decoder, stop_token_ids
 from winnow.errors import ModelError
 from winnow.http.client import RemoteError
 from winnow.models.causal_lm import find_model
@@ -162,7 +162,7 @@ class JudgeEngines(JudgeClient):
         alone = model.slots == 1
         self.cache_scope = [model.path, model.dtype, engine.name, dict(extra), alone, stats]
         self.counts = zero_counts()
-        self._decode = decoder(model.tokenizer)
+        self._decode = make_decoder(model.tokenizer)
         self._numbers = itertools.count()
         self._room: Queue[WorkerGroup] = Queue()  # each engine as often as it takes a judgement
         for group in [*groups] * model.slots:

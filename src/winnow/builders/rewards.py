@@ -101,7 +101,7 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
     Raises:
         RewardError, ModelError: as for `make_rewards`.
     """
-    from winnow.data.tokenizer import decoder, load_tokenizer
+    from winnow.data.tokenizer import load_tokenizer, make_decoder
     from winnow.rewards.remote_pipeline import PipelineWorker
 
     index = rank.device_index
@@ -110,7 +110,7 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
 
         torch.set_num_threads(config.run.threads)
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
-    decode = decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
+    decode = make_decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
     local_config = config.model_copy(update={"reward": share_of(config.reward)})
     return PipelineWorker(
         make_pipeline(local_config, "cpu" if index is None else f"cuda:{index}", decode)

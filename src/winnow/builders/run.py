@@ -274,7 +274,7 @@ def _make_sampler(
         engine=engine,
         next_prompt=loader.next,
         give_back=loader.give_back,
-        on_settled=loader.settled,
+        on_settled=loader.report_settled,
         score=score,
         n=config.rollout.n,
         sampling=rollout_sampling(config, context.policy),

@@ -238,7 +238,7 @@ def _tried(config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool) 
         score = asyncio.run(service.score(prompt, answer, text, training=True))
         seconds = time.perf_counter() - began
         traceback = service.failure_report.first_traceback.rstrip()
-    reason = "" if rule is None else rule.reason(score, prompt.ground_truth)
+    reason = "" if rule is None else rule.explain_wrong(score, prompt.ground_truth)
     # Workers have ended, so all of their output has come.
     printed = output.getvalue() + "".join(
         getattr(warning, "printed", "") for warning in heard.buffer

@@ -67,7 +67,7 @@ class Layout:
         source = f"data_source from {self.source}" if self.source else source
         return f"{self.name}: prompt from {self.prompt}, {truth}, {source}"
 
-    def truth_of(self, record: Record, origin: str) -> Any:
+    def read_truth(self, record: Record, origin: str) -> Any:
         """Return the ground truth of a record.
 
         Raises:

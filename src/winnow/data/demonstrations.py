@@ -41,14 +41,14 @@ class DemonstrationSet:
     answers: Mapping[str, tuple[Segment, ...]]
     """Segments behind each prompt, by its uid; those of source "model" are imitated."""
 
-    def group(self, number: int, prompt: Prompt) -> Group:
+    def make_group(self, number: int, prompt: Prompt) -> Group:
         """Return a demonstration as a group of one answer, which nobody scored."""
         answer = Answer(Trajectory(self.answers[prompt.uid], "stop"), Score(0.0, 0.0))
         return Group(number, prompt, (answer,))
 
-    def groups(self) -> list[Group]:
+    def make_groups(self) -> list[Group]:
         """Return all of them."""
-        return [self.group(number, prompt) for number, prompt in enumerate(self.prompts.prompts)]
+        return [self.make_group(i, prompt) for i, prompt in enumerate(self.prompts.prompts)]
 
 
 def read_demonstrations(

@@ -175,7 +175,7 @@ class PromptLoader:
         """Return prompts to the front; the first of them comes next."""
         self._returned.extendleft(reversed(list(prompts)))
 
-    def settled(self, groups: Sequence[Group]) -> None:
+    def report_settled(self, groups: Sequence[Group]) -> None:
         """Pass the scores of groups that a step has used up to the user's sampler."""
         if self._sampler is not None:
             self._sampler.update(groups)

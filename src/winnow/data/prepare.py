@@ -180,7 +180,7 @@ def _generate(request: PrepareRequest, done: PrepareReport) -> Iterator[Row]:
     if name == "countdown":
         from winnow.data import countdown
 
-        return countdown.rows(seed, count, test)
+        return countdown.generate_rows(seed, count, test)
     section: SortDigitsTask | ReasoningGymTask = SortDigitsTask(eval_problems=count)
     if name != "sort_digits":
         section = ReasoningGymTask(task=name.removeprefix(_GYM), eval_problems=count)

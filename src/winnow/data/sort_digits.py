@@ -78,7 +78,7 @@ def solution(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def row(digits: str) -> Row:
+def make_row(digits: str) -> Row:
     """Make a problem a row of data; its uid is the same whenever the problem comes round."""
     return Row(
         uid=f"{DATA_SOURCE}:{digits}",
@@ -107,17 +107,18 @@ class SortDigitsRows:
         return next(digits for digits in candidates if not is_held_out(digits))
 
     def candidates(self, index: int) -> Iterator[Row]:
-        yield row(self.digits(index))  # alone: they are all of a length
+        yield make_row(self.digits(index))  # alone: they are all of a length
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
         digits = uid.removeprefix(f"{DATA_SOURCE}:")
         fits = self._task.min_digits <= len(digits) <= self._task.max_digits
         if digits == uid or not fits or set(digits) - set(DIGITS) or is_held_out(digits):
             raise KeyError(uid)
-        return iter([row(digits)])
+        return iter([make_row(digits)])
 
     def held_out(self) -> list[Row]:
-        return [row(digits) for digits in held_out_problems(self._task, self._task.eval_problems)]
+        problems = held_out_problems(self._task, self._task.eval_problems)
+        return [make_row(digits) for digits in problems]
 
 
 def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:

@@ -115,7 +115,7 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
     if not isinstance(source, str) or not source.strip():
         name = layout.source or "data_source"
         raise field_error(origin, name, source, "a name that routes the answer to a scorer")
-    truth = layout.truth_of(record, origin)
+    truth = layout.read_truth(record, origin)
     if record.get("images"):
         raise DataError(f"{origin}: images is set, but only text is supported; remove such rows")
     used = {layout.source, layout.truth, layout.prompt}

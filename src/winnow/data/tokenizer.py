@@ -112,7 +112,7 @@ def _as_list(ids: Any) -> list[Any]:
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def decoder(
+def make_decoder(
     tokenizer: PreTrainedTokenizerBase, special_tokens: bool = False
 ) -> Callable[[IntArray | Sequence[int]], str]:
     """Make a function from ids to text, with or without special tokens.

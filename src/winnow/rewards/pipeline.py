@@ -243,19 +243,18 @@ class ScoreNames:
 
     def common(self, data_source: str | None = None) -> frozenset[str]:
         """Return the names in every training score, or in those of one source."""
-        names = {"reward", *self._config.parts}
-        if data_source is None or self.has_task_scorer(data_source):
-            names |= {"accuracy", "task_reward", TASK}
-        if self.judge_sets_accuracy(training=True):
-            names.add("accuracy")
-        if self._config.overlong.enabled:
-            names.add(OVERLONG)
-        if self._config.cosine.enabled:
-            names.add(COSINE)
-        if self._config.manager.name == "dapo":
-            names.add(OVERLONG_REWARD)
-        names |= {model.part for model in self._models}
-        return frozenset(names)
+        config = self._config
+        has_task = data_source is None or self.has_task_scorer(data_source)
+        optional = {
+            "task_reward": has_task,
+            TASK: has_task,
+            "accuracy": has_task or self.judge_sets_accuracy(training=True),
+            OVERLONG: config.overlong.enabled,
+            COSINE: config.cosine.enabled,
+            OVERLONG_REWARD: config.manager.name == "dapo",
+        }
+        names = [name for name, is_present in optional.items() if is_present]
+        return frozenset(("reward", *names, *config.parts, *(m.part for m in self._models)))
 
     def has_task_scorer(self, data_source: str) -> bool:
         """Return whether a rule or the user's code scores this source, not only models."""

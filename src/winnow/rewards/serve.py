@@ -73,9 +73,7 @@ async def _score_unless_gone(
         await asyncio.wait((score, gone), timeout=max_answer_s, return_when=asyncio.FIRST_COMPLETED)
         if score.done():
             return score.result()
-        raise Refusal(
-            503, "client disconnected" if gone.done() else "no worker became free in time"
-        )
+        raise Refusal(503, "client disconnected" if gone.done() else "no worker free in time")
     finally:
         score.cancel()
         gone.cancel()
@@ -93,7 +91,7 @@ def _parse_question(body: Any) -> tuple[Prompt, str]:
         raise Refusal(400, f"the body must be an object, got {type(body).__name__}")
     for name in ("data_source", "solution_str"):
         if not isinstance(body.get(name), str):
-            raise Refusal(400, f"{name} must be a text")
+            raise Refusal(400, f"{name} must be a string")
     info = body.get("extra_info") or {}
     if not isinstance(info, dict):
         raise Refusal(400, "extra_info must be an object")

@@ -58,7 +58,7 @@ class Imitation(BaseRun):
     def draw(self, step: int) -> list[Group]:
         """Return the demonstrations of a step: a fixed number, over the ends of epochs."""
         size, training = self.shown.batch_size, self.shown.training
-        return [training.group(step * size + i, self.loader.next()) for i in range(size)]
+        return [training.make_group(step * size + i, self.loader.next()) for i in range(size)]
 
 
 async def imitate(run: Imitation) -> None:
@@ -102,7 +102,7 @@ async def _evaluated(run: Imitation, step: int, watch: Stopwatch) -> Mapping[str
     """Return the loss on held-out demonstrations, and the scores of answers to held-out prompts."""
     figures: dict[str, Number] = {}
     with watch.phase("evaluate"):
-        held_out = run.shown.held_out.groups()
+        held_out = run.shown.held_out.make_groups()
         if held_out:
             learner = cast(Any, run.learner)
             figures[HELD_OUT_LOSS] = await in_thread(learner.held_out, held_out)

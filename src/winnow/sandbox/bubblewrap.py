@@ -69,7 +69,7 @@ class Bubblewrap:
             report = _BwrapStatus(status, limits.scratch_mb << 20)
             confined = Confinement(command, descriptors, signal.SIGKILL, report.count_files)
             result = confined.run(program.stdin, limits, self._closing)
-            has_begun = report.child() is not None
+            has_begun = report.child_pid() is not None
         if not has_begun:
             reason = " ".join(result.stderr.decode(errors="replace").split())
             raise SandboxError(
@@ -128,7 +128,7 @@ class _BwrapStatus:
         os.set_blocking(descriptor, False)
         self._descriptor, self._output, self._scratch_bytes = descriptor, b"", scratch_bytes
 
-    def child(self) -> int | None:
+    def child_pid(self) -> int | None:
         """The process id of the program; None while it has not begun."""
         with suppress(BlockingIOError):
             while part := os.read(self._descriptor, 4096):
@@ -141,7 +141,7 @@ class _BwrapStatus:
 
         bwrap cannot bound the inodes of a tmpfs, so they are counted from outside.
         """
-        child = self.child()
+        child = self.child_pid()
         if child is None:
             return 0
         try:

@@ -383,8 +383,8 @@ def test_a_secret_in_the_recipe_is_refused_and_not_shown(setting: str) -> None:
     ("content", "says"),
     [
         (b"[]", "the body must be an object, got list"),
-        (b'{"data_source": 1}', "data_source must be a text"),
-        (b'{"data_source": "a"}', "solution_str must be a text"),
+        (b'{"data_source": 1}', "data_source must be a string"),
+        (b'{"data_source": "a"}', "solution_str must be a string"),
         (b'{"data_source": "a", "solution_str": "", "extra_info": [1]}', "extra_info must be"),
     ],
 )
@@ -426,7 +426,7 @@ def test_who_hangs_up_is_not_scored_and_who_waits_too_long_is_told(
     late = [reply for reply in replies if reply.status_code == 503]
     assert late
     assert {(r.headers["Retry-After"], r.json()["error"]) for r in late} == {
-        ("1", "no worker became free in time")
+        ("1", "no worker free in time")
     }
     assert calls.read_text().count("gone") < 8
 

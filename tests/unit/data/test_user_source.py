@@ -171,12 +171,12 @@ def test_a_sampler_chooses_hears_the_scores_and_goes_on_where_it_was(tmp_path: P
     first = [loader.next() for _ in range(5)]
     expected = [loader._source.prompt(i).uid for i in (4, 6, 1, 3, 5)]
     assert [prompt.uid for prompt in first] == expected
-    loader.settled([closed(first[1], 1.0, 0.0), closed(first[0])])
+    loader.report_settled([closed(first[1], 1.0, 0.0), closed(first[0])])
     state = json.loads(json.dumps(loader.state_dict()))
     assert state["order"]["seen"] == [[6, [1.0, 0.0]], [4, []]]
     kept = loader.state_dict()
     after = [loader.next().uid for _ in range(9)]
-    loader.settled([closed(first[2], 1.0)])
+    loader.report_settled([closed(first[2], 1.0)])
     assert len(kept["order"]["seen"]) == 2, "the state is a copy"
     again = ordered(tmp_path, "Chooses", seed=5)
     again.load_state_dict(state)
@@ -196,7 +196,7 @@ def test_a_sampler_that_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None
         f"{place}:Wild: next() must return an integer from 0 to 6, got 7; correct the code"
     )
     with pytest.raises(DataError, match="Broken fails with IndexError: list index out of range"):
-        ordered(tmp_path, "Broken").settled([])
+        ordered(tmp_path, "Broken").report_settled([])
     config = DataConfig(task=SortDigitsTask(), sampler=f"{tmp_path}/order.py:Chooses")
     with pytest.raises(DataError, match=r"data/task=sort_digits is endless; set data.max_train_"):
         UserSampler(config, training_prompts(config, TOKENIZER, 0), 0)

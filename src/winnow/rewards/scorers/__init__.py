@@ -23,7 +23,7 @@ class Scorer:
     """A score function and the facts that a run needs before it calls it."""
 
     name: str
-    place: str
+    import_path: str
     """`module:function`, the module below `winnow.rewards.scorers`."""
     wrong_reward: float
     """Reward of a wrong answer, and of one whose scoring fails."""
@@ -41,11 +41,11 @@ class Scorer:
     @cached_property
     def score(self) -> ScoreFunction:
         """The function itself."""
-        module, _, function = self.place.partition(":")
+        module, _, function = self.import_path.partition(":")
         score: ScoreFunction = getattr(import_module(f"{__name__}.{module}"), function)
         return score
 
-    def reason(self, score: Score, ground_truth: Any) -> str:
+    def explain_wrong(self, score: Score, ground_truth: Any) -> str:
         """Explain to people why an answer is not right; empty where it is."""
         pred = score.extra.get("pred")
         if score.accuracy >= 1 or score.error or not self.reads:
