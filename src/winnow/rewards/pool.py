@@ -183,6 +183,9 @@ class ScorerPool:
         self._lost_loading = 0
         serve = partial(self._loop.run_until_complete, self._serve())
         self._thread = threading.Thread(target=serve, name="scorers", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
         self._thread.start()
         try:
             self._loaded.wait()
