@@ -32,7 +32,7 @@ from winnow.config.load import load_recipe
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.data.sort_digits import build_tokenizer
-from winnow.data.tokenizer import decoder
+from winnow.data.tokenizer import make_decoder
 from winnow.ranks.models import LoadedPolicy
 from winnow.rewards.pipeline import ScoredAnswer
 from winnow.rewards.rewards import Rewards
@@ -114,7 +114,9 @@ def measured(config: Config, count: int, repeat: int) -> list[float]:
         tokenizer = build_tokenizer()
         tokenizer.save_pretrained(folder)
         none, cpu = cast(Any, None), torch.device("cpu")
-        policy = LoadedPolicy(folder, cpu, none, tokenizer, decoder(tokenizer), 20, (1,), folder)
+        policy = LoadedPolicy(
+            folder, cpu, none, tokenizer, make_decoder(tokenizer), 20, (1,), folder
+        )
         alone = Rewards(config.reward, cast(Any, AtOnce()), [])
         roles = Roles(config)
         with (

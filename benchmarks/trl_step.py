@@ -35,7 +35,7 @@ from winnow.config.data import SortDigitsTask
 from winnow.config.load import load_recipe
 from winnow.data.sort_digits import SortDigitsRows, prompt_text, solution
 from winnow.observe.console import make_console
-from winnow.rewards.scorers.marks import score_sort_digits
+from winnow.rewards.scorers.markers import score_sort_digits
 
 PROMPTS, ANSWERS, UPDATES, TOKENS = 64, 8, 4, 128
 WITHOUT_SAMPLING = ["sampling/filter=none"]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tests.forked import Server
     from tests.ray_nodes import RayWorkers
 
-    from winnow.data.prepare import Prepared
+    from winnow.data.prepare import PrepareReport
 
 # While tests are collected: to walk what imports leave for good is a sixth of the time they take.
 gc.disable()
@@ -111,13 +111,13 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
-def prepare_file(tmp_path: Path) -> Callable[..., Prepared]:
+def prepare_file(tmp_path: Path) -> Callable[..., PrepareReport]:
     """What `winnow data prepare` does, into `out.parquet` of the test's folder."""
-    from winnow.data.prepare import Request, prepare
+    from winnow.data.prepare import PrepareRequest, prepare
 
-    def make(name: str, *files: str, **options: Any) -> Prepared:
+    def make(name: str, *files: str, **options: Any) -> PrepareReport:
         out = str(tmp_path / "out.parquet")
-        return prepare(Request(name, files=files, **{"out": out, **options}))
+        return prepare(PrepareRequest(name, files=files, **{"out": out, **options}))
 
     return make
 

@@ -11,7 +11,7 @@ import struct
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,17 @@ class Host:
             raise value
         return value
 
-    def ask(self, code: str, stdin: bytes = b"", **limits: Any) -> None:
+    def ask(
+        self, code: str, stdin: bytes = b"", files: Mapping[str, bytes] | None = None, **limits: Any
+    ) -> None:
         """Have a program run, and do not wait for it."""
-        self._pipe.send_bytes(pickle.dumps((Program(code, stdin), limits)))
+        self._pipe.send_bytes(pickle.dumps((Program(code, stdin, files or {}), limits)))
 
-    def run(self, code: str, stdin: bytes = b"", **limits: Any) -> Result:
+    def run(
+        self, code: str, stdin: bytes = b"", files: Mapping[str, bytes] | None = None, **limits: Any
+    ) -> Result:
         """Run a program in its sandbox."""
-        self.ask(code, stdin, **limits)
+        self.ask(code, stdin, files, **limits)
         result = self.answer()
         assert isinstance(result, Result)
         return result

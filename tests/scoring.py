@@ -9,7 +9,7 @@ import numpy as np
 
 from winnow.config.reward import RewardConfig
 from winnow.rewards.judge import Judge
-from winnow.rewards.model import ModelScorer
+from winnow.rewards.model_scorer import ModelScorer
 from winnow.rewards.pipeline import Decode, RewardPipeline
 from winnow.rewards.rewards import Rewards
 from winnow.types import Prompt, Score, Segment, Trajectory, VersionSpan

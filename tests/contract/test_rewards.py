@@ -27,7 +27,7 @@ from winnow.builders.processes import StartWorkers, worker_processes
 from winnow.builders.topology import build_rewards
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.data.tokenizer import decoder
+from winnow.data.tokenizer import make_decoder
 from winnow.errors import RewardError, WorkerError
 from winnow.ranks.models import LoadedPolicy
 from winnow.rewards import remote_pipeline
@@ -74,7 +74,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
     tokenizer = train_bpe([FILE])
     tokenizer.save_pretrained(folder)
     none: Any = None
-    read = decoder(tokenizer)
+    read = make_decoder(tokenizer)
     cpu = torch.device("cpu")
     return LoadedPolicy(str(folder), cpu, none, tokenizer, read, 800, (1,), str(folder))
 
@@ -118,7 +118,7 @@ def shared(
 @pytest.fixture
 def rewards(shared: Rewards) -> Rewards:
     """With a count of its own."""
-    return shared.twin()
+    return shared.copy()
 
 
 class Answers:
@@ -204,14 +204,14 @@ def test_a_text_that_is_given_is_not_read_from_tokens(rewards: Rewards, answers:
 def test_failures_are_counted_where_they_are_asked_for(
     rewards: Rewards, answers: Answers, folder: Path
 ) -> None:
-    twin = rewards.twin()
+    twin = rewards.copy()
     rewards.figures()
     scores = asyncio.run(answers.score(rewards, ["raise one", "right", "raise one", "wrong"]))
     asyncio.run(answers.score(twin, ["raise one"]))
     counted = {"scoring/answers": 4, "scoring/failed": 2}
     assert rewards.figures().items() >= counted.items()
     assert rewards.figures()["scoring/failed"] == 0
-    twin = rewards.twin()
+    twin = rewards.copy()
     line = f"ValueError: no one at {folder / 'reward.py'}:11"
     assert [score.error for score in scores] == [line, "", line, ""]
     report = rewards.failure_report
@@ -231,7 +231,7 @@ def test_what_a_filter_asks_for_must_be_there(rewards: Rewards, answers: Answers
     assert (fine.metric("style"), failed.metric("style")) == (0.5, 0.0)
     with pytest.raises(RewardError, match=r"sampling\.filter\.metric is style, but the score has"):
         asyncio.run(answers.score(rewards, ["bare 1359"]))
-    (other,) = asyncio.run(answers.score(rewards.twin(), ["bare 1359"]))
+    (other,) = asyncio.run(answers.score(rewards.copy(), ["bare 1359"]))
     assert other.parts["task"] == 1.0
 
 

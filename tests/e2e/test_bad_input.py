@@ -153,7 +153,7 @@ _UNSTABLE = (
     (r"(chat template fails|fails with SyntaxError): .*;", r"\1: (…);"),
     (r"cannot be called with (.*?) \(.*\);", r"cannot be called with \1 (…);"),
     # Scorers are many, and more come; docs/rewards.md lists them.
-    (r"(name one of|there are) sort_digits(?:, [a-z0-9_]+)+", r"\1 sort_digits, …"),
+    (r"(name one of|available:) sort_digits(?:, [a-z0-9_]+)+", r"\1 sort_digits, …"),
     (r"metrics\.jsonl has \d+ bytes (.*) at \d+,", r"metrics.jsonl has N bytes \1 at N,"),
 )
 

@@ -428,8 +428,8 @@ def test_a_solution_cannot_open_its_tests(box: Host) -> None:
     solution = json.dumps({"prompt": "", "code": code, "entry_point": "f"}).encode()
     tests = {"kind": "calls", "cases": [[[1], ""]], "entry_point": "f", "prompt": ""}
     tests |= {"call_s": 60, "stop_early": True}
-    stdin = b"%010d" % len(solution) + solution + json.dumps(tests).encode()
-    result = box.run(Path(harness.__file__).read_text(), stdin)
+    files, stdin = {harness.SOLUTION: solution}, json.dumps(tests).encode()
+    result = box.run(Path(harness.__file__).read_text(), stdin, files)
     assert harness.decode(json.loads(result.stdout))["outcome"] == "pass", result
 
 

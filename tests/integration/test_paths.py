@@ -8,7 +8,12 @@ import sys
 HEAVY = (
     *("ray", "vllm", "peft", "httpx", "starlette", "uvicorn", "scipy", "matplotlib", "datasets"),
     *("sympy", "reasoning_gym", "winnow.http", "winnow.sandbox", "winnow.workers.group"),
-    *("winnow.workers.child", "winnow.workers.ray", "winnow.rewards.judge", "winnow.rewards.model"),
+    *(
+        "winnow.workers.child",
+        "winnow.workers.ray",
+        "winnow.rewards.judge",
+        "winnow.rewards.model_scorer",
+    ),
     *("winnow.rewards.pool", "winnow.rewards.remote_pipeline", "winnow.rewards.serve"),
     *("winnow.rollout.engine_group", "winnow.rollout.remote_engine", "winnow.rollout.http"),
     *("winnow.learning.canary", "winnow.learning.custom", "winnow.learning.fsdp2"),

@@ -21,7 +21,7 @@ from winnow.config.rollout import (
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import Cluster, LocalCluster
-from winnow.data.tokenizer import decoder
+from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
 from winnow.ranks.models import LoadedPolicy
@@ -99,7 +99,7 @@ def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
     """
     section = config.rollout.engine
     # A stop string may be a special token, such as a chat template's end of a turn.
-    decode = decoder(policy.tokenizer, special_tokens=True)
+    decode = make_decoder(policy.tokenizer, special_tokens=True)
     options: dict[str, Any] = {"decode": decode, "live_updates": not config.run.deterministic}
     if isinstance(section, CustomEngine):
         options["vocab_size"] = policy.vocabulary
@@ -133,7 +133,7 @@ def _http_engine(
         policy.vocabulary,
         policy.model.config.vocab_size,
         longest,
-        decode=decoder(policy.tokenizer, special_tokens=True),
+        decode=make_decoder(policy.tokenizer, special_tokens=True),
         live_updates=live_updates,
         folder=None if folder is None else Path(folder).expanduser().absolute(),
         **section.model_dump(include=_HTTP_OPTIONS),

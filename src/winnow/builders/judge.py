@@ -31,14 +31,14 @@ from winnow.config.judge import EngineJudge, NoRewardModel
 from winnow.config.roles import Roles
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
-from winnow.data.tokenizer import decoder, load_tokenizer, stop_token_ids
+from winnow.data.tokenizer import load_tokenizer, make_decoder, stop_token_ids
 from winnow.errors import ModelError
 from winnow.http.client import RemoteError
 from winnow.models.causal_lm import find_model
 from winnow.models.fetch import may_be_hub_name
 from winnow.models.folders import read_config, torch_dtype
 from winnow.observe.files import one_line
-from winnow.rewards.judge import Judge, JudgeClient, no_counts
+from winnow.rewards.judge import Judge, JudgeClient, zero_counts
 from winnow.rewards.judge_cache import JudgeReply
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.types import IntArray
@@ -161,9 +161,9 @@ class EngineJudgeClient(JudgeClient):
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         extra = engine.extra if isinstance(engine, VllmEngineConfig) else {}
         one_by_one = model.slots == 1
-        self.place = [model.path, model.dtype, engine.name, dict(extra), one_by_one, stats]
-        self.counts = no_counts()
-        self._decode = decoder(model.tokenizer)
+        self.cache_scope = [model.path, model.dtype, engine.name, dict(extra), one_by_one, stats]
+        self.counts = zero_counts()
+        self._decode = make_decoder(model.tokenizer)
         self._numbers = itertools.count()
         self._free: Queue[WorkerGroup] = Queue()  # an engine, once for each free slot
         for group in [*groups] * model.slots:
@@ -177,7 +177,7 @@ class EngineJudgeClient(JudgeClient):
     def check(self, messages: list[dict[str, str]]) -> None:
         self._encode(messages)
 
-    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def fetch_reply(self, body: Mapping[str, Any]) -> JudgeReply:
         try:
             ids = self._encode(body["messages"])
         except ValueError as error:

@@ -14,7 +14,7 @@ from winnow.config.model import LoraAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.trainer import Megatron, RayCluster
-from winnow.data.sources import check_files
+from winnow.data.sources import check_files_exist
 from winnow.errors import ConfigError, RewardError
 from winnow.models.fetch import check_place
 from winnow.observe.profile import check_profile
@@ -71,7 +71,7 @@ def check_inputs_exist(data: DataConfig, sft: Sft, model: str | None) -> None:
         WinnowError: names the first.
     """
     training = sft if isinstance(sft, Demonstrations) else data
-    check_files([*training.train_files, *training.eval_files, *data.eval_files])
+    check_files_exist([*training.train_files, *training.eval_files, *data.eval_files])
     if model is not None:
         check_place(model, "model.path")
 

@@ -14,7 +14,7 @@ from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig, config_per_process
 from winnow.config.root import Config
 from winnow.errors import ModelError
-from winnow.rewards.pipeline import Decode, RewardPipeline, Section
+from winnow.rewards.pipeline import Decode, ModelSection, RewardPipeline
 from winnow.rewards.rewards import Rewards
 from winnow.types import IntArray
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from winnow.builders.judge import StartEngines
-    from winnow.rewards.model import ModelScorer
+    from winnow.rewards.model_scorer import ModelScorer
     from winnow.rewards.remote_pipeline import PipelineWorker
     from winnow.workers.group import WorkerGroup
     from winnow.workers.host import RankInfo
@@ -74,9 +74,9 @@ def make_rewards(
         raise
 
 
-def scoring_sections(config: RewardConfig, training: bool = True) -> list[Section]:
+def scoring_sections(config: RewardConfig, training: bool = True) -> list[ModelSection]:
     """Return the sections of the reward model and the judge, where a recipe has them."""
-    models = [each for each in (config.model, config.judge) if isinstance(each, Section)]
+    models = [each for each in (config.model, config.judge) if isinstance(each, ModelSection)]
     return [each for each in models if training or each.in_evaluation]
 
 
@@ -90,7 +90,7 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
     Raises:
         RewardError, ModelError: as for `make_rewards`.
     """
-    from winnow.data.tokenizer import decoder, load_tokenizer
+    from winnow.data.tokenizer import load_tokenizer, make_decoder
     from winnow.rewards.remote_pipeline import PipelineWorker
 
     index = rank.device_index
@@ -99,7 +99,7 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
 
         torch.set_num_threads(config.run.threads)
     field = "model.tokenizer" if config.model.tokenizer else "model.path"
-    decode = decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
+    decode = make_decoder(load_tokenizer(tokenizer, config.model.trust_remote_code, field))
     local_config = config.model_copy(update={"reward": config_per_process(config.reward)})
     rewards = make_rewards(local_config, "cpu" if index is None else f"cuda:{index}", decode)
     assert isinstance(rewards.pipeline, RewardPipeline)
@@ -134,7 +134,7 @@ def make_model_scorer(
     from winnow.models.value import load_reward_model
     from winnow.ranks.remote import asking
     from winnow.ranks.workers import facts_of, scores_of
-    from winnow.rewards.model import Forward, ModelScorer
+    from winnow.rewards.model_scorer import Forward, ModelScorer
 
     field = "reward.model.tokenizer" if config.tokenizer else "reward.model.path"
     trust, dtype = policy.trust_remote_code, torch_dtype(config.dtype or policy.dtype)

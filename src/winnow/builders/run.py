@@ -24,7 +24,7 @@ from winnow.config.rules import config_warnings
 from winnow.config.trainer import TrainerConfig
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
 from winnow.data.prompts import PromptSet
-from winnow.data.user_source import UserOrder
+from winnow.data.user_source import UserSampler
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
 from winnow.models.fetch import MODEL_CACHE
@@ -182,10 +182,10 @@ def build_run(
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
         rewards.require_metric(config.sampling.filter.metric, source.data_sources)
     seed, engine = config.run.seed, placed.engine
-    order = UserOrder(config.data, source, seed) if config.data.sampler else None
+    order = UserSampler(config.data, source, seed) if config.data.sampler else None
     loader = PromptLoader(source, seed, config.data.shuffle, order)
     held_out = evaluation_prompts(config.data, policy.tokenizer)
-    evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.twin(), held_out)
+    evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.copy(), held_out)
     for name, member in members_of(engine, "engine 0").items():
         if hasattr(member, "tell"):  # it is in another process, which reports its calls
             member.tell = partial(tell, name)
@@ -288,7 +288,7 @@ def _make_sampler(
         engine=engine,
         next_prompt=loader.next,
         give_back=loader.give_back,
-        on_settled=loader.settled,
+        on_settled=loader.report_settled,
         score=score,
         n=config.rollout.n,
         sampling=rollout_sampling(config.rollout, context.policy),

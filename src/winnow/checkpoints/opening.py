@@ -54,7 +54,7 @@ from winnow.config.data import Demonstrations
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.data.hub import is_on_hub, pinned
+from winnow.data.hub import is_on_hub, pin_files
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import local_folder, may_be_hub_name
 from winnow.observe.files import (
@@ -476,7 +476,7 @@ def _with_hub_files(config: Config, pins: Mapping[str, tuple[str, ...]]) -> Conf
     named = (c.train_files + c.eval_files for c in (config.data, shown))
     urls = [url for url in chain(*named) if is_on_hub(url)]
     hub_files = {**config.data.hub_files, **pins}
-    files = {url: hub_files[url] if url in hub_files else pinned(url) for url in urls}
+    files = {url: hub_files[url] if url in hub_files else pin_files(url) for url in urls}
     return with_settings(config, data={"hub_files": files}) if files else config
 
 

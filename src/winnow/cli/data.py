@@ -17,7 +17,7 @@ from winnow.observe.format import figure_table, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from winnow.data.prepare import Prepared
+    from winnow.data.prepare import PrepareReport
 
 app = typer.Typer(help="Prepare known data sets and check data files.", no_args_is_help=True)
 
@@ -53,10 +53,10 @@ def prepare_command(
     seed: Annotated[int | None, Option(help="Seed for generated problems.")] = None,
 ) -> None:
     """Convert a data set to Parquet in verl's schema, without duplicate rows."""
-    from winnow.data.prepare import Request, prepare
+    from winnow.data.prepare import PrepareRequest, prepare
 
     files = tuple(source or ())
-    request = Request(name, split, files, out, revision, instruction, rows, seed)
+    request = PrepareRequest(name, split, files, out, revision, instruction, rows, seed)
     _show_prepared(prepare(request), instruction, _console())
 
 
@@ -120,7 +120,7 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
+def _show_prepared(done: PrepareReport, instruction: str, console: Console) -> None:
     console.print(f"{done.name} ({done.split}) from {done.origin}")
     lines: list[_Line] = [("rows read", done.read, "")]
     lines += [(f"skipped, of source {name}", n, "") for name, n in done.other_sources.items()]
@@ -144,7 +144,7 @@ def _show_prepared(done: Prepared, instruction: str, console: Console) -> None:
     console.print(f"      {training}")
 
 
-def _usage_hint(done: Prepared, instruction: str, unknown: list[str]) -> tuple[str, str]:
+def _usage_hint(done: PrepareReport, instruction: str, unknown: list[str]) -> tuple[str, str]:
     """Return a hint about the prompts, and a command that trains on or evaluates with the data."""
     overrides, scorer = ["model.path=FOLDER"], "dapo_math"
     bare = "Prompts have no instruction; the recipe"

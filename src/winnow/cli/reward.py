@@ -163,7 +163,7 @@ def _make_prompt(
     import numpy as np
 
     from winnow.data.sources import read_rows
-    from winnow.rewards.scorers.marks import structure
+    from winnow.rewards.scorers.markers import decode_json
     from winnow.types import Prompt
 
     nothing = np.zeros(0, np.int64)
@@ -172,12 +172,12 @@ def _make_prompt(
             raise DataError(
                 "no ground truth; pass FILE and --row, or --truth with --source or --scorer"
             )
-        return Prompt("try", nothing, "", source or "try", structure(truth))
+        return Prompt("try", nothing, "", source or "try", decode_json(truth))
     rows = read_rows([file], data)
     if not 1 <= number <= len(rows):
         raise DataError(f"--row must be 1 to {len(rows):,} for {file}, got {number}")
     row = rows[number - 1]
-    gold = row.ground_truth if truth is None else structure(truth)
+    gold = row.ground_truth if truth is None else decode_json(truth)
     return Prompt(
         uid=row.uid,
         token_ids=nothing,
@@ -232,7 +232,7 @@ def _score_answer(
         score = asyncio.run(service.score(prompt, answer, text, training=True))
         seconds = time.perf_counter() - began
         traceback = service.failure_report.first_traceback.rstrip()
-    reason = "" if rule is None else rule.reason(score, prompt.ground_truth)
+    reason = "" if rule is None else rule.explain_wrong(score, prompt.ground_truth)
     # Workers have ended, so all of their output has come.
     printed = output.getvalue() + "".join(
         getattr(warning, "printed", "") for warning in heard.buffer

@@ -50,7 +50,7 @@ from winnow.config.rollout import HttpEngineConfig, TorchEngineConfig, VllmEngin
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster, SyncMode, WholeModels, WithPolicy
 from winnow.data.loader import evaluation_prompts
-from winnow.data.published import without_instruction
+from winnow.data.published import strip_instructions
 from winnow.data.sources import read_rows
 from winnow.errors import (
     CheckpointError,
@@ -393,7 +393,7 @@ def _with_default_templates(config: Config) -> tuple[Config, str]:
     data, default = config.data, _resolve_recipe(DEFAULT_RECIPE, ()).data.prompt_template.items()
     custom = dict(data.prompt_template.items() - default)
     rows = [] if custom else read_rows(data.eval_files, data)
-    instructed = {row.data_source.lower() for row in rows if without_instruction(row)[1]}
+    instructed = {row.data_source.lower() for row in rows if strip_instructions(row)[1]}
     templates = custom or {name: text for name, text in default if name.lower() not in instructed}
     names = {name.lower() for name in templates}
     sources = dict.fromkeys(row.data_source for row in rows if row.data_source.lower() in names)

@@ -37,7 +37,7 @@ import numpy as np
 from winnow.config.data import DataConfig
 from winnow.data.columns import excerpt
 from winnow.data.prompts import PromptRenderer
-from winnow.data.published import bare
+from winnow.data.published import strip_instruction
 from winnow.data.sources import Message, Row, read_rows
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ def check(
     eval_rows = read_rows([evaluation], config) if evaluation else []
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        by_prompt[same(row.messages)].append(row)
+        by_prompt[exact_key(row.messages)].append(row)
     by_look: dict[str, list[Row]] = defaultdict(list)
     for group in by_prompt.values():
-        by_look[alike(group[0].messages)] += group
+        by_look[loose_key(group[0].messages)] += group
     sources = Counter(row.data_source for row in rows).most_common()
-    distinct = {(row.data_source, same(row.messages), _label(row)) for row in rows}
+    distinct = {(row.data_source, exact_key(row.messages), _label(row)) for row in rows}
     return {
         "file": path,
         "schema": rows[0].layout,
@@ -92,14 +92,14 @@ def check(
     }
 
 
-def same(messages: Sequence[Message]) -> str:
+def exact_key(messages: Sequence[Message]) -> str:
     """Return a key that is equal for prompts that are the same."""
-    return "\n".join(bare(message["content"]) for message in messages)
+    return "\n".join(strip_instruction(message["content"]) for message in messages)
 
 
-def alike(messages: Sequence[Message]) -> str:
+def loose_key(messages: Sequence[Message]) -> str:
     """Return a key that is equal for prompts that are alike."""
-    text = _SIZES.sub("", same(messages)).translate(_MINUS)
+    text = _SIZES.sub("", exact_key(messages)).translate(_MINUS)
     # A prompt of nothing but punctuation is like itself alone.
     return _NO_MATTER.sub("", text).casefold() or text
 
@@ -108,14 +108,14 @@ def _label(row: Row) -> str:
     return str(row.ground_truth).strip()
 
 
-def _numbers(rows: Sequence[Row]) -> list[int]:
+def _row_numbers(rows: Sequence[Row]) -> list[int]:
     return [int(row.uid.rpartition(":")[2]) for row in rows]
 
 
 def _conflicts(by_prompt: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
     labels = {prompt: list(dict.fromkeys(map(_label, rows))) for prompt, rows in by_prompt.items()}
     return [
-        {"prompt": excerpt(prompt), "labels": labels[prompt], "rows": _numbers(rows)}
+        {"prompt": excerpt(prompt), "labels": labels[prompt], "rows": _row_numbers(rows)}
         for prompt, rows in by_prompt.items()
         if len(labels[prompt]) > 1
     ]
@@ -127,7 +127,7 @@ def _overlap(
     """Find the evaluation prompts that occur; one that their file repeats counts once."""
     shared: dict[tuple[str, str], Row] = {}
     for other in eval_rows:
-        look = alike(other.messages)
+        look = loose_key(other.messages)
         if look in by_look:
             shared.setdefault((other.data_source, look), other)
     counts = Counter(source for source, _ in shared)
@@ -140,9 +140,9 @@ def _overlap(
         "shared": [
             {
                 "source": source,
-                "prompt": excerpt(same(other.messages)),
-                "evaluation_row": _numbers([other])[0],
-                "rows": _numbers(by_look[look]),
+                "prompt": excerpt(exact_key(other.messages)),
+                "evaluation_row": _row_numbers([other])[0],
+                "rows": _row_numbers(by_look[look]),
                 "same_label": _label(other) in map(_label, by_look[look]),
             }
             for (source, look), other in shared.items()

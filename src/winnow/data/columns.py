@@ -67,7 +67,7 @@ class Layout:
         source = f"data_source from {self.source}" if self.source else source
         return f"{self.name}: prompt from {self.prompt}, {truth}, {source}"
 
-    def truth_of(self, record: Record, origin: str) -> Any:
+    def read_truth(self, record: Record, origin: str) -> Any:
         """Return the ground truth of a record.
 
         Raises:
@@ -79,23 +79,23 @@ class Layout:
         if value is None and "." in self.truth and self.truth not in record:
             parent, key = self.truth.rsplit(".", 1)
             if not isinstance(container := _value(record, parent), dict):
-                raise wrong_field(origin, parent, container, f"an object with the key {key}")
+                raise field_error(origin, parent, container, f"an object with the key {key}")
         if isinstance(value, str) and self.read is not None:
             value = self.read(value)
             if value is None:
-                raise wrong_field(origin, self.truth, _value(record, self.truth), self.expected)
+                raise field_error(origin, self.truth, _value(record, self.truth), self.expected)
         elif not self.is_verl and type(value) in (int, float):
             whole = isinstance(value, float) and value.is_integer()
             value = str(int(value)) if whole else str(value)
         if value is None or value == "":
-            raise wrong_field(origin, self.truth, value, self.expected)
+            raise field_error(origin, self.truth, value, self.expected)
         return value
 
 
 VERL = Layout("verl's schema", "prompt", VERL_TRUTH, _SOURCE)
 
 
-def layout_of(record: Record, config: DataConfig, origin: str, name: str) -> Layout:
+def detect_layout(record: Record, config: DataConfig, origin: str, name: str) -> Layout:
     """Recognise the columns of a file by its first record.
 
     Args:
@@ -122,8 +122,8 @@ def layout_of(record: Record, config: DataConfig, origin: str, name: str) -> Lay
     truth = _one_of(record, tuple(truths), origin, "truth")
     if truth == "answer" and "####" in str(record[truth]):
         default = config.default_source or (None if source else "gsm8k")
-        return Layout("GSM8K", prompt, truth, source, default, after_mark, AFTER_MARK)
-    read = _boxed_or_all if truth == "solution" else None
+        return Layout("GSM8K", prompt, truth, source, default, gsm8k_answer, AFTER_MARK)
+    read = (lambda text: last_box_content(text) or text.strip()) if truth == "solution" else None
     return Layout(_NAMES.get((prompt, truth), "columns"), prompt, truth, source, default, read)
 
 
@@ -138,8 +138,8 @@ def _one_of(record: Record, names: tuple[str, ...], origin: str, part: str) -> s
     if matches:
         raise DataError(f"{origin}: {' and '.join(matches)} may each hold the {what}; {remedy}")
     has = ", ".join(excerpt(name, 40) for name in [*record][:8]) or "none"
-    none = " (none, where the reward needs none)" if is_truth else ""
-    raise DataError(f"{origin}: no known column holds the {what}, of {has}; {remedy}{none}")
+    none = " (none if the reward needs no ground truth)" if is_truth else ""
+    raise DataError(f"{origin}: no known column holds the {what}; columns: {has}; {remedy}{none}")
 
 
 def _value(record: Record, path: str) -> Any:
@@ -152,13 +152,13 @@ def _value(record: Record, path: str) -> Any:
     return value
 
 
-def wrong_field(origin: str, name: str, value: Any, expected: str) -> DataError:
-    """Word the error for a column that is missing or holds something else than is wanted."""
-    fault = "is missing" if value is None else f"is {kind_of(value)}"
+def field_error(origin: str, name: str, value: Any, expected: str) -> DataError:
+    """Make the error of a column that is missing or has a wrong value."""
+    fault = "is missing" if value is None else f"is {describe_value(value)}"
     return DataError(f"{origin}: {name} {fault}; it must be {expected}")
 
 
-def kind_of(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Name a value's type and show the value, cut short."""
     if isinstance(value, str | list | dict) and not value:
         return f"an empty {_KINDS[type(value)]}"
@@ -167,14 +167,10 @@ def kind_of(value: Any) -> str:
     return f"the {name} {shown if len(shown) <= 40 else shown[:37] + '...'}"
 
 
-def after_mark(answer: str) -> str | None:
+def gsm8k_answer(answer: str) -> str | None:
     """Return the final number of a GSM8K answer, after its last `####`; None without the mark."""
     _, mark, final = answer.rpartition("####")
     return final.strip().replace(",", "").replace("$", "") if mark else None
-
-
-def _boxed_or_all(solution: str) -> str:
-    return last_box_content(solution) or solution.strip()
 
 
 def excerpt(text: str, characters: int = 100) -> str:

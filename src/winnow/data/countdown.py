@@ -19,11 +19,11 @@ LARGEST_NUMBER = 99
 TARGETS = range(10, 100)
 
 
-def rows(seed: int, number: int, test: bool) -> Iterator[Row]:
+def generate_rows(seed: int, count: int, test: bool) -> Iterator[Row]:
     """Yield the first problems of a split; the test split is the same for every seed."""
     key = "test" if test else str(seed)
     of_split = (p for p in _problems(key) if _is_test(*p) == test)
-    return (_row(*problem) for problem in islice(of_split, number))
+    return (_row(*problem) for problem in islice(of_split, count))
 
 
 def _row(numbers: Sequence[int], target: int) -> Row:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from winnow.config.data import DataConfig, Demonstrations, SftColumns
-from winnow.data.columns import Record, wrong_field
+from winnow.data.columns import Record, field_error
 from winnow.data.prompts import PromptRenderer, PromptSet
-from winnow.data.sources import Message, Row, files_of, read_records
+from winnow.data.sources import Message, Row, read_records, resolve_files
 from winnow.errors import DataError
 from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
 
@@ -41,14 +41,14 @@ class DemonstrationSet:
     answers: Mapping[str, tuple[Segment, ...]]
     """Segments behind each prompt, by its uid; those of source "model" are imitated."""
 
-    def group(self, number: int, prompt: Prompt) -> Group:
+    def make_group(self, number: int, prompt: Prompt) -> Group:
         """Return a demonstration as a group of one answer, which nobody scored."""
         answer = Answer(Trajectory(self.answers[prompt.uid], "stop"), Score(0.0, 0.0))
         return Group(number, prompt, (answer,))
 
-    def groups(self) -> list[Group]:
+    def make_groups(self) -> list[Group]:
         """Return all of them."""
-        return [self.group(number, prompt) for number, prompt in enumerate(self.prompts.prompts)]
+        return [self.make_group(i, prompt) for i, prompt in enumerate(self.prompts.prompts)]
 
 
 def read_demonstrations(
@@ -72,13 +72,13 @@ def read_demonstrations(
     prompts: list[Prompt] = []
     answers: dict[str, tuple[Segment, ...]] = {}
     too_long = 0
-    for path in files_of(files, data):
+    for path in resolve_files(files, data):
         for number, record in read_records(path):
             origin = f"{path} row {number}"
             messages = _conversation(record, origin, config.columns)
             source = str(record.get("data_source") or "sft")
             row = Row(f"{path}:{number}", origin, source, messages, None)
-            ids, *rest = renderer.demonstration(row, config.turns == "all", stop_ids)
+            ids, *rest = renderer.render_turns(row, config.turns == "all", stop_ids)
             if len(ids) + sum(map(len, rest)) > config.max_tokens:
                 too_long += 1
                 continue
@@ -110,14 +110,14 @@ def _conversation(record: Record, origin: str, columns: SftColumns) -> tuple[Mes
         pair = configured or next((p for p in _PAIRS if p[0] in record and p[1] in record), None)
         if pair is None:
             raise DataError(
-                f"{origin}: no known columns hold a demonstration, of {', '.join(record)}; name "
+                f"{origin}: no known columns of a demonstration in {', '.join(record)}; name "
                 "them: sft.columns.messages=COLUMN, or sft.columns.prompt and sft.columns.answer"
             )
         prompt, answer = pair[0], pair[1] or "answer"
         messages = _messages(record.get(prompt), origin, prompt, "user")
         messages += _messages(record.get(answer), origin, answer, _WRITER)
     if messages[-1]["role"] != _WRITER or len(messages) < 2:
-        raise DataError(f"{origin}: the last message must be an answer (role assistant) to another")
+        raise DataError(f"{origin}: the last message must be of role assistant, after another")
     return tuple(messages)
 
 
@@ -126,7 +126,7 @@ def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
     if isinstance(value, str) and value:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise wrong_field(origin, name, value, "a text or a list of messages")
+        raise field_error(origin, name, value, "a text or a list of messages")
     messages: list[Message] = []
     for number, message in enumerate(value):
         # Parquet gives every message each key that any of them has.
@@ -135,6 +135,8 @@ def _messages(value: Any, origin: str, name: str, role: str) -> list[Message]:
         )
         who, what = entry.pop("from", entry.get("role")), entry.pop("value", entry.get("content"))
         if not isinstance(who, str) or not isinstance(what, str) or not what:
-            raise wrong_field(origin, f"{name}[{number}]", message, "a role and a content, texts")
+            raise field_error(
+                origin, f"{name}[{number}]", message, "an object with role and content"
+            )
         messages.append({**entry, "role": _ROLES.get(who, who), "content": what})
     return messages

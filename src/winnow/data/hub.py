@@ -42,13 +42,13 @@ def is_on_hub(path: str) -> bool:
     return path.startswith("hf://")
 
 
-def repo_of(url: str) -> str | None:
+def parse_repo(url: str) -> str | None:
     """Return the data set that a URL names; None for paths and other URLs."""
     match = _URL.fullmatch(url)
     return match[1] if match else None
 
 
-def pinned(url: str) -> tuple[str, ...]:
+def pin_files(url: str) -> tuple[str, ...]:
     """Find the files that a URL names now, as URLs with the commit.
 
     Raises:
@@ -56,7 +56,7 @@ def pinned(url: str) -> tuple[str, ...]:
     """
     match = _URL.fullmatch(url)
     if match is None:
-        raise DataError(f"{url}: names no data set; write hf://datasets/OWNER/NAME/PATH")
+        raise DataError(f"{url}: is not a data set URL; write hf://datasets/OWNER/NAME/PATH")
     repo, revision, rest = match[1], match[2] or "main", match[3] or "train"
     listing = list_files(url, repo, revision)
     paths = [file for file in listing.files if file.endswith(FORMATS)]
@@ -64,15 +64,15 @@ def pinned(url: str) -> tuple[str, ...]:
         files = [file for file in paths if fnmatchcase(file, rest)]
     else:
         rows = [file for file in paths if not file.endswith(".csv")]  # else a copy of the same rows
-        files = _split(url, listing.configs, rows or paths, rest)
+        files = _split_files(url, listing.configs, rows or paths, rest)
     if not files:
         some = ", ".join(excerpt(name, 60) for name in listing.files[:5]) or "none"
         tail = ", …" if len(listing.files) > 5 else ""
-        raise DataError(f"{url}: no such file of a known format; it has {some}{tail}; {_REMEDY}")
+        raise DataError(f"{url}: no file of a known format; it has {some}{tail}; {_REMEDY}")
     return tuple(f"hf://datasets/{repo}@{listing.commit}/{file}" for file in files)
 
 
-def _split(
+def _split_files(
     url: str, configs: Sequence[Mapping[str, Any]], files: Sequence[str], rest: str
 ) -> list[str]:
     """Return the files of CONFIG/SPLIT or SPLIT."""
@@ -98,7 +98,7 @@ def _split(
     return [file for file in files if any(fnmatchcase(file, each) for each in patterns[split])]
 
 
-def list_files(place: str, repo: str, revision: str) -> Listing:
+def list_files(label: str, repo: str, revision: str) -> Listing:
     """Ask the hub for the files of a data set.
 
     Args:
@@ -113,14 +113,14 @@ def list_files(place: str, repo: str, revision: str) -> Listing:
         info = HfApi().dataset_info(repo, revision=revision, timeout=30)
     # The client raises its own errors and those of the HTTP library below, which has changed.
     except Exception as error:
-        raise DataError(f"{place}: {hub_fault(error)}") from error
+        raise DataError(f"{label}: {hub_fault(error)}") from error
     files = sorted(file.rfilename for file in info.siblings or ())
     card = vars(info.card_data) if info.card_data else {}
     configs = card.get("configs")
     return Listing(info.sha or revision, files, configs if isinstance(configs, list) else [])
 
 
-def fetch(place: str, url: str) -> Path:
+def fetch_file(label: str, url: str) -> Path:
     """Return the copy of a pinned file in the hub's usual cache, fetched if it is not there.
 
     Raises:
@@ -134,4 +134,4 @@ def fetch(place: str, url: str) -> Path:
         repo, revision, file = match.groups()
         return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
     except Exception as error:
-        raise DataError(f"{place}: {hub_fault(error)}") from error
+        raise DataError(f"{label}: {hub_fault(error)}") from error

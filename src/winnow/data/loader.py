@@ -21,7 +21,7 @@ from winnow.types import Group, IntArray, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from winnow.data.user_source import UserOrder
+    from winnow.data.user_source import UserSampler
 
 _SHUFFLE, _CHOICE = 0x5EED_0DA7A, 0x5EED_0C401
 """Separate shuffles and choices from other streams of the same seed."""
@@ -80,19 +80,19 @@ def training_prompts(
         DataError: there is no training data, or it is not usable.
     """
     renderer = PromptRenderer(tokenizer, config)
-    rows = task_rows(config, seed)
+    rows = make_task_rows(config, seed)
     if rows is not None:
         size = rows.size or config.max_train_prompts
         if size is None:
             return GeneratedPrompts(rows, renderer)
         candidates = [next(rows.candidates(index)) for index in range(size)]
-        return renderer.render(_chosen(candidates, config, seed))
+        return renderer.render(_choose_rows(candidates, config, seed))
     if not config.train_files:
         raise DataError("data.train_files is empty and data/task=none; name the files to train on")
-    return renderer.render(_chosen(read_rows(config.train_files, config), config, seed))
+    return renderer.render(_choose_rows(read_rows(config.train_files, config), config, seed))
 
 
-def _chosen(rows: list[Row], config: DataConfig, seed: int) -> list[Row]:
+def _choose_rows(rows: list[Row], config: DataConfig, seed: int) -> list[Row]:
     """Take `data.max_train_prompts` of the rows, in their order."""
     most = config.max_train_prompts
     if most is None or most >= len(rows):
@@ -112,11 +112,11 @@ def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -
     renderer = PromptRenderer(tokenizer, config)
     if config.eval_files:
         return renderer.render(read_rows(config.eval_files, config))
-    rows = task_rows(config, seed=0)
+    rows = make_task_rows(config, seed=0)
     return renderer.render([] if rows is None else rows.held_out())
 
 
-def task_rows(config: DataConfig, seed: int) -> TaskRows | None:
+def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
     """Make the rows of `data.task`; None where prompts come from files."""
     task = config.task
     if isinstance(task, SortDigitsTask):
@@ -124,9 +124,9 @@ def task_rows(config: DataConfig, seed: int) -> TaskRows | None:
 
         return SortDigitsRows(task, seed)
     if isinstance(task, ReasoningGymTask):
-        from winnow.data.procedural import ProceduralRows
+        from winnow.data.reasoning_gym import ReasoningGymRows
 
-        return ProceduralRows(task, seed)
+        return ReasoningGymRows(task, seed)
     if isinstance(task, CustomTask):
         from winnow.data.user_source import UserRows
 
@@ -135,10 +135,14 @@ def task_rows(config: DataConfig, seed: int) -> TaskRows | None:
 
 
 class PromptLoader:
-    """An endless walk over a source. Its state is a cursor and the prompts given back."""
+    """Iterates endlessly over a source. Its state is a cursor and the returned prompts."""
 
     def __init__(
-        self, source: PromptSource, seed: int, shuffle: bool = True, order: UserOrder | None = None
+        self,
+        source: PromptSource,
+        seed: int,
+        shuffle: bool = True,
+        order: UserSampler | None = None,
     ) -> None:
         assert source.size is None or source.size > 0
         self._source = source
@@ -168,11 +172,11 @@ class PromptLoader:
         return prompt
 
     def give_back(self, prompts: Iterable[Prompt]) -> None:
-        """Put prompts in front of all others; the first of them comes next."""
+        """Return prompts to the front; the first of them comes next."""
         self._returned.extendleft(reversed(list(prompts)))
 
-    def settled(self, groups: Sequence[Group]) -> None:
-        """Tell a sampler of the user's the scores of groups whose life ended with a step."""
+    def report_settled(self, groups: Sequence[Group]) -> None:
+        """Pass the scores of groups that a step has used up to the user's sampler."""
         if self._sampler is not None:
             self._sampler.update(groups)
 
@@ -194,12 +198,12 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Restore the position of `state`.
 
         Raises:
             CheckpointError: it was taken from other data, or in another order of them.
         """
-        self._check_data(state["data"])
+        self._check_fingerprints(state["data"])
         for key, now in (("run.seed", self._seed), ("data.shuffle", self._shuffle)):
             was = state[key.partition(".")[2]]
             if was != now:
@@ -227,7 +231,7 @@ class PromptLoader:
             self._order = (self._epoch, order)
         return self._order[1]
 
-    def _check_data(self, was: Mapping[str, str]) -> None:
+    def _check_fingerprints(self, was: Mapping[str, str]) -> None:
         now = self._source.fingerprints
         changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
         if changed:

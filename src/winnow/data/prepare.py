@@ -15,14 +15,14 @@ from pathlib import Path
 
 from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.columns import excerpt
-from winnow.data.hub import fetch, list_files
-from winnow.data.loader import task_rows
+from winnow.data.hub import fetch_file, list_files
+from winnow.data.loader import make_task_rows
 from winnow.data.published import (
     SETS,
+    add_dapo_instruction,
+    convert_row,
     foreign_source,
-    published_row,
-    with_dapo_instruction,
-    without_instruction,
+    strip_instructions,
 )
 from winnow.data.sources import Row, read_records
 from winnow.errors import DataError, WinnowError
@@ -37,8 +37,8 @@ _INSTEAD = "or download the file yourself and name it with --from"
 
 
 @dataclass(frozen=True)
-class Request:
-    """The words of `winnow data prepare`."""
+class PrepareRequest:
+    """The options of `winnow data prepare`."""
 
     name: str
     split: str | None = None
@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass
-class Prepared:
+class PrepareReport:
     """The outcome of `winnow data prepare`, in counts."""
 
     name: str
@@ -88,20 +88,20 @@ class Prepared:
         return self.data_sources.total()
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: PrepareRequest) -> PrepareReport:
     """Read, convert and write a data set.
 
     Raises:
         DataError: something asked for does not exist, or a row is not usable.
     """
-    _check(request)
+    _check_request(request)
     splits = list(_PROBLEMS if request.is_generated else SETS[request.name].files)
     split = request.split or splits[0]
     if split not in splits:
         choices = " and ".join(splits)
         raise DataError(f"--split is {split}, but {request.name} has {choices}; choose one")
-    done = Prepared(request.name, split, _target(request, split, len(splits) > 1))
-    rows = _generated(request, done) if request.is_generated else _published(request, done)
+    done = PrepareReport(request.name, split, _output_path(request, split, len(splits) > 1))
+    rows = _generate(request, done) if request.is_generated else _read_published(request, done)
     unique: dict[tuple[object, ...], Row] = {}
     for row in rows:
         done.read += 1
@@ -116,8 +116,8 @@ def prepare(request: Request) -> Prepared:
     return done
 
 
-def _check(request: Request) -> None:
-    """Refuse words that are wrong or do not go together, before any work."""
+def _check_request(request: PrepareRequest) -> None:
+    """Refuse options that are wrong or conflict, before any work."""
     name, instruction = request.name, request.instruction
     if instruction not in ("none", "dapo"):
         raise DataError(f"--instruction is {instruction}; it must be none or dapo")
@@ -129,29 +129,29 @@ def _check(request: Request) -> None:
         return
     if name not in SETS:
         choices = ", ".join((*SETS, *GENERATED))
-        raise DataError(f"{name} is no data set that can be prepared; there are {choices}")
+        raise DataError(f"{name} is not a known data set; available: {choices}")
     for value, option in ((request.rows, "--rows"), (request.seed, "--seed")):
         if value is not None:
             names = ", ".join(GENERATED)
-            raise DataError(f"{option} is {value}, but only {names} are generated; leave it out")
+            raise DataError(f"{option} is {value}, but only {names} are generated; remove it")
     if instruction == "dapo" and not SETS[name].dapo_scored:
         raise DataError(
-            f"--instruction is dapo, but {name} is not scored by a line Answer:; leave it out"
+            f"--instruction is dapo, but {name} is not scored by its line Answer:; remove it"
         )
     if request.files and request.revision != "main":
-        raise DataError("--revision chooses from the hub and --from does not; give one of the two")
+        raise DataError("--revision is for the hub and conflicts with --from; give one of them")
 
 
-def _target(request: Request, split: str, several: bool) -> str:
-    """Choose where to write, and check before any work that it is a parquet file here."""
+def _output_path(request: PrepareRequest, split: str, several: bool) -> str:
+    """Choose the output path, and check before any work that it is a local parquet file."""
     stem = request.name.replace("/", "-")
     out = request.out or f"data/{stem}{f'-{split}' if several else ''}.parquet"
     if "://" in out or not out.endswith(".parquet") or Path(out).expanduser().is_dir():
-        raise DataError(f"--out is {out}; it must be a file on this machine, ending in .parquet")
+        raise DataError(f"--out is {out}; it must be a local path that ends in .parquet")
     return out
 
 
-def _published(request: Request, done: Prepared) -> Iterator[Row]:
+def _read_published(request: PrepareRequest, done: PrepareReport) -> Iterator[Row]:
     """Read the rows of a published set, and count what is taken off and left out."""
     named = SETS[request.name]
     paths: Sequence[str] = request.files
@@ -166,12 +166,12 @@ def _published(request: Request, done: Prepared) -> Iterator[Row]:
             if other is not None:
                 done.other_sources[other] += 1
                 continue
-            row, removed = without_instruction(published_row(record, f"{path} row {number}", named))
+            row, removed = strip_instructions(convert_row(record, f"{path} row {number}", named))
             done.instructions_removed += removed
             yield row
 
 
-def _generated(request: Request, done: Prepared) -> Iterator[Row]:
+def _generate(request: PrepareRequest, done: PrepareReport) -> Iterator[Row]:
     """Make the rows of a generated set: the same ones for the same seed."""
     test, seed, name = done.split == "test", request.seed or 0, request.name
     done.ability = name.partition("/")[0]
@@ -180,20 +180,20 @@ def _generated(request: Request, done: Prepared) -> Iterator[Row]:
     if name == "countdown":
         from winnow.data import countdown
 
-        return countdown.rows(seed, count, test)
+        return countdown.generate_rows(seed, count, test)
     section: SortDigitsTask | ReasoningGymTask = SortDigitsTask(eval_problems=count)
     if name != "sort_digits":
         section = ReasoningGymTask(task=name.removeprefix(_GYM), eval_problems=count)
-    task = task_rows(DataConfig(task=section), seed)
+    task = make_task_rows(DataConfig(task=section), seed)
     assert task is not None
     if test:
         return iter(task.held_out())
     return (next(task.candidates(index)) for index in range(count))
 
 
-def _no_rows_error(done: Prepared) -> DataError:
+def _no_rows_error(done: PrepareReport) -> DataError:
     if not done.other_sources:
-        return DataError(f"{done.origin}: there are no rows; choose another file")
+        return DataError(f"{done.origin}: has no rows; choose another file")
     seen = [f"{excerpt(name, 60)} ({count:,})" for name, count in done.other_sources.items()]
     some = ", ".join(seen[:5]) + (", …" if len(seen) > 5 else "")
     return DataError(
@@ -202,7 +202,7 @@ def _no_rows_error(done: Prepared) -> DataError:
     )
 
 
-def _save(done: Prepared, rows: Sequence[Row], instruction: str) -> None:
+def _save(done: PrepareReport, rows: Sequence[Row], instruction: str) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -221,7 +221,7 @@ def _save(done: Prepared, rows: Sequence[Row], instruction: str) -> None:
     records = [
         {
             "data_source": row.data_source,
-            "prompt": _prompt_of(row, instruction),
+            "prompt": _build_prompt(row, instruction),
             "ability": done.ability,
             "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
             "extra_info": {**row.extra.get("extra_info", {}), "index": i, "split": done.split},
@@ -239,11 +239,11 @@ def _save(done: Prepared, rows: Sequence[Row], instruction: str) -> None:
         ) from error
 
 
-def _prompt_of(row: Row, instruction: str) -> list[dict[str, str]]:
+def _build_prompt(row: Row, instruction: str) -> list[dict[str, str]]:
     prompt = [{"role": m["role"], "content": m["content"]} for m in row.messages]
     last = next((message for message in reversed(prompt) if message["role"] == "user"), None)
     if instruction == "dapo" and last is not None:
-        last["content"] = with_dapo_instruction(last["content"])
+        last["content"] = add_dapo_instruction(last["content"])
     return prompt
 
 
@@ -267,14 +267,14 @@ def download(
         matches = (fnmatch.filter(listing.files, pattern) for pattern in patterns)
         names = next((matching for matching in matches if matching), [])
         pins = {name: f"hf://datasets/{repo}@{listing.commit}/{name}" for name in names}
-        paths = {name: str(fetch(place, pin)) for name, pin in pins.items()}
+        paths = {name: str(fetch_file(place, pin)) for name, pin in pins.items()}
     except DataError as error:
         raise DataError(f"{error}, {_INSTEAD}") from error
     if not paths:
         some = ", ".join(listing.files[:5]) or "none"
         some += ", …" if len(listing.files) > 5 else ""
         raise DataError(
-            f"{place}: no file like {' or '.join(patterns)} (it has {some}); choose a --revision "
-            f"that has one, {_INSTEAD}"
+            f"{place}: no file matches {' or '.join(patterns)} (it has {some}); choose another "
+            f"--revision, {_INSTEAD}"
         )
     return listing.commit, paths

@@ -78,14 +78,10 @@ class PromptSet:
         return self.prompts[index]
 
     def find(self, uid: str) -> Prompt:
-        return self.prompts[self.index(uid)]
-
-    def index(self, uid: str) -> int:
-        """Return the place of a prompt."""
-        return self._index[uid]
+        return self.prompts[self.index_by_uid[uid]]
 
     @cached_property
-    def _index(self) -> dict[str, int]:
+    def index_by_uid(self) -> dict[str, int]:
         return {prompt.uid: i for i, prompt in enumerate(self.prompts)}
 
 
@@ -103,7 +99,7 @@ class PromptRenderer:
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
-        whole, *halves = self._ids(["a b", "a", " b"])
+        whole, *halves = self._tokenize(["a b", "a", " b"])
         self._adds_space = whole != [token for half in halves for token in half]
         self._bos: list[int] = [bos] if adds_bos and not self._use_chat_template else []
 
@@ -115,13 +111,17 @@ class PromptRenderer:
                 none fits.
             ModelError: the chat template fails.
         """
-        fitted = list(self._fitted(rows))
+        fitted = list(self._fit(rows))
         prompts = tuple(prompt for _, prompt in fitted if prompt is not None)
         if rows and not prompts:
-            raise self._none_fits(rows, [length for length, _ in fitted])
+            raise self._none_fits_error(rows, [length for length, _ in fitted])
         limit = self._config.max_prompt_tokens
         cut = sum(length > limit for length, prompt in fitted if prompt is not None)
-        return PromptSet(prompts, len(rows) - len(prompts), cut, _layouts(rows))
+        files: dict[str, dict[str, None]] = {}
+        for row in rows:
+            files.setdefault(row.layout, {})[row.uid.rpartition(":")[0]] = None
+        layouts = [f"{', '.join(names)} read as {each}" for each, names in files.items() if each]
+        return PromptSet(prompts, len(rows) - len(prompts), cut, tuple(layouts))
 
     def first_fitting(self, candidates: Iterator[Row]) -> Prompt:
         """Render the first row that fits, or is made to fit; each candidate is tokenized once.
@@ -131,20 +131,20 @@ class PromptRenderer:
         """
         for row in candidates:
             last = row
-            ((length, prompt),) = self._fitted([row])
+            ((length, prompt),) = self._fit([row])
             if prompt is not None:
                 return prompt
-        raise self._none_fits([last], [length])
+        raise self._none_fits_error([last], [length])
 
-    def _fitted(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
+    def _fit(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
         """Yield each row's length before the limit, and its prompt; None where it is left out."""
-        rows = [self._with_template(self._with_system(row)) for row in rows]
-        texts = self._texts(rows)
+        rows = [self._with_instructions(row) for row in rows]
+        texts = self._render_texts(rows)
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
         for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
             length = len(ids)
             if not ids:
-                raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
+                raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
             if length > limit and rule == "error":
                 raise DataError(
                     f"{row.origin}: the prompt has {length} tokens, data.max_prompt_tokens is "
@@ -155,7 +155,7 @@ class PromptRenderer:
                 yield length, None
                 continue
             if length > limit:
-                ids = _cut(ids, limit, rule)
+                ids = _truncate(ids, limit, rule)
                 text = self._tokenizer.decode(ids)
             token_ids: IntArray = np.array(ids, dtype=np.int64)
             yield length, Prompt(
@@ -163,7 +163,7 @@ class PromptRenderer:
                 row.messages,
             )  # fmt: skip
 
-    def _none_fits(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
+    def _none_fits_error(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
         files = ", ".join(dict.fromkeys(row.uid.rpartition(":")[0] for row in rows))
         return DataError(
             f"{files}: none of the {len(rows)} prompts fits into "
@@ -172,7 +172,7 @@ class PromptRenderer:
             "right or middle to cut them"
         )
 
-    def demonstration(self, row: Row, every: bool, stop_ids: Sequence[int]) -> list[IntArray]:
+    def render_turns(self, row: Row, every: bool, stop_ids: Sequence[int]) -> list[IntArray]:
         """Render a conversation whose last message is an answer: a prompt, an answer, then what
         stands between answers and answers in turn.
 
@@ -184,25 +184,26 @@ class PromptRenderer:
             DataError: it has several answers, which the template does not separate.
             ModelError: the chat template fails.
         """
-        prompt = self._with_template(self._with_system(replace(row, messages=row.messages[:-1])))
+        prompt = self._with_instructions(replace(row, messages=row.messages[:-1]))
         messages = (*prompt.messages, row.messages[-1])
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         texts, done = [], ""
         for place in places if every else places[-1:]:
-            (before,) = self._texts([replace(row, messages=messages[:place])])
+            (before,) = self._render_texts([replace(row, messages=messages[:place])])
             through = before + messages[place]["content"]
             if self._use_chat_template:
-                through = self._text(replace(row, messages=messages[: place + 1]), answered=True)
+                turns = replace(row, messages=messages[: place + 1])
+                through = self._render_text(turns, answered=True)
             if not (before.startswith(done) and through.startswith(before)) or (
                 done and not self._use_chat_template
             ):
                 raise DataError(
-                    f"{row.origin}: without a chat template, or with this tokenizer's, an earlier "
-                    "answer is written in another way once a later one follows; set sft.turns=last"
+                    f"{row.origin}: the chat template, or its absence, renders an earlier answer "
+                    "differently once a later one follows; set sft.turns=last"
                 )
             texts += [before[len(done) :], through[len(before) :]]
             done = through
-        first, *rest = self._tokens(texts)
+        first, *rest = self._tokenize_parts(texts)
         for place in range(0, len(rest), 2):
             ids = rest[place]
             end = 1 + max((i for i, token in enumerate(ids) if token in stop_ids), default=-1)
@@ -214,18 +215,18 @@ class PromptRenderer:
         if not rest[-1] or rest[-1][-1] not in stop_ids:
             rest[-1] = [*rest[-1], stop_ids[0]]
         if not first:
-            raise DataError(f"{row.origin}: the prompt has no tokens; give it a text")
+            raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
         return [np.array(ids, dtype=np.int64) for ids in (first, *rest)]
 
-    def _texts(self, rows: Sequence[Row]) -> list[str]:
+    def _render_texts(self, rows: Sequence[Row]) -> list[str]:
         """Render the conversations; a template that does not end is stopped in the main thread."""
         texts: list[str] = []
         done = -1
 
-        def look(*_: object) -> None:
+        def on_timer(*_: object) -> None:
             nonlocal done
             if done == len(texts):
-                raise TimeoutError(f"it has not ended after {TEMPLATE_S:g} s")
+                raise TimeoutError(f"it did not finish within {TEMPLATE_S:g} s")
             done = len(texts)
 
         with contextlib.ExitStack() as stack:
@@ -233,13 +234,13 @@ class PromptRenderer:
             if self._use_chat_template and is_main:
                 stack.callback(signal.signal, signal.SIGVTALRM, signal.getsignal(signal.SIGVTALRM))
                 stack.callback(signal.setitimer, signal.ITIMER_VIRTUAL, 0)
-                signal.signal(signal.SIGVTALRM, look)
+                signal.signal(signal.SIGVTALRM, on_timer)
                 signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_S, TEMPLATE_S)
             for row in rows:
-                texts.append(self._text(row) if self._use_chat_template else row.text)
+                texts.append(self._render_text(row) if self._use_chat_template else row.text)
         return texts
 
-    def _text(self, row: Row, answered: bool = False) -> str:
+    def _render_text(self, row: Row, answered: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -254,49 +255,45 @@ class PromptRenderer:
             is_custom = self._config.chat_template != "auto"
             whose = "data.chat_template" if is_custom else "the tokenizer's chat template"
             raise ModelError(
-                f"{row.origin}: {whose} fails: {error_line(error)}; mend it, or set "
+                f"{row.origin}: {whose} fails: {error_line(error)}; fix it, or set "
                 "data.chat_template=none"
             ) from error
         return cast(str, text)
 
-    def _with_system(self, row: Row) -> Row:
-        if self._config.system_prompt is None:
-            return row
-        rest = row.messages[1:] if row.messages[0]["role"] == "system" else row.messages
-        system = {"role": "system", "content": self._config.system_prompt}
-        return replace(row, messages=(system, *rest))
-
-    def _with_template(self, row: Row) -> Row:
+    def _with_instructions(self, row: Row) -> Row:
+        """Add the system prompt, and the source's template around the last user message."""
+        messages, system = list(row.messages), self._config.system_prompt
+        if system is not None:
+            rest = messages[1:] if messages[0]["role"] == "system" else messages
+            messages = [{"role": "system", "content": system}, *rest]
         template = self._templates.get(row.data_source.lower(), self._templates.get(_EVERY_SOURCE))
-        if template is None:
-            return row
-        at = max((i for i, m in enumerate(row.messages) if m["role"] == "user"), default=None)
-        if at is None:
-            raise DataError(
-                f"{row.origin}: no message has the role user, so data.prompt_template has no "
-                "place; add one, or take the template away"
-            )
-        messages = list(row.messages)
-        content = template.replace(_PLACE, messages[at]["content"])
-        messages[at] = {**messages[at], "content": content}
+        if template is not None:
+            at = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+            if at is None:
+                raise DataError(
+                    f"{row.origin}: no message has the role user, which data.prompt_template "
+                    "needs; add one, or remove the template"
+                )
+            content = template.replace(_PLACE, messages[at]["content"])
+            messages[at] = {**messages[at], "content": content}
         return replace(row, messages=tuple(messages))
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
         encoded = self._tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
         return cast("list[list[int]]", encoded["input_ids"])
 
-    def _tokens(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize_parts(self, texts: list[str]) -> list[list[int]]:
         """Tokenize texts that stand in a row, the first as a prompt.
 
         Some tokenizers put a space in front of whatever they are given: theirs are cut out of the
         text as a whole, where its tokens end with the texts before.
         """
-        parts = self._ids(texts)
+        parts = self._tokenize(texts)
         if self._adds_space:
             done: list[int] = []
-            for place, ids in enumerate(self._ids([*accumulate(texts)])):
+            for place, ids in enumerate(self._tokenize([*accumulate(texts)])):
                 if ids[: len(done)] == done:
                     parts[place] = ids[len(done) :]
                 done += parts[place]
@@ -306,7 +303,7 @@ class PromptRenderer:
     def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         if not texts:
             return
-        for ids in self._ids(texts):
+        for ids in self._tokenize(texts):
             yield ids if ids[:1] == self._bos else self._bos + ids
 
 
@@ -332,20 +329,10 @@ def _chat_template(tokenizer: Any, config: DataConfig) -> str:
     for name in config.chat_template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise ConfigError(
-                f"data.chat_template_kwargs.{name}: the chat template reads no variable of that "
-                "name; leave it out, or give another template in data.chat_template"
+                f"data.chat_template_kwargs.{name}: the chat template has no variable of that "
+                "name; remove it, or set another template in data.chat_template"
             )
     return template
-
-
-def _layouts(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Say which columns were taken, a line for the files of each layout."""
-    files: dict[str, dict[str, None]] = {}
-    for row in rows:
-        files.setdefault(row.layout, {})[row.uid.rpartition(":")[0]] = None
-    return tuple(
-        f"{', '.join(names)} read as {layout}" for layout, names in files.items() if layout
-    )
 
 
 def _templates(configured: Mapping[str, str]) -> dict[str, str]:
@@ -354,13 +341,13 @@ def _templates(configured: Mapping[str, str]) -> dict[str, str]:
     for source, template in configured.items():
         if source.lower() in templates:
             raise ConfigError(
-                f"data.prompt_template.{source} is given twice, in different case; keep one"
+                f"data.prompt_template.{source} is set twice, in different case; keep one"
             )
         templates[source.lower()] = template
     return templates
 
 
-def _cut(ids: list[int], limit: int, side: str) -> list[int]:
+def _truncate(ids: list[int], limit: int, side: str) -> list[int]:
     """Keep `limit` of the ids; the rest goes on the side named."""
     if side == "left":
         return ids[-limit:]

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from winnow.boxed import last_box_content
-from winnow.data.columns import AFTER_MARK, VERL, Record, after_mark, wrong_field
+from winnow.data.columns import AFTER_MARK, VERL, Record, field_error, gsm8k_answer
 from winnow.data.sources import Row, to_row
 
 _DEGREES = re.compile(r"\^\\circ|\^\{\\circ\}|°")
@@ -43,7 +43,7 @@ _AROUND = (
 )
 
 
-def bare(prompt: str) -> str:
+def strip_instruction(prompt: str) -> str:
     """Take a known instruction, and white space at the ends, off a prompt."""
     prompt = prompt.strip()
     for before, after in _AROUND:
@@ -52,26 +52,26 @@ def bare(prompt: str) -> str:
     return prompt
 
 
-def without_instruction(row: Row) -> tuple[Row, bool]:
+def strip_instructions(row: Row) -> tuple[Row, bool]:
     """Take known instructions off the user's messages; True if there was one."""
     messages, removed = [], False
     for message in row.messages:
         role, content = message["role"], message["content"]
         if role == "user":
-            content = bare(content)
+            content = strip_instruction(content)
             removed |= content != message["content"].strip()
         messages.append({"role": role, "content": content})
     return replace(row, messages=tuple(messages)), removed
 
 
-def with_dapo_instruction(question: str) -> str:
+def add_dapo_instruction(question: str) -> str:
     """Ask a bare question as the published DAPO files do."""
     return f"{_DAPO_BEFORE}{question}{_DAPO_AFTER}"
 
 
 Reader = tuple[Callable[[str], str | None], str]
 """Reads a ground truth out of a column's text, and says what the column must hold."""
-_MARKED: Reader = (after_mark, AFTER_MARK)
+_MARKED: Reader = (gsm8k_answer, AFTER_MARK)
 _AS_IT_STANDS: Reader = (str, "a text or a number")
 _BOXED: Reader = (last_box_content, "a text with the final answer in \\boxed{}")
 # The columns that may hold what is asked, and those of the ground truth with their readers.
@@ -110,20 +110,20 @@ class NamedSet:
         return "math" if self.truth else "code"
 
 
-def _splits(pattern: str) -> dict[str, tuple[str, ...]]:
+def _per_split(pattern: str) -> dict[str, tuple[str, ...]]:
     return {split: (pattern.format(split),) for split in ("train", "test")}
 
 
 # fmt: off
 SETS: Mapping[str, NamedSet] = {
     "gsm8k": NamedSet(
-        "openai/gsm8k", "MIT", _splits("main/{}-*.parquet"), "openai/gsm8k",
+        "openai/gsm8k", "MIT", _per_split("main/{}-*.parquet"), "openai/gsm8k",
         ("gsm8k", "openai/gsm8k"), _GSM8K, info=("question", "answer"), dapo_scored=False,
     ),
     # Every row in one file a split, as verl takes it; EleutherAI/hendrycks_math holds the same
     # problems in 14 files, and the original hendrycks/competition_math is off the hub.
     "math": NamedSet(
-        "DigitalLearningGmbH/MATH-lighteval", "MIT", _splits("data/{}-*.parquet"), "MATH",
+        "DigitalLearningGmbH/MATH-lighteval", "MIT", _per_split("data/{}-*.parquet"), "MATH",
         ("math", "math-500*", "huggingfaceh4/math-500", "lighteval/math",
          "digitallearninggmbh/math-lighteval"),
         _MATHS, info=("level", "type", "subject", "unique_id"),
@@ -159,7 +159,7 @@ SETS: Mapping[str, NamedSet] = {
     ),
     # The 427 problems that people went over; of the 974 many are ambiguous.
     "mbpp": NamedSet(
-        "google-research-datasets/mbpp", "CC-BY-4.0", _splits("sanitized/{}-*.parquet"), "mbpp",
+        "google-research-datasets/mbpp", "CC-BY-4.0", _per_split("sanitized/{}-*.parquet"), "mbpp",
         ("mbpp*",), info=("task_id", "code", "canonical_solution"), dapo_scored=False,
     ),
 }
@@ -176,7 +176,7 @@ def foreign_source(record: Record, named: NamedSet) -> str | None:
     return None if is_match else source.strip()
 
 
-def published_row(record: Record, origin: str, named: NamedSet) -> Row:
+def convert_row(record: Record, origin: str, named: NamedSet) -> Row:
     """Convert a row of a set, with the notes to keep in `extra_info`.
 
     Raises:
@@ -192,25 +192,22 @@ def published_row(record: Record, origin: str, named: NamedSet) -> Row:
         info = row.extra.get("extra_info")
         index = info.get("index") if isinstance(info, dict) else None
         notes = {} if index is None else {"original_index": str(index)}
-    truth = _text(row.ground_truth, origin, "reward_model.ground_truth")
-    is_renamed = row.data_source.lower() == named.renamed
-    return replace(
-        row,
-        data_source=named.data_source if is_renamed else row.data_source,
-        ground_truth=_integer(truth, origin) if named.is_integer else truth,
-        extra={"extra_info": notes},
-    )
+    truth = _to_text(row.ground_truth, origin, "reward_model.ground_truth")
+    truth = _parse_integer(truth, origin) if named.is_integer else truth
+    source = row.data_source
+    source = named.data_source if source.lower() == named.renamed else source
+    return replace(row, data_source=source, ground_truth=truth, extra={"extra_info": notes})
 
 
 def _from_columns(record: Record, origin: str, named: NamedSet) -> tuple[str, str]:
     """Return the question as it stands, and the ground truth."""
-    question = _filled(record, _QUESTIONS, origin, "a text in one of them")
-    column = _filled(record, named.truth, origin, "the final answer, or a text with it")
-    text = _text(record[column], origin, column)
+    question = _first_filled(record, _QUESTIONS, origin, "a text in one of them")
+    column = _first_filled(record, named.truth, origin, "the final answer, or a text with it")
+    text = _to_text(record[column], origin, column)
     read, expected = named.truth[column]
     truth = read(text)
     if not truth:
-        raise wrong_field(origin, column, text, expected)
+        raise field_error(origin, column, text, expected)
     return _source_text(record, question, origin), truth
 
 
@@ -225,7 +222,7 @@ def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]
         tests = _lines_of_code(record, "test_list", origin)
         imports = _lines_of_code(record, "test_imports", origin)
         if not tests:
-            raise wrong_field(origin, "test_list", None, "a list of Python asserts")
+            raise field_error(origin, "test_list", None, "a list of Python asserts")
         question = _WRITE.format(prompt.strip(), "\n".join([*imports, *tests]))
         truth: dict[str, Any] = {"test_list": tests, "prompt": "\n".join(imports)}
     else:
@@ -238,38 +235,38 @@ def _from_tests(record: Record, origin: str, named: NamedSet) -> tuple[str, str]
 def _source_text(record: Record, column: str, origin: str) -> str:
     value = record.get(column)
     if not isinstance(value, str) or not value.strip():
-        raise wrong_field(origin, column, value, "a text")
+        raise field_error(origin, column, value, "a text")
     return value
 
 
 def _lines_of_code(record: Record, column: str, origin: str) -> list[str]:
     value = record.get(column, [])
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise wrong_field(origin, column, value, "a list of texts")
+        raise field_error(origin, column, value, "a list of texts")
     return value
 
 
-def _integer(answer: str, origin: str) -> str:
+def _parse_integer(answer: str, origin: str) -> str:
     """Normalise an AIME answer: some files write `033`, and one writes degrees."""
     digits = _DEGREES.sub("", answer).strip("$ ")
     if not re.fullmatch(r"[0-9]{1,3}", digits):
-        raise wrong_field(origin, "the answer", answer, "an integer from 0 to 999")
+        raise field_error(origin, "the answer", answer, "an integer from 0 to 999")
     return str(int(digits))
 
 
-def _text(value: Any, origin: str, column: str) -> str:
+def _to_text(value: Any, origin: str, column: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         whole = isinstance(value, float) and value.is_integer()
         return str(int(value)) if whole else str(value)
     if not isinstance(value, str) or not value.strip():
-        raise wrong_field(origin, column, value, "a text or a number")
+        raise field_error(origin, column, value, "a text or a number")
     return value.strip()
 
 
-def _filled(record: Record, columns: Iterable[str], origin: str, expected: str) -> str:
+def _first_filled(record: Record, columns: Iterable[str], origin: str, expected: str) -> str:
     """Return the first of the columns that a row fills."""
     filled = next((column for column in columns if record.get(column) not in (None, "")), None)
     if filled is None:
         names = " or ".join(dict.fromkeys(name.lower() for name in columns))
-        raise wrong_field(origin, names, None, expected)
+        raise field_error(origin, names, None, expected)
     return filled

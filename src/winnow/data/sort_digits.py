@@ -78,7 +78,7 @@ def solution(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def row(digits: str) -> Row:
+def make_row(digits: str) -> Row:
     """Make a problem a row of data; its uid is the same whenever the problem comes round."""
     return Row(
         uid=f"{DATA_SOURCE}:{digits}",
@@ -107,17 +107,18 @@ class SortDigitsRows:
         return next(digits for digits in candidates if not is_held_out(digits))
 
     def candidates(self, index: int) -> Iterator[Row]:
-        yield row(self.digits(index))  # alone: they are all of a length
+        yield make_row(self.digits(index))  # alone: they are all of a length
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
         digits = uid.removeprefix(f"{DATA_SOURCE}:")
         fits = self._task.min_digits <= len(digits) <= self._task.max_digits
         if digits == uid or not fits or set(digits) - set(DIGITS) or is_held_out(digits):
             raise KeyError(uid)
-        return iter([row(digits)])
+        return iter([make_row(digits)])
 
     def held_out(self) -> list[Row]:
-        return [row(digits) for digits in held_out_problems(self._task, self._task.eval_problems)]
+        problems = held_out_problems(self._task, self._task.eval_problems)
+        return [make_row(digits) for digits in problems]
 
 
 def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
@@ -170,19 +171,19 @@ def demonstrations(
     """Make `count` demonstrations on training problems, in random order of their kinds."""
     kinds = rng.random(count)
     examples = []
-    for digits, kind in zip(_training_problems(count, task, rng), kinds, strict=True):
+    for digits, kind in zip(_draw_problems(count, task, rng), kinds, strict=True):
         if kind < config.guess_share:
-            text = _guess(digits, config.guess_noise, rng)
+            text = _write_guess(digits, config.guess_noise, rng)
         else:
             is_straight = kind < config.guess_share + config.working_share
             repeat = 0.0 if is_straight else config.repeat
-            text = _worked(digits, config.step_error, repeat, max_response_tokens, rng)
+            text = _write_working(digits, config.step_error, repeat, max_response_tokens, rng)
         response = np.append(encode(text), EOS_ID)[:max_response_tokens]
         examples.append(Demonstration(encode(prompt_text(digits)), response))
     return examples
 
 
-def _training_problems(count: int, task: SortDigitsTask, rng: np.random.Generator) -> list[str]:
+def _draw_problems(count: int, task: SortDigitsTask, rng: np.random.Generator) -> list[str]:
     problems: list[str] = []
     while len(problems) < count:
         lengths = rng.integers(task.min_digits, task.max_digits + 1, size=count).tolist()
@@ -194,7 +195,7 @@ def _training_problems(count: int, task: SortDigitsTask, rng: np.random.Generato
     return problems[:count]
 
 
-def _guess(digits: str, noise: float, rng: np.random.Generator) -> str:
+def _write_guess(digits: str, noise: float, rng: np.random.Generator) -> str:
     """Write an answer without working: the digits sorted by their value plus noise."""
     shifts = noise * rng.standard_normal(len(digits))
     keys = [int(digit) + shift for digit, shift in zip(digits, shifts, strict=True)]
@@ -202,21 +203,21 @@ def _guess(digits: str, noise: float, rng: np.random.Generator) -> str:
     return "#" + "".join(digits[i] for i in order)
 
 
-def _worked(
+def _write_working(
     digits: str, step_error: float, repeat: float, limit: int, rng: np.random.Generator
 ) -> str:
     """Write a chain of steps and its answer; each time with chance `repeat` it starts over first.
 
     An answer that starts over until it is longer than `limit` never comes to its end.
     """
-    text, answer = _chain(digits, step_error, rng)
+    text, answer = _write_steps(digits, step_error, rng)
     while len(text) <= limit and rng.random() < repeat:
-        again, answer = _chain(digits, step_error, rng)
+        again, answer = _write_steps(digits, step_error, rng)
         text = f"{text}?{again}"
     return f"{text}#{answer}"
 
 
-def _chain(digits: str, step_error: float, rng: np.random.Generator) -> tuple[str, str]:
+def _write_steps(digits: str, step_error: float, rng: np.random.Generator) -> tuple[str, str]:
     """Write the steps of a selection sort, and return the digits they picked, too.
 
     A step that errs is followed by steps that are right for what it wrote: the slip shows in
@@ -228,14 +229,14 @@ def _chain(digits: str, step_error: float, rng: np.random.Generator) -> tuple[st
         least = min(remaining)
         rest = remaining.replace(least, "", 1)
         if rng.random() < step_error:
-            least, rest = _slip(remaining, least, rest, rng)
+            least, rest = _make_error(remaining, least, rest, rng)
         steps.append(f"{least}|{rest}")
         picked.append(least)
         remaining = rest
     return ";".join(steps), "".join(picked)
 
 
-def _slip(remaining: str, least: str, rest: str, rng: np.random.Generator) -> tuple[str, str]:
+def _make_error(remaining: str, least: str, rest: str, rng: np.random.Generator) -> tuple[str, str]:
     """Make a step err: it picks a digit that is not the least, or miscopies one that is left.
 
     The last step has nothing else to pick or to copy: there the pick itself is miscopied.
@@ -245,10 +246,10 @@ def _slip(remaining: str, least: str, rest: str, rng: np.random.Generator) -> tu
         wrong = choices[rng.integers(len(choices))]
         return wrong, remaining.replace(wrong, "", 1)
     if not rest:
-        return _other_digit(least, rng), rest
+        return _draw_other_digit(least, rng), rest
     at = int(rng.integers(len(rest)))
-    return least, rest[:at] + _other_digit(rest[at], rng) + rest[at + 1 :]
+    return least, rest[:at] + _draw_other_digit(rest[at], rng) + rest[at + 1 :]
 
 
-def _other_digit(digit: str, rng: np.random.Generator) -> str:
+def _draw_other_digit(digit: str, rng: np.random.Generator) -> str:
     return DIGITS[(int(digit) + int(rng.integers(1, 10))) % 10]

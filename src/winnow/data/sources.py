@@ -21,8 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from winnow.config.data import DataConfig
-from winnow.data.columns import Layout, Record, error_line, excerpt, kind_of, layout_of, wrong_field
-from winnow.data.hub import FORMATS, fetch, is_on_hub, pinned, repo_of
+from winnow.data.columns import (
+    Layout,
+    Record,
+    describe_value,
+    detect_layout,
+    error_line,
+    excerpt,
+    field_error,
+)
+from winnow.data.hub import FORMATS, fetch_file, is_on_hub, parse_repo, pin_files
 from winnow.errors import DataError
 
 Message = Mapping[str, Any]
@@ -63,24 +71,24 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
         DataError: a file or a row is not usable.
     """
     config = config or DataConfig()
-    paths = files_of(paths, config)
+    paths = resolve_files(paths, config)
     short = [path.rstrip("/").rpartition("/")[2] for path in paths]
     rows: list[Row] = []
     for path, name in zip(paths, short, strict=True):
         # Files of one name in different folders need the whole path to distinguish their rows.
         file = name if short.count(name) == 1 else path
-        source = repo_of(path) or _FORMAT.sub("", name)
+        source = parse_repo(path) or _FORMAT.sub("", name)
         layout: Layout | None = None
         for number, record in read_records(path):
             origin = f"{path} row {number}"
-            layout = layout or layout_of(record, config, origin, source)
+            layout = layout or detect_layout(record, config, origin, source)
             rows.append(to_row(record, origin, f"{file}:{number}", layout))
         if layout is None:
-            raise DataError(f"{path}: the file has no rows; leave it out or write it again")
+            raise DataError(f"{path}: the file has no rows; remove it or write it again")
     return rows
 
 
-def files_of(paths: Sequence[str], config: DataConfig) -> list[str]:
+def resolve_files(paths: Sequence[str], config: DataConfig) -> list[str]:
     """Return the files that are named, those of the hub at their commit.
 
     Raises:
@@ -88,11 +96,11 @@ def files_of(paths: Sequence[str], config: DataConfig) -> list[str]:
     """
     repeated = next((path for path, count in Counter(paths).items() if count > 1), None)
     if repeated is not None:
-        raise DataError(f"{repeated}: given twice; name each data file once")
+        raise DataError(f"{repeated}: listed twice; list each data file once")
     return [
         file
         for path in paths
-        for file in (config.hub_files.get(path) or pinned(path) if is_on_hub(path) else (path,))
+        for file in (config.hub_files.get(path) or pin_files(path) if is_on_hub(path) else (path,))
     ]
 
 
@@ -106,12 +114,10 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
     source = layout.default_source if source in (None, "") and layout.default_source else source
     if not isinstance(source, str) or not source.strip():
         name = layout.source or "data_source"
-        raise wrong_field(origin, name, source, "a name that routes the answer to a scorer")
-    truth = layout.truth_of(record, origin)
+        raise field_error(origin, name, source, "a name that routes the answer to a scorer")
+    truth = layout.read_truth(record, origin)
     if record.get("images"):
-        raise DataError(
-            f"{origin}: images is set, but only text can be trained on; remove such rows"
-        )
+        raise DataError(f"{origin}: images is set, but only text is supported; remove such rows")
     used = {layout.source, layout.truth, layout.prompt}
     extra = {key: value for key, value in record.items() if key not in used}
     if layout.is_verl:
@@ -131,26 +137,26 @@ def _messages(record: Record, origin: str, prompt_key: str) -> tuple[Message, ..
         return ({"role": "user", "content": prompt},)
     if not isinstance(prompt, list) or not prompt:
         remedy = "" if prompt_key in record else "; data.prompt_key names the column"
-        raise wrong_field(origin, prompt_key, prompt, f"a text or a list of messages{remedy}")
+        raise field_error(origin, prompt_key, prompt, f"a text or a list of messages{remedy}")
     messages = []
     for i, message in enumerate(prompt):
         place = f"{prompt_key}[{i}]"
         if not isinstance(message, dict):
-            raise wrong_field(origin, place, message, "an object with role and content")
+            raise field_error(origin, place, message, "an object with role and content")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise wrong_field(origin, f"{place}.{key}", message.get(key), "a text")
+                raise field_error(origin, f"{place}.{key}", message.get(key), "a text")
         # Parquet gives every message each key that any of them has.
         messages.append({key: value for key, value in message.items() if value is not None})
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{origin}: {prompt_key} ends with an answer of the assistant; take that message off "
-            "the rows, as the policy writes it"
+            f"{origin}: {prompt_key} ends with an assistant message; remove that message from "
+            "the rows, as the policy generates it"
         )
     return tuple(messages)
 
 
-def check_files(paths: Sequence[str]) -> None:
+def check_files_exist(paths: Sequence[str]) -> None:
     """Refuse local files that are not there, before anything of a run is made.
 
     Raises:
@@ -171,23 +177,23 @@ def read_records(path: str) -> Iterator[tuple[int, Record]]:
     if Path(path).expanduser().is_dir():
         raise DataError(f"{path}: is a folder; name the data files in it")
     if not path.endswith(FORMATS):
-        raise DataError(f"{path}: not a known format; data files end in {', '.join(FORMATS)}")
-    content = _read(path)
+        raise DataError(f"{path}: unknown format; data files end in {', '.join(FORMATS)}")
+    content = _read_bytes(path)
     if not content:
         raise DataError(f"{path}: the file is empty; download or write it again")
-    records = _columnar(path, content) if path.endswith(_TABLES) else _lines(path, content)
+    records = _read_table(path, content) if path.endswith(_TABLES) else _parse_lines(path, content)
     for number, record in records:
         if not isinstance(record, dict):
             raise DataError(
-                f"{path} row {number}: must be an object with columns, got {kind_of(record)}; "
-                "write one JSON object a line"
+                f"{path} row {number}: must be an object with columns, got "
+                f"{describe_value(record)}; write one JSON object a line"
             )
         yield number, record
 
 
-def _read(path: str) -> bytes:
+def _read_bytes(path: str) -> bytes:
     if is_on_hub(path):
-        path = str(fetch(path, path))
+        path = str(fetch_file(path, path))
     try:
         if "://" not in path:
             return Path(path).expanduser().read_bytes()
@@ -208,8 +214,8 @@ def _read(path: str) -> bytes:
         raise DataError(f"{path}: cannot be read: {reason}; {remedy}") from error
 
 
-def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_split(path, content), start=1):
+def _parse_lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_read_lines(path, content), start=1):
         if not line.strip():
             continue
         try:
@@ -227,7 +233,7 @@ def _lines(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
         yield number, record
 
 
-def _split(path: str, content: bytes) -> Iterator[bytes]:
+def _read_lines(path: str, content: bytes) -> Iterator[bytes]:
     """Yield the lines of a file; a gzipped one, of which a few bytes may be very many, as read."""
     stream: io.BufferedIOBase = io.BytesIO(content)
     if path.endswith(".gz"):
@@ -248,14 +254,14 @@ def _split(path: str, content: bytes) -> Iterator[bytes]:
         ) from error
 
 
-def _columnar(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
+def _read_table(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
 
     # Dates out of Python's range, text that is not UTF-8, and whatever a type may hold that
     # Python cannot.
     faults = (pa.ArrowException, ValueError, OverflowError, TypeError, LookupError)
     number = 0
-    for batch in _batches(path, content):
+    for batch in _read_batches(path, content):
         names = batch.schema.names
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
@@ -263,7 +269,7 @@ def _columnar(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
         try:
             records = batch.to_pylist()
         except faults as error:
-            place = _bad_value(batch, number, faults)
+            place = _locate_bad_value(batch, number, faults)
             raise DataError(
                 f"{path}{place} cannot be read ({error_line(error)}); write it as text, in UTF-8"
             ) from error
@@ -272,7 +278,7 @@ def _columnar(path: str, content: bytes) -> Iterator[tuple[int, Any]]:
             yield number, record
 
 
-def _batches(path: str, content: bytes) -> Iterator[Any]:
+def _read_batches(path: str, content: bytes) -> Iterator[Any]:
     """Yield a file's rows in batches: many copies of a row take little space while packed."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -295,7 +301,7 @@ def _batches(path: str, content: bytes) -> Iterator[Any]:
         ) from error
 
 
-def _bad_value(batch: Any, before: int, faults: tuple[type[Exception], ...]) -> str:
+def _locate_bad_value(batch: Any, before: int, faults: tuple[type[Exception], ...]) -> str:
     """Say where the value of a batch stands that Python cannot take."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for number, value in enumerate(column, start=before + 1):

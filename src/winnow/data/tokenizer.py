@@ -47,7 +47,7 @@ def load_tokenizer(
     if is_folder and not has_tokenizer(local):
         raise ModelError(
             f"{field} {path}: the folder has no tokenizer (such as tokenizer.json); copy the "
-            "tokenizer's files from where the model comes from into it"
+            "tokenizer files of the original model into it"
         )
     if not is_folder:
         check_hub(path, field)
@@ -58,7 +58,7 @@ def load_tokenizer(
             )
     # A damaged tokenizer.json surfaces as a bare Exception of the tokenizers library.
     except Exception as error:
-        remedy = "mend its files" if is_folder else "check the name and your access to it"
+        remedy = "fix its files" if is_folder else "check the name and your access to it"
         raise ModelError(
             f"{field} {path}: cannot load its tokenizer: {brief(error)}; {remedy_of(error, remedy)}"
         ) from error
@@ -89,7 +89,7 @@ def stop_token_ids(
     Raises:
         ModelError: that file cannot be read.
     """
-    ids = [cast(int, tokenizer.eos_token_id), *_listed(loaded)]
+    ids = [cast(int, tokenizer.eos_token_id), *_as_list(loaded)]
     file = None
     if model_path:
         file = Path(local_folder(model_path)).expanduser() / "generation_config.json"
@@ -97,24 +97,22 @@ def stop_token_ids(
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ModelError(
-                f"{file}: not readable as JSON ({error}); mend or remove it"
-            ) from error
-        ids += _listed(config.get("eos_token_id") if isinstance(config, dict) else config)
+            raise ModelError(f"{file}: not readable as JSON ({error}); fix or remove it") from error
+        ids += _as_list(config.get("eos_token_id") if isinstance(config, dict) else config)
         if not all(isinstance(i, int) for i in ids):
             raise ModelError(
-                f"{file}: eos_token_id must be a token id or a list of them, got {ids[1:]}; mend "
+                f"{file}: eos_token_id must be a token id or a list of them, got {ids[1:]}; fix "
                 "or remove the file"
             )
     return tuple(dict.fromkeys(ids))
 
 
-def _listed(ids: Any) -> list[Any]:
+def _as_list(ids: Any) -> list[Any]:
     """Return the ids of `eos_token_id`, which may be one, several or none."""
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
-def decoder(
+def make_decoder(
     tokenizer: PreTrainedTokenizerBase, special_tokens: bool = False
 ) -> Callable[[IntArray | Sequence[int]], str]:
     """Make a function from ids to text, with or without special tokens.

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from winnow.config.data import CustomTask, DataConfig
-from winnow.data.columns import error_line, excerpt, layout_of
+from winnow.data.columns import detect_layout, error_line, excerpt
 from winnow.data.prompts import PromptSet
 from winnow.data.sources import Row, to_row
 from winnow.errors import DataError
@@ -79,7 +79,7 @@ class UserRows:
         """
         origin = f"{self._place} row {index}"
         record = _call_user(origin, lambda: self._source[index])
-        return self._checked(record, origin, f"{self.name}:{index}")
+        return self._check_row(record, origin, f"{self.name}:{index}")
 
     def held_out(self) -> list[Row]:
         """Check the held-out rows; none where the source has no such attribute.
@@ -89,7 +89,7 @@ class UserRows:
         """
         records = getattr(self._source, "held_out", ())
         return [
-            self._checked(each, f"{self._place} held_out[{i}]", f"{self.name}.held_out:{i}")
+            self._check_row(each, f"{self._place} held_out[{i}]", f"{self.name}.held_out:{i}")
             for i, each in enumerate(records)
         ]
 
@@ -102,17 +102,17 @@ class UserRows:
             raise KeyError(uid)
         return iter([self.row(int(index))])
 
-    def _checked(self, record: object, origin: str, uid: str) -> Row:
+    def _check_row(self, record: object, origin: str, uid: str) -> Row:
         if not isinstance(record, Mapping):
             raise DataError(
                 f"{origin}: must be a dict with columns, got a {type(record).__name__}; see "
                 "docs/data.md"
             )
-        return to_row(record, origin, uid, layout_of(record, self._config, origin, self.name))
+        return to_row(record, origin, uid, detect_layout(record, self._config, origin, self.name))
 
 
-class UserOrder:
-    """A sampler of the user's own: it chooses the row to come next, and hears the scores.
+class UserSampler:
+    """Wraps a user's sampler, which chooses the next row and receives the scores.
 
     `data.sampler` names a class that is called with the prompts of the run, its seed and
     `data.sampler_options`. `next()` returns the index of a prompt, `update(results)` gets after
@@ -129,18 +129,19 @@ class UserOrder:
         self._place = f"data.sampler {config.sampler}"
         if not isinstance(prompts, PromptSet):
             raise DataError(
-                f"{self._place} chooses among rows, and data/task={config.task.name} never ends; "
-                "set data.max_train_prompts, or data.sampler=null"
+                f"{self._place} needs a finite data set, and data/task={config.task.name} is "
+                "endless; set data.max_train_prompts, or data.sampler=null"
             )
         self._prompts = prompts
         make = load_user_object(str(config.sampler), "data.sampler", DataError)
-        self._order: Any = _call_user(
+        self._sampler: Any = _call_user(
             self._place, lambda: make(prompts.prompts, seed, **config.sampler_options)
         )
         methods = ("next", "update", "state_dict", "load_state_dict")
-        if lacking := [name for name in methods if not callable(getattr(self._order, name, None))]:
+        lacking = [m for m in methods if not callable(getattr(self._sampler, m, None))]
+        if lacking:
             raise DataError(
-                f"{self._place} has no {', '.join(lacking)}(); docs/extending.md shows one"
+                f"{self._place} has no method {', '.join(lacking)}; see docs/extending.md"
             )
 
     def next(self) -> int:
@@ -149,7 +150,7 @@ class UserOrder:
         Raises:
             DataError: the code fails, or returns no index.
         """
-        index = _call_user(self._place, self._order.next)
+        index = _call_user(self._place, self._sampler.next)
         if type(index) is not int or not 0 <= index < self._prompts.size:
             raise DataError(
                 f"{self._place}: next() must return an integer from 0 to {self._prompts.size - 1}, "
@@ -158,18 +159,18 @@ class UserOrder:
         return index
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Tell the scores of prompts that are used up."""
-        index = self._prompts.index
-        results = [(index(g.prompt.uid), [a.score for a in g.answers]) for g in groups]
-        _call_user(self._place, lambda: self._order.update(results))
+        """Pass the scores of used prompts to the user's sampler."""
+        index = self._prompts.index_by_uid
+        results = [(index[g.prompt.uid], [a.score for a in g.answers]) for g in groups]
+        _call_user(self._place, lambda: self._sampler.update(results))
 
     def state_dict(self) -> Any:
         """Return a copy of the user's state."""
-        return copy.deepcopy(_call_user(self._place, self._order.state_dict))
+        return copy.deepcopy(_call_user(self._place, self._sampler.state_dict))
 
     def load_state_dict(self, state: Any) -> None:
-        """Become what `state_dict` described."""
-        _call_user(self._place, lambda: self._order.load_state_dict(copy.deepcopy(state)))
+        """Restore the user's state."""
+        _call_user(self._place, lambda: self._sampler.load_state_dict(copy.deepcopy(state)))
 
 
 def _call_user(origin: str, call: Callable[[], Any]) -> Any:

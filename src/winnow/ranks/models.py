@@ -20,7 +20,7 @@ from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import Fsdp2, LocalCluster, Megatron
 from winnow.data.prompts import PromptSet
-from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
+from winnow.data.tokenizer import has_tokenizer, load_tokenizer, make_decoder, stop_token_ids
 from winnow.errors import ConfigError, ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.fetch import local_folder
@@ -192,7 +192,7 @@ def load_policy(
         check_replay(model)
     generation = getattr(model, "generation_config", None)
     stop_ids = stop_token_ids(tokenizer, path, getattr(generation, "eos_token_id", None))
-    decode = decoder(tokenizer)
+    decode = make_decoder(tokenizer)
     return LoadedPolicy(path, device, model, tokenizer, decode, vocabulary, stop_ids, source)
 
 

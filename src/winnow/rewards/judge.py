@@ -25,7 +25,7 @@ from winnow.errors import RewardError
 from winnow.http.client import LONGEST_RETRY_AFTER_S, HttpJson, RemoteError, token_of
 from winnow.rewards.judge_cache import JudgeReply, ReplyCache, cache_path
 from winnow.rewards.judge_prompt import JudgePrompt
-from winnow.rewards.task import Failure, Verdict
+from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class TokenBucket:
         now: seconds of any clock that does not go back.
     """
 
-    def __init__(self, limit: int, whole: bool, now: float) -> None:
+    def __init__(self, limit: int, indivisible: bool, now: float) -> None:
         # One by one, a bucket of c lets fewer than c + 60 * rate + 1 through in less than a minute.
-        self._capacity = float(max(1, limit // 10)) if whole else limit / 10
-        self._rate = (limit - self._capacity + whole) / _MINUTE_S
+        self._capacity = float(max(1, limit // 10)) if indivisible else limit / 10
+        self._rate = (limit - self._capacity + indivisible) / _MINUTE_S
         self._level = self._capacity
         self._since = now
 
@@ -74,7 +74,7 @@ class TokenBucket:
         return max(lacking, 0.0) / self._rate if lacking > _NOTHING else 0.0
 
     def take(self, amount: float) -> None:
-        """Take an amount, into debt if need be; a negative one gives back."""
+        """Take an amount, below zero if need be; a negative amount refunds."""
         self._level = min(self._level - amount, self._capacity)
 
 
@@ -97,8 +97,8 @@ class RateLimit:
         self._tokens = TokenBucket(tokens_per_minute or _NO_LIMIT, False, now)
         self._paused_until = now
 
-    def ask(self, tokens: float) -> float:
-        """Take a request of so many tokens; return 0, or the seconds after which to ask again."""
+    def try_acquire(self, tokens: float) -> float:
+        """Take one request and its tokens and return 0, or return the seconds to wait."""
         now = self._clock()
         waits = (self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
         wait_s = max(self._paused_until - now, *waits)
@@ -108,18 +108,18 @@ class RateLimit:
         return max(wait_s, 0.0)
 
     def settle(self, estimated: float, used: float) -> None:
-        """Correct the estimate that a request was let through with."""
+        """Replace a request's estimated tokens by those used."""
         self._tokens.take(used - estimated)
 
     def pause(self, seconds: float) -> None:
-        """Let nothing through for a while, as a service asked for."""
+        """Block all requests for some seconds."""
         self._paused_until = max(self._paused_until, self._clock() + seconds)
 
 
 class JudgeClient(Protocol):
-    """The way to a judge's model, on a separate event loop."""
+    """A client of a judge's model, on a separate event loop."""
 
-    place: object
+    cache_scope: object
     """Plain data: replies from here are cached separately from others."""
     counts: Counter[str]
     has_answered: bool = False
@@ -131,11 +131,11 @@ class JudgeClient(Protocol):
         """Raise a ValueError of one line where these cannot be put to the model."""
         return
 
-    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
-        """Ask, on the client's loop; what came to nothing for this question is a RemoteError."""
+    async def fetch_reply(self, body: Mapping[str, Any]) -> JudgeReply:
+        """Request a reply, on the client's loop; RemoteError: only this request failed."""
 
     def progress(self) -> int:
-        """Return a count that moves while the model writes, if that is seen."""
+        """Return a count that grows while the model generates, if that can be observed."""
         return 0
 
     def without_token(self, text: str) -> str:
@@ -146,7 +146,7 @@ class JudgeClient(Protocol):
         """Run a coroutine on the client's loop."""
 
     def close(self) -> None:
-        """Leave the model alone."""
+        """Release the model."""
 
 
 class _HttpClient(HttpJson, JudgeClient):
@@ -160,26 +160,28 @@ class _HttpClient(HttpJson, JudgeClient):
         key = token_of(config.api_key_env, "reward.judge.api_key_env")
         super().__init__(config.base_url, key, config.max_concurrent, config.retries + 1, backoff_s)
         self._config = config
-        self.place = f"{config.base_url.rstrip('/')}/{_PATH}"
+        self.cache_scope = f"{config.base_url.rstrip('/')}/{_PATH}"
         self._limit = RateLimit(config.requests_per_minute, config.tokens_per_minute)
         self._turn = asyncio.Lock()
-        self.counts = no_counts()
+        self.counts = zero_counts()
 
     def settings(self) -> dict[str, Any]:
         config = self._config
         fields = {name: getattr(config, name) for name in ("model", "temperature", "max_tokens")}
         return {**fields, "seed": config.seed, **config.options}
 
-    async def reply(self, body: Mapping[str, Any]) -> JudgeReply:
+    async def fetch_reply(self, body: Mapping[str, Any]) -> JudgeReply:
         reply: JudgeReply = await self.request(_PATH, body, self._config.timeout_s)
         return reply
 
     async def attempt(self, path: str, body: Any, timeout_s: float, number: int) -> JudgeReply:
         """Send a request once its turn comes."""
-        prompt_tokens = _bytes(body["messages"]) / _BYTES_PER_TOKEN
+        # Bytes of UTF-8, because a script with long characters has more tokens.
+        texts = [each["content"].encode("utf-8", "replace") for each in body["messages"]]
+        prompt_tokens = sum(map(len, texts)) / _BYTES_PER_TOKEN
         estimated = prompt_tokens + self._config.max_tokens
         async with self._turn:  # first come, first served
-            while (wait_s := self._limit.ask(estimated)) > 0:
+            while (wait_s := self._limit.try_acquire(estimated)) > 0:
                 await asyncio.sleep(wait_s)
         self.counts["requests"] += 1
         self.counts["retries"] += number > 1
@@ -218,7 +220,7 @@ class _HttpClient(HttpJson, JudgeClient):
         return JudgeReply(text, tokens, choice.get("finish_reason") == "length")
 
 
-def no_counts() -> Counter[str]:
+def zero_counts() -> Counter[str]:
     """Return a judge's counts, by name, at its start."""
     return Counter(dict.fromkeys(_COUNTS, 0))
 
@@ -250,7 +252,7 @@ class Judge:
         path = cache_path(config.cache)
         self._cache = None if path is None else ReplyCache(path)
         if self._cache is not None:
-            replies, size = self._cache.size()
+            replies, size = self._cache.count_and_bytes()
             log.info("judge: %s holds %s replies, %s KiB", path, f"{replies:,}", f"{size >> 10:,}")
         self._counts = self._client.counts
         self._reported: Counter[str] = Counter()
@@ -259,11 +261,11 @@ class Judge:
 
     @property
     def scored(self) -> int:
-        """Moves with each answer, and while one is judged where that is seen."""
+        """A count that grows with each answer, and while one is judged if that can be observed."""
         return self._scored + self._client.progress()
 
     def check(self, prompt: Prompt) -> None:
-        """Check before training that an answer to a prompt can be put to the judge.
+        """Check before training that the judge can be asked about answers to a prompt.
 
         Raises:
             RewardError: a template fails, or the question is too long.
@@ -271,10 +273,10 @@ class Judge:
         try:
             self._client.check(self._prompt.messages(prompt, ""))
         except ValueError as error:
-            raise RewardError(f"{error} on prompt {prompt.uid}; mend it") from error
+            raise RewardError(f"{error} on prompt {prompt.uid}; fix it") from error
 
-    def begin(self, prompt: Prompt, text: str) -> Verdict:
-        """Ask for an answer's score; the future holds it, or why there is none.
+    def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
+        """Start scoring an answer; the future gets its score or a `Failure`.
 
         The future raises RewardError where the endpoint refuses every request, or the cache fails.
         """
@@ -282,13 +284,13 @@ class Judge:
             messages = self._prompt.messages(prompt, text)
         except ValueError as error:
             self._scored += 1
-            refused: Verdict = asyncio.get_running_loop().create_future()
-            refused.set_result(Failure(f"the judge: {error}", ""))
+            refused: ScoreFuture = asyncio.get_running_loop().create_future()
+            refused.set_result(Failure(f"the judge: {error}"))
             return refused
         key = json.dumps(messages)
         work = self._under_way.get(key)
         if work is None:
-            work = self._under_way[key] = self._client.submit(self._judged(messages))
+            work = self._under_way[key] = self._client.submit(self._judge(messages))
             work.add_done_callback(lambda _: self._under_way.pop(key, None))
         # Shielded, because others may wait for it, too, and what was paid for should be kept.
         verdict = asyncio.shield(asyncio.wrap_future(work))
@@ -303,16 +305,17 @@ class Judge:
         return {f"judge/{name}": counts[name] - before[name] for name in _COUNTS}
 
     def close(self) -> None:
-        """End what is under way, and close the cache."""
+        """Cancel what is in flight, and close the cache."""
         self._client.close()
         if self._cache is not None:
             self._cache.close()
 
-    async def _judged(self, messages: list[dict[str, str]]) -> float | Failure:
+    async def _judge(self, messages: list[dict[str, str]]) -> float | Failure:
         try:
             for attempt in range(2):
-                reply = await self._reply(self._body(messages, attempt), attempt)
-                value = self._prompt.read(reply.text, reply.is_cut)
+                body = self._request_body(messages, attempt)
+                reply = await self._fetch_cached_reply(body, attempt)
+                value = self._prompt.parse_reply(reply.text, reply.is_cut)
                 if value is not None:
                     return value
                 self._counts["unparsed"] += 1
@@ -320,35 +323,34 @@ class Judge:
             is_one_question = error.status == 403 and self._client.has_answered
             if error.status in _NEVER and not is_one_question:
                 raise RewardError(
-                    f"the judge answers nothing: {error.line}; see to reward.judge."
+                    f"the judge refuses every request: {error.line}; check reward.judge."
                     f"{_NEVER[error.status]}"
                 ) from None
-            return Failure(f"the judge: {error.line}", "")
+            return Failure(f"the judge: {error.line}")
         finally:
             self._scored += 1
         shown = self._client.without_token(reply.text)
         end = f"it ends with {shown[-_SHOWN:]!r}" if shown else "it is empty"
         return Failure(
-            f"the judge: no number was read from its reply by reward.judge.parse, twice over; {end}"
-            " (reward.judge.max_tokens may have cut it off)",
-            "",
+            f"the judge: reward.judge.parse matched no number in two replies; {end}"
+            " (reward.judge.max_tokens may be too low)"
         )
 
-    async def _reply(self, body: Mapping[str, Any], attempt: int) -> JudgeReply:
-        request = json.dumps([self._client.place, body, attempt], sort_keys=True)
+    async def _fetch_cached_reply(self, body: Mapping[str, Any], attempt: int) -> JudgeReply:
+        request = json.dumps([self._client.cache_scope, body, attempt], sort_keys=True)
         question = hashlib.sha256(request.encode()).digest()
         if self._cache is not None:
             cached = await asyncio.to_thread(self._cache.get, question)
             if cached is not None:
                 self._counts["cache_hits"] += 1
                 return cached
-        reply = await self._client.reply(body)
+        reply = await self._client.fetch_reply(body)
         # Cut off, it is no reply to a built-in template; one of the user's own may want it short.
         if self._cache is None or (reply.is_cut and self.config.template in TEMPLATES):
             return reply
         return await asyncio.to_thread(self._cache.put, question, reply)
 
-    def _body(self, messages: list[dict[str, str]], attempt: int) -> dict[str, Any]:
+    def _request_body(self, messages: list[dict[str, str]], attempt: int) -> dict[str, Any]:
         """The request; a second one would get the first one's reply at the same sampling."""
         body: dict[str, Any] = {"messages": messages, **self._client.settings()}
         if attempt > 0:
@@ -357,8 +359,3 @@ class Judge:
             if isinstance(body["seed"], int):
                 body["seed"] += 1
         return {field: value for field, value in body.items() if value is not None}
-
-
-def _bytes(messages: Any) -> int:
-    """Bytes of the messages' texts in UTF-8: a script with long characters has more tokens."""
-    return sum(len(each["content"].encode("utf-8", "replace")) for each in messages)

@@ -66,7 +66,7 @@ class ReplyCache:
                 (mark,) = execute("PRAGMA application_id").fetchone()
                 (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
                 if mark != _MARK and tables:
-                    raise sqlite3.DatabaseError("it holds tables of something else")
+                    raise sqlite3.DatabaseError("it has tables of another program")
                 execute(f"CREATE TABLE IF NOT EXISTS replies ({_COLUMNS})")
                 execute(f"PRAGMA application_id = {_MARK}")
                 execute("COMMIT")
@@ -83,7 +83,7 @@ class ReplyCache:
         return None if row is None else JudgeReply(row[0].decode("utf-8", "surrogatepass"), row[1])
 
     def put(self, question: bytes, reply: JudgeReply) -> JudgeReply:
-        """Keep a reply, and return the one that is kept: another process may have been quicker."""
+        """Store a reply, and return the stored one: another process may have been first."""
         text = reply.text.encode("utf-8", "surrogatepass")
         with self._locked():
             self._connection.execute(
@@ -92,14 +92,14 @@ class ReplyCache:
             )
         return self.get(question) or reply
 
-    def size(self) -> tuple[int, int]:
+    def count_and_bytes(self) -> tuple[int, int]:
         """Return the number of replies, and the bytes of the file."""
         with self._locked():
             (replies,) = self._connection.execute("SELECT count(*) FROM replies").fetchone()
         return int(replies), self._path.stat().st_size
 
     def close(self) -> None:
-        """Wait for what is being written, and close the file."""
+        """Wait for pending writes, and close the file."""
         with self._lock:
             self._connection.close()
 
@@ -112,11 +112,11 @@ class ReplyCache:
                 yield
         except (sqlite3.OperationalError, OSError) as error:
             raise RewardError(
-                f"{where} cannot be used ({error}); see to its folder and disk, or give another "
-                "path, or none"
+                f"{where} cannot be used ({error}); check its folder and disk space, or set "
+                "another path, or none"
             ) from error
         except sqlite3.Error as error:
             raise RewardError(
-                f"{where} is damaged or no file of winnow's ({error}); give another path, or "
-                "delete it: what it held is asked for again"
+                f"{where} is damaged or not a judge cache ({error}); set another path, or "
+                "delete it (its replies are then requested again)"
             ) from error

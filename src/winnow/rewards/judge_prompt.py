@@ -96,11 +96,11 @@ class JudgePrompt:
             "data_source": prompt.data_source,
         }
         return [
-            {"role": role, "content": _rendered(role, template, values)}
+            {"role": role, "content": _render(role, template, values)}
             for role, template in self._roles
         ]
 
-    def read(self, reply: str, is_cut: bool = False) -> float | None:
+    def parse_reply(self, reply: str, is_cut: bool = False) -> float | None:
         """Return the number in a reply, from its last match; None: it has none.
 
         Args:
@@ -119,7 +119,7 @@ class JudgePrompt:
         return (number - lowest) / (highest - lowest) if lowest <= number <= highest else None
 
 
-def _rendered(role: str, template: Template, values: dict[str, Any]) -> str:
+def _render(role: str, template: Template, values: dict[str, Any]) -> str:
     try:
         return template.render(values)
     except (

@@ -1,4 +1,4 @@
-"""`Manager`: has answers scored by rules or by the user's code, somewhere."""
+"""`Manager`: the interface of what scores answers, by rules or by the user's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Manager:
-    """Has answers scored; used from one event loop at a time, and closed by its owner.
+    """Scores answers; used from one event loop at a time, and closed by its owner.
 
     Scores come back in whatever order; an answer's score depends on that answer alone. A fault of a
     scorer costs its own answer only: it becomes a `Failure` in one line. Contract tests:
@@ -22,26 +22,26 @@ class Manager:
 
     _pool: ScorerPool | None = None
     _done = 0
-    """Answers that were dealt with here."""
+    """Answers scored in this process."""
 
     @property
     def scored(self) -> int:
-        """Answers that were dealt with beside the event loop: grows while scoring gets on."""
+        """Answers scored outside the event loop so far; grows while scoring makes progress."""
         return self._done + (0 if self._pool is None else self._pool.finished)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        """Start what these sources need.
+        """Start the workers and services that these sources need.
 
         Raises:
             RewardError: one cannot be scored.
         """
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        """Return whether scores come later, while the run's own process does other things."""
+        """Return whether scores arrive later, while the run's process does other work."""
         return True
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
-        """Score one answer, or say why that failed.
+        """Score one answer, or return why that failed.
 
         Raises:
             RewardError: no answer can be scored any more.
@@ -49,6 +49,6 @@ class Manager:
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what was started; may be called twice."""
+        """Stop workers and services; may be called twice."""
         if self._pool is not None:
             self._pool.close()

@@ -1,4 +1,4 @@
-"""The managers: each has answers scored by rules or by the user's code, somewhere.
+"""The managers: each scores answers by rules or by the user's code, in some process.
 
 | name | calls | where |
 |---|---|---|
@@ -31,13 +31,13 @@ from winnow.rewards.scorers import SCORERS, Scorer
 from winnow.rewards.task import (
     Failure,
     UserScorer,
-    checked,
-    failure_of,
-    late_failure,
+    check_score,
+    make_failure,
+    parse_result,
     raise_if_cancelled,
-    read_result,
     score_by_call,
     score_by_rule,
+    timeout_failure,
 )
 from winnow.types import Prompt, Score
 from winnow.user_code import load_user_object
@@ -49,29 +49,29 @@ log = logging.getLogger(__name__)
 
 
 def make_manager(config: RewardConfig) -> Manager:
-    """Load what scores, and start the workers that a user's function needs.
+    """Make the manager of a recipe, and start the workers that a user's function needs.
 
     Raises:
         RewardError: a scorer's name, the user's file or class, or the service is wrong.
     """
     if config.manager.name == "remote":
-        from winnow.rewards.remote import RemoteCalls
+        from winnow.rewards.remote import HttpManager
 
-        return RemoteCalls(config)
+        return HttpManager(config)
     if isinstance(config.manager, CustomManager):
-        return CustomCalls(config.manager, config)
-    return Rules(config) if config.function.path is None else FunctionCalls(config)
+        return UserManager(config.manager, config)
+    return RuleManager(config) if config.function.path is None else FunctionManager(config)
 
 
-def rules_place(config: RewardConfig) -> Literal["by_scorer", "here", "apart"]:
-    """Return where built-in rules run, which may score parts besides a user's function, too."""
+def rules_location(config: RewardConfig) -> Literal["by_scorer", "in_process", "workers"]:
+    """Return where built-in rules run; they may score parts besides a user's function."""
     if isinstance(config.manager, NaiveManager) or config.workers == 0:
-        return "here"
+        return "in_process"
     is_parallel = isinstance(config.manager, ParallelManager)
-    return "apart" if is_parallel or config.workers is not None else "by_scorer"
+    return "workers" if is_parallel or config.workers is not None else "by_scorer"
 
 
-class Rules(Manager):
+class RuleManager(Manager):
     """Runs built-in scorers; routes answers to them by data source.
 
     Rules are quick and end by themselves. Those that are `Scorer.offloaded` run in worker
@@ -82,11 +82,11 @@ class Rules(Manager):
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self.router = Router(config.scorers)
-        place = rules_place(config)
+        place = rules_location(config)
         self._offloaded = {
             scorer.name
             for scorer in SCORERS.values()
-            if place == "apart" or (place == "by_scorer" and scorer.offloaded)
+            if place == "workers" or (place == "by_scorer" and scorer.offloaded)
         }
         self._threads: ThreadPoolExecutor | None = None
 
@@ -103,14 +103,14 @@ class Rules(Manager):
         """
         for scorer in scorers:
             if scorer.sandboxed:
-                self._programs()
+                self._get_threads()
             elif scorer.name in self._offloaded:
-                self._workers()
+                self._get_pool()
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        return any(self.is_late(self.router.scorer(source)) for source in data_sources)
+        return any(self.is_offloaded(self.router.scorer(source)) for source in data_sources)
 
-    def is_late(self, scorer: Scorer) -> bool:
+    def is_offloaded(self, scorer: Scorer) -> bool:
         """Return whether a scorer's scores come from workers or the sandbox."""
         return scorer.sandboxed or scorer.name in self._offloaded
 
@@ -122,7 +122,7 @@ class Rules(Manager):
         arguments = prompt.data_source, text, prompt.ground_truth, prompt.extra
         if scorer.sandboxed:
             call = asyncio.get_running_loop().run_in_executor(
-                self._programs(), score_by_rule, scorer, arguments
+                self._get_threads(), score_by_rule, scorer, arguments
             )
             try:
                 return await call
@@ -130,7 +130,7 @@ class Rules(Manager):
                 self._done += 1
         if scorer.name in self._offloaded:
             plain = (*arguments[:3], dict(prompt.extra))
-            return await self._workers().score(scorer.name, 0, plain)
+            return await self._get_pool().score(scorer.name, 0, plain)
         return score_by_rule(scorer, arguments)
 
     def close(self) -> None:
@@ -142,14 +142,14 @@ class Rules(Manager):
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
 
-    def _workers(self) -> ScorerPool:
+    def _get_pool(self) -> ScorerPool:
         if self._pool is None:
             from winnow.rewards.pool import ScorerPool
 
             self._pool = ScorerPool(self._config)
         return self._pool
 
-    def _programs(self) -> ThreadPoolExecutor:
+    def _get_threads(self) -> ThreadPoolExecutor:
         """Threads that wait for the sandbox, one for each of its slots."""
         if self._threads is None:
             import winnow.sandbox
@@ -159,7 +159,7 @@ class Rules(Manager):
         return self._threads
 
 
-class FunctionCalls(Manager):
+class FunctionManager(Manager):
     """Calls a user's function: in workers with limits of time and memory, or here without any.
 
     With `reward/manager=batch` answers that wait while all workers are busy go together into the
@@ -172,7 +172,7 @@ class FunctionCalls(Manager):
 
     def __init__(self, config: RewardConfig) -> None:
         self._user: UserScorer | None = None
-        if rules_place(config) == "here":
+        if rules_location(config) == "in_process":
             user = config.function
             self._user = UserScorer(str(user.path), user.name, user.kwargs)
         else:
@@ -199,8 +199,8 @@ class FunctionCalls(Manager):
             self._done += 1
 
 
-class CustomCalls(Manager):
-    """A manager of the user's own: a class by import path, with what is left out filled in.
+class UserManager(Manager):
+    """Wraps a user's manager, a class by import path; missing methods get defaults.
 
         class MyManager:
             def __init__(self, config, **kwargs): ...  # section `reward`; reward.manager.kwargs
@@ -221,23 +221,23 @@ class CustomCalls(Manager):
         self._where = f"{field} {section.path}"
         self._timeout_s = config.timeout_s
         factory = load_user_object(section.path, field, RewardError)
-        self._custom = self._guarded("making it", factory, config, **section.kwargs)
+        self._custom = self._call_guarded("the constructor", factory, config, **section.kwargs)
         if not callable(getattr(self._custom, "score", None)):
             raise RewardError(
-                f"{self._where} has no method score; give it `async def score(self, prompt, text)`"
+                f"{self._where} has no method score; add `async def score(self, prompt, text)`"
             )
         for method in ("prepare", "takes_time", "close"):  # where nothing can wait for them
             if inspect.iscoroutinefunction(getattr(self._custom, method, None)):
                 raise RewardError(
-                    f"{self._where}: its {method} is asynchronous, and only score may be; "
-                    f"write `def {method}`"
+                    f"{self._where}: its {method} is a coroutine function, which only score "
+                    f"may be; write `def {method}`"
                 )
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        self._ask("prepare", list(data_sources))
+        self._call_optional("prepare", list(data_sources))
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        reply = self._ask("takes_time", list(data_sources))
+        reply = self._call_optional("takes_time", list(data_sources))
         return inspect.iscoroutinefunction(self._custom.score) if reply is None else bool(reply)
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
@@ -250,31 +250,33 @@ class CustomCalls(Manager):
                     result = await result
             if isinstance(result, Failure):
                 return result
-            score = result if isinstance(result, Score) else read_result(result)
+            score = result if isinstance(result, Score) else parse_result(result)
             # The reward that learning sees is made of parts.
-            return checked(score if score.parts else replace(score, parts={"task": score.reward}))
+            return check_score(
+                score if score.parts else replace(score, parts={"task": score.reward})
+            )
         except RewardError:  # its way to say that nothing can be scored any more
             raise
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             raise_if_cancelled(error)
             if limit.expired() and isinstance(error, TimeoutError):
-                return late_failure(self._timeout_s)
-            return failure_of(error, inspect.getsourcefile(type(self._custom)))
+                return timeout_failure(self._timeout_s)
+            return make_failure(error, inspect.getsourcefile(type(self._custom)))
         finally:
             self._done += 1
 
     def close(self) -> None:
         try:
-            self._ask("close")
+            self._call_optional("close")
         except WinnowError as error:  # what was scored stands, and others close, too
             log.warning("%s", error)
         self._custom = None
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _call_optional(self, method: str, *args: Any) -> Any:
         call = getattr(self._custom, method, None)
-        return None if call is None else self._guarded(f"its {method}", call, *args)
+        return None if call is None else self._call_guarded(f"{method}()", call, *args)
 
-    def _guarded(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_guarded(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except WinnowError:
@@ -282,5 +284,5 @@ class CustomCalls(Manager):
         except (Exception, SystemExit) as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RewardError(
-                f"{self._where}: {what} fails with {text}; mend the class, or reward.manager.kwargs"
+                f"{self._where}: {what} fails with {text}; fix the class, or reward.manager.kwargs"
             ) from error

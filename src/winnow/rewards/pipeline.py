@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING
 from winnow.config.judge import LanguageModelJudge, SequenceClassifier
 from winnow.config.reward import CosineConfig, RewardConfig
 from winnow.rewards.manager import Manager
-from winnow.rewards.managers import Rules, make_manager
-from winnow.rewards.routing import NO_SCORER, Router, check_package, scorer_named
-from winnow.rewards.task import Failure, Verdict
+from winnow.rewards.managers import RuleManager, make_manager
+from winnow.rewards.routing import NO_SCORER, Router, check_package, find_scorer
+from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import IntArray, Prompt, Score, Trajectory
 
 if TYPE_CHECKING:
     from winnow.rewards.judge import Judge
-    from winnow.rewards.model import ModelScorer
+    from winnow.rewards.model_scorer import ModelScorer
 
 TASK = "task"
 """Part of the reward that the manager's scorer gives."""
@@ -45,13 +45,13 @@ ANSWERS, FAILED = "scoring/answers", "scoring/failed"
 WRONG_REWARD = -1.0
 """Reward of an answer whose scoring failed. A user's scale is unknown; the lower end of the
 usual ones keeps a policy from living on answers that break the scorer."""
-Section = SequenceClassifier | LanguageModelJudge
+ModelSection = SequenceClassifier | LanguageModelJudge
 Decode = Callable[[IntArray], str]
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredAnswer:
-    """A score, and why it is that of a failed scoring if it is."""
+    """A score, and the failure if scoring failed."""
 
     score: Score
     failure: Failure | None = None
@@ -89,28 +89,28 @@ class RewardPipeline:
         self._weights |= {each.config.part: each.config.weight for each in self._models}
         self._weights |= {name: part.weight for name, part in config.parts.items()}
         scorers = [
-            (name, scorer_named(part.scorer, f"reward.parts.{name}.scorer"))
+            (name, find_scorer(part.scorer, f"reward.parts.{name}.scorer"))
             for name, part in config.parts.items()
         ]
         held_out = [each for each in scorers if config.parts[each[0]].in_evaluation]
-        self._further = {True: scorers, False: held_out}
+        self._part_scorers = {True: scorers, False: held_out}
         """Scorers of `reward.parts` by name, in training and in evaluation."""
         self._manager = manager = make_manager(config)
-        self._rules = manager if isinstance(manager, Rules) else Rules(config)
+        self._rules = manager if isinstance(manager, RuleManager) else RuleManager(config)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        """Start what these sources need.
+        """Start the workers and services that these sources need.
 
         Raises:
             RewardError: one cannot be scored.
         """
         self._manager.prepare(data_sources)
-        for name, scorer in self._further[True]:
+        for name, scorer in self._part_scorers[True]:
             check_package(scorer, f"reward.parts.{name}", f"reward.parts.{name}.scorer")
-        self._rules.start(scorer for _, scorer in self._further[True])
+        self._rules.start(scorer for _, scorer in self._part_scorers[True])
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Check before training that answers to a prompt can be put before the models.
+        """Check before training that the models can score answers to a prompt.
 
         Raises:
             ModelError: not before the reward model.
@@ -120,11 +120,11 @@ class RewardPipeline:
             model.check(prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
-        """Return whether scores of these sources come later, from scorers beside the engine."""
+        """Return whether scores of these sources arrive later, from other processes or threads."""
         return (
             any(model.takes_time for model in self._models)
             or self._manager.takes_time(data_sources)
-            or any(self._rules.is_late(scorer) for _, scorer in self._further[True])
+            or any(self._rules.is_offloaded(scorer) for _, scorer in self._part_scorers[True])
         )
 
     def figures(self) -> dict[str, int]:
@@ -132,12 +132,12 @@ class RewardPipeline:
         return {} if self._judge is None else self._judge.figures()
 
     def count_offloaded(self) -> int:
-        """Return how many answers workers or models have dealt with; from any thread."""
+        """Return how many answers workers or models have scored; safe from any thread."""
         backends: set[Manager | ModelScorer | Judge] = {self._manager, self._rules, *self._models}
         return sum(each.scored for each in backends)
 
     def close(self) -> None:
-        """End what it started; a second time does nothing."""
+        """Stop all scorers; may be called twice."""
         with ExitStack() as stack:  # one that fails to close leaves the others to be closed
             if self._judge is not None:
                 stack.callback(self._judge.close)
@@ -160,13 +160,13 @@ class RewardPipeline:
             text = self._decode(trajectory.token_ids)
         # The models are asked before anything is waited for, so that answers whose scoring begins
         # together are run together.
-        verdicts: list[tuple[Section, Verdict]] = []
+        verdicts: list[tuple[ModelSection, ScoreFuture]] = []
         for model in self._models:
             if training or model.config.in_evaluation:
-                verdicts.append((model.config, model.begin(prompt, text)))
+                verdicts.append((model.config, model.begin_scoring(prompt, text)))
         result: Score | Failure = await self._manager.score(prompt, text)
         parts: dict[str, float] = {}
-        for name, scorer in self._further[training]:
+        for name, scorer in self._part_scorers[training]:
             if isinstance(result, Failure):
                 break
             outcome = await self._rules.score(prompt, text, scorer)
@@ -182,22 +182,22 @@ class RewardPipeline:
                 result = value
         failure = result if isinstance(result, Failure) else None
         if isinstance(result, Failure):
-            parts = {name: scorer.wrong_reward for name, scorer in self._further[training]}
+            parts = {name: scorer.wrong_reward for name, scorer in self._part_scorers[training]}
             parts |= {section.part: section.wrong_score for section, _ in verdicts}
             result = self._names.wrong_score(prompt.data_source, result)
-        return ScoredAnswer(self._complete(result, parts, trajectory, training), failure)
+        return ScoredAnswer(self._combine_parts(result, parts, trajectory, training), failure)
 
-    def _complete(
+    def _combine_parts(
         self, score: Score, model_parts: dict[str, float], trajectory: Trajectory, training: bool
     ) -> Score:
-        """The task's score with the other parts, and the reward that all of them make.
+        """Combine the task's score and the other parts into one reward.
 
         Parts keep the numbers that scorers gave, so that metrics and filters see them as they are;
         weights work on the sum alone.
         """
         parts, accuracy, extra = {**score.parts, **model_parts}, score.accuracy, score.extra
         judge = None if self._judge is None else self._judge.config
-        is_judged = judge is not None and not score.error and self._names.judge_decides(training)
+        is_judged = not score.error and self._names.judge_sets_accuracy(training)
         if judge is not None and is_judged:
             accuracy = float(parts[judge.part] >= judge.threshold)
         overlong, cosine = self._config.overlong, self._config.cosine
@@ -219,7 +219,7 @@ class RewardPipeline:
 
 
 class ScoreNames:
-    """Names of the numbers that the scores of a recipe have.
+    """The names of all numbers in the scores of a recipe.
 
     Args:
         models: sections of those models that are asked.
@@ -228,37 +228,36 @@ class ScoreNames:
         RewardError: a scorer's name is wrong.
     """
 
-    def __init__(self, config: RewardConfig, models: Sequence[Section]) -> None:
+    def __init__(self, config: RewardConfig, models: Sequence[ModelSection]) -> None:
         self._config, self._models = config, models
         self._judge = next((each for each in models if isinstance(each, LanguageModelJudge)), None)
         is_rules = config.function.path is None and config.manager.name not in ("remote", "custom")
         self._router = Router(config.scorers) if is_rules else None
 
-    def of(self, data_sources: Iterable[str]) -> frozenset[str] | None:
-        """Return the numbers that every score of these sources has; None: only a run will tell."""
+    def for_sources(self, data_sources: Iterable[str]) -> frozenset[str] | None:
+        """Return the names in every score of these sources; None if unknown before a run."""
         if self._router is None:
             return None
         metrics = [self._router.scorer(name).metrics | self.common(name) for name in data_sources]
         return frozenset.intersection(*metrics) if metrics else self.common()
 
     def common(self, data_source: str | None = None) -> frozenset[str]:
-        """Return the numbers of every training score, or of those of a source."""
-        names = {"reward", *self._config.parts}
-        if data_source is None or self.has_task(data_source):
-            names |= {"accuracy", "task_reward", TASK}
-        if self.judge_decides(training=True):
-            names.add("accuracy")
-        if self._config.overlong.enabled:
-            names.add(OVERLONG)
-        if self._config.cosine.enabled:
-            names.add(COSINE)
-        if self._config.manager.name == "dapo":
-            names.add(OVERLONG_REWARD)
-        names |= {model.part for model in self._models}
-        return frozenset(names)
+        """Return the names in every training score, or in those of one source."""
+        config = self._config
+        has_task = data_source is None or self.has_task_scorer(data_source)
+        optional = {
+            "task_reward": has_task,
+            TASK: has_task,
+            "accuracy": has_task or self.judge_sets_accuracy(training=True),
+            OVERLONG: config.overlong.enabled,
+            COSINE: config.cosine.enabled,
+            OVERLONG_REWARD: config.manager.name == "dapo",
+        }
+        names = [name for name, is_present in optional.items() if is_present]
+        return frozenset(("reward", *names, *config.parts, *(m.part for m in self._models)))
 
-    def has_task(self, data_source: str) -> bool:
-        """Return whether something else than models scores this source."""
+    def has_task_scorer(self, data_source: str) -> bool:
+        """Return whether a rule or the user's code scores this source, not only models."""
         return self._router is None or self._router.scorer(data_source) is not NO_SCORER
 
     def wrong_score(self, data_source: str, failure: Failure) -> Score:
@@ -268,8 +267,8 @@ class ScoreNames:
         parts = {} if rule is NO_SCORER else {TASK: wrong}
         return Score(wrong, 0.0, parts, error=failure.line, outside=failure.outside)
 
-    def judge_decides(self, training: bool) -> bool:
-        """Return whether the accuracy is the judge's."""
+    def judge_sets_accuracy(self, training: bool) -> bool:
+        """Return whether the judge sets the accuracy."""
         if self._judge is None or not self._judge.as_accuracy:
             return False
         return training or self._judge.in_evaluation

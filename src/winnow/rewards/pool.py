@@ -42,7 +42,8 @@ from winnow.rewards.task import (
     ScoreItem,
     ScorerJob,
     ScorerReply,
-    late_failure,
+    resident_bytes,
+    timeout_failure,
 )
 from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
@@ -61,7 +62,6 @@ _LOAD_ATTEMPTS = 3
 """In a row, of processes that died while loading what another had loaded."""
 _TICK_S = 0.05
 _CLOSING_S = 1.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # One core a process; and sets of strings are in the same order in each of them.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -72,8 +72,8 @@ _ENVIRONMENT = {
 
 
 @dataclass(eq=False)
-class _Ask:
-    """An answer, and the future of the event loop in which its caller waits for the score."""
+class _Request:
+    """An answer, and the future on which its caller waits for the score."""
 
     item: ScoreItem
     future: asyncio.Future[Outcome]
@@ -81,16 +81,16 @@ class _Ask:
 
 @dataclass(eq=False)
 class _Message:
-    """Answers that a process has."""
+    """Answers that were sent to a process together."""
 
-    asks: Sequence[_Ask]
+    requests: list[_Request]
     since: float
     """The time from which the answer in work may be under way."""
-    at: int = 0
+    position: int = 0
     """Its place, as last seen."""
 
 
-class _Scorer:
+class _ScorerProcess:
     """One process, the messages that it has, and the beginning of what it prints."""
 
     process: LocalConnection
@@ -100,7 +100,7 @@ class _Scorer:
         self.numbers = count()
         self.is_ready = self.is_async = self.is_leaving = False
         self.is_alone = False
-        """True if it has, or had, an ask that is to have the process to itself."""
+        """True if it has, or had, a request that is to have the process to itself."""
         self.refusal = ""
         """The reason why the user's file cannot be used."""
         self.messages: list[_Message] = []
@@ -113,7 +113,7 @@ class _Scorer:
         self.printed_bytes = 0
         self.output_has_ended = asyncio.Event()
 
-    async def follow(self, reader: asyncio.StreamReader) -> None:
+    async def read_output(self, reader: asyncio.StreamReader) -> None:
         """Read what the process prints, to the end."""
         while data := await reader.read(1 << 18):
             self.printed += data[: MAX_OUTPUT_BYTES - len(self.printed)]
@@ -122,34 +122,26 @@ class _Scorer:
 
     @property
     def is_idle(self) -> bool:
-        """True if it could take more at once."""
+        """True if it is ready and has no message."""
         return self.is_ready and not self.messages
 
     @property
-    def asks(self) -> list[_Ask]:
-        """All that it has."""
-        return [ask for message in self.messages for ask in message.asks]
+    def requests(self) -> list[_Request]:
+        """All requests in its messages."""
+        return [request for message in self.messages for request in message.requests]
 
-    def at(self) -> int:
-        """The place of the answer in work, in the message of a plain function."""
+    def position(self) -> int:
+        """The index in its message of the answer that a plain function is scoring."""
         return os.pread(self.cell, 1, 0)[0]
 
-    def is_late(self, timeout_s: float) -> bool:
-        """Return whether the time of the answer in work is up; of an async function's oldest."""
+    def is_over_time(self, timeout_s: float) -> bool:
+        """Return whether the current answer, or an async function's oldest, is over its time."""
         if not self.messages:
             return False
         oldest, now = self.messages[0], time.monotonic()
-        if oldest.at != (at := self.at()):
-            oldest.at, oldest.since = at, now
+        if oldest.position != (at := self.position()):
+            oldest.position, oldest.since = at, now
         return now > oldest.since + timeout_s + (_GRACE_S if self.is_async else 0.0)
-
-    def resident_bytes(self) -> int:
-        """Memory of the process that is in RAM; 0 where the system does not tell."""
-        try:
-            with open(f"/proc/{self.process.pid}/statm") as file:
-                return int(file.read().split()[1]) * _PAGE_BYTES
-        except (OSError, IndexError):
-            return 0
 
 
 class ScorerPool:
@@ -174,19 +166,19 @@ class ScorerPool:
             self._most_in_call = config.manager.max_answers
         self._workers = config.workers or default_workers()
         self._memory_bytes = config.memory_mb << 20
-        self._late = late_failure(config.timeout_s)
-        self._new: list[_Ask] = []
+        self._late = timeout_failure(config.timeout_s)
+        self._new: list[_Request] = []
         """Asked in this turn of the caller's event loop."""
         self._loaded = threading.Event()
         self._broken: Exception | None = None
         self._is_closing = False
         self._loop = asyncio.new_event_loop()
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         # The thread's own.
-        self._scorers: list[_Scorer] = []
-        self._queue: deque[_Ask] = deque()
-        self._alone: deque[_Ask] = deque()
-        self._done: list[tuple[_Ask, Outcome | Exception]] = []
+        self._scorers: list[_ScorerProcess] = []
+        self._queue: deque[_Request] = deque()
+        self._alone: deque[_Request] = deque()
+        self._done: list[tuple[_Request, Outcome | Exception]] = []
         self._at_once = ASYNC_AT_ONCE
         self._lost_loading = 0
         serve = partial(self._loop.run_until_complete, self._serve())
@@ -213,52 +205,52 @@ class ScorerPool:
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
-        ask = _Ask(ScoreItem(scorer, seed, arguments), loop.create_future())
+        request = _Request(ScoreItem(scorer, seed, arguments), loop.create_future())
         if not self._new or self._new[-1].future.get_loop() is not loop:
             # Once for all of this turn.
-            loop.call_soon(self._hand_over)
-        self._new.append(ask)
-        return await ask.future
+            loop.call_soon(self._submit_new)
+        self._new.append(request)
+        return await request.future
 
     def close(self) -> None:
         """End all processes: idle ones by themselves, busy ones at once."""
         if self._loop.is_closed():
             return
         self._is_closing = True
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._loop.call_soon_threadsafe(self._wake.set)
         self._thread.join()
         self._loop.close()
 
-    def _hand_over(self) -> None:
-        asks, self._new = self._new, []
+    def _submit_new(self) -> None:
+        requests, self._new = self._new, []
         with contextlib.suppress(RuntimeError):  # the pool was closed in the meantime
-            self._loop.call_soon_threadsafe(self._take_in, asks)
+            self._loop.call_soon_threadsafe(self._enqueue, requests)
         if self._broken is not None:  # the thread may have taken in its last
-            _settle_all([(ask, self._broken) for ask in asks])
+            _set_results([(request, self._broken) for request in requests])
 
     # The rest runs in the thread.
 
     async def _serve(self) -> None:
-        """Feed, time, weigh, end and replace the processes, to the end of the last one."""
+        """Feed and watch the processes, and replace them, until the pool is closed."""
         error: Exception = RuntimeError("the scorer pool is closed")
         next_look = 0.0
         try:
             while not self._is_closing:
-                await self._fill_up()
+                await self._start_missing()
                 self._assign()
                 is_busy = not all(scorer.is_idle for scorer in self._scorers)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), _TICK_S if is_busy else None)
-                self._news.clear()
+                    await asyncio.wait_for(self._wake.wait(), _TICK_S if is_busy else None)
+                self._wake.clear()
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + _TICK_S
                     for scorer in list(self._scorers):
-                        await self._look_at(scorer)
+                        await self._check_limits(scorer)
                 for scorer in [each for each in self._scorers if each.process.channel.is_cut]:
-                    await self._lose(scorer, None)
-                self._settle()
+                    await self._replace_process(scorer, None)
+                self._deliver()
         except Exception as mistake:
-            log.exception("the scorer pool fails")
+            log.exception("the scorer pool failed")
             error = mistake
         finally:
             give_up = time.monotonic() + _CLOSING_S
@@ -267,126 +259,128 @@ class ScorerPool:
                 if not scorer.is_idle:
                     scorer.process.kill()
             for scorer in self._scorers:
-                await self._end(scorer, give_up - time.monotonic())
-            self._fail(error)
+                await self._reap(scorer, give_up - time.monotonic())
+            self._fail_all(error)
 
-    def _take_in(self, asks: Sequence[_Ask]) -> None:
-        self._queue.extend(asks)
-        self._news.set()
+    def _enqueue(self, requests: Sequence[_Request]) -> None:
+        self._queue.extend(requests)
+        self._wake.set()
         if self._broken is not None:
-            self._fail(self._broken)
+            self._fail_all(self._broken)
 
-    def _settle(self) -> None:
-        """Hand outcomes to the event loop that waits for them, all in one call."""
+    def _deliver(self) -> None:
+        """Deliver outcomes to the event loops that wait for them, in one call each."""
         done, self._done = self._done, []
         self.finished += len(done)
-        for loop in {ask.future.get_loop() for ask, _ in done}:
+        for loop in {request.future.get_loop() for request, _ in done}:
             settled = [each for each in done if each[0].future.get_loop() is loop]
             with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle_all, settled)
+                loop.call_soon_threadsafe(_set_results, settled)
 
-    def _fail(self, error: Exception) -> None:
-        """End all that waits, now and later: no process can be had any more."""
+    def _fail_all(self, error: Exception) -> None:
+        """Fail all requests, now and later: no process can be started any more."""
         self._broken = error = self._broken or error
         self._loaded.set()
-        asks = [ask for scorer in self._scorers for ask in scorer.asks]
-        self._done += [(ask, error) for ask in (*self._queue, *self._alone, *asks)]
+        requests = [request for scorer in self._scorers for request in scorer.requests]
+        self._done += [(request, error) for request in (*self._queue, *self._alone, *requests)]
         self._queue.clear()
         self._alone.clear()
-        self._settle()
+        self._deliver()
 
-    def _take_ready(self, scorer: _Scorer, ready: Ready) -> None:
-        self._news.set()
+    def _handle_ready(self, scorer: _ScorerProcess, ready: Ready) -> None:
+        self._wake.set()
         scorer.is_ready, scorer.is_async = not ready.refusal, ready.is_async
         scorer.refusal = ready.refusal
         if scorer.is_ready:
             self._lost_loading = 0
             self._loaded.set()
 
-    def _take(self, scorer: _Scorer, message: _Message, reply: ScorerReply | CallFailure) -> None:
-        self._news.set()
+    def _handle_reply(
+        self, scorer: _ScorerProcess, message: _Message, reply: ScorerReply | CallFailure
+    ) -> None:
+        self._wake.set()
         scorer.messages.remove(message)
         if isinstance(reply, CallFailure):  # it cannot be read here
             failure = Failure(reply.line, reply.traceback)
-            self._blame(message.asks, failure, len(message.asks) == 1)
+            self._fail_or_retry(message.requests, failure, len(message.requests) == 1)
             return
         scorer.is_leaving |= reply.is_last
-        done, rest = len(reply.outcomes), message.asks[len(reply.outcomes) :]
+        done, rest = len(reply.outcomes), message.requests[len(reply.outcomes) :]
         scorer.quick = done if rest else max(scorer.quick, 2 * done)
         self._queue.extendleft(reversed(rest))
-        for ask, outcome in zip(message.asks, reply.outcomes, strict=False):
+        for request, outcome in zip(message.requests, reply.outcomes, strict=False):
             if outcome is None:
-                self._blame([ask], self._late, scorer.is_alone)
+                self._fail_or_retry([request], self._late, scorer.is_alone)
             else:
-                self._done.append((ask, outcome))
+                self._done.append((request, outcome))
 
-    async def _look_at(self, scorer: _Scorer) -> None:
-        """Hold a process at work against its limits."""
+    async def _check_limits(self, scorer: _ScorerProcess) -> None:
+        """Check the time and memory of a busy process."""
         if scorer.is_idle:
             return
         if scorer.process.ending() is not None:  # what it forked may keep the connection open
-            await self._lose(scorer, None)
+            await self._replace_process(scorer, None)
             return
-        memory, most = scorer.resident_bytes(), self._memory_bytes
+        memory, most = resident_bytes(scorer.process.pid), self._memory_bytes
         timeout_s = self._config.timeout_s
         if memory > most:
             line = f"used {memory >> 20:,} MiB of memory, reward.memory_mb is {most >> 20}"
-            await self._lose(scorer, f"the scorer {line}" if scorer.is_ready else line)
+            await self._replace_process(scorer, f"the scorer {line}" if scorer.is_ready else line)
         elif not scorer.is_ready:
             if time.monotonic() > scorer.born + _LOAD_LIMIT_S:
-                await self._lose(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
-        elif scorer.is_late(timeout_s):
+                await self._replace_process(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
+        elif scorer.is_over_time(timeout_s):
             scorer.process.channel.receive()  # an answer may have come while this thread waited
-            if scorer.is_late(timeout_s):
-                await self._lose(scorer, self._late.line)
+            if scorer.is_over_time(timeout_s):
+                await self._replace_process(scorer, self._late.line)
 
-    async def _lose(self, scorer: _Scorer, reason: str | None) -> None:
-        """Part with a process that is gone, or is to be killed for `reason`."""
+    async def _replace_process(self, scorer: _ScorerProcess, reason: str | None) -> None:
+        """Remove a process that has exited, or kill it for `reason`; handle its requests."""
         scorer.process.channel.receive()
         self._scorers.remove(scorer)
         if reason is not None:
             scorer.process.kill()
         scorer.process.channel.hang_up()
-        asks, at = scorer.asks, scorer.at()
-        how = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
-        how = reason or how or "cut its connection"
+        requests, at = scorer.requests, scorer.position()
+        how = await self._reap(scorer, _CLOSING_S if reason is None else 0.0)
+        how = reason or how or "closed its connection"
         if not scorer.is_ready:
-            self._lose_loading(scorer, how)
+            self._handle_load_failure(scorer, how)
             return
-        guilty: list[_Ask] = []
+        guilty: list[_Request] = []
         if not scorer.is_leaving:
             line = reason or f"the scorer's process {how}"
-            log.warning("a scorer's process is replaced: %s", line)
-            guilty = asks if scorer.is_async or self._most_in_call else asks[at : at + 1]
+            log.warning("replacing a scorer process: %s", line)
+            guilty = requests if scorer.is_async or self._most_in_call else requests[at : at + 1]
             output = scorer.printed.decode(errors="replace").rstrip()
-            trace = f"{line}\nIts process had written:\n{output}" if output else line
-            self._blame(guilty, Failure(line, trace), len(guilty) == 1)
-        self._queue.extendleft(ask for ask in reversed(asks) if ask not in guilty)
+            trace = f"{line}\nOutput of the process:\n{output}" if output else line
+            self._fail_or_retry(guilty, Failure(line, trace), len(guilty) == 1)
+        self._queue.extendleft(request for request in reversed(requests) if request not in guilty)
 
-    def _lose_loading(self, scorer: _Scorer, how: str) -> None:
+    def _handle_load_failure(self, scorer: _ScorerProcess, how: str) -> None:
         self._lost_loading += 1
         is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
         if not scorer.refusal and is_chance:
-            log.warning("a scorer's process %s while it was starting", how)
+            log.warning("a scorer process %s while loading", how)
             return
         line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
         if self._function is not None:
             who = f"reward.function.path {self._function.path}: the process that imports it"
-            line = f"{who} {how}; mend the file, or raise the limit"
-        self._fail(RewardError(scorer.refusal or line))
+            line = f"{who} {how}; fix the file, or raise the limit"
+        self._fail_all(RewardError(scorer.refusal or line))
 
-    def _blame(self, asks: Sequence[_Ask], failure: Failure, is_certain: bool) -> None:
-        """Fail the ask that was in work; where there were several, try each again, alone."""
+    def _fail_or_retry(self, requests: list[_Request], failure: Failure, is_certain: bool) -> None:
+        """Fail a single request; of several, retry each alone."""
         if is_certain:
-            self._done += [(ask, failure) for ask in asks]
+            self._done += [(request, failure) for request in requests]
             return
-        is_late = asks and failure.line == self._late.line
-        if is_late and self._at_once > 1 and not self._most_in_call:
+        is_over_time = requests and failure.line == self._late.line
+        if is_over_time and self._at_once > 1 and not self._most_in_call:
             self._at_once //= 2
-            log.warning("an async scorer blocks others; now %d at once", self._at_once)
-        self._alone.extend(asks)
+            log.warning("an async scorer blocks the loop; now %d calls at once", self._at_once)
+        self._alone.extend(requests)
 
-    async def _end(self, scorer: _Scorer, patience_s: float) -> str | None:
+    async def _reap(self, scorer: _ScorerProcess, patience_s: float) -> str | None:
         """Wait for a process to end, kill what is left of it, and log what it printed.
 
         Returns:
@@ -403,17 +397,17 @@ class ScorerPool:
         if scorer.printed:
             printed = scorer.printed.decode(errors="replace")
             log.info(
-                "a scorer's process wrote %d bytes to its output; it begins with: %s",
+                "a scorer process printed %d bytes, beginning with: %s",
                 scorer.printed_bytes,
                 printed.rstrip(),
                 extra={"printed": printed},
             )
         return ended
 
-    async def _fill_up(self) -> None:
-        """Start processes in place of those that are gone."""
+    async def _start_missing(self) -> None:
+        """Start processes until there are `reward.workers`."""
         while len(self._scorers) < self._workers and self._broken is None:
-            scorer = _Scorer()
+            scorer = _ScorerProcess()
             user = self._function
             job = ScorerJob(
                 (user.path, user.name, user.kwargs) if user and user.path else None,
@@ -424,34 +418,36 @@ class ScorerPool:
                 cell=f"/proc/{os.getpid()}/fd/{scorer.cell}",
             )
             scorer.process = await LocalConnection.start(
-                "winnow.rewards.worker", _ENVIRONMENT, scorer.follow
+                "winnow.rewards.worker", _ENVIRONMENT, scorer.read_output
             )
-            scorer.process.channel.on_cut = self._news.set
+            scorer.process.channel.on_cut = self._wake.set
             self._scorers.append(scorer)
-            scorer.process.send(next(scorer.numbers), pack(job), partial(self._take_ready, scorer))
+            handle = partial(self._handle_ready, scorer)
+            scorer.process.send(next(scorer.numbers), pack(job), handle)
 
     def _assign(self) -> None:
-        """Give the processes what they have room for."""
+        """Send each process as many requests as it can take."""
         for scorer in self._scorers:
             if not scorer.is_ready or scorer.is_leaving:
                 continue
-            asks = self._choose(scorer)
+            requests = self._choose_requests(scorer)
             # An async function's answers have a message each, because each has its own time.
-            is_each = scorer.is_async and not self._most_in_call
-            for batch in [[ask] for ask in asks] if is_each else [asks] if asks else []:
+            size = 1 if scorer.is_async and not self._most_in_call else max(1, len(requests))
+            for start in range(0, len(requests), size):
+                batch = requests[start : start + size]
                 os.pwrite(scorer.cell, b"\0", 0)
                 message = _Message(batch, time.monotonic())
                 scorer.messages.append(message)
-                packed = pack([ask.item for ask in batch])
-                tell = partial(self._take, scorer, message)
+                packed = pack([request.item for request in batch])
+                tell = partial(self._handle_reply, scorer, message)
                 scorer.process.send(next(scorer.numbers), packed, tell)
 
-    def _choose(self, scorer: _Scorer) -> list[_Ask]:
+    def _choose_requests(self, scorer: _ScorerProcess) -> list[_Request]:
         is_free = not scorer.messages
         if scorer.is_alone and not is_free:
             return []
         if self._alone:
-            alone = self._next(self._alone, 1) if is_free else []
+            alone = self._pop_requests(self._alone, 1) if is_free else []
             if alone or self._alone:
                 scorer.is_alone |= is_free
                 return alone
@@ -466,15 +462,15 @@ class ScorerPool:
         else:
             # A part of the share: who is done first takes more of what is left.
             most = min(_LARGEST_MESSAGE, scorer.quick, math.ceil(share / 2)) if is_free else 0
-        return self._next(self._queue, most)
+        return self._pop_requests(self._queue, most)
 
-    def _next(self, asks: deque[_Ask], most: int) -> list[_Ask]:
-        """Take asks from a queue; those that nobody waits for any more are dropped, not counted."""
-        taken: list[_Ask] = []
-        while asks and len(taken) < most:
-            ask = asks.popleft()
-            if not ask.future.done():
-                taken.append(ask)
+    def _pop_requests(self, requests: deque[_Request], most: int) -> list[_Request]:
+        """Take requests from a queue; abandoned ones are dropped and not counted."""
+        taken: list[_Request] = []
+        while requests and len(taken) < most:
+            request = requests.popleft()
+            if not request.future.done():
+                taken.append(request)
         return taken
 
 
@@ -483,6 +479,6 @@ def default_workers() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-def _settle_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
-    for ask, outcome in outcomes:
-        settle(ask.future, outcome)
+def _set_results(outcomes: Sequence[tuple[_Request, Outcome | Exception]]) -> None:
+    for request, outcome in outcomes:
+        settle(request.future, outcome)

@@ -20,16 +20,15 @@ from winnow.config.reward import RemoteManager, RewardConfig
 from winnow.errors import RewardError
 from winnow.http.client import HttpJson, RemoteError, token_of
 from winnow.rewards.manager import Manager
-from winnow.rewards.task import Failure, checked, failure_of, read_result
+from winnow.rewards.task import Failure, check_score, make_failure, parse_result
 from winnow.types import Prompt, Score
 
-_FIELD = "reward.manager.url"
 _CONNECT_S = 10.0
 _SLACK_S = 10.0
 """Time of a request beyond that of its answer: waiting there, and the way."""
 
 
-class RemoteCalls(Manager):
+class HttpManager(Manager):
     """Asks a service for each answer, many at once within one limit over the whole run.
 
     Raises:
@@ -47,15 +46,15 @@ class RemoteCalls(Manager):
         self._http = HttpJson(base, token, section.max_concurrent, section.tries)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        """Check that the service listens; the sources that it knows are its own business."""
+        """Check that the service listens; its sources are not known here."""
         url = urllib.parse.urlsplit(self._url)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
             socket.create_connection((str(url.hostname), port), _CONNECT_S).close()
         except (OSError, UnicodeError) as error:  # Unicode: a name that no resolver takes
             raise RewardError(
-                f"{_FIELD}: {url.hostname}:{port} cannot be reached ({error}); start the service "
-                "first (`winnow reward serve`), or mend the address"
+                f"reward.manager.url: {url.hostname}:{port} cannot be reached ({error}); "
+                "start the service first (`winnow reward serve`), or fix the address"
             ) from error
 
     async def score(self, prompt: Prompt, text: str) -> Score | Failure:
@@ -63,18 +62,17 @@ class RemoteCalls(Manager):
             body = {
                 "data_source": prompt.data_source,
                 "solution_str": text,
-                "ground_truth": plain(prompt.ground_truth),
-                "extra_info": plain(prompt.extra.get("extra_info") or {}),
+                "ground_truth": to_json_value(prompt.ground_truth),
+                "extra_info": to_json_value(prompt.extra.get("extra_info") or {}),
             }
             reply = await self._http.post(self._path, body, self._patience_s)
             if isinstance(reply, Mapping) and "score" not in reply and "error" in reply:
-                line = " ".join(str(reply["error"]).split())
-                return Failure(line, line)
-            return checked(read_result(reply))
+                return Failure(" ".join(str(reply["error"]).split()))
+            return check_score(parse_result(reply))
         except RemoteError as error:
-            return Failure(error.line, error.line)
+            return Failure(error.line)
         except (TypeError, ValueError, ArithmeticError) as error:  # the last: a number too large
-            return failure_of(error, None)
+            return make_failure(error, None)
         finally:
             self._done += 1
 
@@ -82,14 +80,14 @@ class RemoteCalls(Manager):
         self._http.close()
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a value as JSON holds it: arrays as lists, bytes and objects as their text."""
     if isinstance(value, np.ndarray):
-        return plain(value.tolist())
+        return to_json_value(value.tolist())
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): to_json_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
+        return [to_json_value(each) for each in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -19,7 +19,7 @@ from itertools import count
 
 from winnow.errors import WinnowError
 from winnow.rewards.pipeline import RewardPipeline, ScoredAnswer
-from winnow.rewards.task import portable
+from winnow.rewards.task import make_portable
 from winnow.types import Prompt, Trajectory
 from winnow.workers.array_refs import begin_fetching
 from winnow.workers.group import WorkerGroup
@@ -35,14 +35,14 @@ LINGER_S = 0.002
 ScoreRequest = tuple[int, Prompt, Trajectory, str | None, bool]
 """A number that the driver knows it by, and the arguments of `RewardPipeline.score`."""
 _Future = asyncio.Future[ScoredAnswer]
-Done = tuple[int, ScoredAnswer | WinnowError]
+FinishedAnswer = tuple[int, ScoredAnswer | WinnowError]
 """The number, and the score or the answer's error."""
-ScoreReply = tuple[Sequence[Done], dict[str, int]]
+ScoreReply = tuple[Sequence[FinishedAnswer], dict[str, int]]
 """The answers done since the last reply, in that order, and the pipeline's figures since then."""
 
 
 @dataclass(eq=False)
-class _Load:
+class _WorkerLoad:
     """The answers of one event loop at one worker."""
 
     rank: int
@@ -61,7 +61,7 @@ class RemotePipeline:
         self._workers = workers
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loads: list[_Load] = []
+        self._loads: list[_WorkerLoad] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._figures: Counter[str] = Counter()
         for figures in workers.ask("figures"):
@@ -91,7 +91,8 @@ class RemotePipeline:
     ) -> ScoredAnswer:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._loads = loop, [_Load(rank) for rank in range(self._workers.size)]
+            self._loop = loop
+            self._loads = [_WorkerLoad(rank) for rank in range(self._workers.size)]
         load = min(self._loads, key=lambda load: len(load.under_way))
         number = next(self._numbers)
         future: _Future = loop.create_future()
@@ -105,7 +106,7 @@ class RemotePipeline:
         finally:
             load.under_way.pop(number, None)
 
-    def _send(self, load: _Load) -> None:
+    def _send(self, load: _WorkerLoad) -> None:
         """Call a worker where it has answers; one call is always there to bring what is done."""
         if load.calls < MOST_CALLS and (load.unsent or (load.under_way and not load.calls)):
             requests = [request for request in load.unsent if request[0] in load.under_way]
@@ -113,7 +114,7 @@ class RemotePipeline:
             load.calls += 1
             spawn(self._exchange(load, requests), self._tasks)
 
-    async def _exchange(self, load: _Load, requests: Sequence[ScoreRequest]) -> None:
+    async def _exchange(self, load: _WorkerLoad, requests: Sequence[ScoreRequest]) -> None:
         try:
             reply: ScoreReply
             reply = await self._workers.call_rank(load.rank, "exchange", requests, PATIENCE_S)
@@ -139,7 +140,7 @@ class PipelineWorker:
         self.prepare, self.check_prompt = pipeline.prepare, pipeline.check_prompt
         self.figures, self.close = pipeline.figures, pipeline.close
         self._tasks: set[asyncio.Task[None]] = set()
-        self._done: list[Done] = []
+        self._done: list[FinishedAnswer] = []
         self._broken: Exception | None = None
         self._count = 0
         self._newest = 0
@@ -147,11 +148,11 @@ class PipelineWorker:
 
     @property
     def progress(self) -> int:
-        """Moves whenever scoring gets on."""
+        """A count that grows while scoring makes progress."""
         return self._count + self._pipeline.count_offloaded()
 
     async def exchange(self, requests: Sequence[ScoreRequest], patience_s: float) -> ScoreReply:
-        """Begin to score these, and say what has been done, as soon as anything has.
+        """Start scoring these, and return finished answers as soon as there are any.
 
         Nothing may be, where nothing was for so long, or where there is a newer exchange.
         """
@@ -182,7 +183,7 @@ class PipelineWorker:
         try:
             scored = await self._pipeline.score(prompt, trajectory, text, training)
             # Whatever classes the scorer's process knows, the driver does not.
-            outcome = replace(scored, score=portable(scored.score))
+            outcome = replace(scored, score=make_portable(scored.score))
         except WinnowError as error:
             outcome = error
         except Exception as error:  # a mistake of ours: the worker's, not this answer's

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, SupportsFloat
 
 from winnow.config.reward import RewardConfig
 from winnow.errors import RewardError
-from winnow.rewards.pipeline import ANSWERS, FAILED, RewardPipeline, ScoreNames, Section
+from winnow.rewards.pipeline import ANSWERS, FAILED, ModelSection, RewardPipeline, ScoreNames
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score, Trajectory
 
@@ -47,7 +47,7 @@ class Rewards:
         self,
         config: RewardConfig,
         pipeline: RewardPipeline | RemotePipeline,
-        models: Sequence[Section] = (),
+        models: Sequence[ModelSection] = (),
     ) -> None:
         self._config, self.pipeline = config, pipeline
         self._names = ScoreNames(config, models)
@@ -62,10 +62,10 @@ class Rewards:
         self.check_prompt = pipeline.check_prompt
         self.takes_time = pipeline.takes_time
         self.count_offloaded = pipeline.count_offloaded
-        self.supported_metrics = self._names.of
+        self.supported_metrics = self._names.for_sources
 
-    def twin(self) -> Self:
-        """Return a copy with the same scorers and workers, and a separate count."""
+    def copy(self) -> Self:
+        """Return a copy with the same scorers and workers, and separate counts."""
         other = copy.copy(self)
         other._required, other.patience = None, math.inf
         other.failure_report, other._counts = FailureReport(), Counter()
@@ -88,18 +88,18 @@ class Rewards:
         """
         sources = set(data_sources)
         self.pipeline.prepare(sources)
-        if not held_out or self._names.judge_decides(training=False):
+        if not held_out or self._names.judge_sets_accuracy(training=False):
             return
         for source in sorted(sources):
-            if not self._names.has_task(source):
+            if not self._names.has_task_scorer(source):
                 raise RewardError(
-                    f"reward.scorers leaves {source} to the reward model or the judge, which gives "
-                    "held-out answers no accuracy; name a scorer for it, leave it out of data."
+                    f"reward.scorers routes {source} to none, and a reward model or judge gives "
+                    "held-out answers no accuracy; set a scorer for it, remove it from data."
                     "eval_files, or set reward.judge.in_evaluation and reward.judge.as_accuracy"
                 )
 
     def require_metric(self, metric: str, data_sources: Iterable[str]) -> None:
-        """Demand that each training score has a filter's metric, from now on.
+        """Require a filter's metric in each training score from now on.
 
         A failed scoring has 0 there. A user's function that leaves it out stops the run.
 
@@ -109,8 +109,8 @@ class Rewards:
         supported = self.supported_metrics(data_sources)
         if supported is not None and metric not in supported:
             raise RewardError(
-                f"sampling.filter.metric is {metric}, which no scorer of these data sources gives; "
-                f"there are {', '.join(sorted(supported))}"
+                f"sampling.filter.metric is {metric}, which no scorer of these data sources "
+                f"returns; available: {', '.join(sorted(supported))}"
             )
         self._required = None if metric in self._names.common() else metric
 
@@ -135,15 +135,15 @@ class Rewards:
         report.scored += 1
         self._counts[ANSWERS] += 1
         if scored.failure is not None:
-            score = self._failed(prompt, score, scored.failure)
+            score = self._record_failure(prompt, score, scored.failure)
         elif training and self._required is not None:
             self._check_metric(score, self._required)
         if report.count and report.scored >= self.patience:
-            self._check_share()
+            self._check_failure_share()
         return score
 
     def end_step(self) -> None:
-        """Hold the failures counted against the limit, and start a new count.
+        """Check the step's failures against the limit, and start a new count.
 
         Raises:
             RewardError: their share is above `reward.max_failure_share`.
@@ -157,23 +157,23 @@ class Rewards:
                     report.scored,
                     report.first_error,
                 )
-                self._check_share()
+                self._check_failure_share()
         finally:
             self.failure_report = FailureReport()
 
-    def _check_share(self) -> None:
+    def _check_failure_share(self) -> None:
         report, limit = self.failure_report, self._config.max_failure_share
         if report.count > limit * report.scored:
             log.error("%s", report.first_traceback or report.first_error)
             raise RewardError(
                 f"scoring failed for {report.count} of {report.scored} answers "
                 f"({report.count / report.scored:.0%}), reward.max_failure_share is {limit:g}; the "
-                f"first failure: {report.first_error}; mend the scorer (its traceback is in the "
+                f"first failure: {report.first_error}; fix the scorer (its traceback is in the "
                 "log)"
             )
 
-    def _failed(self, prompt: Prompt, score: Score, failure: Failure) -> Score:
-        """Count a failure, and give its score the number that a filter will ask for."""
+    def _record_failure(self, prompt: Prompt, score: Score, failure: Failure) -> Score:
+        """Count a failure, and add the filter's metric, 0, to its score."""
         line, report = failure.line, self.failure_report
         if not report.count:
             report.first_error = f"{line} (prompt {prompt.uid})"
@@ -183,7 +183,7 @@ class Rewards:
         if self._config.on_failure == "fatal":
             raise RewardError(
                 f"scoring an answer to prompt {prompt.uid} failed and reward.on_failure is fatal: "
-                f"{line}; mend the scorer, or set reward.on_failure to wrong"
+                f"{line}; fix the scorer, or set reward.on_failure to wrong"
             )
         if self._required is None:
             return score

@@ -49,7 +49,7 @@ ROUTES: Mapping[str, str] = {
 set has variants."""
 
 # Leaves a source to the reward model: no part, and no accuracy to speak of.
-NO_SCORER = Scorer("none", "marks:score_nothing", 0.0)
+NO_SCORER = Scorer("none", "markers:score_nothing", 0.0)
 _CHOICES = {**SCORERS, NO_SCORER.name: NO_SCORER}
 
 
@@ -62,8 +62,8 @@ class Router:
 
     def __init__(self, overrides: Mapping[str, str]) -> None:
         for source, name in overrides.items():
-            scorer_named(name, f"reward.scorers.{source}", _CHOICES)
-        self._layers = [_by_length(overrides), _by_length(ROUTES)]
+            find_scorer(name, f"reward.scorers.{source}", _CHOICES)
+        self._layers = [_sort_patterns(overrides), _sort_patterns(ROUTES)]
         self.scorer: Callable[[str], Scorer] = cache(self._find)
         """Returns the scorer of a data source; raises RewardError where none is known for it."""
 
@@ -75,7 +75,7 @@ class Router:
                     return _CHOICES[scorer]
         by_prefix = {pattern.lower().rstrip("*"): pattern for pattern in ROUTES}
         near = [by_prefix[each] for each in get_close_matches(name, by_prefix, cutoff=0.65)]
-        near_text = f" (near it: {', '.join(near)})" if near else ""
+        near_text = f" (similar: {', '.join(near)})" if near else ""
         raise RewardError(
             f"data_source {data_source} has no scorer{near_text}; name one of "
             f"{', '.join(SCORERS)} in reward.scorers, or your own function in reward.function.path"
@@ -91,7 +91,7 @@ class Router:
             check_package(self.scorer(data_source), f"data_source {data_source}", "reward.scorers")
 
 
-def scorer_named(name: str, setting: str, choices: Mapping[str, Scorer] = SCORERS) -> Scorer:
+def find_scorer(name: str, setting: str, choices: Mapping[str, Scorer] = SCORERS) -> Scorer:
     """Look up the scorer that a key of the recipe names.
 
     Raises:
@@ -99,7 +99,7 @@ def scorer_named(name: str, setting: str, choices: Mapping[str, Scorer] = SCORER
     """
     if name not in choices:
         supported = ", ".join(choices)
-        raise RewardError(f"{setting} is {name}, which is no scorer; there are {supported}")
+        raise RewardError(f"{setting} is {name}, which is not a scorer; available: {supported}")
     return choices[name]
 
 
@@ -121,7 +121,7 @@ def check_package(scorer: Scorer, what: str, setting: str) -> None:
         )
 
 
-def _by_length(patterns: Mapping[str, str]) -> list[tuple[str, str]]:
+def _sort_patterns(patterns: Mapping[str, str]) -> list[tuple[str, str]]:
     """Lower-case; whole names first, then prefixes from the longest."""
     lower = [(pattern.lower(), scorer) for pattern, scorer in patterns.items()]
     return sorted(lower, key=lambda item: (item[0].endswith("*"), -len(item[0])))

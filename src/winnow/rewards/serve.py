@@ -21,7 +21,7 @@ from starlette.requests import Request
 from winnow.errors import RewardError
 from winnow.http.service import JsonService, Refusal
 from winnow.rewards.manager import Manager
-from winnow.rewards.remote import plain
+from winnow.rewards.remote import to_json_value
 from winnow.rewards.task import Failure
 from winnow.types import Prompt, Score
 
@@ -45,14 +45,16 @@ def make_service(
     """
 
     async def answer(body: Any, request: Request) -> dict[str, Any]:
-        prompt, text = _question(body)
+        prompt, text = _parse_question(body)
         try:
-            result = await _scored(manager, prompt, text, request, max_answer_s)
+            result = await _score_unless_gone(manager, prompt, text, request, max_answer_s)
         except RewardError as error:  # of the manager: nothing can be scored any more
             raise Refusal(500, str(error)) from error
         if isinstance(result, Failure):
             return {"error": result.line}
-        rest = {name: _finite(plain(value)) for name, value in result.extra.items()}
+        # JSON has no NaN and no infinity: they become texts.
+        text = json.dumps(to_json_value(result.extra))
+        rest = json.loads(text, parse_constant=lambda name: str(float(name)))
         return {**rest, "score": result.reward, "acc": result.accuracy}
 
     def health() -> dict[str, Any]:
@@ -61,42 +63,37 @@ def make_service(
     return JsonService("/", answer, health, max_waiting, max_body_bytes, token, "error")
 
 
-async def _scored(
+async def _score_unless_gone(
     manager: Manager, prompt: Prompt, text: str, request: Request, max_answer_s: float
 ) -> Score | Failure:
     """The score, unless the client hangs up first: then no worker begins it."""
     score = asyncio.ensure_future(manager.score(prompt, text))
-    gone = asyncio.ensure_future(_gone(request))
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((score, gone), timeout=max_answer_s, return_when=asyncio.FIRST_COMPLETED)
         if score.done():
             return score.result()
-        raise Refusal(503, "the client has gone" if gone.done() else "no worker came free in time")
+        raise Refusal(503, "client disconnected" if gone.done() else "no worker free in time")
     finally:
         score.cancel()
         gone.cancel()
         await asyncio.gather(score, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client hangs up; its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _question(body: Any) -> tuple[Prompt, str]:
+def _parse_question(body: Any) -> tuple[Prompt, str]:
     if not isinstance(body, dict):
         raise Refusal(400, f"the body must be an object, got {type(body).__name__}")
     for name in ("data_source", "solution_str"):
         if not isinstance(body.get(name), str):
-            raise Refusal(400, f"{name} must be a text")
+            raise Refusal(400, f"{name} must be a string")
     info = body.get("extra_info") or {}
     if not isinstance(info, dict):
         raise Refusal(400, "extra_info must be an object")
     source, truth = body["data_source"], body.get("ground_truth")
     return Prompt("", _NO_TOKENS, "", source, truth, {"extra_info": info}), body["solution_str"]
-
-
-def _finite(value: Any) -> Any:
-    """The value without NaN and infinity, which JSON does not have: they become texts."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: str(float(name)))

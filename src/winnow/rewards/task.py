@@ -1,8 +1,8 @@
 """Calls of a scorer: each ends in a usable score, or in a failure of one line.
 
 The same in the run's own process and in a worker of the pool; the messages between the two stand
-here, too. What comes back from a worker is numbers, texts and plain containers (`portable`), so
-that the run never needs the classes of a user's file.
+here, too. What comes back from a worker is numbers, texts and plain containers (`make_portable`),
+so that the run never needs the classes of a user's file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from winnow.errors import RewardError
 from winnow.rewards.scorers import Scorer
 from winnow.types import Score
 
-Verdict = asyncio.Future["float | Failure"]
+ScoreFuture = asyncio.Future["float | Failure"]
 """A model's or a judge's score of an answer, once it comes."""
 Arguments = tuple[str, str, Any, Mapping[str, Any]]
 """Data source, answer's text, ground truth, the row's other columns."""
 _FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _LONGEST_LINE = 1000
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _FOLDER = str(Path(__file__).parent)
 """Modules of this folder pass errors on; the fault is never theirs. Scorers lie below it."""
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
@@ -37,11 +38,11 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
 @dataclass(frozen=True)
 class Failure:
-    """A scoring that gave no score."""
+    """A failed scoring."""
 
     line: str
-    trace: str
-    """For the log."""
+    trace: str = ""
+    """Traceback for the log; empty: the line says it all."""
     outside: bool = False
     """True if a sandbox failed, not the scorer."""
 
@@ -85,10 +86,10 @@ class Ready(NamedTuple):
 
 
 class ScorerReply(NamedTuple):
-    """The outcomes of a message's first answers; the others are to be sent elsewhere."""
+    """The outcomes of a message's first answers; the others were not scored."""
 
     outcomes: Sequence[Outcome | None]
-    """None: the answer may not be at fault, and is to be asked again alone."""
+    """None: the fault may be another answer's, and the pool retries this one alone."""
     is_last: bool = False
     """True if the process takes no more."""
 
@@ -149,28 +150,28 @@ class UserScorer:
             TypeError, ValueError: there are none, or not so many.
         """
         if not self.batched:
-            return [checked(read_result(raw))]
+            return [check_score(parse_result(raw))]
         if isinstance(raw, str | bytes | Mapping) or not hasattr(raw, "__iter__"):
             raise TypeError(f"the function must return a list of scores, got {type(raw).__name__}")
         parts = list(raw)
         if len(parts) != count:
             raise ValueError(f"the function returned {len(parts)} scores for {count} answers")
-        return [self._read(part) for part in parts]
+        return [self._parse_one(part) for part in parts]
 
-    def _read(self, part: Any) -> Outcome:
+    def _parse_one(self, part: Any) -> Outcome:
         try:
-            return checked(read_result(part))
+            return check_score(parse_result(part))
         except Exception as error:  # of an object that the user's function made
-            return failure_of(error, self.file)
+            return make_failure(error, self.file)
 
 
 def score_by_rule(scorer: Scorer, arguments: Arguments) -> Outcome:
     """Score one answer with a built-in scorer."""
     try:
-        return checked(scorer.score(*arguments))
+        return check_score(scorer.score(*arguments))
     # SystemExit: a scorer that calls exit() must not end the process either.
     except (Exception, SystemExit) as error:
-        return failure_of(error, None)
+        return make_failure(error, None)
 
 
 async def score_by_call(user: UserScorer, batch: Sequence[Arguments]) -> list[Outcome] | Failure:
@@ -180,7 +181,7 @@ async def score_by_call(user: UserScorer, batch: Sequence[Arguments]) -> list[Ou
         return user.read(await result if inspect.isawaitable(result) else result, len(batch))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise_if_cancelled(error)
-        return failure_of(error, user.file)
+        return make_failure(error, user.file)
 
 
 def raise_if_cancelled(error: BaseException) -> None:
@@ -191,7 +192,7 @@ def raise_if_cancelled(error: BaseException) -> None:
             raise error
 
 
-def checked(score: Score) -> Score:
+def check_score(score: Score) -> Score:
     """Return the score, if it can be learned from.
 
     Raises:
@@ -205,7 +206,7 @@ def checked(score: Score) -> Score:
     return score
 
 
-def read_result(result: Any) -> Score:
+def parse_result(result: Any) -> Score:
     """Return the score in what a function returned.
 
     Raises:
@@ -219,16 +220,16 @@ def read_result(result: Any) -> Score:
                 f"the dict returned has no key score, only {', '.join(rest) or 'none'}"
             )
         result = rest.pop("score")
-    reward = _number(result, "score")
+    reward = _to_float(result, "score")
     has_accuracy = "acc" in rest
-    accuracy = _number(rest.pop("acc"), "acc") if has_accuracy else float(reward > 0)
+    accuracy = _to_float(rest.pop("acc"), "acc") if has_accuracy else float(reward > 0)
     if not 0 <= accuracy <= 1:
         raise ValueError(f"acc must lie in [0, 1], got {accuracy:g}")
     return Score(reward, accuracy, {"task": reward}, rest, has_accuracy=has_accuracy)
 
 
-def _number(value: Any, name: str) -> float:
-    """A number of any library. NaN passes here, and not in `checked`."""
+def _to_float(value: Any, name: str) -> float:
+    """A number of any library. NaN passes here, and not in `check_score`."""
     if not isinstance(value, SupportsFloat):
         raise TypeError(
             f"{name} must be a number, got {type(value).__name__}; "
@@ -237,14 +238,13 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-def late_failure(timeout_s: float) -> Failure:
+def timeout_failure(timeout_s: float) -> Failure:
     """The failure of an answer whose time is up."""
-    line = f"no score within reward.timeout_s={timeout_s:g}"
-    return Failure(line, line)
+    return Failure(f"no score within reward.timeout_s={timeout_s:g}")
 
 
-def failure_of(error: BaseException, user_file: str | None) -> Failure:
-    """Return the failure that an error means, with its place: the user's own where there is one."""
+def make_failure(error: BaseException, user_file: str | None) -> Failure:
+    """Make the failure of an error, with the place in the user's file if there is one."""
     try:
         text = " ".join(str(error).split())
     except Exception as in_text:  # the user's exception may be as broken as the function
@@ -252,10 +252,10 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
     if len(text) > _LONGEST_LINE:
         text = f"{text[:_LONGEST_LINE]}…"
     below = error.__traceback__
-    while below and below.tb_next and _passes_on(below.tb_frame.f_code.co_filename):
+    while below and below.tb_next and _is_wrapper(below.tb_frame.f_code.co_filename):
         below = below.tb_next
     frames = traceback.extract_tb(below)
-    foreign = [frame for frame in frames if not _passes_on(frame.filename)]
+    foreign = [frame for frame in frames if not _is_wrapper(frame.filename)]
     user_frames = [frame for frame in foreign if frame.filename == user_file] or foreign
     place = f" at {user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
     line = f"{type(error).__name__}{': ' if text else ''}{text}{place}"
@@ -266,12 +266,21 @@ def failure_of(error: BaseException, user_file: str | None) -> Failure:
     return Failure(line, trace, outside=isinstance(error, SandboxError))
 
 
-def _passes_on(filename: str) -> bool:
+def _is_wrapper(filename: str) -> bool:
     return os.path.dirname(filename) == _FOLDER
 
 
-def portable(score: Score) -> Score:
-    """The score with texts in place of objects that only its process knows."""
+def resident_bytes(process: int | str = "self") -> int:
+    """Memory of a process that is in RAM; 0 where the system does not tell."""
+    try:
+        with open(f"/proc/{process}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0
+
+
+def make_portable(score: Score) -> Score:
+    """Replace objects that other processes may be unable to unpickle by their texts."""
     extra = {name: v if _is_plain(v) else _as_text(v) for name, v in score.extra.items()}
     return replace(score, extra=extra)
 

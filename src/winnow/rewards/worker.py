@@ -32,11 +32,12 @@ from winnow.rewards.task import (
     ScorerJob,
     ScorerReply,
     UserScorer,
-    failure_of,
-    late_failure,
-    portable,
+    make_failure,
+    make_portable,
+    resident_bytes,
     score_by_call,
     score_by_rule,
+    timeout_failure,
 )
 from winnow.types import Score
 from winnow.workers.child import die_with
@@ -46,8 +47,6 @@ from winnow.workers.threads import spawn
 MESSAGE_S = 0.005
 """Time after which a process goes on to no further answer of its message. It is short, because
 what is scored waits for the answer that comes next there, which may be a slow one."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STATM = os.open("/proc/self/statm", os.O_RDONLY) if sys.platform == "linux" else -1
 _TICK_S = 0.05
 _BLOCKED_SHARE = 0.1
 """The share of an answer's time above which it cannot be said to have been slow itself."""
@@ -70,11 +69,11 @@ class ScorerRuntime:
             return self._reply([score_by_rule(SCORERS[item.scorer], item.arguments)], 1)
         outcomes: list[Outcome] | Failure
         try:
-            _seed(items)
+            _seed_generators(items)
             result = self.user.call([item.arguments for item in items])
-            outcomes = self.user.read(_awaited(result), len(items))
+            outcomes = self.user.read(_run_awaitable(result), len(items))
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
-            outcomes = failure_of(error, self.user.file)
+            outcomes = make_failure(error, self.user.file)
         return self._reply(outcomes, len(items))
 
     async def call(self, items: Sequence[ScoreItem]) -> ScorerReply:
@@ -82,10 +81,10 @@ class ScorerRuntime:
         assert self.user is not None
         outcomes: list[Outcome] | Failure
         try:
-            _seed(items)
+            _seed_generators(items)
             outcomes = await score_by_call(self.user, [item.arguments for item in items])
         except BaseException as error:
-            outcomes = failure_of(error, self.user.file)
+            outcomes = make_failure(error, self.user.file)
         return self._reply(outcomes, len(items))
 
     def _reply(self, outcomes: list[Outcome] | Failure, count: int) -> ScorerReply:
@@ -94,11 +93,11 @@ class ScorerRuntime:
         is_last = is_out or resident_bytes() > self.recycle_bytes
         if len(each) < count:  # which answer is at fault, a call for each alone will tell
             return ScorerReply([None] * count, is_last)
-        return ScorerReply([portable(r) if isinstance(r, Score) else r for r in each], is_last)
+        return ScorerReply([make_portable(r) if isinstance(r, Score) else r for r in each], is_last)
 
 
-def _seed(items: Sequence[ScoreItem]) -> None:
-    """Make what a scorer draws depend on its answers alone, whichever process they come to."""
+def _seed_generators(items: Sequence[ScoreItem]) -> None:
+    """Seed the generators by the answers alone, in whichever process."""
     seed = sum(item.seed for item in items) & 0xFFFFFFFF
     random.seed(seed)
     np.random.seed(seed)
@@ -106,7 +105,7 @@ def _seed(items: Sequence[ScoreItem]) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def _awaited(result: Any) -> Any:
+def _run_awaitable(result: Any) -> Any:
     async def wait() -> Any:
         return await result
 
@@ -129,12 +128,12 @@ def main() -> None:
     try:
         user = UserScorer(*job.function, job.batched) if job.function else None
     except RewardError as error:
-        _tell(channel, 0, Ready(False, str(error)))
+        _send(channel, 0, Ready(False, str(error)))
         return
     loaded = resident_bytes()
     runtime = ScorerRuntime(user, loaded + (job.memory_bytes - loaded) / 2)
     is_async = user is not None and user.is_async
-    _tell(channel, 0, Ready(is_async))
+    _send(channel, 0, Ready(is_async))
     if is_async:
         asyncio.run(_serve_side_by_side(channel, runtime, job.timeout_s))
     else:
@@ -144,7 +143,7 @@ def main() -> None:
 def _serve_one_by_one(
     channel: socket.socket, runtime: ScorerRuntime, batched: bool, cell: int
 ) -> None:
-    """Make the calls of each message, and reply with the outcomes that there are in its time."""
+    """Score the answers of each message, and reply once `MESSAGE_S` is over."""
     while (message := receive(channel)) is not None:
         items: list[ScoreItem] = unpack(message[1])
         outcomes: list[Outcome | None] = []
@@ -155,7 +154,7 @@ def _serve_one_by_one(
             outcomes += scored
             if is_last or time.monotonic() > give_back:
                 break
-        _tell(channel, message[0], ScorerReply(outcomes, is_last))
+        _send(channel, message[0], ScorerReply(outcomes, is_last))
         if is_last:
             return
 
@@ -186,14 +185,14 @@ async def _serve_side_by_side(
         await asyncio.wait({work}, timeout=timeout_s)
         if work.done():
             outcomes, is_last = work.result()
-            _tell(channel, number, ScorerReply(outcomes, is_last and not ended.is_set()))
+            _send(channel, number, ScorerReply(outcomes, is_last and not ended.is_set()))
             if is_last:
                 ended.set()
             return
         work.cancel()
         is_innocent = blocked_s - before_s > _BLOCKED_SHARE * timeout_s
-        late = None if is_innocent or len(items) > 1 else late_failure(timeout_s)
-        _tell(channel, number, ScorerReply([late] * len(items)))
+        late = None if is_innocent or len(items) > 1 else timeout_failure(timeout_s)
+        _send(channel, number, ScorerReply([late] * len(items)))
 
     def on_readable() -> None:
         message = receive(channel)
@@ -209,15 +208,10 @@ async def _serve_side_by_side(
     watching.cancel()
 
 
-def _tell(channel: socket.socket, number: int, message: Ready | ScorerReply) -> None:
+def _send(channel: socket.socket, number: int, message: Ready | ScorerReply) -> None:
     """Send a message; a pool that is gone is met at the next read."""
     with suppress(BrokenPipeError, ConnectionResetError):
         send(channel, number, pack(message))
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the system does not tell."""
-    return int(os.pread(_STATM, 100, 0).split()[1]) * _PAGE_BYTES if _STATM >= 0 else 0
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class SftRun(BaseRun):
     def next_groups(self, step: int) -> list[Group]:
         """Return the demonstrations of a step, a fixed number, across epochs."""
         size, training = self.data.batch_size, self.data.training
-        return [training.group(step * size + i, self.loader.next()) for i in range(size)]
+        return [training.make_group(step * size + i, self.loader.next()) for i in range(size)]
 
 
 async def train_sft(run: SftRun) -> None:
@@ -92,7 +92,7 @@ async def _evaluate(run: SftRun, step: int) -> Mapping[str, Number]:
     """Return the loss on held-out demonstrations, and the scores of answers to held-out prompts."""
     figures: dict[str, Number] = {}
     with run.watch.phase("evaluate"):
-        held_out = run.data.held_out.groups()
+        held_out = run.data.held_out.make_groups()
         if held_out:
             learner = cast(Any, run.learner)
             figures[HELD_OUT_LOSS] = await in_thread(learner.held_out, held_out)

@@ -16,7 +16,7 @@ import threading
 from contextlib import ExitStack, suppress
 
 from winnow.config.reward import SandboxConfig
-from winnow.sandbox.process import Confined, Interpreter, memory_file, process_limits
+from winnow.sandbox.process import Confinement, Interpreter, memory_file, process_limits
 from winnow.sandbox.program import MAIN, Program, Result, SandboxError
 from winnow.sandbox.seccomp import filter_bytes
 
@@ -40,10 +40,10 @@ class Bubblewrap:
     def __init__(self, interpreter: Interpreter, closing: threading.Event) -> None:
         self._interpreter, self._closing = interpreter, closing
         # A list of folders of ours: the environment's PATH may hold anything.
-        self._bwrap = _tool("bwrap", "bubblewrap")
-        self._prlimit = _tool("prlimit", "util-linux")
-        self._setpriv = _tool("setpriv", "util-linux")
-        self._choom = _tool("choom", "util-linux")
+        self._bwrap = _find_tool("bwrap", "bubblewrap")
+        self._prlimit = _find_tool("prlimit", "util-linux")
+        self._setpriv = _find_tool("setpriv", "util-linux")
+        self._choom = _find_tool("choom", "util-linux")
         self._seccomp = filter_bytes()
 
     def run(self, program: Program, limits: SandboxConfig, uid: int | None) -> Result:
@@ -66,10 +66,10 @@ class Bubblewrap:
             stack.callback(os.close, writer)
             command = self._command(limits, uid, files, seccomp, writer)
             descriptors = [*files.values(), seccomp, writer]
-            report = _Report(status, limits.scratch_mb << 20)
-            confined = Confined(command, descriptors, signal.SIGKILL, report.count_files)
+            report = _BwrapStatus(status, limits.scratch_mb << 20)
+            confined = Confinement(command, descriptors, signal.SIGKILL, report.count_files)
             result = confined.run(program.stdin, limits, self._closing)
-            has_begun = report.child() is not None
+            has_begun = report.child_pid() is not None
         if not has_begun:
             reason = " ".join(result.stderr.decode(errors="replace").split())
             raise SandboxError(
@@ -114,21 +114,21 @@ class Bubblewrap:
         ]  # fmt: skip
 
 
-def _tool(name: str, package: str) -> str:
+def _find_tool(name: str, package: str) -> str:
     path = shutil.which(name, path="/usr/bin:/bin:/usr/local/bin")
     if path is None:
         raise SandboxError(f"{name} is not installed (Debian's package {package})")
     return path
 
 
-class _Report:
+class _BwrapStatus:
     """Reads what bwrap reports of the process that it has started."""
 
     def __init__(self, descriptor: int, scratch_bytes: int) -> None:
         os.set_blocking(descriptor, False)
         self._descriptor, self._output, self._scratch_bytes = descriptor, b"", scratch_bytes
 
-    def child(self) -> int | None:
+    def child_pid(self) -> int | None:
         """The process id of the program; None while it has not begun."""
         with suppress(BlockingIOError):
             while part := os.read(self._descriptor, 4096):
@@ -141,7 +141,7 @@ class _Report:
 
         bwrap cannot bound the inodes of a tmpfs, so they are counted from outside.
         """
-        child = self.child()
+        child = self.child_pid()
         if child is None:
             return 0
         try:

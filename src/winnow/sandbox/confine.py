@@ -65,11 +65,11 @@ def main() -> None:
         plan = marshal.load(file)
     status = plan["status"]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
-    _checked(_prctl(_SET_PDEATHSIG, signal.SIGTERM))
+    _check_call(_prctl(_SET_PDEATHSIG, signal.SIGTERM))
     if os.getppid() != plan["parent"]:
         sys.exit(1)
     # Orphans come to this process: one that nobody waits for still counts against the limit.
-    _checked(_prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    _check_call(_prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     child = os.fork()
     if child == 0:
         try:
@@ -81,12 +81,12 @@ def main() -> None:
         os._exit(127)
     for descriptor in (0, 1, 2, status):
         os.close(descriptor)
-    code = _guard(child)
-    _remove(plan["folder"])
+    code = _wait_and_kill(child)
+    _remove_folder(plan["folder"])
     os._exit(code)
 
 
-def _guard(child: int) -> int:
+def _wait_and_kill(child: int) -> int:
     """Wait for the program, or for the order to end it; then end its group."""
     while True:
         came = signal.sigwait({signal.SIGTERM, signal.SIGCHLD})
@@ -109,8 +109,8 @@ def _guard(child: int) -> int:
             code = os.waitstatus_to_exitcode(status)
 
 
-def _remove(folder: str) -> None:
-    """Take the program's files away: who started this process may have been killed."""
+def _remove_folder(folder: str) -> None:
+    """Remove the program's files, because the parent may have been killed."""
     try:
         for place, folders, names in os.walk(folder, topdown=False):
             for name in names:
@@ -123,7 +123,7 @@ def _remove(folder: str) -> None:
 
 
 def _confine(plan: dict[str, Any]) -> None:
-    """Give up, for good, all that the program is not to have."""
+    """Drop every permission that the program must not have, irreversibly."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
     os.chdir(plan["folder"])
@@ -133,24 +133,24 @@ def _confine(plan: dict[str, Any]) -> None:
     limits = plan["limits"]
     uid = plan["uid"]
     if uid is None:  # others of this user count as well
-        limits["nproc"] += _tasks_of(os.getuid())
+        limits["nproc"] += _count_tasks(os.getuid())
     else:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    _checked(_prctl(_SET_PDEATHSIG, signal.SIGKILL))  # changing the user undid it
+    _check_call(_prctl(_SET_PDEATHSIG, signal.SIGKILL))  # changing the user undid it
     for name, most in limits.items():
         is_named = name != "msgqueue"
         number = getattr(resource, f"RLIMIT_{name.upper()}") if is_named else _MSGQUEUE
         resource.setrlimit(number, (most, most))
-    _checked(_prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check_call(_prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _restrict_files(plan)
     os.closerange(3, plan["status"])
     os.closerange(plan["status"] + 1, 1024)
     os.set_inheritable(plan["status"], False)
     code = plan["seccomp"]
     program = _Filter(len(code) // 8, code)
-    _checked(_prctl(_SET_SECCOMP, _SECCOMP_FILTER, _ctypes.byref(program), 0, 0))
+    _check_call(_prctl(_SET_SECCOMP, _SECCOMP_FILTER, _ctypes.byref(program), 0, 0))
 
 
 _MSGQUEUE = 12
@@ -164,7 +164,7 @@ def _restrict_files(plan: dict[str, Any]) -> None:
     # Files; from version 4 TCP; from version 6 signals and abstract sockets.
     handled = struct.pack("=QQQ", supported, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    rules = _checked(_syscall(_CREATE_RULESET, handled, size, 0))
+    rules = _check_call(_syscall(_CREATE_RULESET, handled, size, 0))
     for paths, rights in (
         (plan["readable"], _EXECUTE | _READ_FILE | _READ_DIR),
         (plan["devices"], _READ_FILE | _WRITE_FILE),
@@ -173,13 +173,13 @@ def _restrict_files(plan: dict[str, Any]) -> None:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed = rights if os.path.isdir(path) else rights & ~_READ_DIR
             rule = struct.pack("=Qi", allowed, descriptor)
-            _checked(_syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0))
+            _check_call(_syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0))
             os.close(descriptor)
-    _checked(_syscall(_RESTRICT_SELF, rules, 0))
+    _check_call(_syscall(_RESTRICT_SELF, rules, 0))
     os.close(rules)
 
 
-def _tasks_of(uid: int) -> int:
+def _count_tasks(uid: int) -> int:
     """Processes and threads of a user, as the process limit counts them."""
     count = 0
     for entry in os.scandir("/proc"):
@@ -193,7 +193,7 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def _checked(result: int) -> int:
+def _check_call(result: int) -> int:
     if result < 0:
         number = _ctypes.get_errno()
         raise OSError(number, os.strerror(number))

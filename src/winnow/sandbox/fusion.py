@@ -35,7 +35,7 @@ _SHOWN = 200
 
 
 class FusionSandbox:
-    """Has programs run by a service; safe to use from any thread.
+    """Runs programs at a service; safe to use from any thread.
 
     Raises:
         RewardError: the service does not run a program as it should.
@@ -52,7 +52,7 @@ class FusionSandbox:
             max_bytes=(config.output_kb << 10) * 8 + (1 << 20),
         )
         try:
-            self._try_out()
+            self._run_trial()
         except BaseException:
             self.close()
             raise
@@ -87,7 +87,7 @@ class FusionSandbox:
             answer = self._http.post_blocking("run_code", body, patience_s)
         except RemoteError as error:
             raise SandboxError(error.line) from error
-        result = result_of(answer)
+        result = parse_answer(answer)
         # The service may let a program write more than we would.
         is_long = len(result.stdout) + len(result.stderr) > config.output_kb << 10
         return replace(result, ending="output_limit") if is_long else result
@@ -96,7 +96,7 @@ class FusionSandbox:
         """End what is under way."""
         self._http.close()
 
-    def _try_out(self) -> None:
+    def _run_trial(self) -> None:
         """Check before training that programs are run, with the most that will be asked for."""
         where = f"reward.sandbox.url is {self.config.url}"
         fill = (self.config.output_kb << 10) - _TRIAL_SPARED
@@ -105,15 +105,15 @@ class FusionSandbox:
             result = self.run_for(trial, max(self.config.time_s, self.config.sample_s))
         except SandboxError as error:
             raise RewardError(
-                f"{where}, and it runs no program: {error}; start `winnow sandbox serve` there, "
-                "or mend reward.sandbox"
+                f"{where}, which runs no program: {error}; start `winnow sandbox serve` there, "
+                "or fix reward.sandbox"
             ) from error
         begun = result.stdout[:_TRIAL_SPARED].split()[:2] == [b"True", b"42"]
         is_cut = begun and result.is_clean and result.stdout.count(b"x") < fill
         if result.ending == "output_limit" or is_cut:
             raise RewardError(
-                f"{where}, but a program there may write less than reward.sandbox.output_kb="
-                f"{self.config.output_kb}; start it with a larger --output-kb, or lower ours"
+                f"{where}, but its output limit is below reward.sandbox.output_kb="
+                f"{self.config.output_kb}; start it with a larger --output-kb, or lower this one"
             )
         if not result.is_clean or not begun:
             output = result.stderr or result.stdout.partition(b"\nx")[0]
@@ -133,8 +133,8 @@ class RunResult(BaseModel):
     stdout: str | None = None
     stderr: str | None = None
 
-    def result(self, message: str) -> Result:
-        """Return it as a result of ours.
+    def to_result(self, message: str) -> Result:
+        """Convert it to a `Result`.
 
         Raises:
             SandboxError: the service could not run the program.
@@ -147,7 +147,7 @@ class RunResult(BaseModel):
         if self.status == "TimeLimitExceeded":
             ending, code = "time_limit", -9 if code is None else code
         if code is None:
-            raise SandboxError("the service answered without a return code")
+            raise SandboxError("the service's response has no return code")
         seconds = self.execution_time
         if not isinstance(seconds, int | float) or not seconds >= 0:
             seconds = 0.0
@@ -168,8 +168,8 @@ class RunAnswer(BaseModel):
     """Contents of the files asked for, in base64 by name; our client asks for none."""
 
 
-def result_of(answer: Any) -> Result:
-    """Return what an answer of the service says of the program.
+def parse_answer(answer: Any) -> Result:
+    """Parse an answer of the service into the program's result.
 
     Raises:
         SandboxError: the sandbox failed, or the answer is none of this API.
@@ -178,14 +178,14 @@ def result_of(answer: Any) -> Result:
         reply = RunAnswer.model_validate(answer)
     except ValidationError as error:
         fault = first_fault(error)
-        raise SandboxError(f"the service does not answer as SandboxFusion does: {fault}") from None
+        raise SandboxError(f"the service's response is not SandboxFusion's: {fault}") from None
     message = str(reply.message or "")
     if reply.status == "SandboxError":
         raise SandboxError(f"the service says: {message[:_SHOWN] or 'SandboxError'}")
     if reply.compile_result is not None:
-        compiled = reply.compile_result.result(message)
+        compiled = reply.compile_result.to_result(message)
         if not compiled.is_clean:
             return replace(compiled, ending="compile_error")
     if reply.run_result is None:
-        raise SandboxError("the service answered without a run_result")
-    return reply.run_result.result(message)
+        raise SandboxError("the service's response has no run_result")
+    return reply.run_result.to_result(message)

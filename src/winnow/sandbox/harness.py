@@ -1,6 +1,6 @@
 """Tests a solution by calling it, inside the sandbox.
 
-    standard input: length, solution, tests (JSON)  ─►  a verdict (JSON) on standard output
+    solution.json, and the tests (JSON) on standard input  ─►  a verdict (JSON) on standard output
 
 The solution runs in one process, and the tests in another, which calls it over a pipe:
 values go there and come back as plain data. So a solution can neither read the tests nor reach
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
+SOLUTION = "solution.json"
 READ_BYTES = 1 << 16
 _LONGEST_ITERATION = 1_000_000
 _VIEWS = ("dict_keys", "dict_values", "dict_items", "deque")
@@ -74,36 +75,36 @@ def encode(value: Any) -> str:
     if isinstance(value, str):
         return quoted(value)
     if isinstance(value, list):
-        return _items(list.__iter__(value))
+        return _encode_items(list.__iter__(value))
     for tag, kind in _SEQUENCES:
         if isinstance(value, kind):
-            return _tagged(tag, _items(kind.__iter__(value)))
+            return _tag(tag, _encode_items(kind.__iter__(value)))
     if isinstance(value, dict):
-        return _tagged("d", _items(map(list, dict.items(value))))
+        return _tag("d", _encode_items(map(list, dict.items(value))))
     if isinstance(value, (bytes, bytearray)):
-        return _tagged("b", quoted(bytes(value).hex()))
+        return _tag("b", quoted(bytes(value).hex()))
     if isinstance(value, complex):
-        return _tagged("c", _items((value.real, value.imag)))
+        return _tag("c", _encode_items((value.real, value.imag)))
     if isinstance(value, range):
-        return _tagged("r", _items((value.start, value.stop, value.step)))
+        return _tag("r", _encode_items((value.start, value.stop, value.step)))
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist())
     if hasattr(value, "__next__") or type(value).__name__ in _VIEWS:
         some = list(itertools.islice(value, _LONGEST_ITERATION + 1))
         if len(some) <= _LONGEST_ITERATION:
-            return _tagged("i" if hasattr(value, "__next__") else "l", _items(some))
-    return _tagged("o", quoted(str(type(value).__name__)))
+            return _tag("i" if hasattr(value, "__next__") else "l", _encode_items(some))
+    return _tag("o", quoted(str(type(value).__name__)))
 
 
-def _items(values: Iterable[Any]) -> str:
+def _encode_items(values: Iterable[Any]) -> str:
     return "[" + ",".join([encode(each) for each in values]) + "]"
 
 
-def _tagged(tag: str, text: str) -> str:
+def _tag(tag: str, text: str) -> str:
     return '{"' + tag + '":' + text + "}"
 
 
-def scan(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """JSON as it stands."""
     try:
         return _scan(text, 0)[0]
@@ -128,10 +129,8 @@ def decode(value: Any) -> Any:
         return range(*rest)
     if tag == "o":
         return Opaque(rest)
-    items = [decode(each) for each in rest]
-    kinds: dict[str, Callable[[Iterable[Any]], Any]]
-    kinds = {"t": tuple, "s": set, "z": frozenset, "i": iter, "l": list}
-    return kinds[tag](items)
+    kinds: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset, "i": iter, "l": list}
+    return kinds[tag]([decode(each) for each in rest])
 
 
 def send(descriptor: int, message: Any) -> None:
@@ -146,7 +145,7 @@ def write(descriptor: int, text: str) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def reader(descriptor: int, wait: Callable[[], None] | None = None) -> Iterator[Any]:
+def read_messages(descriptor: int, wait: Callable[[], None] | None = None) -> Iterator[Any]:
     """Messages as they come, to the end of the pipe."""
     rest = bytearray()
     while True:
@@ -161,7 +160,7 @@ def reader(descriptor: int, wait: Callable[[], None] | None = None) -> Iterator[
             line = bytes(rest[:end])
             del rest[: end + 1]
             start = 0
-            yield decode(scan(line.decode()))
+            yield decode(parse_json(line.decode()))
 
 
 REQUESTS, REPLIES = 3, 4
@@ -188,7 +187,7 @@ NAMES = frozenset(" ".join(_NAMES_OF.values()).split())
 
 def serve(solution: dict[str, Any]) -> None:
     """Load the solution once the tests are out of its reach, then answer calls until they end."""
-    read = reader(REQUESTS)
+    read = read_messages(REQUESTS)
     next(read)
     try:
         space = load(solution)
@@ -222,20 +221,20 @@ def find(space: dict[str, Any], name: str) -> Any:
 def load(solution: dict[str, Any]) -> dict[str, Any]:
     """Run the solution's text as a module; its names."""
     last = SyntaxError("no code")
-    for text in versions(solution):
+    for text in candidate_codes(solution):
         try:
             code = compile(text, "solution.py", "exec")
         except (SyntaxError, ValueError) as error:
             last = error if isinstance(error, SyntaxError) else SyntaxError(str(error))
             continue
         space = {"__name__": "solution"}
-        provide(text, space)
+        import_used_modules(text, space)
         exec(code, space)
         return space
     raise last
 
 
-def versions(solution: dict[str, Any]) -> list[str]:
+def candidate_codes(solution: dict[str, Any]) -> list[str]:
     """Ways to read an answer: whole code behind the prompt's, or the rest of the prompt."""
     prompt, code = solution["prompt"], solution["code"]
     if not prompt or defines(code, solution["entry_point"]):
@@ -243,7 +242,7 @@ def versions(solution: dict[str, Any]) -> list[str]:
     return [prompt + code, without_docstring(prompt) + code, code]
 
 
-def statements(text: str) -> list[Any] | None:
+def parse_statements(text: str) -> list[Any] | None:
     """The statements of a text, as trees; None where it is no code."""
     try:
         return list(compile(text, "prompt.py", "exec", _ONLY_AST).body)
@@ -254,7 +253,7 @@ def statements(text: str) -> list[Any] | None:
 def defines(code: str, name: str | None) -> bool:
     """Return whether a text is whole code that defines a name."""
     names = set()
-    nodes = statements(code) or []
+    nodes = parse_statements(code) or []
     for node in nodes:
         names.add(getattr(node, "name", None))
         names.update(getattr(target, "id", None) for target in getattr(node, "targets", ()))
@@ -264,7 +263,7 @@ def defines(code: str, name: str | None) -> bool:
 def without_docstring(prompt: str) -> str:
     """The prompt without the docstring of its last function: its indentation binds the rest."""
     try:
-        docstring = (statements(prompt) or [])[-1].body[0]
+        docstring = (parse_statements(prompt) or [])[-1].body[0]
     except (IndexError, AttributeError):
         return prompt
     lines = prompt.splitlines(keepends=True)
@@ -272,27 +271,27 @@ def without_docstring(prompt: str) -> str:
     return "".join(lines)
 
 
-def imports_of(prompt: str) -> Any:
+def compile_imports(prompt: str) -> Any:
     """The imports at the top of a prompt, compiled; none of one that is no code."""
-    return _compiled(node for node in _parsed(prompt) if _kind(node).startswith("Import"))
+    return _compile(node for node in _parse_prompt(prompt) if _kind(node).startswith("Import"))
 
 
-def helpers_of(prompt: str, entry_point: str | None) -> list[Any]:
+def compile_helpers(prompt: str, entry_point: str | None) -> list[Any]:
     """The constants of a prompt and the functions it has whole, compiled; not the entry point."""
     return [
-        _compiled([node])
-        for node in _parsed(prompt)
+        _compile([node])
+        for node in _parse_prompt(prompt)
         if _kind(node) in ("Assign", "AnnAssign")
         or (_kind(node) == "FunctionDef" and node.name != entry_point and _has_body(node))
     ]
 
 
-def _parsed(prompt: str) -> list[Any]:
+def _parse_prompt(prompt: str) -> list[Any]:
     """The statements of a prompt, which may end with the head of a function."""
-    return statements(prompt) or statements(prompt.rstrip() + " pass") or []
+    return parse_statements(prompt) or parse_statements(prompt.rstrip() + " pass") or []
 
 
-def _compiled(nodes: Iterable[Any]) -> Any:
+def _compile(nodes: Iterable[Any]) -> Any:
     tree = compile("", "prompt.py", "exec", _ONLY_AST)
     tree.body = list(nodes)
     return compile(tree, "prompt.py", "exec")
@@ -310,9 +309,9 @@ def _has_body(function: Any) -> bool:
     )
 
 
-def provide(text: str, space: dict[str, Any]) -> None:
+def import_used_modules(text: str, space: dict[str, Any]) -> None:
     """Import what a text uses of the usual modules."""
-    tokens = tokens_of(text)
+    tokens = find_words(text)
     for module in MODULES:
         if module in tokens:
             exec(f"import {module}", space)
@@ -322,7 +321,7 @@ def provide(text: str, space: dict[str, Any]) -> None:
             exec(f"from {module} import {', '.join(used)}", space)
 
 
-def tokens_of(text: str) -> set[str]:
+def find_words(text: str) -> set[str]:
     """Return its names, and all other tokens of letters and digits."""
     return set("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
 
@@ -340,40 +339,35 @@ _NEVER_RAISED = (AssertionError, StopIteration, StopAsyncIteration)
 """In the tests for the solution: the first is theirs, the others end loops of theirs in silence."""
 
 
-class Failed(Exception):
-    """A case is lost: how, and a word on it."""
-
-    def __init__(self, outcome: str, text: str = "") -> None:
-        super().__init__(text)
-        self.outcome = outcome
-        self.text = text
+class CaseFailed(Exception):
+    """A case that failed; its arguments are the outcome and an explanation."""
 
 
 class Solution:
-    """The other process, as the tests call it."""
+    """The process of the solution, as the tests call it."""
 
     def __init__(self, requests: int, replies: int, call_s: float) -> None:
         self.requests, self.replies, self.call_s = requests, replies, call_s
-        self.read = reader(replies, self.wait)
+        self.read = read_messages(replies, self.wait)
         self.until = time.monotonic() + call_s
         ready = self.receive()
         if "failed" in ready:
             # The solution may have written this message itself.
             kind = "compile_error" if ready["failed"] == "compile_error" else "runtime_error"
-            raise Failed(kind, str(ready.get("text", ""))[:200])
+            raise CaseFailed(kind, str(ready.get("text", ""))[:200])
         self.names = [str(name) for name in ready["names"]]
 
     def wait(self) -> None:
         """Wait for bytes of the solution's, as long as its call may take."""
         remaining = self.until - time.monotonic()
         if remaining <= 0 or not select.select([self.replies], [], [], remaining)[0]:
-            raise Failed("time_limit", f"no result within {self.call_s:g} s")
+            raise CaseFailed("time_limit", f"no result within {self.call_s:g} s")
 
     def receive(self) -> dict[str, Any]:
         """The next message."""
         reply = next(self.read, None)
         if not isinstance(reply, dict):
-            raise Failed("runtime_error", "the solution ended its process")
+            raise CaseFailed("runtime_error", "the solution ended its process")
         return reply
 
     def call(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -382,7 +376,7 @@ class Solution:
         try:
             send(self.requests, {"name": name, "args": list(args), "kwargs": kwargs})
         except BrokenPipeError:
-            raise Failed("runtime_error", "the solution ended its process") from None
+            raise CaseFailed("runtime_error", "the solution ended its process") from None
         reply = self.receive()
         if "error" in reply:
             raise self.error(str(reply["error"]), str(reply.get("text", "")))
@@ -399,20 +393,20 @@ class Solution:
             try:
                 error = kind(text)
             except TypeError:  # it wants other arguments
-                return Failed("runtime_error", text)
+                return CaseFailed("runtime_error", text)
             error.of_solution = text  # type: ignore[attr-defined]
             return error
-        return Failed("runtime_error", text)
+        return CaseFailed("runtime_error", text)
 
     def function(self, name: str) -> Callable[..., Any]:
         """A function that calls the solution's of this name."""
         return lambda *args, **kwargs: self.call(name, args, kwargs)
 
 
-def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
+def run_cases(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
     """Run the cases; how many passed, and what became of the first that did not."""
     try:
-        cases = list(prepared(solution, tests))
+        cases = list(prepare_cases(solution, tests))
     except Exception as error:  # nothing of the solution's has been called
         return {"broken": describe(error)}
     passed, first, text = 0, None, ""
@@ -420,14 +414,14 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
         outcome = "pass"
         try:
             case(*args)
-        except Failed as failed:
-            outcome, detail = failed.outcome, failed.text
+        except CaseFailed as failed:
+            outcome, detail = failed.args
         except Exception as error:
             if isinstance(error, ImportError) and not hasattr(error, "of_solution"):
                 return {"broken": describe(error)}
             outcome = "runtime_error" if hasattr(error, "of_solution") else "wrong"
             detail = getattr(error, "of_solution", None) or describe(error)
-            detail += line_of(error, number, tests["cases"][number])
+            detail += failing_line(error, number, tests["cases"][number])
         if outcome == "pass":
             passed += 1
             continue
@@ -439,34 +433,34 @@ def judge(solution: Solution, tests: dict[str, Any]) -> dict[str, Any]:
     return {"passed": passed, "of": len(cases), "outcome": first or "pass", "text": text}
 
 
-def line_of(error: BaseException, number: int, case: Any) -> str:
+def failing_line(error: BaseException, number: int, case: Any) -> str:
     """The line of a case's text that an error came through, for people."""
     lines: list[str] = []
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == file_of(number):
+        if trace.tb_frame.f_code.co_filename == case_filename(number):
             lines = case.splitlines()[trace.tb_lineno - 1 : trace.tb_lineno]
         trace = trace.tb_next
     return f" in {lines[0].strip()[:200]}" if lines else ""
 
 
-def file_of(number: int) -> str:
+def case_filename(number: int) -> str:
     """The name under which a case is compiled."""
     return f"test {number + 1}"
 
 
-def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+def prepare_cases(solution: Solution, tests: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Each case as a function that raises, and its arguments."""
     if tests["kind"] == "calls":
         for args, expected in tests["cases"]:
-            yield call_once, solution, tests["entry_point"], args, expected
+            yield check_call, solution, tests["entry_point"], args, expected
         return
     text = "\n".join(tests["cases"])
-    tokens = tokens_of(text)
+    tokens = find_words(text)
     space: dict[str, Any] = {"__name__": "tests"}
-    provide(text, space)
-    exec(imports_of(tests["prompt"]), space)
-    for helper in helpers_of(tests["prompt"], tests["entry_point"]):
+    import_used_modules(text, space)
+    exec(compile_imports(tests["prompt"]), space)
+    for helper in compile_helpers(tests["prompt"], tests["entry_point"]):
         try:
             exec(helper, space)
         except NameError:
@@ -478,13 +472,13 @@ def prepared(solution: Solution, tests: dict[str, Any]) -> Iterator[tuple[Any, .
         if name == tests["entry_point"] or (name in tokens and not usual):
             space[name] = solution.function(name)
     for number, case in enumerate(tests["cases"]):
-        code = compile(case, file_of(number), "exec")
+        code = compile(case, case_filename(number), "exec")
         yield run, code, space, solution, tests["kind"], tests["entry_point"]
 
 
-def call_once(solution: Solution, name: str, args: Any, expected: Any) -> None:
+def check_call(solution: Solution, name: str, args: Any, expected: Any) -> None:
     """Call a function and look at its result."""
-    compare(solution.call(name, args, {}), expected)
+    check_equal(solution.call(name, args, {}), expected)
 
 
 def run(code: Any, space: dict[str, Any], solution: Solution, kind: str, name: str) -> None:
@@ -497,7 +491,7 @@ def run(code: Any, space: dict[str, Any], solution: Solution, kind: str, name: s
         check(solution.function(name))
 
 
-def compare(value: Any, expected: Any) -> None:
+def check_equal(value: Any, expected: Any) -> None:
     """Equal as JSON, or equal to the only element of what is expected (as APPS writes it)."""
     value = plain(value)
     expected = plain(expected)
@@ -515,21 +509,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def exactly(size: int) -> bytes:
-    """So many bytes of standard input, and not one more: the tests come behind."""
-    data = b""
-    while len(data) < size:
-        data += os.read(0, size - len(data))
-    return data
-
-
 def main() -> None:
     """Start the solution's process, then read the tests and print the verdict."""
     # Before the solution runs: it may write modules to this folder.
     del sys.path[0]
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
-    solution = scan(exactly(int(exactly(10))).decode())
+    with open(SOLUTION, "rb") as file:
+        solution = parse_json(file.read().decode())
     their_requests, requests = os.pipe()
     replies, their_replies = os.pipe()
     if os.fork() == 0:
@@ -547,7 +534,7 @@ def main() -> None:
             os._exit(0)
     os.close(their_requests)
     os.close(their_replies)
-    tests = scan(b"".join(iter(lambda: os.read(0, READ_BYTES), b"")).decode())
+    tests = parse_json(b"".join(iter(lambda: os.read(0, READ_BYTES), b"")).decode())
     verdict = os.dup(1)
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 1)  # tests may print
@@ -555,11 +542,11 @@ def main() -> None:
     os.dup2(nothing, 0)
     send(requests, None)
     try:
-        report = judge(Solution(requests, replies, tests["call_s"]), tests)
-    except Failed as failed:
-        report = {"passed": 0, "of": 0, "outcome": failed.outcome, "text": failed.text}
+        report = run_cases(Solution(requests, replies, tests["call_s"]), tests)
+    except CaseFailed as failed:
+        report = {"passed": 0, "of": 0, "outcome": failed.args[0], "text": failed.args[1]}
         try:  # what the prompt wants and this machine lacks is no fault of the solution's
-            exec(imports_of(tests["prompt"]), {})
+            exec(compile_imports(tests["prompt"]), {})
         except Exception as error:
             report = {"broken": describe(error)}
     send(verdict, report)

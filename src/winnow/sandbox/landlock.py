@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from winnow.config.reward import SandboxConfig
-from winnow.sandbox.process import Confined, Interpreter, compiled, memory_file, process_limits
+from winnow.sandbox.process import Confinement, Interpreter, memory_file, precompile, process_limits
 from winnow.sandbox.program import MAIN, Program, Result, SandboxError
 from winnow.sandbox.seccomp import filter_bytes
 
@@ -57,7 +57,7 @@ class Landlock:
             raise SandboxError(f"Landlock {had}; version {_LEAST_ABI} (Linux 6.2) is needed")
         self._seccomp = filter_bytes()
         self._guardian = shutil.which("python3", path="/usr/bin") or sys.executable
-        self._code = compiled(self._guardian, _CONFINE.read_text(encoding="utf-8"))
+        self._code = precompile(self._guardian, _CONFINE.read_text(encoding="utf-8"))
 
     def run(self, program: Program, limits: SandboxConfig, uid: int | None) -> Result:
         """Run a program.
@@ -82,7 +82,7 @@ class Landlock:
             ]
             command = [self._guardian, "-I", "-S", "-B", "-c", _LOAD, *map(str, handed)]
             # At SIGTERM the guardian kills the program and what it started, then ends.
-            confined = Confined(command, [*handed, writer.fileno()], signal.SIGTERM)
+            confined = Confinement(command, [*handed, writer.fileno()], signal.SIGTERM)
             result = confined.run(program.stdin, limits, self._closing)
             writer.close()
             reply = status.read(4096)

@@ -28,8 +28,8 @@ from winnow.sandbox.landlock import Landlock
 from winnow.sandbox.process import (
     ENVIRONMENT,
     Interpreter,
-    compiled,
     find_interpreter,
+    precompile,
     process_limits,
 )
 from winnow.sandbox.program import Program, Result, SandboxError
@@ -58,8 +58,8 @@ class NoSandboxError(RewardError):
     def __str__(self) -> str:
         why = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
         return (
-            f"no sandbox holds here, so no program is run. {why}. Install bubblewrap (apt-get "
-            "install bubblewrap) and allow unprivileged user namespaces, or take another scorer"
+            f"no sandbox works on this machine: {why}; install bubblewrap (apt-get "
+            "install bubblewrap) and allow unprivileged user namespaces, or use another scorer"
         )
 
 
@@ -73,8 +73,8 @@ class LocalSandbox:
     def __init__(self, config: SandboxConfig) -> None:
         if sys.platform != "linux":
             raise RewardError(
-                f"rewards that run code need Linux, and this is {sys.platform}: there is no "
-                "sandbox here; run on Linux, or score with reward.function.path"
+                f"rewards that run code need a sandbox, which needs Linux, and this is "
+                f"{sys.platform}; run on Linux, or score with reward.function.path"
             )
         self.config = config
         self._closing = threading.Event()
@@ -84,11 +84,11 @@ class LocalSandbox:
         try:
             if os.geteuid() == 0:
                 # Of one that let its user go, or was killed, some may live on: they count.
-                busy = _users_with_processes()
+                busy = _find_busy_users()
                 self.uids = [self._claim_uid(busy) for _ in range(self.slots)]
             interpreter = find_interpreter(config.python)
             self._python = interpreter.path
-            self._kind = self._chosen(interpreter)
+            self._kind = self._choose_kind(interpreter)
         except SandboxError as error:
             self.close()
             raise RewardError(f"no program can be run: {error}") from error
@@ -125,8 +125,8 @@ class LocalSandbox:
         """
         uid = self._free.get()
         try:
-            if program.is_ours:  # compiled once: that takes longer than most of it runs
-                code = compiled(self._python, program.code)
+            if program.compile_once:  # compiled once: that takes longer than most of it runs
+                code = precompile(self._python, program.code)
                 files = {**program.files, _COMPILED: code}
                 program = replace(program, code=_RUN_COMPILED, files=files)
             for attempt in range(1, _TRIES + 1):
@@ -172,23 +172,23 @@ class LocalSandbox:
                 continue
             self._claims.append(claim)
             return uid
-        raise SandboxError(f"all users from {_FIRST_UID} to {_LAST_UID} are taken")
+        raise SandboxError(f"all user ids from {_FIRST_UID} to {_LAST_UID} are in use")
 
-    def _chosen(self, interpreter: Interpreter) -> Kind:
+    def _choose_kind(self, interpreter: Interpreter) -> Kind:
         backend = self.config.backend
         reasons: dict[str, str] = {}
         for name in KINDS if backend == "auto" else [backend]:
             try:
                 kind = KINDS[name](interpreter, self._closing)
                 for uid in {self.uids[0], self.uids[-1]}:
-                    self._try_out(kind, uid)
+                    self._run_trial(kind, uid)
                 return kind
             except SandboxError as error:
                 reasons[name] = str(error)
         raise NoSandboxError(reasons)
 
-    def _try_out(self, kind: Kind, uid: int | None) -> None:
-        """Check that a program in the sandbox cannot do what it must not.
+    def _run_trial(self, kind: Kind, uid: int | None) -> None:
+        """Run the trial program, and check that it could not escape.
 
         Raises:
             SandboxError: it cannot be run, or it can do too much.
@@ -208,10 +208,10 @@ class LocalSandbox:
                 "reward.sandbox.python must be a Python that every user may read"
             ) from None
         if escapes:
-            raise SandboxError(f"it does not hold: {', '.join(escapes)}")
+            raise SandboxError(f"the trial program escaped: {', '.join(escapes)}")
 
 
-def _users_with_processes() -> set[int]:
+def _find_busy_users() -> set[int]:
     """List the users of all processes, dying ones included."""
     users = set[int]()
     for status in Path("/proc").glob("[0-9]*/status"):
@@ -235,16 +235,14 @@ def forbidden(what, attempt, *errors):
     escaped.append(what)
 
 
-def make_folder(folder):
-    path = f"{folder}/winnow-trial-{os.getpid()}"
-    os.mkdir(path)
-    os.rmdir(path)
-
-
-def make_file(folder):
-    path = f"{folder}/winnow-trial-{os.getpid()}"
+def touch(path):
     open(path, "w").close()
-    os.remove(path)
+
+
+def create(make, remove):
+    path = f"{folder}/winnow-trial-{os.getpid()}"
+    make(path)
+    remove(path)
 
 
 if os.getuid() != expected["uid"] or os.getuid() == 0 or os.getgid() == 0:
@@ -253,8 +251,8 @@ forbidden("files outside can be read", lambda: open("/etc/passwd"), OSError)
 forbidden("other processes can be seen", lambda: os.listdir("/proc"), OSError)
 forbidden("/usr can be written", lambda: open("/usr/escaped", "w"), OSError)
 for folder in ("/var/tmp", "/dev/shm"):
-    forbidden("folders can be made in " + folder, lambda: make_folder(folder), OSError)
-    forbidden("files can be made in " + folder, lambda: make_file(folder), OSError)
+    forbidden("folders can be made in " + folder, lambda: create(os.mkdir, os.rmdir), OSError)
+    forbidden("files can be made in " + folder, lambda: create(touch, os.remove), OSError)
 forbidden("the network can be used", lambda: socket.socket(), OSError)
 forbidden("processes can be signalled", lambda: os.kill(os.getppid(), 0), OSError)
 forbidden("memory has no limit", lambda: bytearray(expected["memory"]), MemoryError)
@@ -279,7 +277,7 @@ print(json.dumps(escaped))
 
 
 def trial_program(limits: SandboxConfig, uid: int) -> Program:
-    """Make the program that a sandbox must hold before it gets any other.
+    """Make the trial program, which a sandbox must contain before it runs any other.
 
     It tries what is forbidden and prints what it managed, as a JSON list.
 

@@ -50,7 +50,7 @@ _ASK_S = 30.0
 
 
 @dataclass(frozen=True)
-class Confined:
+class Confinement:
     """A command that confines a program, and the way to end it with all that it has started."""
 
     command: Sequence[str]
@@ -89,20 +89,20 @@ class Confined:
                     raise SandboxError(f"{self.command[0]} cannot be started: {error}") from error
             try:
                 outputs: dict[IO[bytes], bytearray] = {stdout: out, stderr: err}
-                ending = self._drain(outputs, began + limits.time_s, limits, closing)
+                ending = self._read_outputs(outputs, began + limits.time_s, limits, closing)
                 if ending == "finished":
                     process.wait(max(0.0, began + limits.time_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 ending = "time_limit"
             finally:
                 if process.returncode is None:
-                    self._end(process)
+                    self._kill(process)
         code = process.returncode
         if code > 128:  # as a shell reports that its child died by a signal
             code = 128 - code
         return Result(ending, code, bytes(out), bytes(err), time.monotonic() - began)
 
-    def _drain(
+    def _read_outputs(
         self,
         outputs: Mapping[IO[bytes], bytearray],
         until: float,
@@ -136,14 +136,14 @@ class Confined:
                         return OUTPUT_LIMIT
         return "finished"
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
         # Not reaped yet, so its number is still its own.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, self.stop)
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired as error:
-            raise SandboxError(f"process {process.pid} cannot be ended") from error
+            raise SandboxError(f"process {process.pid} cannot be killed") from error
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
@@ -198,36 +198,36 @@ def find_interpreter(path: str) -> Interpreter:
     if not os.path.isabs(file) or not os.access(file, os.X_OK) or os.path.isdir(file):
         raise SandboxError(f"{where}: no such program; give the absolute path of a Python")
     try:
-        executable, prefix, base, base_exec, *version = json.loads(_output_of(file, _PARTS))
+        executable, prefix, base, base_exec, *version = json.loads(_run_interpreter(file, _PARTS))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise SandboxError(f"{where}: no Python ({type(error).__name__})") from error
+        raise SandboxError(f"{where}: not a Python ({type(error).__name__})") from error
     if tuple(version) < _OLDEST:
         release = ".".join(map(str, version))
-        raise SandboxError(f"{where}: Python {release}, but 3.8 is the oldest that will do")
+        raise SandboxError(f"{where}: Python {release}, but 3.8 or newer is required")
     real = os.path.realpath(executable)
     needed = {prefix, base, base_exec, os.path.dirname(executable), os.path.dirname(real)}
     outside = {os.path.abspath(folder) for folder in needed if not _is_below(folder, "/usr")}
     outside -= {"/bin"}  # a link into /usr, or bound as it is
     if "/" in outside:
-        raise SandboxError(f"{where}: its library lies in /; give one of /usr or of its own folder")
+        raise SandboxError(f"{where}: its library is in /; give one in /usr or another folder")
     tops = [f for f in outside if not any(f != other and _is_below(f, other) for other in outside)]
     return Interpreter(executable, tuple(sorted(tops)))
 
 
 @cache
-def compiled(python: str, code: str) -> bytes:
+def precompile(python: str, code: str) -> bytes:
     """Compile Winnow's code once, as an interpreter loads it with `marshal`; it is not run.
 
     Raises:
         SandboxError: it cannot be compiled.
     """
     try:
-        return _output_of(python, _COMPILE, code.encode())
+        return _run_interpreter(python, _COMPILE, code.encode())
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"{python} compiles nothing ({type(error).__name__})") from error
+        raise SandboxError(f"{python} cannot compile ({type(error).__name__})") from error
 
 
-def _output_of(python: str, code: str, stdin: bytes = b"") -> bytes:
+def _run_interpreter(python: str, code: str, stdin: bytes = b"") -> bytes:
     """Return what an interpreter prints outside of any sandbox, for Winnow's code."""
     return subprocess.run(
         [python, "-I", "-c", code],

@@ -26,7 +26,7 @@ class Program:
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """By name, in the folder that it starts in or below it (`data/rows.txt`)."""
-    is_ours: bool = False
+    compile_once: bool = False
     """The code is Winnow's own, the same in many programs, so that it pays to compile it once."""
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Program:
             is_plain = name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
             is_taken = name in folders or name.partition("/")[0] == MAIN
             if not is_plain or is_taken or len(name.encode()) > _LONGEST_NAME:
-                raise ValueError(f"{name[:99]!r} is no plain name of a file beside {MAIN}")
+                raise ValueError(f"{name[:99]!r} is not a plain file name beside {MAIN}")
 
     @property
     def all_files(self) -> dict[str, bytes]:

@@ -68,7 +68,7 @@ Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant: `struct sock_filter`."""
 
 
-def numbers(machine: str) -> dict[str, int]:
+def syscall_numbers(machine: str) -> dict[str, int]:
     """Allowed system calls of a processor by name."""
     fields = _TABLE.split()
     column = 1 if machine == "x86_64" else 2
@@ -76,9 +76,9 @@ def numbers(machine: str) -> dict[str, int]:
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
-def instructions(machine: str) -> list[Instruction]:
+def filter_instructions(machine: str) -> list[Instruction]:
     """Return the filter as instructions; the arguments of some calls decide."""
-    number = numbers(machine)
+    number = syscall_numbers(machine)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, MACHINES[machine]),
@@ -89,15 +89,15 @@ def instructions(machine: str) -> list[Instruction]:
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
     rules = {
         "clone3": [(_RETURN, 0, 0, _ERRNO | ENOSYS)],
-        "clone": _unless_bits(0, _NEW_NAMESPACES),
-        "prlimit64": _one_of(0, (0,), EPERM),
-        "fcntl": _one_of(1, _FCNTL_ALLOWED, EPERM),
-        "ioctl": _one_of(1, _IOCTL_ALLOWED, ENOTTY),
+        "clone": _refuse_bits(0, _NEW_NAMESPACES),
+        "prlimit64": _allow_values(0, (0,), EPERM),
+        "fcntl": _allow_values(1, _FCNTL_ALLOWED, EPERM),
+        "ioctl": _allow_values(1, _IOCTL_ALLOWED, ENOTTY),
         "socketpair": [
             (_LOAD, 0, 0, _ARGUMENT),
             (_EQUAL, 1, 0, _UNIX),
             (_RETURN, 0, 0, _ERRNO | EPERM),
-            *_one_of(1, _STREAMS, EPERM),
+            *_allow_values(1, _STREAMS, EPERM),
         ],
     }
     for name, value in number.items():
@@ -116,18 +116,18 @@ def filter_bytes(machine: str | None = None) -> bytes:
     """
     name = machine or platform.machine()
     if name not in MACHINES:
-        raise SandboxError(f"there is no system call filter for {name}")
-    return b"".join(struct.pack("=HBBI", *each) for each in instructions(name))
+        raise SandboxError(f"no system call filter for {name} processors")
+    return b"".join(struct.pack("=HBBI", *each) for each in filter_instructions(name))
 
 
-def _one_of(argument: int, allowed: Iterable[int], error: int) -> list[Instruction]:
+def _allow_values(argument: int, allowed: Iterable[int], error: int) -> list[Instruction]:
     program: list[Instruction] = [(_LOAD, 0, 0, _ARGUMENT + 8 * argument)]
     for value in allowed:
         program += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
     return [*program, (_RETURN, 0, 0, _ERRNO | error)]
 
 
-def _unless_bits(argument: int, bits: int) -> list[Instruction]:
+def _refuse_bits(argument: int, bits: int) -> list[Instruction]:
     return [
         (_LOAD, 0, 0, _ARGUMENT + 8 * argument),
         (_ANY_BIT, 0, 1, bits),

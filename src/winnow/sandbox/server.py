@@ -69,7 +69,7 @@ os._exit(status >> 8 if status & 127 == 0 else 128 + (status & 127))
 """
 
 
-def _unpacked(text: Any) -> bytes | None:
+def _decode_base64(text: Any) -> bytes | None:
     if text is None:  # SandboxFusion's clients send it for no file
         return None
     try:
@@ -89,7 +89,7 @@ class RunRequest(BaseModel):
     run_timeout: float | None = None
     memory_limit_MB: float = -1
     """-1 is SandboxFusion's word for no wish."""
-    files: dict[str, Annotated[bytes | None, BeforeValidator(_unpacked)]] = Field(
+    files: dict[str, Annotated[bytes | None, BeforeValidator(_decode_base64)]] = Field(
         default_factory=dict, max_length=_MOST_FILES
     )
     fetch_files: list[str] = Field(default_factory=list, max_length=_MOST_FILES)
@@ -120,7 +120,7 @@ class Job:
     """Text before these files in the output; None where the program is run as it is."""
 
 
-def job_of(body: Any, most: SandboxConfig) -> Job:
+def parse_job(body: Any, most: SandboxConfig) -> Job:
     """Return the job that a request asks for.
 
     A request that asks for more than there is is refused, since cutting it down would make the
@@ -134,7 +134,7 @@ def job_of(body: Any, most: SandboxConfig) -> Job:
     """
     try:
         request = RunRequest.model_validate(body)
-        program, mark = _program(request)
+        program, mark = _make_program(request)
     except ValidationError as error:
         raise Refusal(422, first_fault(error)) from None
     except ValueError as error:
@@ -152,14 +152,14 @@ def job_of(body: Any, most: SandboxConfig) -> Job:
     return Job(program, limits, request.fetch_files, mark)
 
 
-def _program(request: RunRequest) -> tuple[Program, bytes | None]:
+def _make_program(request: RunRequest) -> tuple[Program, bytes | None]:
     code, mark = request.code, None
     files = {name: data for name, data in request.files.items() if data is not None}
     if request.language == "bash" or request.fetch_files:
         name = "script.sh" if request.language == "bash" else "program.py"
         shell = "'/bin/bash'" if request.language == "bash" else "sys.executable, '-s'"
         if name in files:
-            raise ValueError(f"they must not hold {name}, the program's own text")
+            raise ValueError(f"must not contain {name}, the program itself")
         files[name] = code.encode("utf-8", "surrogatepass")
         text = f"\n--- files {secrets.token_hex(16)}\n"
         mark = text.encode()
@@ -169,7 +169,7 @@ def _program(request: RunRequest) -> tuple[Program, bytes | None]:
     return Program(code, request.stdin.encode("utf-8", "surrogatepass"), files), mark
 
 
-def response_of(result: Result, job: Job) -> dict[str, Any]:
+def make_response(result: Result, job: Job) -> dict[str, Any]:
     """Return the reply to a request whose program has run, in SandboxFusion's words."""
     out, files = result.stdout, {}
     if job.mark is not None and job.mark in out and result.ending == "finished":
@@ -234,7 +234,7 @@ class SandboxServer:
         )
 
     def close(self) -> None:
-        """Let go of the threads, after the event loop has ended."""
+        """Shut the threads down, after the event loop has ended."""
         self._sandbox.close()
         self._threads.shutdown()
 
@@ -248,12 +248,12 @@ class SandboxServer:
         }
 
     async def _answer(self, body: Any, request: Request) -> dict[str, Any]:
-        job = job_of(body, self._sandbox.config)
+        job = parse_job(body, self._sandbox.config)
         try:
             async with asyncio.timeout(self._max_wait_s):
                 await self._free.acquire()
         except TimeoutError:
-            raise Refusal(503, "no slot came free in time") from None
+            raise Refusal(503, "no slot became free in time") from None
         self._running += 1
         try:
             if self.service.is_closing or await request.is_disconnected():
@@ -261,7 +261,7 @@ class SandboxServer:
             loop = asyncio.get_running_loop()
             run = self._sandbox.run
             result = await loop.run_in_executor(self._threads, run, job.program, job.limits)
-            return response_of(result, job)
+            return make_response(result, job)
         except (SandboxError, OSError) as error:
             if self.service.is_closing:
                 raise Refusal(503, "the service is closing") from None

@@ -61,7 +61,9 @@ def judge(folder: Path, forked_workers: None) -> Iterator[Judge]:
 
 def verdicts(judge: Judge, answers: Sequence[str]) -> list[float | Failure]:
     async def ask() -> list[float | Failure]:
-        return list(await asyncio.gather(*(judge.begin(PROMPT, answer) for answer in answers)))
+        return list(
+            await asyncio.gather(*(judge.begin_scoring(PROMPT, answer) for answer in answers))
+        )
 
     return asyncio.run(ask())
 
@@ -74,7 +76,7 @@ def replies(judge: Judge, **changes: Any) -> list[str]:
         messages = judge._prompt.messages(PROMPT, answer)
         return {"messages": messages, **client.settings(), **changes}
 
-    waiting = [client.submit(client.reply(body(answer))) for answer in ASKED]
+    waiting = [client.submit(client.fetch_reply(body(answer))) for answer in ASKED]
     return [each.result().text for each in waiting]
 
 
@@ -160,7 +162,7 @@ def test_what_cannot_be_judged_is_a_failure_in_one_line(judge: Judge, folder: Pa
 def test_a_reply_at_the_limit_is_told_to_be_cut_off(judge: Judge) -> None:
     client, messages = judge._client, [{"role": "user", "content": "1"}]
     body = {"messages": messages, **client.settings(), "max_tokens": 2}
-    said = client.submit(client.reply(body)).result()
+    said = client.submit(client.fetch_reply(body)).result()
     assert said.is_cut
     assert said.tokens == 2 + 2
 
@@ -200,10 +202,10 @@ def test_a_judge_of_the_hub_is_known_by_its_files(folder: Path, hub: Hub) -> Non
     assert {path.name for path in model.folder.iterdir()} >= {"config.json", "model.safetensors"}
     extra = "reward/judge/engine=vllm", "+reward.judge.engine.extra.quantization=fp8"
     places = [
-        EngineJudgeClient(read_judge_spec(config_of(where, *more)), []).place
+        EngineJudgeClient(read_judge_spec(config_of(where, *more)), []).cache_scope
         for where, more in ((folder, ()), (Path("owner/judge"), ()), (folder, extra[:1]))
     ]
-    places.append(EngineJudgeClient(read_judge_spec(config_of(folder, *extra)), []).place)
+    places.append(EngineJudgeClient(read_judge_spec(config_of(folder, *extra)), []).cache_scope)
     assert len({repr(place) for place in places}) == 4
 
 

@@ -80,17 +80,17 @@ def test_without_a_file_the_truth_is_enough_and_the_answer_may_come_from_elsewhe
 @pytest.mark.parametrize(
     ("scorer", "answer", "truth", "reason"),
     [
-        ("gsm8k", "It is 42", "42", "nothing was read from the answer: gsm8k reads the one number "
+        ("gsm8k", "It is 42", "42", "no answer was found: gsm8k reads the one number "
          "behind the last '####'"),
         ("gsm8k", "#### 41", "6 * 7\n#### 42", "read 41, expected 42"),
         ("gsm8k", "#### 42", "42", None),
-        ("dapo_math", "It is 42", "42", "nothing was read from the answer: dapo_math reads the "
+        ("dapo_math", "It is 42", "42", "no answer was found: dapo_math reads the "
          "last line 'Answer: …' in the last 300 characters"),
-        ("math", "It is 42", "42", "nothing was read from the answer: math reads the last "
+        ("math", "It is 42", "42", "no answer was found: math reads the last "
          r"\boxed{} or the last line 'Answer: …'"),
         ("countdown", "<answer>1 + 1</answer>", '{"target": 3, "numbers": [1, 2]}',
          "read 1 + 1, expected {'target': 3, 'numbers': [1, 2]}"),
-        ("think_boxed", "42", "42", "nothing was read from the answer: think_boxed reads "
+        ("think_boxed", "42", "42", "no answer was found: think_boxed reads "
          r"<think>…</think> and the last \boxed{}"),
     ],
 )  # fmt: skip
@@ -179,7 +179,7 @@ def test_parts_beside_the_rules_are_shown() -> None:
     ("answer", "line", "trace"),
     [
         ("boom", "ZeroDivisionError: division by zero at OWN:6", "in judge\n    value = 1 /"),
-        ("hang", "no score within reward.timeout_s=3", "Its process had written:\nloaded\nasked"),
+        ("hang", "no score within reward.timeout_s=3", "Output of the process:\nloaded\nasked"),
         ("end", "the scorer's process ended with exit code 3", "asked about end"),
     ],
 )

@@ -11,7 +11,7 @@ from winnow.commands.evaluate import EvalRequest, EvalSetup, resolve_setup
 from winnow.config.data import DataConfig
 from winnow.config.load import parse_recipe
 from winnow.data.prompts import PromptRenderer
-from winnow.data.published import with_dapo_instruction
+from winnow.data.published import add_dapo_instruction
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import read_rows
 
@@ -52,7 +52,7 @@ def test_bare_questions_are_asked_as_the_recipes_ask_them(folder: Path) -> None:
 
 
 def test_rows_with_an_instruction_and_a_template_of_the_users_come_first(folder: Path) -> None:
-    rows = [("gsm8k", f"1? {VERL}"), ("math_dapo", with_dapo_instruction("2?")), ("MATH", "3?")]
+    rows = [("gsm8k", f"1? {VERL}"), ("math_dapo", add_dapo_instruction("2?")), ("MATH", "3?")]
     found = subject(folder, rows)
     assert asked(found.config.data)[:2] == [rows[0][1], rows[1][1]]
     assert found.note.startswith("MATH: bare questions")

@@ -21,8 +21,8 @@ from winnow.config.data import DataConfig, Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.data.demonstrations import read_demonstrations
-from winnow.data.prepare import Prepared, Request, prepare
-from winnow.data.published import with_dapo_instruction
+from winnow.data.prepare import PrepareReport, PrepareRequest, prepare
+from winnow.data.published import add_dapo_instruction
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 
@@ -36,7 +36,7 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
 def dapo_row(question: str, label: str) -> dict[str, Any]:
     return {
         "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": with_dapo_instruction(question)}],
+        "prompt": [{"role": "user", "content": add_dapo_instruction(question)}],
         "ability": "MATH",
         "reward_model": {"ground_truth": label, "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"index": hashlib.md5(question.encode()).hexdigest()},
@@ -72,8 +72,8 @@ def publish(hub: Hub) -> None:
     }
 
 
-def made(tmp_path: Path, name: str, **options: Any) -> Prepared:
-    return prepare(Request(name, out=str(tmp_path / "out.parquet"), **options))
+def made(tmp_path: Path, name: str, **options: Any) -> PrepareReport:
+    return prepare(PrepareRequest(name, out=str(tmp_path / "out.parquet"), **options))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_what_the_hub_refuses_is_said_with_a_remedy(hub: Hub, tmp_path: Path) ->
     assert "asks for permission first; accept its terms" in error("gsm8k")
     hub.repos["math-ai/aime25"] = {f"{i}.csv": b"" for i in range(9)}
     assert (
-        "no file like test.jsonl or test*.parquet or data/test*.parquet "
+        "no file matches test.jsonl or test*.parquet or data/test*.parquet "
         "(it has 0.csv, 1.csv, 2.csv, 3.csv, 4.csv, …); choose a --revision that has one"
     ) in error("aime-2025")
     hub.broken.add("DigitalLearningGmbH/MATH-lighteval")
@@ -236,11 +236,17 @@ def test_rows_without_a_source_are_of_the_data_set(files: Hub) -> None:
     [
         ("openai/gsm8k/train", "has the configurations main, socratic; name a file"),
         ("openai/gsm8k/main/dev", "main has the splits train, test; name a file"),
-        ("openai/gsm8k/main/x.parquet", "no such file of a known format; it has README.md, main/"),
-        ("me/sums/validation", "no such file of a known format; it has data/dev_set.jsonl, train"),
+        (
+            "openai/gsm8k/main/x.parquet",
+            "no file of a known format; it has README.md, main/",
+        ),
+        (
+            "me/sums/validation",
+            "no file of a known format; it has data/dev_set.jsonl, train",
+        ),
         ("openai/gsm8k@v9/main/train", "has no such revision; choose another revision"),
         ("openai/none", "is not on http://127.0.0.1:"),
-        ("gsm8k", "names no data set; write hf://datasets/OWNER/NAME/PATH"),
+        ("gsm8k", "is not a data set URL; write hf://datasets/OWNER/NAME/PATH"),
     ],
 )
 def test_what_the_hub_lacks_is_said_in_one_line(files: Hub, rest: str, message: str) -> None:

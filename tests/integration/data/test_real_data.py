@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from winnow.data.check import check
-from winnow.data.prepare import Prepared
+from winnow.data.prepare import PrepareReport
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 
 
 def test_rows_of_other_sets_are_left_out_and_counted(
-    prepare_file: Callable[..., Prepared], shared_data: Path
+    prepare_file: Callable[..., PrepareReport], shared_data: Path
 ) -> None:
     mixed = str(shared_data / "math" / "aime24_aime25_math500.parquet")
     done = prepare_file("aime-2024", mixed)
@@ -31,7 +31,7 @@ def test_rows_of_other_sets_are_left_out_and_counted(
     [("humaneval", "HumanEval.jsonl.gz", 164), ("mbpp", "mbpp_sanitized.jsonl", 427)],
 )
 def test_real_programming_problems_come_with_their_tests(
-    name: str, file: str, count: int, prepare_file: Callable[..., Prepared], shared_data: Path
+    name: str, file: str, count: int, prepare_file: Callable[..., PrepareReport], shared_data: Path
 ) -> None:
     done = prepare_file(name, str(shared_data / "code" / file), split="test")
     assert (done.read, done.copies, done.written) == (count, 0, count)

@@ -116,11 +116,11 @@ def test_a_source_may_be_left_to_the_model_alone(folder: Path) -> None:
     with pytest.raises(RewardError) as caught:
         one.require_metric("accuracy", ["sort_digits", "gsm8k"])
     assert str(caught.value) == (
-        "sampling.filter.metric is accuracy, which no scorer of these data sources gives; "
-        "there are model, reward"
+        "sampling.filter.metric is accuracy, which no scorer of these data sources returns; "
+        "available: model, reward"
     )
     one.check_sources(["gsm8k"], held_out=True)
-    with pytest.raises(RewardError, match=r"^reward\.scorers leaves sort_digits to the reward mod"):
+    with pytest.raises(RewardError, match=r"^reward\.scorers routes sort_digits to none, and a "):
         one.check_sources(["gsm8k", "sort_digits"], held_out=True)
 
 
@@ -129,7 +129,7 @@ def test_what_the_model_cannot_score_counts_as_wrong(folder: Path) -> None:
     short, failed = ask(long, ["", "9" * 60])
     assert (short.error, list(short.parts)) == ("", ["task", "model"])
     assert failed.error.startswith("the reward model: ")
-    assert "the reward model takes 30; lower rollout.max_response_tokens" in failed.error
+    assert "the reward model's limit is 30; lower rollout.max_response_tokens" in failed.error
     assert (failed.reward, failed.parts) == (-8.0, {"task": -1.0, "model": -7.0})
     assert long.failure_report.count == 1
 
@@ -217,12 +217,12 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (lambda f: classifier_folder(f, template=None), {}, "its tokenizer has no chat template; set "
      "reward.model.chat_template=none"),
     (lambda f: classifier_folder(f, template=RAISES), {}, "no answer to prompt sort_digits:5391 "
-     "could be scored: its chat template fails: no system role; mend it, or set "),
+     "could be scored: its chat template fails: no system role; fix it, or set "),
     (classifier_folder, {"model_chat_template": "{% if %}"}, "its chat template fails: "),
     (classifier_folder, {"model_max_tokens": 257}, r"^reward\.model\.max_tokens 257 does not fit "
      r"the model's 256 positions \(.*\); lower it"),
     (classifier_folder, {"model_max_tokens": 5}, "no answer to prompt sort_digits:5391 could be "
-     r"scored: \d+ tokens with the prompt, the reward model takes 5; lower "),
+     r"scored: \d+ tokens with the prompt, the reward model's limit is 5; lower "),
     (lambda f: classifier_folder(f, vocab_size=100), {}, r"the tokenizer has \d+ tokens, the model "
      "only 100"),
     (partial(with_head_of, float("nan")), {}, "score.weight holds NaN or infinity"),

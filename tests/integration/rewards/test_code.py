@@ -18,7 +18,7 @@ from tests.sandboxes import need_bubblewrap
 import winnow.sandbox
 from winnow.config.reward import SandboxConfig
 from winnow.rewards.scorers import code
-from winnow.rewards.scorers.code import CodeTests, code_of, read_tests
+from winnow.rewards.scorers.code import CodeTests, extract_code, read_tests
 from winnow.types import Score
 
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
@@ -270,14 +270,14 @@ def test_an_answer_may_go_on_from_the_prompt_or_be_whole(answer: str, passes: bo
     ],
 )
 def test_the_code_of_an_answer_is_its_last_block_of_python(given: str, expected: str) -> None:
-    assert code_of(given) == expected
+    assert extract_code(given) == expected
 
 
 @pytest.mark.parametrize(
     ("truth", "said"),
     [
-        ("42", "must be an object, got int"),
-        ("no json", "must be a JSON object"),
+        ("42", "or its JSON, got str"),
+        ("no json", "must be an object with tests"),
         ({}, "has no tests"),
         ({"inputs": ["1"], "outputs": []}, "of one length"),
         ({"inputs": [], "outputs": []}, "has no tests"),

@@ -19,10 +19,10 @@ import winnow.sandbox
 from winnow.config.load import load_recipe
 from winnow.config.reward import FusionConfig, RewardConfig, SandboxConfig
 from winnow.errors import ConfigError, RewardError
-from winnow.rewards.managers import Rules
+from winnow.rewards.managers import RuleManager
 from winnow.rewards.scorers import code as scorer
 from winnow.rewards.task import Failure
-from winnow.sandbox.fusion import FusionSandbox, result_of
+from winnow.sandbox.fusion import FusionSandbox, parse_answer
 from winnow.sandbox.program import Program, SandboxError
 from winnow.types import Prompt
 
@@ -109,12 +109,12 @@ FAULTS: list[tuple[Step, str]] = [
     (hang_up, "cannot be reached"),
     (ok(None), "the body: Input should be a valid dict"),
     (ok({}), "status: Field required"),
-    (ok({"status": "Success"}), "answered without a run_result"),
+    (ok({"status": "Success"}), "response has no run_result"),
     (ok(answer(status="SandboxError", message="no disk")), "the service says: no disk"),
     (ok(answer(compiled={"status": "Error", "stderr": "no gcc"})), "not run the program: no gcc"),
     (ok(answer() | {"run_result": {"status": "Error"}}), "no reason given"),
     (ok(answer(return_code="0")), "return_code: Input should be a valid integer, got '0'"),
-    (ok(answer(return_code=None)), "answered without a return code"),
+    (ok(answer(return_code=None)), "response has no return code"),
 ]
 
 
@@ -153,7 +153,7 @@ def test_a_verdict_is_whole_and_alone_and_its_process_ended_well(
 
 def test_times_that_are_none_count_as_nothing() -> None:
     for time_s in (None, "1", -1, float("nan"), float("inf"), 10**400):
-        result = result_of(answer("x", execution_time=time_s))
+        result = parse_answer(answer("x", execution_time=time_s))
         assert 0 <= result.seconds <= 1e6
 
 
@@ -164,7 +164,7 @@ def test_times_that_are_none_count_as_nothing() -> None:
          "answered 401: .*or wrong"),
         ([ok(answer("True 43"))], "trial program ended there with exit code 0.*: 'True 43'"),
         ([ok(answer("False 42\nxxx"))], "'False 42'; it must run Python 3.8 or newer"),
-        ([ok(answer(tried(1023)))], "may write less than reward.sandbox.output_kb=1024; start"),
+        ([ok(answer(tried(1023)))], "output limit is below reward.sandbox.output_kb=1024; start"),
         ([ok(answer(status="Failed", return_code=1, stderr="no such"))], "exit code 1 .*no such"),
         ([ok({"status": "SandboxError", "message": "full"})], "the service says: full"),
         ([reply(404)], "answered 404.*start `winnow sandbox serve` there"),
@@ -221,7 +221,7 @@ def test_a_fault_of_the_service_is_a_failed_scoring_and_no_wrong_answer() -> Non
     prompt = Prompt("p", empty, "", "apps", json.dumps(DOUBLE))
     with serving([TRIED, ok(answer("4")), ok({"status": "SandboxError", "message": "full"})]) as s:
         config = RewardConfig(sandbox=FusionConfig(url=s.url), scorers={"apps": "code"})
-        with closing(Rules(config)) as rules:
+        with closing(RuleManager(config)) as rules:
             rules.prepare({"apps"})
             result = asyncio.run(rules.score(prompt, "print(4)"))
     assert isinstance(result, Failure)
@@ -238,7 +238,7 @@ def test_a_whole_command_scores_by_a_service_and_says_so(tmp_path: Path) -> None
     assert f"SandboxFusion at {url}, 64 requests at once" in done.out
     gone = in_this_process(*said, f"reward.sandbox.url={url}", folder=tmp_path)
     assert (gone.code, gone.err.count("\n")) == (2, 1)
-    assert f"reward.sandbox.url is {url}, and it runs no program: {url} cannot be" in gone.err
+    assert f"reward.sandbox.url is {url}, which runs no program: {url} cannot be" in gone.err
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "'http://a/?x=1'"])

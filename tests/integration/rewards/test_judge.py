@@ -51,7 +51,7 @@ def judge_of(served: Served, **settings: Any) -> Judge:
 
 
 async def verdicts(judge: Judge, answers: Sequence[str]) -> list[float | Failure]:
-    return list(await asyncio.gather(*(judge.begin(PROMPT, text) for text in answers)))
+    return list(await asyncio.gather(*(judge.begin_scoring(PROMPT, text) for text in answers)))
 
 
 def asked(
@@ -183,7 +183,7 @@ def test_a_service_that_refuses_everything_ends_the_run(
     refusal = reply(status, {"error": f"bad key {KEY}"})
     with (
         pytest.raises(
-            RewardError, match=f"the judge answers nothing: .* answered {status}"
+            RewardError, match=f"the judge refuses every request: .* answered {status}"
         ) as told,
         serving([refusal]) as served,
         closing(judge_of(served, api_key_env="JUDGE_KEY")) as judge,
@@ -220,11 +220,11 @@ def test_a_pause_that_the_service_asks_for_is_kept_by_all_requests() -> None:
     with serving([wait, timed(RIGHT, times)]) as served, closing(judge_of(served)) as judge:
 
         async def two() -> None:
-            first = judge.begin(PROMPT, "a")
+            first = judge.begin_scoring(PROMPT, "a")
             async with asyncio.timeout(20):
-                while not judge._client._limit.ask(0):  # until the refusal is there
+                while not judge._client._limit.try_acquire(0):  # until the refusal is there
                     await asyncio.sleep(0.001)
-            await asyncio.gather(first, judge.begin(PROMPT, "b"))
+            await asyncio.gather(first, judge.begin_scoring(PROMPT, "b"))
 
         asyncio.run(two())
     assert len(times) == 3
@@ -269,7 +269,7 @@ def test_a_reply_without_a_number_is_asked_for_once_more_at_another_sampling() -
     assert not {"temperature", "seed"} & served.requests[1].body.keys()
     (failed,), counts, served = asked([says("hm\n" * 200), says("still\nhm")])
     assert isinstance(failed, Failure)
-    assert "no number was read" in failed.line
+    assert "matched no number" in failed.line
     assert r"'still\nhm'" in failed.line
     assert (counts["unparsed"], len(served.requests)) == (2, 2)
 
@@ -286,7 +286,7 @@ def test_a_reply_that_was_cut_off_is_no_verdict_and_is_not_kept(
     with serving([short, short, says(text)]) as served:
         failed = again(served, cache, template=template)
         assert isinstance(failed, Failure)
-        assert "max_tokens may have cut it off" in failed.line
+        assert "max_tokens may be too low" in failed.line
         assert again(served, cache, template=template) == whole
     assert len(served.requests) == 3
 
@@ -324,7 +324,10 @@ def test_whoever_stops_waiting_takes_nothing_from_the_others() -> None:
     with serving([judging(longest_s=0.05)]) as served, closing(judge_of(served)) as judge:
 
         async def two() -> float | Failure:
-            impatient, patient = judge.begin(PROMPT, "#1359"), judge.begin(PROMPT, "#1359")
+            impatient, patient = (
+                judge.begin_scoring(PROMPT, "#1359"),
+                judge.begin_scoring(PROMPT, "#1359"),
+            )
             impatient.cancel()
             return await patient
 
@@ -370,7 +373,7 @@ def test_a_row_that_the_template_fails_on_fails_alone_and_is_found_before_traini
     ):
 
         async def both() -> tuple[object, object]:
-            return await judge.begin(row, "a"), await judge.begin(PROMPT, "a")
+            return await judge.begin_scoring(row, "a"), await judge.begin_scoring(PROMPT, "a")
 
         failed, fine = asyncio.run(both())
         assert fine == 1.0
@@ -440,7 +443,7 @@ def test_of_two_processes_both_get_what_the_first_kept(tmp_path: Path) -> None:
     assert len(said[0]) == 60
     assert said[0] == said[1]
     with opened(path) as cache:
-        replies, size = cache.size()
+        replies, size = cache.count_and_bytes()
         assert (replies, size) == (60, path.stat().st_size)
         assert cache.get(key(7)) == JudgeReply(said[0][7], 7)
         assert cache.get(key(60)) is None
@@ -492,7 +495,7 @@ def test_a_file_that_cannot_serve_is_told_in_one_line_and_left_alone(
         [cache.get(key(i)) for i in range(30)]
     said = str(told.value)
     assert said.startswith(f"reward.judge.cache {path}")
-    assert "give another path" in said
+    assert "set another path" in said
     assert "\n" not in said
     assert (path.read_bytes() if path.is_file() else b"") == before
 
@@ -501,7 +504,7 @@ def test_a_full_disk_is_told_in_one_line(tmp_path: Path) -> None:
     with opened(tmp_path / "replies") as cache:
         cache._connection.execute("PRAGMA max_page_count = 3")  # which SQLite takes for a full disk
         with pytest.raises(
-            RewardError, match=r"cannot be used \(database or disk is full\); see to"
+            RewardError, match=r"cannot be used \(database or disk is full\); check its"
         ):
             cache.put(key(1), JudgeReply("x" * 100_000, 0))
 

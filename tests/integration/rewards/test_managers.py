@@ -190,7 +190,7 @@ def test_a_class_of_ones_own_scores_by_its_rules(own_file: Path) -> None:
     (score,) = ask(own, ["xyz"])
     assert (score.reward, score.accuracy, score.extra) == (3.5, 1.0, {"limit": 10.0})
     assert (own.takes_time(["late"]), own.takes_time(["x"])) == (True, False)
-    with pytest.raises(RewardError, match="its prepare fails with KeyError: 'no such source'"):
+    with pytest.raises(RewardError, match=r"prepare\(\) fails with KeyError: 'no such source'"):
         own.prepare(["bad"])
     own.close()
     assert Path(f"{own_file}.closed").exists()
@@ -199,9 +199,9 @@ def test_a_class_of_ones_own_scores_by_its_rules(own_file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "says"),
     [
-        ("{file}:Bare", {}, "has no method score; give it `async def score(self, prompt, text)`"),
-        ("{file}:Broken", {}, "making it fails with OSError: two lines; mend the class"),
-        ("{file}:Own", {"bonsu": 1}, "making it fails with TypeError: "),
+        ("{file}:Bare", {}, "has no method score; add `async def score(self, prompt, text)`"),
+        ("{file}:Broken", {}, "the constructor fails with OSError: two lines; fix the class"),
+        ("{file}:Own", {"bonsu": 1}, "the constructor fails with TypeError: "),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_in_one_line(
@@ -257,7 +257,9 @@ def test_a_method_that_nobody_waits_for_may_not_be_asynchronous(
     method: str, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(f"{SCORES}    async def {method}(self, *a): ...\n")
-    with pytest.raises(RewardError, match=f"its {method} is asynchronous, and only score may be"):
+    with pytest.raises(
+        RewardError, match=f"its {method} is a coroutine function, which only score may be"
+    ):
         custom(f"{tmp_path}/own.py:Own")
 
 
@@ -269,7 +271,7 @@ def test_a_class_that_fails_to_close_is_told_in_one_line(
     own.close()
     own.close()
     (line,) = caplog.messages
-    assert "own.py:Own: its close fails with OSError: two lines; mend" in line
+    assert "own.py:Own: close() fails with OSError: two lines; fix" in line
 
 
 def test_a_sandbox_that_ran_no_program_is_closed_too() -> None:
@@ -381,8 +383,8 @@ def test_a_secret_in_the_recipe_is_refused_and_not_shown(setting: str) -> None:
     ("content", "says"),
     [
         (b"[]", "the body must be an object, got list"),
-        (b'{"data_source": 1}', "data_source must be a text"),
-        (b'{"data_source": "a"}', "solution_str must be a text"),
+        (b'{"data_source": 1}', "data_source must be a string"),
+        (b'{"data_source": "a"}', "solution_str must be a string"),
         (b'{"data_source": "a", "solution_str": "", "extra_info": [1]}', "extra_info must be"),
     ],
 )
@@ -424,7 +426,7 @@ def test_who_hangs_up_is_not_scored_and_who_waits_too_long_is_told(
     late = [reply for reply in replies if reply.status_code == 503]
     assert late
     assert {(r.headers["Retry-After"], r.json()["error"]) for r in late} == {
-        ("1", "no worker came free in time")
+        ("1", "no worker free in time")
     }
     assert calls.read_text().count("gone") < 8
 

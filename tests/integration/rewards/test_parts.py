@@ -215,7 +215,7 @@ def test_a_judge_that_fails_fails_the_answer_and_the_share_ends_the_run(make: Ma
 def test_figures_are_of_all_twins_and_start_anew(make: Make) -> None:
     service = make(judging())
     ask(service, [RIGHT])
-    ask(service.twin(), [WRONG])
+    ask(service.copy(), [WRONG])
     assert service.figures()["judge/requests"] == 2
     assert set(service.figures().values()) == {0}
     assert rewards_of(RewardConfig(), LIMIT).figures() == {

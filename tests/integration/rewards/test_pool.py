@@ -64,7 +64,7 @@ FATES = [
     ("interrupt", "KeyboardInterrupt at "),
     ("kill", "the scorer's process was killed by SIGKILL"),
     ("abort", "the scorer's process was killed by SIGABRT"),
-    ("cut", "the scorer's process cut its connection"),
+    ("cut", "the scorer's process closed its connection"),
     ("forked", "the scorer's process ended with exit code 5"),
     ("bytes", ""),
     ("memory", "the scorer used "),
@@ -147,7 +147,7 @@ def test_what_is_printed_is_kept_for_the_log(
         service = user_service("print('seen', solution_str, 'y' * 9000); return 1", workers=1)
         ask(service, ["this"])
         service.close()
-    assert "wrote 9011 bytes to its output; it begins with: seen this yyy" in caplog.text
+    assert "printed 9011 bytes, beginning with: seen this yyy" in caplog.text
     assert max(map(len, caplog.messages)) < 5000
     assert capfd.readouterr() == ("", "")
 
@@ -236,7 +236,7 @@ def test_by_default_built_in_rules_stay_here_and_a_users_function_goes_apart(
 def test_twins_share_workers_and_count_failures_apart(user_service: UserRewards) -> None:
     service = user_service("import os; return {'score': 1 / len(solution_str), 'pid': os.getpid()}",
                            workers=1)  # fmt: skip
-    twin = service.twin()
+    twin = service.copy()
     ask(service, [""])
     assert (service.failure_report.count, twin.failure_report.count) == (1, 0)
     assert ask(service, ["x"])[0].extra == ask(twin, ["x"])[0].extra
@@ -295,7 +295,7 @@ def test_a_ctrl_c_of_the_terminal_reaches_no_worker(user_service: UserRewards) -
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("import os\nos._exit(3)\n", "the process that imports it ended with exit code 3; mend"),
+        ("import os\nos._exit(3)\n", "the process that imports it ended with exit code 3; fix"),
         ("x = b'y' * 500_000_000\nimport time\ntime.sleep(99)\n", "the process that imports it "
          "used "),
         ("def other(): ...\n", " has no callable compute_score; give one of other"),

@@ -16,7 +16,7 @@ from tests.sandboxes import need_bubblewrap, served
 from winnow.config.reward import SandboxConfig
 from winnow.http.service import Refusal, is_local_host, is_loopback
 from winnow.sandbox.program import Result
-from winnow.sandbox.server import job_of, response_of
+from winnow.sandbox.server import make_response, parse_job
 
 CONFIG = SandboxConfig(max_concurrent=2, time_s=20, output_kb=64)
 TOKEN = "s3cret-token"
@@ -98,7 +98,7 @@ def test_what_is_fetched_counts_as_output_and_a_death_as_such(url: str) -> None:
 
 
 def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
-    job = job_of({"code": "", "fetch_files": ["a", "b"]}, CONFIG)
+    job = parse_job({"code": "", "fetch_files": ["a", "b"]}, CONFIG)
     assert job.mark is not None
     for said, files in (
         (b'{"a": "eA==", "c": "eA=="}', {"a": "eA=="}),
@@ -107,7 +107,7 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
         (b"[" * 100_000, {}),
         (b"\xff", {}),
     ):
-        answer = response_of(Result("finished", 0, b"out" + job.mark + said, b"", 1.0), job)
+        answer = make_response(Result("finished", 0, b"out" + job.mark + said, b"", 1.0), job)
         assert (answer["run_result"]["stdout"], answer["files"]) == ("out", files)
         json.dumps(answer, ensure_ascii=False).encode()
 
@@ -128,34 +128,34 @@ def test_a_forged_list_of_files_holds_names_asked_for_and_texts_alone() -> None:
         ("memory_limit_MB", float("nan"), "memory_limit_MB: must lie"),
         ("files", {"a": 1}, "files.a: must be a text in base64, got 1"),
         ("files", {"a": "!!!!"}, "files.a: must be a text in base64"),
-        ("files", {"../a": ""}, "files: '../a' is no plain name"),
-        ("files", {"a": "", "a/b": ""}, "is no plain name"),
+        ("files", {"../a": ""}, "files: '../a' is not a plain file name"),
+        ("files", {"a": "", "a/b": ""}, "is not a plain file name"),
         ("files", {str(n): "" for n in range(33)}, "should have at most 32 items"),
         ("fetch_files", [1], "fetch_files.0: Input should be a valid string, got 1"),
-        ("fetch_files", ["/etc/passwd"], "fetch_files: '/etc/passwd' is no plain name"),
+        ("fetch_files", ["/etc/passwd"], "fetch_files: '/etc/passwd' is not a plain file name"),
     ],
     ids=str,
 )
 def test_a_field_that_is_wrong_is_named(field: str, value: Any, said: str) -> None:
     with pytest.raises(Refusal) as caught:
-        job_of({"code": "", field: value}, CONFIG)
+        parse_job({"code": "", field: value}, CONFIG)
     assert said in str(caught.value)
     assert len(str(caught.value)) < 300
 
 
 def test_fields_are_read_as_the_protocol_has_them() -> None:
     with pytest.raises(Refusal, match="code: Field required"):
-        job_of({}, CONFIG)
+        parse_job({}, CONFIG)
     for body in ([], "x", None, 3):
         with pytest.raises(Refusal, match="must be a JSON object"):
-            job_of(body, CONFIG)
-    with pytest.raises(Refusal, match=r"must not hold script\.sh"):
-        job_of({"code": "", "language": "bash", "files": {"script.sh": ""}}, CONFIG)
-    job = job_of({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, CONFIG)
+            parse_job(body, CONFIG)
+    with pytest.raises(Refusal, match=r"must not contain script\.sh"):
+        parse_job({"code": "", "language": "bash", "files": {"script.sh": ""}}, CONFIG)
+    job = parse_job({"code": "x", "new_field": 1, "stdin": None, "files": {"a": None}}, CONFIG)
     assert (job.program.code, job.program.stdin, job.program.files) == ("x", b"", {})
     assert job.limits == CONFIG.model_copy(update={"time_s": 10})
     short = CONFIG.model_copy(update={"time_s": 3})
-    assert job_of({"code": "x"}, short).limits == short
+    assert parse_job({"code": "x"}, short).limits == short
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_who_waits_too_long_is_told_to_come_back() -> None:
                 time.sleep(0.01)
             second = post(url, slow)
         assert (second.status_code, second.headers["Retry-After"]) == (503, "1")
-        assert "no slot came free" in second.text
+        assert "no slot became free" in second.text
         assert first.result().status_code == 503
 
 

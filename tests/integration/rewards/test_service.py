@@ -78,7 +78,9 @@ def test_a_part_that_is_unknown_leaves_no_worker(tmp_path: Path) -> None:
     file.write_text(f"def compute_score({SIGNATURE}):\n    return 1\n")
     before = children()
     parts = {"x": PartConfig(scorer="klingon")}
-    with pytest.raises(RewardError, match=r"^reward\.parts\.x\.scorer is klingon, which is no sc"):
+    with pytest.raises(
+        RewardError, match=r"^reward\.parts\.x\.scorer is klingon, which is not a sc"
+    ):
         rewards_of(
             RewardConfig(function=UserFunction(path=str(file)), parts=parts, workers=1), LIMIT
         )
@@ -100,7 +102,7 @@ def test_too_many_failures_stop_the_run_with_the_first(
     assert str(caught.value) == (
         "scoring failed for 3 of 14 answers (21%), reward.max_failure_share is 0.2; the first "
         "failure: ValueError: invalid literal for int() with base 10: 'x' at "
-        f"{tmp_path}/reward.py:2 (prompt sort_digits:5391); mend the scorer (its traceback is in "
+        f"{tmp_path}/reward.py:2 (prompt sort_digits:5391); fix the scorer (its traceback is in "
         "the log)"
     )
     assert service.failure_report.count == 0

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from winnow.cli.data import app
-from winnow.data.check import alike, check, same
-from winnow.data.published import with_dapo_instruction
+from winnow.data.check import check, exact_key, loose_key
+from winnow.data.published import add_dapo_instruction
 from winnow.errors import DataError, ModelError
 
 WriteJsonl = Callable[..., str]
@@ -108,12 +108,12 @@ def test_a_problem_typed_again_is_found_in_the_evaluation_file(write_jsonl: Writ
     ],
 )
 def test_prompts_that_differ_in_form_alone_are_alike(one: str, other: str, is_alike: bool) -> None:
-    assert (alike(user(one)) == alike(user(other))) == is_alike
+    assert (loose_key(user(one)) == loose_key(user(other))) == is_alike
 
 
 def test_a_prompt_is_the_same_with_and_without_a_known_instruction() -> None:
-    assert same(user(with_dapo_instruction("1+1?"))) == same(user(" 1+1? "))
-    assert same(user("1+1?")) != same(user("1+1"))
+    assert exact_key(user(add_dapo_instruction("1+1?"))) == exact_key(user(" 1+1? "))
+    assert exact_key(user("1+1?")) != exact_key(user("1+1"))
 
 
 def test_the_table_names_what_it_counts(write_jsonl: WriteJsonl) -> None:

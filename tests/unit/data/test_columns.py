@@ -61,10 +61,11 @@ REFUSED = [
      "the prompt; name the column: data.columns.prompt=COLUMN"),
     ([{"prompt": Q, "solution": "2", "answer": "2"}], {}, "row 1: solution and answer may each "
      "hold the ground truth; name the column: data.columns.truth=COLUMN"),
-    ([{"text": Q, "answer": "2"}], {}, "row 1: no known column holds the prompt, of text, answer; "
-     "name the column: data.columns.prompt=COLUMN"),
-    ([{"prompt": Q, "gold": "2"}], {}, "row 1: no known column holds the ground truth, of prompt, "
-     "gold; name the column: data.columns.truth=COLUMN (none, where the reward needs none)"),
+    ([{"text": Q, "answer": "2"}], {}, "row 1: no known column holds the prompt; columns: "
+     "text, answer; name the column: data.columns.prompt=COLUMN"),
+    ([{"prompt": Q, "gold": "2"}], {}, "row 1: no known column holds the ground truth; "
+     "columns: prompt, gold; name the column: data.columns.truth=COLUMN (none if "
+     "the reward needs no ground truth)"),
     ([{"prompt": Q, "solution": "2"}, {"prompt": Q}], {}, "row 2: solution is missing; it must be "
      "what the scorer compares with"),
     ([{"question": Q, "answer": "#### 2"}, {"question": Q, "answer": "2"}], {}, "row 2: answer is "
@@ -74,8 +75,8 @@ REFUSED = [
     ([{"prompt": Q, "a": "x"}], {"truth": "a.c"}, "row 1: a is the text 'x'; it must be an object "
      "with the key c"),
     ([{"messages": [*CHAT, {"role": "assistant", "content": "2"}], "answer": "2"}], {}, "row 1: "
-     "messages ends with an answer of the assistant; take that message off the rows, as the policy "
-     "writes it"),
+     "messages ends with an assistant message; remove that message from the rows, as the policy "
+     "generates it"),
 ]  # fmt: skip
 
 

@@ -161,10 +161,13 @@ def test_long_demonstrations_are_left_out_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"text": "5"}, "no known columns hold a demonstration, of text; name them"),
-        ({"messages": TURNS[:2]}, "the last message must be an answer"),
-        ({"messages": TURNS[2:3]}, "the last message must be an answer"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] is the object .* a role and a content"),
+        ({"text": "5"}, "no known columns of a demonstration in text; name them"),
+        ({"messages": TURNS[:2]}, "the last message must be of role"),
+        ({"messages": TURNS[2:3]}, "the last message must be of role"),
+        (
+            {"messages": [{"role": "user"}]},
+            r"messages\[0\] is the object .* an object with role",
+        ),
         ({"prompt": "2", "completion": ""}, "completion is an empty text"),
         ({"prompt": None, "completion": "3"}, "prompt is missing"),
     ],

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from winnow.cli.data import app
 from winnow.config.load import parse_recipe
-from winnow.data.prepare import Prepared, Request, prepare
-from winnow.data.published import with_dapo_instruction
+from winnow.data.prepare import PrepareReport, PrepareRequest, prepare
+from winnow.data.published import add_dapo_instruction
 from winnow.data.sort_digits import is_held_out, solution
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
@@ -30,7 +30,7 @@ GSM8K = {"question": "How many?", "answer": "Two.\n#### 2"}
 
 
 def test_the_file_has_verls_schema_and_is_read_back(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., PrepareReport], write_jsonl: WriteJsonl
 ) -> None:
     done = prepare_file("gsm8k", write_jsonl([GSM8K, {**GSM8K, "question": "And?"}]))
     found = (done.read, done.copies, done.written, done.instructions_removed)
@@ -46,10 +46,10 @@ def test_the_file_has_verls_schema_and_is_read_back(
 
 
 def test_exact_copies_go_and_conflicting_labels_stay(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., PrepareReport], write_jsonl: WriteJsonl
 ) -> None:
     def row(label: str, index: int) -> dict[str, Any]:
-        prompt = [{"role": "user", "content": with_dapo_instruction("1+1?")}]
+        prompt = [{"role": "user", "content": add_dapo_instruction("1+1?")}]
         truth = {"ground_truth": label, "style": "rule"}
         info = {"index": f"id-{index}"}
         return {
@@ -68,12 +68,12 @@ def test_exact_copies_go_and_conflicting_labels_stay(
 
 
 def test_the_dapo_instruction_can_be_put_around_every_question(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., PrepareReport], write_jsonl: WriteJsonl
 ) -> None:
     files = write_jsonl([{"problem": "p", "answer": 7}, {"problem": "q", "answer": "08"}])
     done = prepare_file("aime-2025", files, instruction="dapo")
     contents = [row.messages[0]["content"] for row in read_rows([done.out])]
-    assert contents == [with_dapo_instruction("p"), with_dapo_instruction("q")]
+    assert contents == [add_dapo_instruction("p"), add_dapo_instruction("q")]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_dapo_instruction_can_be_put_around_every_question(
     ],
 )
 def test_a_missing_file_system_package_is_named(
-    scheme: str, package: str, said: str, prepare_file: Callable[..., Prepared]
+    scheme: str, package: str, said: str, prepare_file: Callable[..., PrepareReport]
 ) -> None:
     if find_spec(package):
         pytest.skip(f"{package} is installed")
@@ -96,7 +96,7 @@ def test_a_missing_file_system_package_is_named(
 
 
 def test_hdfs_without_java_says_what_it_needs(
-    prepare_file: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+    prepare_file: Callable[..., PrepareReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("JAVA_HOME", "HADOOP_HOME", "ARROW_LIBHDFS_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -108,7 +108,7 @@ def test_hdfs_without_java_says_what_it_needs(
 
 
 def test_sort_digits_is_generated_and_training_never_meets_the_test(
-    prepare_file: Callable[..., Prepared],
+    prepare_file: Callable[..., PrepareReport],
 ) -> None:
     done = prepare_file("sort_digits", rows=300, seed=5)
     digits = [row.extra["extra_info"]["digits"] for row in read_rows([done.out])]
@@ -122,7 +122,7 @@ def test_sort_digits_is_generated_and_training_never_meets_the_test(
 
 
 def test_a_bad_row_leaves_the_file_that_was_there(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., PrepareReport], write_jsonl: WriteJsonl
 ) -> None:
     before = Path(prepare_file("gsm8k", write_jsonl([GSM8K])).out).read_bytes()
     bad = write_jsonl([GSM8K, {"question": "q", "answer": "none"}], "bad.jsonl")
@@ -136,7 +136,9 @@ def test_a_bad_row_leaves_the_file_that_was_there(
 
 
 def test_a_full_disk_is_told_with_a_remedy_that_fits(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
+    prepare_file: Callable[..., PrepareReport],
+    write_jsonl: WriteJsonl,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -152,10 +154,10 @@ def test_a_full_disk_is_told_with_a_remedy_that_fits(
 
 
 def test_what_does_not_go_together_is_refused_before_any_work(
-    prepare_file: Callable[..., Prepared], tmp_path: Path
+    prepare_file: Callable[..., PrepareReport], tmp_path: Path
 ) -> None:
     for options, message in [
-        ({"name": "gsm9k"}, "gsm9k is no data set that can be prepared; there are gsm8k, math, "),
+        ({"name": "gsm9k"}, "gsm9k is not a known data set; available: gsm8k, math, "),
         ({"split": "dev"}, "--split is dev, but gsm8k has train and test; choose one"),
         ({"name": "aime-2024", "split": "train"}, "--split is train, but aime-2024 has test"),
         ({"rows": 5}, "--rows is 5, but only sort_digits, countdown, reasoning_gym/TASK are gen"),
@@ -166,19 +168,24 @@ def test_what_does_not_go_together_is_refused_before_any_work(
         ({"name": "reasoning_gym/x", "files": ("a",)}, "reasoning_gym/x is generated; leave out"),
         ({"name": "reasoning_gym/x"}, "reasoning_gym/x: reasoning-gym has no such task; see its"),
         ({"instruction": "x"}, "--instruction is x; it must be none or dapo"),
-        ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by a line"),
-        ({"files": ("a",), "revision": "v1"}, "--revision chooses from the hub and --from does"),
-        ({"out": "s3://b/f.parquet"}, "--out is s3://b/f.parquet; it must be a file on this"),
-        ({"out": "f.jsonl"}, "--out is f.jsonl; it must be a file on this machine, ending in"),
+        ({"instruction": "dapo"}, "--instruction is dapo, but gsm8k is not scored by its line"),
+        (
+            {"files": ("a",), "revision": "v1"},
+            "--revision is for the hub and conflicts with --from",
+        ),
+        ({"out": "s3://b/f.parquet"}, "--out is s3://b/f.parquet; it must be a local path that"),
+        ({"out": "f.jsonl"}, "--out is f.jsonl; it must be a local path that ends in"),
         ({"name": "sort_digits", "files": ("a",)}, "sort_digits is generated; leave out --from"),
         ({"name": "sort_digits", "split": "dev"}, "--split is dev, but sort_digits has train"),
     ]:
         with pytest.raises(DataError) as caught:
-            prepare(Request(**{"name": "gsm8k", "out": str(tmp_path / "o.parquet"), **options}))
+            prepare(
+                PrepareRequest(**{"name": "gsm8k", "out": str(tmp_path / "o.parquet"), **options})
+            )
         assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
     (tmp_path / "folder.parquet").mkdir()
-    with pytest.raises(DataError, match="it must be a file on this machine"):
+    with pytest.raises(DataError, match="it must be a local path that ends"):
         prepare_file("gsm8k", "a", out=str(tmp_path / "folder.parquet"))
     with pytest.raises(DataError, match="no such file; check the path"):
         prepare_file("gsm8k", str(tmp_path / "none.jsonl"))
@@ -214,7 +221,7 @@ def test_a_source_without_scorer_is_said_loudly(
 
 
 def test_amc_answers_are_numbers_without_a_point(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., PrepareReport], write_jsonl: WriteJsonl
 ) -> None:
     rows = [
         {"id": 0, "problem": "p", "answer": 142.0, "url": "u"},
@@ -226,7 +233,7 @@ def test_amc_answers_are_numbers_without_a_point(
 
 
 def test_mbpp_rows_of_the_hub_show_their_asserts(
-    prepare_file: Callable[..., Prepared], write_jsonl: WriteJsonl
+    prepare_file: Callable[..., PrepareReport], write_jsonl: WriteJsonl
 ) -> None:
     row = {
         "task_id": 2, "prompt": "Write f.", "code": "def f(): return 1",
@@ -256,7 +263,7 @@ def test_mbpp_rows_of_the_hub_show_their_asserts(
 def test_a_programming_problem_without_tests_is_named(
     change: dict[str, Any],
     message: str,
-    prepare_file: Callable[..., Prepared],
+    prepare_file: Callable[..., PrepareReport],
     write_jsonl: WriteJsonl,
 ) -> None:
     row = {"prompt": "Write f.", "test_imports": [], "test_list": ["assert f()"], **change}
@@ -266,7 +273,7 @@ def test_a_programming_problem_without_tests_is_named(
 
 
 def test_countdown_problems_can_be_solved_and_the_splits_share_none(
-    prepare_file: Callable[..., Prepared],
+    prepare_file: Callable[..., PrepareReport],
 ) -> None:
     splits = {}
     for split in ("train", "test"):
@@ -303,7 +310,7 @@ def _can_make(target: int, numbers: list[Fraction]) -> bool:
 
 
 def test_a_task_of_reasoning_gym_is_written_with_all_that_judges_it(
-    prepare_file: Callable[..., Prepared],
+    prepare_file: Callable[..., PrepareReport],
 ) -> None:
     for split in ("train", "test"):
         done = prepare_file("reasoning_gym/sudoku", split=split, rows=4, seed=1)

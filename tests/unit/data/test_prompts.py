@@ -100,15 +100,15 @@ def test_a_template_goes_around_the_last_user_message_only(bpe: PreTrainedTokeni
 def test_two_templates_for_one_source_are_refused(bpe: PreTrainedTokenizerBase) -> None:
     templates = {"math": "{prompt}", "Math": "{prompt}!"}
     message = error_of(ConfigError, bpe, row(1, "a"), prompt_template=templates)
-    assert message == "data.prompt_template.Math is given twice, in different case; keep one"
+    assert message == "data.prompt_template.Math is set twice, in different case; keep one"
 
 
 def test_a_template_needs_a_user_message(bpe: PreTrainedTokenizerBase) -> None:
     asked = row(3, "a", roles="system")
     assert render(bpe, asked).size == 1
     assert error_of(DataError, bpe, asked, prompt_template={"*": "{prompt}"}) == (
-        "f.jsonl row 3: no message has the role user, so data.prompt_template has no place; "
-        "add one, or take the template away"
+        "f.jsonl row 3: no message has the role user, which data.prompt_template needs; "
+        "add one, or remove the template"
     )
 
 
@@ -144,13 +144,13 @@ def test_a_chat_template_may_be_given_as_text_or_file(tmp_path: Path) -> None:
         (CHAT, {"chat_template": "none.jinja"}, "data.chat_template none.jinja: No such file or "
          "directory; give auto, none, a template in Jinja, or the file that holds it"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "data.chat_template_kwargs."
-         "enable_thinking: the chat template reads no variable of that name; leave it out, or give "
+         "enable_thinking: the chat template has no variable of that name; remove it, or set "
          "another template in data.chat_template"),
     ]:  # fmt: skip
         assert error_of(ConfigError, train_bpe(TEXTS, chat=own), row(1, "a"), **settings) == message
     message = error_of(ModelError, train_bpe(TEXTS), row(1, "a"), chat_template="{{ x.y }}")
     assert message == (
-        "f.jsonl row 1: data.chat_template fails: 'x' is undefined; mend it, or set "
+        "f.jsonl row 1: data.chat_template fails: 'x' is undefined; fix it, or set "
         "data.chat_template=none"
     )
 
@@ -162,7 +162,7 @@ def test_a_chat_template_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPat
     before = signal.getsignal(signal.SIGVTALRM)
     message = error_of(ModelError, tokenizer, row(1, "a"), row(2, "b"))
     assert message == (
-        "f.jsonl row 1: the tokenizer's chat template fails: it has not ended after 0.05 s; mend "
+        "f.jsonl row 1: the tokenizer's chat template fails: it did not finish within 0.05 s; fix "
         "it, or set data.chat_template=none"
     )
     assert signal.getsignal(signal.SIGVTALRM) == before

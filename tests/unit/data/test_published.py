@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from winnow.boxed import last_box_content
-from winnow.data.published import SETS, bare, published_row, with_dapo_instruction
+from winnow.data.published import SETS, add_dapo_instruction, convert_row, strip_instruction
 from winnow.data.sources import Row
 from winnow.errors import DataError
 
 
 def item(name: str, **record: Any) -> Row:
-    return published_row(record, "f.jsonl row 7", SETS[name])
+    return convert_row(record, "f.jsonl row 7", SETS[name])
 
 
 def notes(row: Row) -> Any:
@@ -72,14 +72,14 @@ def test_aime_answers_become_plain_integers(written: object, read: str) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        with_dapo_instruction("1+1?"),
+        add_dapo_instruction("1+1?"),
         "1+1? Let's think step by step and output the final answer within \\boxed{}.",
         '1+1? Let\'s think step by step and output the final answer after "####".',
         "\n1+1? ",
     ],
 )
 def test_known_instructions_come_off(prompt: str) -> None:
-    assert bare(prompt) == "1+1?"
+    assert strip_instruction(prompt) == "1+1?"
 
 
 def test_a_row_that_does_not_fit_is_named_with_field_and_value() -> None:

@@ -128,7 +128,7 @@ BAD_ROWS = [
      "key ground_truth"),
     ({**ROW, "reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing; it must be "
      "what the scorer compares with"),
-    ({**ROW, "images": ["a.png"]}, "images is set, but only text can be trained on; remove such "
+    ({**ROW, "images": ["a.png"]}, "images is set, but only text is supported; remove such "
      "rows"),
     ([1, 2], "must be an object with columns, got the list [1, 2]; write one JSON object a line"),
 ]  # fmt: skip

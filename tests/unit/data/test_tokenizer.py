@@ -90,8 +90,8 @@ def test_without_a_generation_config_eos_alone_ends_an_answer(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", r"not readable as JSON \(.*\); mend or remove it"),
-        ('{"eos_token_id": "end"}', r"eos_token_id must be .*, got \['end'\]; mend or remove the"),
+        ("{", r"not readable as JSON \(.*\); fix or remove it"),
+        ('{"eos_token_id": "end"}', r"eos_token_id must be .*, got \['end'\]; fix or remove the"),
     ],
 )
 def test_a_damaged_generation_config_is_refused(

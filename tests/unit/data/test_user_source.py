@@ -13,7 +13,7 @@ from winnow.config.data import CustomTask, DataConfig, SortDigitsTask
 from winnow.data import user_source
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts, training_prompts
 from winnow.data.sort_digits import build_tokenizer
-from winnow.data.user_source import UserOrder
+from winnow.data.user_source import UserSampler
 from winnow.errors import CheckpointError, DataError
 from winnow.types import Answer, Group, Prompt, Score, Trajectory
 
@@ -101,7 +101,7 @@ def test_a_row_that_is_too_long_gives_way_to_one_further_on(tmp_path: Path) -> N
         ("rows = lambda: [3]", "row 0: must be a dict with columns, got a int; see docs/data.md"),
         (
             "rows = lambda: [{'prompt': '1'}]",
-            "row 0: no known column holds the ground truth, of prompt; name the column",
+            "row 0: no known column holds the ground truth; columns: prompt; name the column",
         ),
         (
             "rows = lambda: [{'data_source': 's', 'prompt': [], 'reward_model': "
@@ -157,7 +157,7 @@ def ordered(tmp_path: Path, name: str, seed: int = 0, **options: int) -> PromptL
     given: dict[str, Any] = {"sampler": f"{tmp_path}/order.py:{name}", "sampler_options": options}
     config = DataConfig(task=SortDigitsTask(), max_train_prompts=7, **given)
     source = training_prompts(config, TOKENIZER, seed=1)
-    return PromptLoader(source, 0, order=UserOrder(config, source, seed))
+    return PromptLoader(source, 0, order=UserSampler(config, source, seed))
 
 
 def closed(prompt: Prompt, *rewards: float) -> Group:
@@ -171,12 +171,12 @@ def test_a_sampler_chooses_hears_the_scores_and_goes_on_where_it_was(tmp_path: P
     first = [loader.next() for _ in range(5)]
     expected = [loader._source.prompt(i).uid for i in (4, 6, 1, 3, 5)]
     assert [prompt.uid for prompt in first] == expected
-    loader.settled([closed(first[1], 1.0, 0.0), closed(first[0])])
+    loader.report_settled([closed(first[1], 1.0, 0.0), closed(first[0])])
     state = json.loads(json.dumps(loader.state_dict()))
     assert state["order"]["seen"] == [[6, [1.0, 0.0]], [4, []]]
     kept = loader.state_dict()
     after = [loader.next().uid for _ in range(9)]
-    loader.settled([closed(first[2], 1.0)])
+    loader.report_settled([closed(first[2], 1.0)])
     assert len(kept["order"]["seen"]) == 2, "the state is a copy"
     again = ordered(tmp_path, "Chooses", seed=5)
     again.load_state_dict(state)
@@ -188,7 +188,7 @@ def test_a_sampler_that_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None
     with pytest.raises(DataError) as caught:
         ordered(tmp_path, "Half")
     assert str(caught.value) == (
-        f"{place}:Half has no state_dict, load_state_dict(); docs/extending.md shows one"
+        f"{place}:Half has no method state_dict, load_state_dict; see docs/extending.md"
     )
     with pytest.raises(DataError) as caught:
         ordered(tmp_path, "Wild").next()
@@ -196,7 +196,7 @@ def test_a_sampler_that_does_not_fit_is_told_in_one_line(tmp_path: Path) -> None
         f"{place}:Wild: next() must return an integer from 0 to 6, got 7; correct the code"
     )
     with pytest.raises(DataError, match="Broken fails with IndexError: list index out of range"):
-        ordered(tmp_path, "Broken").settled([])
+        ordered(tmp_path, "Broken").report_settled([])
     config = DataConfig(task=SortDigitsTask(), sampler=f"{tmp_path}/order.py:Chooses")
-    with pytest.raises(DataError, match=r"data/task=sort_digits never ends; set data.max_train_"):
-        UserOrder(config, training_prompts(config, TOKENIZER, 0), 0)
+    with pytest.raises(DataError, match=r"data/task=sort_digits is endless; set data.max_train_"):
+        UserSampler(config, training_prompts(config, TOKENIZER, 0), 0)

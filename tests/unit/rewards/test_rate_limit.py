@@ -22,7 +22,7 @@ class Clock:
 def let_through(limit: RateLimit, clock: Clock, tokens: float = 0.0) -> float:
     """Wait as long as the limit says; returns the moment."""
     for _ in range(10):
-        wait_s = limit.ask(tokens)
+        wait_s = limit.try_acquire(tokens)
         if not wait_s:
             return clock.now
         clock.now += wait_s
@@ -79,31 +79,31 @@ def test_what_has_been_saved_up_does_not_come_at_once() -> None:
 def test_both_limits_hold_and_a_refusal_takes_from_neither() -> None:
     clock = Clock()
     rate = RateLimit(600, 1000, clock)
-    assert rate.ask(100) == 0
-    assert rate.ask(100) == pytest.approx(100 / 15)
-    assert rate.ask(1) == pytest.approx(1 / 15)  # nothing was taken by the one before
+    assert rate.try_acquire(100) == 0
+    assert rate.try_acquire(100) == pytest.approx(100 / 15)
+    assert rate.try_acquire(1) == pytest.approx(1 / 15)  # nothing was taken by the one before
     clock.now += 1000
-    assert [rate.ask(0) for _ in range(60)] == [0] * 60  # nor of the requests
-    assert rate.ask(0) > 0
+    assert [rate.try_acquire(0) for _ in range(60)] == [0] * 60  # nor of the requests
+    assert rate.try_acquire(0) > 0
 
 
 def test_an_estimate_is_corrected_by_what_was_used() -> None:
     clock = Clock()
     rate = RateLimit(None, 1000, clock)
-    assert rate.ask(100) == 0
+    assert rate.try_acquire(100) == 0
     rate.settle(100, 20)
-    assert rate.ask(80) == 0
+    assert rate.try_acquire(80) == 0
     rate.settle(80, 130)  # 50 in debt
-    assert rate.ask(10) == pytest.approx(60 / 15)
+    assert rate.try_acquire(10) == pytest.approx(60 / 15)
     rate.settle(0, -1_000_000)  # a bucket is never more than full
-    assert rate.ask(100) == 0
-    assert rate.ask(1) > 0
+    assert rate.try_acquire(100) == 0
+    assert rate.try_acquire(1) > 0
 
 
 def test_a_request_larger_than_the_bucket_goes_when_that_is_full() -> None:
     clock = Clock()
     rate = RateLimit(None, 1000, clock)
-    assert rate.ask(700) == 0
+    assert rate.try_acquire(700) == 0
     first = clock.now
     assert let_through(rate, clock, 700) - first == pytest.approx(700 / 15)
 
@@ -111,9 +111,9 @@ def test_a_request_larger_than_the_bucket_goes_when_that_is_full() -> None:
 def test_a_pause_stops_everyone_and_shorter_ones_do_not_end_it() -> None:
     clock = Clock()
     rate = RateLimit(None, None, clock)
-    assert rate.ask(5) == 0
+    assert rate.try_acquire(5) == 0
     rate.pause(7)
     rate.pause(2)
-    assert rate.ask(5) == pytest.approx(7)
+    assert rate.try_acquire(5) == pytest.approx(7)
     clock.now += 7
-    assert rate.ask(5) == 0
+    assert rate.try_acquire(5) == 0

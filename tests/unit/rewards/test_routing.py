@@ -58,11 +58,11 @@ def test_a_star_alone_takes_every_source() -> None:
 @pytest.mark.parametrize(
     ("source", "near"),
     [
-        ("gsm8k-hard", " (near it: gsm8k)"),
-        ("sort_digit", " (near it: sort_digits)"),
+        ("gsm8k-hard", " (similar: gsm8k)"),
+        ("sort_digit", " (similar: sort_digits)"),
         ("mathematics", ""),
         ("klingon", ""),
-        ("nqx", " (near it: nq, nq_*)"),
+        ("nqx", " (similar: nq, nq_*)"),
     ],
 )
 def test_an_unknown_source_is_refused_with_those_near_it(source: str, near: str) -> None:
@@ -78,7 +78,7 @@ def test_an_unknown_scorer_is_refused() -> None:
     with pytest.raises(RewardError) as caught:
         Router({"aime*": "gsm9k"})
     assert str(caught.value).startswith(
-        "reward.scorers.aime* is gsm9k, which is no scorer; there are sort_digits, gsm8k, "
+        "reward.scorers.aime* is gsm9k, which is not a scorer; available: sort_digits, gsm8k, "
     )
 
 

@@ -226,9 +226,9 @@ def test_real_gold_answers_of_dapo_math_are_right_and_the_next_ones_wrong(
     shared_data: Path,
 ) -> None:
     table = pq.read_table(shared_data / "math" / "dapo_math_17k.parquet")
-    golds = [row["ground_truth"] for row in table["reward_model"].to_pylist()]
-    assert all(accuracy("dapo_math", f"Answer: {gold}", gold) == 1 for gold in golds)
-    pairs = [(a, b) for a, b in pairwise(golds) if a != b]
+    gold_answers = [row["ground_truth"] for row in table["reward_model"].to_pylist()]
+    assert all(accuracy("dapo_math", f"Answer: {gold}", gold) == 1 for gold in gold_answers)
+    pairs = [(a, b) for a, b in pairwise(gold_answers) if a != b]
     assert not any(accuracy("dapo_math", f"Answer: {a}", b) for a, b in pairs)
 
 

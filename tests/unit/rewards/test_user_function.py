@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from winnow.errors import RewardError
-from winnow.rewards.task import Failure, UserScorer, read_result, score_by_call
+from winnow.rewards.task import Failure, UserScorer, parse_result, score_by_call
 from winnow.types import Score
 
 SIGNATURE = "data_source, solution_str, ground_truth, extra_info"
@@ -74,7 +74,7 @@ def test_a_row_without_extra_info_gives_an_empty_one(tmp_path: Path) -> None:
 def test_a_number_or_a_dict_is_a_score(
     result: Any, reward: float, accuracy: float, extra: dict[str, Any]
 ) -> None:
-    score = read_result(result)
+    score = parse_result(result)
     assert (score.reward, score.accuracy, score.extra) == (reward, accuracy, extra)
     assert score.has_accuracy == (isinstance(result, dict) and "acc" in result)
     assert score.parts == {"task": reward}
@@ -95,7 +95,7 @@ def test_a_number_or_a_dict_is_a_score(
 )  # fmt: skip
 def test_anything_else_is_refused(result: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        read_result(result)
+        parse_result(result)
     assert str(caught.value) == message
 
 

@@ -23,7 +23,7 @@ class Scorer:
     """A score function and the facts that a run needs before it calls it."""
 
     name: str
-    place: str
+    import_path: str
     """`module:function`, the module below `winnow.rewards.scorers`."""
     wrong_reward: float
     """Reward of a wrong answer, and of one whose scoring fails."""
@@ -41,17 +41,17 @@ class Scorer:
     @cached_property
     def score(self) -> ScoreFunction:
         """The function itself."""
-        module, _, function = self.place.partition(":")
+        module, _, function = self.import_path.partition(":")
         score: ScoreFunction = getattr(import_module(f"{__name__}.{module}"), function)
         return score
 
-    def reason(self, score: Score, ground_truth: Any) -> str:
+    def explain_wrong(self, score: Score, ground_truth: Any) -> str:
         """Explain to people why an answer is not right; empty where it is."""
         pred = score.extra.get("pred")
         if score.accuracy >= 1 or score.error or not self.reads:
             return ""
         if not pred:
-            return f"nothing was read from the answer: {self.name} reads {self.reads}"
+            return f"no answer was found: {self.name} reads {self.reads}"
         unreadable = ", which the task cannot read" if score.extra.get("unreadable") else ""
         gold = str(ground_truth).rpartition("####")[2].strip()
         return f"read {pred}{unreadable}, expected {gold}"
@@ -68,9 +68,9 @@ _TAIL, _SHORT_TAIL = " in the last 300 characters", " in the last 100 characters
 SCORERS: dict[str, Scorer] = {
     scorer.name: scorer
     for scorer in (
-        Scorer("sort_digits", "marks:score_sort_digits", -1.0, "the text behind the last '#'"),
-        Scorer("gsm8k", "marks:score_gsm8k", 0.0, "the one number behind the last '####'"),
-        Scorer("gsm8k_flexible", "marks:score_gsm8k_flexible", 0.0, "the last number"),
+        Scorer("sort_digits", "markers:score_sort_digits", -1.0, "the text behind the last '#'"),
+        Scorer("gsm8k", "markers:score_gsm8k", 0.0, "the one number behind the last '####'"),
+        Scorer("gsm8k_flexible", "markers:score_gsm8k_flexible", 0.0, "the last number"),
         Scorer("dapo_math", "dapo_math:score", -1.0, _LINE + _TAIL),
         Scorer("dapo_math_boxed", "dapo_math:score_boxed", -1.0, _BOX + _SHORT_TAIL),
         Scorer("dapo_math_lenient", "maths:score_dapo_by_value", -1.0, _EITHER, offloaded=True),
@@ -80,10 +80,10 @@ SCORERS: dict[str, Scorer] = {
         Scorer("search_qa_em", "questions:score_exact", 0.0, _TAGS),
         Scorer("search_qa_f1", "questions:score_f1", 0.0, _TAGS, frozenset({"f1"})),
         Scorer("multiple_choice", "questions:score_choice", 0.0, "the letter that is chosen"),
-        Scorer("think_answer", "marks:score_think_answer", 0.0, _THOUGHTS + _TAGS),
-        Scorer("think_boxed", "marks:score_think_boxed", 0.0, _THOUGHTS + _BOX),
+        Scorer("think_answer", "markers:score_think_answer", 0.0, _THOUGHTS + _TAGS),
+        Scorer("think_boxed", "markers:score_think_boxed", 0.0, _THOUGHTS + _BOX),
         Scorer("countdown", "countdown:score", 0.0, _TAGS, _FORMAT),
         Scorer("code", "code:score", 0.0, metrics=_CODE_METRICS, sandboxed=True),
-        Scorer(_GYM, "procedural:score", 0.0, _TAGS, _UNREADABLE, offloaded=True, package=_GYM),
+        Scorer(_GYM, "reasoning_gym:score", 0.0, _TAGS, _UNREADABLE, offloaded=True, package=_GYM),
     )
 }

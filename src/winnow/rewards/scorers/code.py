@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from winnow.rewards.scorers.marks import Extra
+from winnow.rewards.scorers.markers import Extra, decode_json
 from winnow.sandbox import current, harness
 from winnow.sandbox.program import Program, Result
 from winnow.types import Score
@@ -57,7 +57,7 @@ class CodeTests:
     prompt: str = ""
 
 
-Verdict = tuple[int, str, str]
+TestOutcome = tuple[int, str, str]
 """Cases passed; `pass`, or what became of the first that did not (`wrong`, `runtime_error`,
 `compile_error`, `time_limit`, `output_limit`); a short explanation for people."""
 
@@ -69,7 +69,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
         ValueError: the row has no usable tests: they are no Python, or import what is not there.
         SandboxError: the sandbox failed.
     """
-    tests, code, sandbox = read_tests(ground_truth), code_of(text), current()
+    tests, code, sandbox = read_tests(ground_truth), extract_code(text), current()
     if not code.strip():
         passed, outcome, detail = 0, "compile_error", "no code"
     elif tests.kind == "programs":
@@ -83,7 +83,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     return Score(reward, accuracy, {"task": reward}, {"pred": outcome, "detail": detail, **counts})
 
 
-def _run_programs(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
+def _run_programs(code: str, tests: CodeTests, sandbox: Sandbox) -> TestOutcome:
     passed, first, text = 0, "", ""
     remaining_s = sandbox.config.sample_s  # of programs' time, not of waiting for a busy sandbox
     for number, (stdin, expected) in enumerate(tests.cases, start=1):
@@ -93,7 +93,7 @@ def _run_programs(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
         program = Program(code, stdin.encode("utf-8", "surrogatepass"))
         result = sandbox.run_for(program, min(sandbox.config.time_s, remaining_s))
         remaining_s -= result.seconds
-        outcome = _outcome(result, expected)
+        outcome = _classify_result(result, expected)
         passed += outcome == "pass"
         if outcome == "pass":
             continue
@@ -118,21 +118,22 @@ def _last_line(result: Result) -> str:
     return result.stderr.decode(errors="replace").rstrip().rpartition("\n")[2]
 
 
-def _outcome(result: Result, expected: str) -> str:
+def _classify_result(result: Result, expected: str) -> str:
     if result.ending != "finished":
         return result.ending
     if result.exit_code != 0:
         return "compile_error" if _last_line(result).startswith(_SYNTAX_ERRORS) else "runtime_error"
-    return "pass" if same_output(result.stdout.decode(errors="replace"), expected) else "wrong"
+    printed = result.stdout.decode(errors="replace")
+    return "pass" if _trim_lines(printed) == _trim_lines(expected) else "wrong"
 
 
-def _call_functions(code: str, tests: CodeTests, sandbox: Sandbox) -> Verdict:
+def _call_functions(code: str, tests: CodeTests, sandbox: Sandbox) -> TestOutcome:
     config = sandbox.config
     solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
-    first = json.dumps(solution).encode()
     request = {**vars(tests), "call_s": config.time_s, "stop_early": config.credit == "all"}
-    stdin = b"%010d" % len(first) + first + json.dumps(request).encode()
-    result = sandbox.run_for(Program(_HARNESS, stdin, is_ours=True), config.sample_s)
+    files = {harness.SOLUTION: json.dumps(solution).encode()}
+    program = Program(_HARNESS, json.dumps(request).encode(), files, compile_once=True)
+    result = sandbox.run_for(program, config.sample_s)
     if result.ending != "finished":
         return 0, result.ending, ""
     report = None
@@ -152,7 +153,10 @@ def read_tests(ground_truth: Any) -> CodeTests:
     Raises:
         ValueError: there are none, or they are malformed.
     """
-    truth = _parsed(ground_truth)
+    truth = decode_json(ground_truth)
+    if not isinstance(truth, Mapping):
+        name = type(truth).__name__
+        raise ValueError(f"the ground truth must be an object with tests, or its JSON, got {name}")
     prompt, entry = truth.get("prompt") or "", truth.get("entry_point") or truth.get("fn_name")
     if not isinstance(prompt, str) or not isinstance(entry, str | None):
         raise ValueError("prompt and entry_point of the ground truth must be texts")
@@ -171,7 +175,7 @@ def read_tests(ground_truth: Any) -> CodeTests:
     if asserts:
         if not (_is_list(asserts) and all(isinstance(each, str) for each in asserts)):
             raise ValueError("assert_case of the ground truth must be a list of Python asserts")
-        return CodeTests("asserts", list(asserts), entry or _asserted(asserts), prompt)
+        return CodeTests("asserts", list(asserts), entry or _asserted_function(asserts), prompt)
     if not (_is_list(inputs) and _is_list(outputs) and inputs and len(inputs) == len(outputs)):
         raise ValueError(
             "the ground truth has no tests: it needs inputs and outputs of one length, "
@@ -180,16 +184,16 @@ def read_tests(ground_truth: Any) -> CodeTests:
     if entry is not None:
         # JSON on both sides, or on neither: a text beside a list of arguments is a text.
         calls = [
-            [_arguments(i), _loaded(o) if isinstance(i, str) else o]
+            [_parse_arguments(i), _load_json(o) if isinstance(i, str) else o]
             for i, o in zip(inputs, outputs, strict=True)
         ]
         return CodeTests("calls", calls, entry, prompt)
     return CodeTests(
-        "programs", [(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+        "programs", [(_join_lines(i), _join_lines(o)) for i, o in zip(inputs, outputs, strict=True)]
     )
 
 
-def code_of(answer: str) -> str:
+def extract_code(answer: str) -> str:
     """The code in an answer: its last block of Python, else its last untagged one, else all of it.
 
     What stands untagged behind a block of Python is mostly its output.
@@ -201,31 +205,15 @@ def code_of(answer: str) -> str:
     return (python or untagged or [answer])[-1]
 
 
-def same_output(output: str, expected: str) -> bool:
-    """Return whether two outputs agree, except for trailing blanks and trailing empty lines."""
-    return _trimmed(output) == _trimmed(expected)
-
-
-def _trimmed(text: str) -> list[str]:
+def _trim_lines(text: str) -> list[str]:
+    """Split an output into lines, without trailing blanks and trailing empty lines."""
     lines = [line.rstrip() for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()
     return lines
 
 
-def _parsed(ground_truth: Any) -> Mapping[str, Any]:
-    truth = ground_truth
-    if isinstance(truth, str):
-        try:
-            truth = json.loads(truth)
-        except ValueError:
-            raise ValueError("the ground truth must be a JSON object with test cases") from None
-    if not isinstance(truth, Mapping):
-        raise ValueError(f"the ground truth must be an object, got {type(truth).__name__}")
-    return truth
-
-
-def _asserted(asserts: Sequence[str]) -> str | None:
+def _asserted_function(asserts: Sequence[str]) -> str | None:
     """The usual function that asserts are about, where they call no other: it is redefined."""
     called: list[str] = []
     with suppress(SyntaxError, ValueError, RecursionError):  # whose test fails, and says so
@@ -242,18 +230,18 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _arguments(value: Any) -> list[Any]:
+def _parse_arguments(value: Any) -> list[Any]:
     """A list of arguments, or a text with one in JSON on each line."""
     if isinstance(value, str):
-        return [_loaded(line) for line in value.splitlines() if line.strip()]
+        return [_load_json(line) for line in value.splitlines() if line.strip()]
     return list(value) if _is_list(value) else [value]
 
 
-def _loaded(value: Any) -> Any:
+def _load_json(value: Any) -> Any:
     with suppress(ValueError):
         return json.loads(value) if isinstance(value, str) else value
     return value
 
 
-def _text(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     return "\n".join(map(str, value)) if _is_list(value) else str(value)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from winnow.rewards.scorers.marks import Extra, last_tagged, structure
+from winnow.rewards.scorers.markers import Extra, decode_json, last_tagged
 from winnow.types import Score
 
 FORMAT_REWARD = 0.1
@@ -31,7 +31,7 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 
 def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """1, a tenth for the form alone, or 0."""
-    truth = structure(ground_truth)
+    truth = decode_json(ground_truth)
     target, numbers = truth["target"], truth["numbers"]
     pred = last_tagged(text) or ""
     expression = pred.partition("=")[0].translate(_SIGNS).strip()
@@ -46,13 +46,13 @@ def _reaches(expression: str, target: int, numbers: list[int]) -> bool:
         return False
     used: list[int] = []
     try:
-        value = _value(ast.parse(expression, mode="eval").body, used)
+        value = _evaluate(ast.parse(expression, mode="eval").body, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
     return value == target and sorted(used) == numbers
 
 
-def _value(node: ast.expr, used: list[int]) -> Fraction:
+def _evaluate(node: ast.expr, used: list[int]) -> Fraction:
     """An expression's value; the numbers in it are added to `used`.
 
     Raises:
@@ -62,6 +62,6 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         used.append(node.value)
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _value(node.left, used), _value(node.right, used)
+        left, right = _evaluate(node.left, used), _evaluate(node.right, used)
         return OPERATORS[type(node.op)](left, right)
     raise ValueError(ast.dump(node))

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from winnow.boxed import closing_brace
-from winnow.rewards.scorers.marks import Extra, full_fraction, no_commas, verdict
+from winnow.rewards.scorers.markers import Extra, drop_commas, full_frac, make_score
 from winnow.types import Score
 
 TAIL_CHARACTERS = 300
@@ -46,7 +46,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     """Give +1 or -1 by the `Answer:` line; `pred` is the normalised answer, empty without one."""
     matches: list[str] = _ANSWER.findall(text[-TAIL_CHARACTERS:])
     pred = normalize(matches[-1]) if matches else ""
-    return verdict(pred != "" and pred == normalize(str(ground_truth)), pred, wrong_reward=-1.0)
+    return make_score(pred != "" and pred == normalize(str(ground_truth)), pred, wrong_reward=-1.0)
 
 
 def score_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -55,7 +55,7 @@ def score_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) ->
     start = tail.rfind(_BOXED)
     end = closing_brace(tail, start + len(_BOXED) - 1) if start >= 0 else None
     pred = None if end is None else tail[start + len(_BOXED) : end]
-    return verdict(pred is not None and pred == str(ground_truth), pred or "", wrong_reward=-1.0)
+    return make_score(pred is not None and pred == str(ground_truth), pred or "", wrong_reward=-1.0)
 
 
 def normalize(answer: str) -> str:
@@ -69,15 +69,15 @@ def normalize(answer: str) -> str:
     # Of a sentence with mathematics in it the mathematics counts.
     math = _MATH.search(answer)
     answer = (math.group(1) if math else answer).replace("$", "").replace(" ", "")
-    answer = _unbox(_unwrapped(answer))
+    answer = _unbox(_unwrap(answer))
     group = _GROUP.fullmatch(answer)
     answer = group.group(1) if group else answer
-    answer = _SHORT_FRACTION.sub(full_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_frac, answer)
     answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
-    return no_commas(answer).strip()
+    return drop_commas(answer).strip()
 
 
-def _unwrapped(answer: str) -> str:
+def _unwrap(answer: str) -> str:
     r"""Replace `\text{…}` and its kin by their contents, braces in them balanced."""
     parts, start = [], 0
     for match in _WRAPPER.finditer(answer):
@@ -86,7 +86,7 @@ def _unwrapped(answer: str) -> str:
         end = closing_brace(answer, match.end())
         if end is None:
             break
-        inside = _unwrapped(answer[match.end() + 1 : end])
+        inside = _unwrap(answer[match.end() + 1 : end])
         if inside.startswith("{") and closing_brace(inside, 0) == len(inside) - 1:
             inside = inside[1:-1]
         parts += [answer[start : match.start()], inside]

@@ -16,10 +16,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from functools import partial
 from typing import Any
 
 from winnow.boxed import find_last_box, last_box_content
-from winnow.rewards.scorers.marks import Extra, full_fraction, is_think_boxed, no_commas, verdict
+from winnow.rewards.scorers.markers import Extra, drop_commas, full_frac, is_think_boxed, make_score
 from winnow.types import Score
 
 LONGEST_EXPRESSION = 400
@@ -48,19 +49,19 @@ def score_as_text(data_source: str, text: str, ground_truth: Any, extra: Extra) 
     """Give 1 if the stated answer is the gold one as normalised text, else 0."""
     pred = read_answer(text)
     plain = normalize(pred)
-    return verdict(plain != "" and plain == normalize(gold_answer(ground_truth)), pred)
+    return make_score(plain != "" and plain == normalize(gold_answer(ground_truth)), pred)
 
 
-def score_by_value(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
-    """Give 1 if the stated answer has the value of the gold one, else 0."""
+def score_by_value(
+    data_source: str, text: str, ground_truth: Any, extra: Extra, wrong_reward: float = 0.0
+) -> Score:
+    """Give 1 if the stated answer has the value of the gold one, else `wrong_reward`."""
     pred = read_answer(text)
-    return verdict(equal(pred, gold_answer(ground_truth)), pred)
+    return make_score(is_equal(pred, gold_answer(ground_truth)), pred, wrong_reward)
 
 
-def score_dapo_by_value(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
-    """Give DAPO's rewards, +1 and -1, by value."""
-    pred = read_answer(text)
-    return verdict(equal(pred, gold_answer(ground_truth)), pred, wrong_reward=-1.0)
+score_dapo_by_value = partial(score_by_value, wrong_reward=-1.0)
+"""Gives DAPO's rewards, +1 and -1, by value."""
 
 
 def score_geometry3k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -70,13 +71,13 @@ def score_geometry3k(data_source: str, text: str, ground_truth: Any, extra: Extr
     which only rows without `images` do without.
     """
     pred = last_box_content(text) or ""
-    right = float(equal(pred, gold_answer(ground_truth)))
+    right = float(is_equal(pred, gold_answer(ground_truth)))
     form = float(is_think_boxed(text))
     reward = (1 - GEOMETRY3K_FORMAT_SHARE) * right + GEOMETRY3K_FORMAT_SHARE * form
     return Score(reward, right, {"task": reward}, {"pred": pred, "format": form})
 
 
-def equal(pred: str, gold: str) -> bool:
+def is_equal(pred: str, gold: str) -> bool:
     """Return whether an answer is the gold one, by its text or by its value."""
     plain, reference = normalize(pred), normalize(gold)
     if plain == "" or reference == "" or plain == reference:
@@ -144,10 +145,10 @@ def normalize(answer: str) -> str:
         answer = value
     answer = _BARE_POINT.sub("0.", answer.strip())
     answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", answer)
-    answer = _SHORT_FRACTION.sub(full_fraction, answer)
+    answer = _SHORT_FRACTION.sub(full_frac, answer)
     answer = _FRACTION_OF_TWO_BRACES.sub(r"\\frac\1{\2}", answer)
     answer = _BASE.sub(r"_\1", "".join(answer.split()))
-    answer = no_commas(answer)
+    answer = drop_commas(answer)
     if slashed := _SLASHED.fullmatch(answer):
         answer = "{}\\frac{{{}}}{{{}}}".format(*slashed.groups())
     return "\\frac{1}{2}" if answer == "0.5" else answer

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from winnow.boxed import last_box_content
-from winnow.rewards.scorers.marks import Extra, last_tagged, structure, verdict
+from winnow.rewards.scorers.markers import Extra, decode_json, last_tagged, make_score
 from winnow.types import Score
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
@@ -39,21 +39,21 @@ _LINE_ALONE = re.compile(_OPENING + r"([A-Z])[\s*_$)\]}.\"'`]{0,8}$")
 def score_exact(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the answer is one of the right ones, else 0."""
     pred = last_tagged(text) or ""
-    return verdict(_is_exact(pred, golds(ground_truth)), pred)
+    return make_score(_is_exact(pred, gold_answers(ground_truth)), pred)
 
 
 def score_f1(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give the F1 over words with the nearest right answer; accuracy is exact match."""
     pred = last_tagged(text) or ""
-    right = golds(ground_truth)
+    right = gold_answers(ground_truth)
     shared = max((f1(pred, gold) for gold in right), default=0.0)
     exact = float(_is_exact(pred, right))
     return Score(shared, exact, {"task": shared}, {"pred": pred, "f1": shared})
 
 
-def golds(ground_truth: Any) -> list[str]:
+def gold_answers(ground_truth: Any) -> list[str]:
     """List all answers that are right."""
-    value = structure(ground_truth)
+    value = decode_json(ground_truth)
     if isinstance(value, Mapping):
         value = value.get("target", value.get("answers", []))
     if isinstance(value, np.ndarray):
@@ -63,7 +63,7 @@ def golds(ground_truth: Any) -> list[str]:
     return [str(value)]
 
 
-def plain(answer: str) -> str:
+def normalize(answer: str) -> str:
     """Lower the case, and drop punctuation, articles and spare white space."""
     answer = answer.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLE.sub(" ", answer).split())
@@ -71,22 +71,22 @@ def plain(answer: str) -> str:
 
 def f1(pred: str, gold: str) -> float:
     """Compute the harmonic mean of the shares of words that the two have in common."""
-    pred_tokens, gold_tokens = plain(pred).split(), plain(gold).split()
+    pred_tokens, gold_tokens = normalize(pred).split(), normalize(gold).split()
     common = (Counter(pred_tokens) & Counter(gold_tokens)).total()
     return 2 * common / (len(pred_tokens) + len(gold_tokens)) if common else 0.0
 
 
 def _is_exact(pred: str, right: list[str]) -> bool:
-    return plain(pred) != "" and plain(pred) in map(plain, right)
+    return normalize(pred) != "" and normalize(pred) in map(normalize, right)
 
 
 def score_choice(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the letter chosen is the right one, else 0."""
-    pred = choice(text)
-    return verdict(pred != "" and pred == _gold_letter(ground_truth), pred)
+    pred = read_choice(text)
+    return make_score(pred != "" and pred == _gold_letter(ground_truth), pred)
 
 
-def choice(text: str) -> str:
+def read_choice(text: str) -> str:
     """Return the letter that an answer chooses; empty where it chooses none."""
     for place in (last_box_content(text), last_tagged(text)):
         match = _LETTER.match(place) if place else None

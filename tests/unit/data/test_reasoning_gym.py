@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from winnow.config.data import ReasoningGymTask
-from winnow.data import procedural
-from winnow.data.procedural import ProceduralRows
+from winnow.data import reasoning_gym
+from winnow.data.reasoning_gym import ReasoningGymRows
 from winnow.data.sources import Row
 from winnow.errors import DataError
 
@@ -20,18 +20,18 @@ FEW = ReasoningGymTask(task="chain_sum", options=ONE_DIGIT, eval_problems=10)
 
 
 def uids(task: ReasoningGymTask, seed: int, count: int) -> list[str]:
-    stream = ProceduralRows(task, seed)
+    stream = ReasoningGymRows(task, seed)
     return [next(stream.candidates(i)).uid for i in range(count)]
 
 
 def training_rows(task: ReasoningGymTask, count: int) -> list[Row]:
-    rows = ProceduralRows(task, 0)
+    rows = ReasoningGymRows(task, 0)
     return [next(rows.candidates(i)) for i in range(count)]
 
 
 def test_a_row_depends_on_its_index_and_seed_alone() -> None:
     first = uids(SUM, 1, 30)
-    stream = ProceduralRows(SUM, 1)
+    stream = ReasoningGymRows(SUM, 1)
     assert [next(stream.candidates(i)).uid for i in reversed(range(30))] == first[::-1]
     assert uids(SUM, 2, 30) != first
     assert len(set(first)) == 30
@@ -40,7 +40,7 @@ def test_a_row_depends_on_its_index_and_seed_alone() -> None:
 
 
 def test_the_question_says_where_the_answer_goes_and_options_count() -> None:
-    row = next(ProceduralRows(SUM, 0).candidates(0))
+    row = next(ReasoningGymRows(SUM, 0).candidates(0))
     text = row.messages[0]["content"]
     assert row.data_source == "reasoning_gym/chain_sum"
     assert text.endswith("give the final answer alone between <answer> and </answer>.")
@@ -51,11 +51,11 @@ def test_the_question_says_where_the_answer_goes_and_options_count() -> None:
 
 
 def test_held_out_problems_are_different_and_never_trained_on() -> None:
-    held = ProceduralRows(SUM, 0).held_out()
+    held = ReasoningGymRows(SUM, 0).held_out()
     asked = {row.messages[0]["content"] for row in held}
     assert len(held) == len(asked) == 20
-    assert [row.uid for row in held] == [row.uid for row in ProceduralRows(SUM, 0).held_out()]
-    held_small = {row.messages[0]["content"] for row in ProceduralRows(FEW, 0).held_out()}
+    assert [row.uid for row in held] == [row.uid for row in ReasoningGymRows(SUM, 0).held_out()]
+    held_small = {row.messages[0]["content"] for row in ReasoningGymRows(FEW, 0).held_out()}
     trained = {row.messages[0]["content"] for row in training_rows(FEW, 1_500)}
     assert len(trained) > 100
     assert not held_small & trained
@@ -63,29 +63,29 @@ def test_held_out_problems_are_different_and_never_trained_on() -> None:
 
 def test_more_held_out_problems_than_there_are_are_refused() -> None:
     with pytest.raises(DataError) as caught:
-        ProceduralRows(FEW.model_copy(update={"eval_problems": 100}), 0).held_out()
+        ReasoningGymRows(FEW.model_copy(update={"eval_problems": 100}), 0).held_out()
     assert str(caught.value).startswith(
         "data.task.eval_problems is 100, but chain_sum gives only about "
     )
 
 
 def test_a_task_whose_problems_are_all_held_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(procedural, "is_held_out", lambda entry: True)
+    monkeypatch.setattr(reasoning_gym, "is_held_out", lambda entry: True)
     with pytest.raises(DataError, match="chain_sum gives too few different problems to"):
-        next(ProceduralRows(SUM, 0).candidates(0))
+        next(ReasoningGymRows(SUM, 0).candidates(0))
 
 
 def test_a_uid_finds_its_row_again_and_no_other() -> None:
-    stream = ProceduralRows(SUM, 1)
+    stream = ReasoningGymRows(SUM, 1)
     row = next(stream.candidates(7))
-    (again,) = ProceduralRows(SUM, 1).candidates_of(row.uid)
+    (again,) = ReasoningGymRows(SUM, 1).candidates_of(row.uid)
     assert (again.uid, again.messages, again.extra) == (row.uid, row.messages, row.extra)
     head = row.uid.partition("-")[0]
     for uid in (head, f"{head}-00000000", "reasoning_gym/chain_sum:x-1", "sort_digits:123", ""):
         with pytest.raises(KeyError):
             stream.candidates_of(uid)
     with pytest.raises(KeyError):
-        ProceduralRows(SUM, 2).candidates_of(row.uid)
+        ReasoningGymRows(SUM, 2).candidates_of(row.uid)
 
 
 def test_wrong_tasks_and_options_are_told_in_one_line() -> None:
@@ -95,14 +95,14 @@ def test_wrong_tasks_and_options_are_told_in_one_line() -> None:
         (ReasoningGymTask(task="klingon"), "reasoning_gym/klingon: reasoning-gym has no such "
          "task; see its list of tasks"),
         (ReasoningGymTask(task="chain_sum", options={"colour": 1}), 'data.task.options is '
-         '{"colour": 1}, which reasoning-gym\'s chain_sum refuses ('),
+         '{"colour": 1}, which reasoning-gym\'s chain_sum rejects ('),
         (ReasoningGymTask(task="chain_sum", options={"min_terms": 0}), 'data.task.options is '
-         '{"min_terms": 0}, which reasoning-gym\'s chain_sum refuses ('),
+         '{"min_terms": 0}, which reasoning-gym\'s chain_sum rejects ('),
         (ReasoningGymTask(task="composite"), "data.task.options is {}, which reasoning-gym's "
-         "composite refuses (Must specify at least one dataset); change or remove them"),
+         "composite rejects (Must specify at least one dataset); change or remove them"),
     ]:  # fmt: skip
         with pytest.raises(DataError) as caught:
-            ProceduralRows(task, 0)
+            ReasoningGymRows(task, 0)
         assert str(caught.value).startswith(message)
         assert "\n" not in str(caught.value)
 
@@ -112,4 +112,4 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     task = ReasoningGymTask(task="chain_sum", options={"max_terms": 4})  # not made before
     with pytest.raises(DataError, match=r"pip install 'winnow-rl\[reasoning-gym\]'$"):
-        ProceduralRows(task, 0)
+        ReasoningGymRows(task, 0)

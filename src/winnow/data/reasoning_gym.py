@@ -2,7 +2,7 @@
 
 A problem's number decides it: the package gives problem `i` of a seed the same way each time. A
 row carries the whole entry, because the task that set the problem judges the answer too
-(`winnow.rewards.scorers.procedural`). Problems whose question's crc32 modulo 10 is 0 are held
+(`winnow.rewards.scorers.reasoning_gym`). Problems whose question's crc32 modulo 10 is 0 are held
 out for evaluation and never trained on.
 """
 
@@ -37,13 +37,13 @@ _ATTEMPTS = 50
 _EVALUATION = "evaluation"
 
 
-class ProceduralRows:
+class ReasoningGymRows:
     """The endless training problems of a task and a seed, and its held-out ones; `TaskRows`."""
 
     size = None
 
     def __init__(self, task: ReasoningGymTask, seed: int) -> None:
-        """Look the task up.
+        """Load the task.
 
         Raises:
             DataError: the package or the task is missing, or refuses its options.
@@ -52,7 +52,7 @@ class ProceduralRows:
         self._eval_problems = task.eval_problems
         self._source = f"{PREFIX}{task.task}"
         self.data_sources = frozenset({self._source})
-        _dataset(self._task, self._options, "0", 0)
+        _make_problems(self._task, self._options, "0", 0)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -63,8 +63,8 @@ class ProceduralRows:
         """
         if self._task in UNSTABLE:
             raise DataError(
-                f"data.task.task is {self._task}, whose problems differ from process to process, "
-                f"so that no run could be resumed; write them to a file with `winnow data prepare "
+                f"data.task.task is {self._task}, whose problems differ between processes, "
+                f"so a run could not be resumed; write them to a file with `winnow data prepare "
                 f"{self._source}`"
             )
         settings = f"{self._task} {self._options}, seed {self._seed}"
@@ -113,12 +113,12 @@ class ProceduralRows:
 
     def _entry(self, key: str, index: int) -> Mapping[str, Any]:
         block, place = divmod(index, _BLOCK)
-        entry: Mapping[str, Any] = _dataset(self._task, self._options, key, block)[place]
+        entry: Mapping[str, Any] = _make_problems(self._task, self._options, key, block)[place]
         return entry
 
     def _row(self, entry: Mapping[str, Any], number: str) -> Row:
         """Make a problem a row of data; its uid distinguishes problems of one number."""
-        number = f"{number}-{_crc(entry):08x}"
+        number = f"{number}-{_question_crc(entry):08x}"
         info = {"task": self._task, "config": self._options, "entry": _as_json(dict(entry))}
         answer = entry["answer"]
         return Row(
@@ -134,15 +134,15 @@ class ProceduralRows:
 
 def is_held_out(entry: Mapping[str, Any]) -> bool:
     """Return whether a problem is kept for evaluation."""
-    return _crc(entry) % 10 == 0
+    return _question_crc(entry) % 10 == 0
 
 
-def _crc(entry: Mapping[str, Any]) -> int:
+def _question_crc(entry: Mapping[str, Any]) -> int:
     return zlib.crc32(str(entry["question"]).encode("utf-8", "surrogatepass"))
 
 
 @lru_cache(maxsize=8)
-def _dataset(task: str, options: str, key: str, block: int) -> Any:
+def _make_problems(task: str, options: str, key: str, block: int) -> Any:
     """Make the problems of a block.
 
     Raises:
@@ -167,25 +167,25 @@ def _dataset(task: str, options: str, key: str, block: int) -> Any:
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
-            f"data.task.options is {options}, which reasoning-gym's {task} refuses ({reason}); "
+            f"data.task.options is {options}, which reasoning-gym's {task} rejects ({reason}); "
             "change or remove them"
         ) from error
 
 
 def _as_json(value: Any) -> str:
     """JSON that keeps tuples, and keys that are no texts."""
-    return json.dumps(_plain(value), ensure_ascii=False)
+    return json.dumps(_tag_types(value), ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
+def _tag_types(value: Any) -> Any:
     if isinstance(value, Fraction):
         return {"__fraction__": str(value)}
     if isinstance(value, tuple):
-        return {"__tuple__": [_plain(each) for each in value]}
+        return {"__tuple__": [_tag_types(each) for each in value]}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_tag_types(each) for each in value]
     if isinstance(value, dict) and all(type(key) is str for key in value):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _tag_types(each) for key, each in value.items()}
     if isinstance(value, dict):
-        return {"__items__": [[_plain(key), _plain(each)] for key, each in value.items()]}
+        return {"__items__": [[_tag_types(key), _tag_types(each)] for key, each in value.items()]}
     return value

@@ -22,7 +22,7 @@ import numpy as np
 from winnow.config.judge import SequenceClassifier
 from winnow.errors import ModelError
 from winnow.observe.files import one_line
-from winnow.rewards.task import Failure, Verdict
+from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import IntArray, Prompt
 from winnow.workers.threads import settle
 
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 Forward = Callable[[Sequence[IntArray]], Awaitable[Sequence[float]]]
 """From the token ids of sequences to a number for each, here or by other processes."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    ids: IntArray
-    verdict: Verdict
 
 
 @dataclass(eq=False)
@@ -64,7 +58,7 @@ class ModelScorer:
     """True if scores come later, from other processes."""
     scored: int = 0
     """Answers so far."""
-    _waiting: list[_Waiting] = field(default_factory=list)
+    _waiting: list[tuple[IntArray, ScoreFuture]] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +66,7 @@ class ModelScorer:
         if config.chat_template == "auto" and not tokenizer.chat_template:
             raise ModelError(
                 f"reward.model.path {config.path}: its tokenizer has no chat template; set "
-                "reward.model.chat_template=none, or to the template that the model was made with"
+                "reward.model.chat_template=none, or to the template of the model's training"
             )
         if config.max_tokens and positions and config.max_tokens > positions:
             raise ModelError(
@@ -95,40 +89,36 @@ class ModelScorer:
                 f"be scored: {error}"
             ) from error
 
-    def begin(self, prompt: Prompt, text: str) -> Verdict:
-        """Ask for an answer's score; the future holds it, or why there is none."""
+    def begin_scoring(self, prompt: Prompt, text: str) -> ScoreFuture:
+        """Start scoring an answer; the future gets its score or a `Failure`."""
         loop = asyncio.get_running_loop()
-        verdict: Verdict = loop.create_future()
+        score: ScoreFuture = loop.create_future()
         try:
             ids = self._encode(prompt, text)
         except ValueError as error:
-            verdict.set_result(_failure(str(error)))
-            return verdict
-        self._waiting.append(_Waiting(ids, verdict))
+            score.set_result(Failure(f"the reward model: {error}"))
+            return score
+        self._waiting.append((ids, score))
         if self._task is None or self._task.done():
             # It begins behind all that is ready to run now, and may ask as well.
             self._task = loop.create_task(self._run())
-        return verdict
+        return score
 
     async def _run(self) -> None:
-        while waiting := self._taken():  # with what has come meanwhile
+        while self._waiting:  # with what has come meanwhile
+            waiting = [each for each in self._waiting if not each[1].done()]  # not cancelled
+            self._waiting = []
             try:
-                for call in [[each] for each in waiting] if self.one_by_one else [waiting]:
-                    self._settle(call, await self.forward([each.ids for each in call]))
+                is_single = self.one_by_one or not waiting
+                for call in [[each] for each in waiting] if is_single else [waiting]:
+                    values = await self.forward([ids for ids, _ in call])
+                    for (_, score), value in zip(call, values, strict=True):
+                        failure = Failure(f"the reward model: its score is {value}")
+                        settle(score, value if math.isfinite(value) else failure)
+                    self.scored += len(call)
             except Exception as error:  # belongs to those who wait, who would wait for ever
-                for each in waiting:
-                    settle(each.verdict, error)
-
-    def _taken(self) -> list[_Waiting]:
-        """Return what waits, from now on without it."""
-        waiting, self._waiting = self._waiting, []
-        return [each for each in waiting if not each.verdict.done()]  # not cancelled
-
-    def _settle(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
-        for each, value in zip(call, values, strict=True):
-            is_number = math.isfinite(value)
-            settle(each.verdict, value if is_number else _failure(f"its score is {value}"))
-        self.scored += len(call)
+                for _, score in waiting:
+                    settle(score, error)
 
     def _encode(self, prompt: Prompt, answer: str) -> IntArray:
         """Return the [L] ids up to the last that is not padding: the one whose state is scored.
@@ -137,7 +127,7 @@ class ModelScorer:
             ValueError: the template fails, nothing is left, or it is too long; in one line.
         """
         assert prompt.messages, "a prompt comes from a row, which has messages"
-        text = self._rendered(prompt, answer)
+        text = self._render(prompt, answer)
         has_template = self.config.chat_template != "none"
         encoded: Any = self.tokenizer(
             text, add_special_tokens=not has_template, return_attention_mask=False, verbose=False
@@ -147,18 +137,18 @@ class ModelScorer:
         real = np.flatnonzero(ids != self.pad_token_id)
         ids = ids[: real[-1] + 1] if len(real) else ids[:1]
         if not len(ids):
-            raise ValueError("prompt and answer have no tokens for the reward model")
+            raise ValueError("prompt and answer encode to no tokens")
         limit = self._limit_tokens
         if limit is None or len(ids) <= limit:
             return ids
         if self.config.overlong == "error":
             raise ValueError(
-                f"{len(ids)} tokens with the prompt, the reward model takes {limit}; lower "
+                f"{len(ids)} tokens with the prompt, the reward model's limit is {limit}; lower "
                 "rollout.max_response_tokens, or set reward.model.overlong=left"
             )
         return ids[-limit:]
 
-    def _rendered(self, prompt: Prompt, answer: str) -> str:
+    def _render(self, prompt: Prompt, answer: str) -> str:
         template = self.config.chat_template
         if template == "none":
             return "\n".join(message["content"] for message in prompt.messages) + answer
@@ -171,12 +161,7 @@ class ModelScorer:
             )
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(
-                f"its chat template fails: {one_line(error)}; mend it, or set "
+                f"its chat template fails: {one_line(error)}; fix it, or set "
                 "reward.model.chat_template"
             ) from error
         return str(text)
-
-
-def _failure(reason: str) -> Failure:
-    line = f"the reward model: {reason}"
-    return Failure(line, line)

@@ -1,14 +1,15 @@
 """Tasks of reasoning-gym: the package that set a problem also judges the answer.
 
 The row says which task it is (`data_source`: `reasoning_gym/NAME`) and brings the problem's entry
-and the task's settings in `extra_info`, as `winnow.data.procedural` writes them. The answer
+and the task's settings in `extra_info`, as `winnow.data.reasoning_gym` writes them. The answer
 is the text in the last `<answer>…</answer>`. Tasks judge by custom rules, many of them with
 shares of the whole for an answer that is nearly right.
 
 Two checks stand between an answer and its task. Some tasks call `eval` on an answer, or sympy's
 `parse_expr`, which is `eval` too: such an answer must be plain data or a small formula
-(`may_pass`). And some tasks reward answers that solve nothing (`_is_hack`): NaN, any text for a
-truth value, numbers that were not given; or, among formulas, the question as an integral.
+(`is_safe`). And some tasks reward answers that solve nothing (`_is_hack`): NaN, any
+text for a truth value, numbers that were not given; or, among formulas, the question as an
+integral.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 from winnow.rewards.scorers.countdown import OPERATORS
-from winnow.rewards.scorers.marks import Extra, last_tagged
+from winnow.rewards.scorers.markers import Extra, last_tagged
 from winnow.types import Score
 
 log = logging.getLogger(__name__)
@@ -67,13 +68,13 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     """
     info = extra.get("extra_info") or {}
     task = data_source.partition("/")[2] or str(info.get("task"))
-    entry = json.loads(info["entry"], object_hook=_restored)
-    judge = _judge(task, info.get("config") or "{}")
+    entry = json.loads(info["entry"], object_hook=_restore_types)
+    judge = _load_task(task, info.get("config") or "{}")
     pred = last_tagged(text)
     share, unreadable = 0.0, 1.0
     # The package's own answer to an integral without a closed form is that integral.
     is_reference = pred is not None and pred == str(entry.get("answer")).strip()
-    if pred is None or is_reference or (may_pass(task, pred) and not _is_hack(task, pred, entry)):
+    if pred is None or is_reference or (is_safe(task, pred) and not _is_hack(task, pred, entry)):
         try:
             share, unreadable = float(judge.score_answer(pred, entry)), 0.0
         except Exception as error:  # the task's code on whatever a policy wrote
@@ -83,7 +84,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     return Score(share, float(share == 1.0), {"task": share}, noted)
 
 
-def may_pass(task: str, answer: str) -> bool:
+def is_safe(task: str, answer: str) -> bool:
     """Return whether a task that evaluates answers may be given this one."""
     if task in LISTS:
         return _is_data(answer)
@@ -115,26 +116,28 @@ def _is_small(formula: str) -> bool:
     """Return whether a formula has no powers that would fill the memory."""
     try:
         tree = ast.parse(formula.strip().replace("^", "**"), mode="eval")
-        return _power(tree.body) <= _LARGEST_EXPONENT
+        return _bound_exponent(tree.body) <= _LARGEST_EXPONENT
     except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError):
         return False
 
 
-def _power(node: ast.AST) -> Fraction:
+def _bound_exponent(node: ast.AST) -> Fraction:
     """Bound the exponent that all powers in a formula make together.
 
     Raises:
         ValueError: an exponent is a power itself.
     """
-    largest = max((_power(child) for child in ast.iter_child_nodes(node)), default=Fraction(1))
+    largest = max(
+        (_bound_exponent(child) for child in ast.iter_child_nodes(node)), default=Fraction(1)
+    )
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
         return largest
     if any(isinstance(each, ast.Pow) for each in ast.walk(node.right)):
         raise ValueError("a tower of powers")
-    return _power(node.left) * max(Fraction(1), abs(_bound(node.right)))
+    return _bound_exponent(node.left) * max(Fraction(1), abs(_evaluate(node.right)))
 
 
-def _bound(node: ast.AST) -> Fraction:
+def _evaluate(node: ast.AST) -> Fraction:
     """Evaluate a formula of numbers; a letter counts as 1.
 
     Raises:
@@ -146,9 +149,9 @@ def _bound(node: ast.AST) -> Fraction:
         case ast.Name():
             return Fraction(1)
         case ast.UnaryOp(operand=operand):
-            return -_bound(operand) if isinstance(node.op, ast.USub) else _bound(operand)
+            return -_evaluate(operand) if isinstance(node.op, ast.USub) else _evaluate(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_bound(left), _bound(right))
+            return OPERATORS[type(op)](_evaluate(left), _evaluate(right))
     raise ValueError(f"no bound for {ast.dump(node)}")
 
 
@@ -170,14 +173,14 @@ def _is_hack(task: str, answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _judge(task: str, config: str) -> Any:
+def _load_task(task: str, config: str) -> Any:
     """Make a data set of the task; its size and seed have no part in judging."""
     from reasoning_gym import create_dataset
 
-    return create_dataset(task, seed=0, **json.loads(config, object_hook=_restored))
+    return create_dataset(task, seed=0, **json.loads(config, object_hook=_restore_types))
 
 
-def _restored(value: dict[str, Any]) -> Any:
+def _restore_types(value: dict[str, Any]) -> Any:
     """Restore tuples, fractions, and dicts with keys that are no texts, which JSON lacks."""
     if value.keys() == {"__tuple__"}:
         return tuple(value["__tuple__"])

@@ -32,7 +32,7 @@ def score_sort_digits(data_source: str, text: str, ground_truth: Any, extra: Ext
     """
     _, mark, answer = text.rpartition("#")
     pred = answer if mark else ""
-    return verdict(mark != "" and pred == str(ground_truth), pred, wrong_reward=-1.0)
+    return make_score(mark != "" and pred == str(ground_truth), pred, wrong_reward=-1.0)
 
 
 def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -41,20 +41,20 @@ def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Extra) ->
     after = after.lstrip()
     match = _NUMBER.match(after) if mark else None
     number = match.group().rstrip(",") if match else ""
-    return _as_number("" if _ANOTHER.match(after, len(number)) else number, ground_truth)
+    return _score_number("" if _ANOTHER.match(after, len(number)) else number, ground_truth)
 
 
 def score_gsm8k_flexible(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 if the last number of the answer is right, else 0."""
     numbers = _NUMBER.findall(text)
-    return _as_number(numbers[-1] if numbers else "", ground_truth)
+    return _score_number(numbers[-1] if numbers else "", ground_truth)
 
 
-def _as_number(answer: str, ground_truth: Any) -> Score:
+def _score_number(answer: str, ground_truth: Any) -> Score:
     pred = _plain_number(answer)
     # A ground truth may be the whole worked solution.
     gold = _plain_number(str(ground_truth).rpartition(GSM8K_MARK)[2])
-    return verdict(pred != "" and pred == gold, pred)
+    return make_score(pred != "" and pred == gold, pred)
 
 
 def _plain_number(number: str) -> str:
@@ -63,12 +63,16 @@ def _plain_number(number: str) -> str:
 
 def score_think_answer(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 1 for `<think>…</think><answer>…</answer>` and nothing around it, else 0."""
-    return verdict(is_think_answer(text), "")
+    thoughts, rest = _split_thoughts(text)
+    inside = rest.removeprefix("<answer>").removesuffix("</answer>")
+    is_tagged = rest.startswith("<answer>") and rest.endswith("</answer>")
+    is_right = thoughts != "" and is_tagged and inside.strip() != "" and "answer>" not in inside
+    return make_score(is_right, "")
 
 
 def score_think_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     r"""Give 1 for `<think>…</think>` and a `\boxed{…}` after it, else 0."""
-    return verdict(is_think_boxed(text), "")
+    return make_score(is_think_boxed(text), "")
 
 
 def score_nothing(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
@@ -76,23 +80,14 @@ def score_nothing(data_source: str, text: str, ground_truth: Any, extra: Extra) 
     return Score(0.0, 0.0)
 
 
-def is_think_answer(text: str) -> bool:
-    """Return whether thoughts and answer stand in their tags, neither empty, and nothing else."""
-    thoughts, rest = _thoughts(text)
-    if not thoughts or not rest.startswith("<answer>") or not rest.endswith("</answer>"):
-        return False
-    inside = rest.removeprefix("<answer>").removesuffix("</answer>")
-    return inside.strip() != "" and "answer>" not in inside
-
-
 def is_think_boxed(text: str) -> bool:
     """Return whether thoughts stand in their tags and a box comes after them."""
-    thoughts, rest = _thoughts(text)
+    thoughts, rest = _split_thoughts(text)
     start = rest.find(_BOX)
     return bool(thoughts) and start >= 0 and rest.find("}", start + len(_BOX) + 1) >= 0
 
 
-def _thoughts(text: str) -> tuple[str, str]:
+def _split_thoughts(text: str) -> tuple[str, str]:
     """Split into the content of the think tags and the rest; empty where they are not in order."""
     before, closing, after = text.strip().removeprefix("<think>").partition("</think>")
     if not closing or "<think>" in before or "think>" in after:
@@ -100,26 +95,26 @@ def _thoughts(text: str) -> tuple[str, str]:
     return before.strip(), after.strip()
 
 
-def last_tagged(text: str, tag: str = "answer") -> str | None:
-    """Return the text between the last `<tag>` and the `</tag>` after it; None without both."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
+def last_tagged(text: str) -> str | None:
+    """Return the text between the last `<answer>` and its `</answer>`; None without both."""
+    opening, closing = "<answer>", "</answer>"
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     return text[start + len(opening) : end].strip() if start >= 0 else None
 
 
-def full_fraction(match: re.Match[str]) -> str:
+def full_frac(match: re.Match[str]) -> str:
     r"""Write a match of `frac`, `1` and `2` (or `{2}`) as `frac{1}{2}`."""
     name, above, below = match.groups()
     return f"{name}{{{above}}}{below if below.startswith('{') else f'{{{below}}}'}"
 
 
-def no_commas(answer: str) -> str:
+def drop_commas(answer: str) -> str:
     """Write a number such as `1,200` as `1200`; anything else stays as it is."""
     return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 
 
-def structure(value: Any) -> Any:
+def decode_json(value: Any) -> Any:
     """Decode a truth that holds JSON: files with a text column have lists and objects so."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
@@ -129,7 +124,7 @@ def structure(value: Any) -> Any:
     return value
 
 
-def verdict(right: bool, pred: str, wrong_reward: float = 0.0) -> Score:
+def make_score(right: bool, pred: str, wrong_reward: float = 0.0) -> Score:
     """Make the score of a right or wrong answer; `pred` is the answer that was read."""
     reward = 1.0 if right else wrong_reward
     return Score(reward, float(right), {"task": reward}, {"pred": pred})

@@ -13,12 +13,12 @@ import pytest
 
 from winnow.config.data import DataConfig, ReasoningGymTask
 from winnow.data.loader import training_prompts
-from winnow.data.procedural import UNSTABLE, ProceduralRows
+from winnow.data.reasoning_gym import UNSTABLE, ReasoningGymRows
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import Row
 from winnow.errors import DataError
 from winnow.rewards.scorers import SCORERS
-from winnow.rewards.scorers.procedural import EXPRESSIONS, LISTS, may_pass
+from winnow.rewards.scorers.reasoning_gym import EXPRESSIONS, LISTS, is_safe
 from winnow.types import Score
 
 NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -33,7 +33,7 @@ def tasks() -> list[str]:
 
 
 def rows(task: str, count: int) -> list[Row]:
-    rows = ProceduralRows(ReasoningGymTask(task=task), 1)
+    rows = ReasoningGymRows(ReasoningGymTask(task=task), 1)
     return [next(rows.candidates(index)) for index in range(count)]
 
 
@@ -73,7 +73,7 @@ def test_a_share_of_the_score_is_reward_and_no_accuracy() -> None:
 
 def test_the_settings_of_a_task_come_with_the_row() -> None:
     task = ReasoningGymTask(task="chain_sum", options={"min_digits": 6, "max_digits": 6})
-    row = next(ProceduralRows(task, 1).candidates(0))
+    row = next(ReasoningGymRows(task, 1).candidates(0))
     assert row.extra["extra_info"]["config"] == '{"min_digits": 6, "max_digits": 6}'
     assert score(row, f"<answer>{row.ground_truth}</answer>").accuracy == 1
 
@@ -137,7 +137,7 @@ def test_an_answer_is_never_run(task: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_may_pass_holds_nothing_that_runs(task: str, answer: str, passes: bool) -> None:
-    assert may_pass(task, answer) == passes
+    assert is_safe(task, answer) == passes
 
 
 CONSTANTS = (
@@ -191,9 +191,9 @@ def test_no_other_task_evaluates_answers() -> None:
 IN_ANOTHER = """
 import sys
 from winnow.config.data import ReasoningGymTask
-from winnow.data.procedural import ProceduralRows
+from winnow.data.reasoning_gym import ReasoningGymRows
 for name in sys.argv[1:]:
-    rows = ProceduralRows(ReasoningGymTask(task=name), 3)
+    rows = ReasoningGymRows(ReasoningGymTask(task=name), 3)
     print(*(next(rows.candidates(index)).uid for index in range(12)))
 """
 STABLE = ["chain_sum", "group_anagrams", "family_relationships", "course_schedule", "sudoku",
@@ -213,7 +213,7 @@ def test_rows_are_the_same_in_every_process_or_the_task_is_refused() -> None:
     shaky = ["ransom_note", "isomorphic_strings"]
     there, here = in_another_process(*STABLE, *shaky), []
     for name in (*STABLE, *shaky):
-        rows = ProceduralRows(ReasoningGymTask(task=name), 3)
+        rows = ReasoningGymRows(ReasoningGymTask(task=name), 3)
         here.append([next(rows.candidates(index)).uid for index in range(12)])
     assert here[: len(STABLE)] == there[: len(STABLE)]
     assert all(a != b for a, b in zip(here[len(STABLE) :], there[len(STABLE) :], strict=True))
