@@ -158,7 +158,7 @@ def test_a_recipe_for_cpus_reserves_no_device(monkeypatch: pytest.MonkeyPatch) -
 
 async def lose_a_node(workers: RayWorkers) -> None:
     count = 200_000
-    reserved = await reserve([Pool("a", ("a",), cpus=3.0), Pool("b", ("b",), cpus=3.0)])
+    reserved = await reserve([Pool("a", {"a": 1}, cpus=3.0), Pool("b", ("b",), cpus=3.0)])
     writer = await start_ray("writer", PROBE, {}, reserved.placement("a"))
     reader = await start_ray("reader", PROBE, {}, reserved.placement("b"))
     lost_node, other_node = (workers.node_of(each.processes()[0]) for each in (writer, reader))

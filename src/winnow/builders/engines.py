@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from winnow.config.base import Section
 from winnow.config.judge import SequenceClassifier, engines_of, rename_for_judge, sharding_of
 from winnow.config.model import LoraAdapter
-from winnow.config.roles import Roles
+from winnow.config.roles import Roles, has_values
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
@@ -19,7 +19,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import LocalCluster
+from winnow.config.trainer import LocalCluster, SyncMode
 from winnow.data.tokenizer import decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -70,9 +70,27 @@ def adapter_alone(config: Config) -> LoraAdapter | None:
     return adapter
 
 
-def _sleeps(config: Config) -> bool:
-    engine = config.rollout.engine
-    return isinstance(engine, VllmEngineConfig) and engine.sleep
+def takes_turns(config: Config, roles: Roles) -> bool:
+    """Return whether engines give their memory back while a step is learnt."""
+    sleep = getattr(config.rollout.engine, "sleep", False)
+    if sleep is not None:
+        return bool(sleep)
+    shares = roles.shares_devices or config.cluster.share_devices
+    return shares and isinstance(config.trainer.mode, SyncMode)
+
+
+def reserved_gib(config: Config, roles: Roles, policy: LoadedPolicy) -> float:
+    """Return the GiB of a GPU that what trains has yet to take when an engine starts beside it.
+
+    An upper bound: fp32 masters and AdamW's two moments of all trained weights, of a critic that
+    is as large as the policy, too; nothing where they stay on the host.
+    """
+    strategy = config.trainer.strategy
+    if not (roles.shares_devices or "rollout" not in roles) or getattr(strategy, "offload", False):
+        return 0.0
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    models = 1 + ("critic" not in roles and has_values(config))
+    return 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
 
 
 def canary_of(config: Config, policy: LoadedPolicy) -> Canary:
@@ -133,11 +151,13 @@ def http_engine(config: Config, policy: LoadedPolicy) -> HttpEngine:
 
 
 def _engine_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
-    engine = config.rollout.engine
+    engine, roles = config.rollout.engine, Roles(config)
     if not isinstance(engine, TorchEngineConfig | VllmEngineConfig):
         engine = TorchEngineConfig()
     return {
         **engine_options(engine, policy.vocabulary, longest_tokens(config)),
+        "sleep": takes_turns(config, roles),
+        "reserved_gib": reserved_gib(config, roles, policy),
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
         **({"routes": True} if config.rollout.routing_replay else {}),
@@ -151,7 +171,8 @@ def engine_options(engine: Section, vocabulary: int, longest: int) -> dict[str, 
         vocabulary: ids at or beyond it are never drawn.
         longest: most tokens of a prompt and its answer.
     """
-    options = engine.model_dump(include={"slots", "prefill_tokens", "cache_gib"})
+    names = {"slots", "prefill_tokens", "cache_gib", "memory_share"}
+    options = engine.model_dump(include=names)
     return options | {"vocab_size": vocabulary, "longest": longest}
 
 
@@ -159,7 +180,7 @@ def vllm_options(engine: Section) -> dict[str, Any]:
     """Return the arguments that vLLM's worker has beyond those; none for another engine."""
     if not isinstance(engine, VllmEngineConfig):
         return {}
-    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra"}
+    names = {"tensor_parallel", "prefix_caching", "chunked_prefill", "extra"}
     return engine.model_dump(include=names)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from winnow.config.roles import Role, Roles
-from winnow.config.trainer import LocalCluster, PoolConfig, RayCluster
+from winnow.config.trainer import PoolConfig, RayCluster
 from winnow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
     """Choose a GPU of this machine for each process that takes one, by role; none on CPUs.
 
-    Roles get theirs in the order of `ROLES`; the run's own process takes the first where it trains.
+    Places get theirs in the order of `ROLES`, and roles of one place the same; the run's own
+    process takes the first where it trains.
 
     Args:
         device: of the recipe (`run.device`).
@@ -38,9 +39,7 @@ def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, r
         if device == "cuda":
             raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
         return {}
-    least = {"policy": int(trains)}
-    counts = {role.name: max(role.gpus, least.get(role.name, 0)) for role in roles.entries}
-    takes = {name: count for name, count in counts.items() if count}
+    takes = _gpus_by_place(roles, int(trains))
     ends = dict(zip(takes, itertools.accumulate(takes.values()), strict=True))
     needs, devices = sum(takes.values()), torch.cuda.device_count()
     if needs > devices:
@@ -48,26 +47,39 @@ def local_devices(roles: Roles, device: str, trains: bool = True) -> dict[str, r
         parts = parts if "policy" in roles or not trains else ["1 that trains", *parts]
         raise ConfigError(
             f"cluster=local gives each process GPUs of its own: {', '.join(parts)} need {needs}, "
-            f"this machine has {devices}; have fewer, or share them on Ray in one pool "
-            "(cluster=ray, cluster.pools), or set run.device=cpu"
+            f"this machine has {devices}; have fewer, or let engines share those of what trains "
+            "(cluster.share_devices=true), or set run.device=cpu"
         )
-    return {name: range(ends[name] - count, ends[name]) for name, count in takes.items()}
+    first = {place: ends[place] - count for place, count in takes.items()}
+    held = {role.name: max(role.gpus, trains and role.name == "policy") for role in roles.entries}
+    return {
+        role.name: range(first[role.place], first[role.place] + held[role.name])
+        for role in roles.entries
+        if held[role.name]
+    }
+
+
+def _gpus_by_place(roles: Roles, policy: int) -> dict[str, int]:
+    """Count the GPUs of each place; at least `policy` of that which trains."""
+    takes: dict[str, int] = {}
+    for role in roles.entries:
+        least = policy if role.name == "policy" else 0
+        takes[role.place] = max(takes.get(role.place, 0), role.gpus, least)
+    return {place: count for place, count in takes.items() if count}
 
 
 def _count_key(role: Role) -> str:
     return role.key if role.width == 1 else f"{role.key} x tensor_parallel={role.width}"
 
 
-def devices_of(roles: Roles, cluster: LocalCluster | RayCluster, ranks: int) -> int:
-    """Count the devices of what learns and of engines; in one pool on Ray they share them."""
+def devices_of(roles: Roles, ranks: int) -> int:
+    """Count the devices of what learns and of engines; roles of one place share them."""
     takes = {role: roles[role].gpus for role in ("rollout", "critic")} | {"policy": ranks}
-    if isinstance(cluster, LocalCluster) or not cluster.pools:
-        return sum(takes.values())
-    pools: dict[str | None, int] = {}
+    places: dict[str, int] = {}
     for role, devices in takes.items():
-        pool = roles[role].pool
-        pools[pool] = max(pools.get(pool, 0), devices)
-    return sum(pools.values())
+        place = roles[role].place
+        places[place] = max(places.get(place, 0), devices)
+    return sum(places.values())
 
 
 def visible_devices(indices: Sequence[int]) -> dict[str, str]:
@@ -99,21 +111,21 @@ def pools_of(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Pool]
     """Return the pools of a run on Ray: the recipe's, or one for each role."""
     from winnow.workers.ray.session import Pool
 
-    pools, chosen = cluster.pools, {role.name: role.pool for role in roles}
+    pools = dict(cluster.pools)
     if not pools:
-        nodes = {"policy": cluster.nodes}  # engines and scorers: wherever there is room
-        parts = {role.name: (nodes.get(role.name, role.count), role.count) for role in roles}
-        pools = {name: PoolConfig(nodes=n, per_node=of // n) for name, (n, of) in parts.items()}
-        chosen = {name: name for name in pools}
+        for role in roles:  # engines and scorers: wherever there is room
+            count = role.count * role.slots
+            nodes = cluster.nodes if role.place == "policy" else count
+            pools.setdefault(role.place, PoolConfig(nodes=nodes, per_node=count // nodes))
     placed = []
     for name, pool in pools.items():
-        inside = tuple(role for role in roles if chosen[role.name] == name)
+        inside = {role.name: role.slots for role in roles if role.place == name}
         if not inside:  # of a role without work, as where an engine alone is checked
             continue
-        devices = max((role.width for role in inside), default=0) if has_devices else 0
+        widths = [roles[role].width // slots for role, slots in inside.items()]
+        devices = max(widths) if has_devices else 0
         size = pool.nodes, pool.per_node
-        names = tuple(role.name for role in inside)
-        placed.append(Pool(name, names, *size, devices, pool.cpus or cluster.cpus))
+        placed.append(Pool(name, inside, *size, devices, pool.cpus or cluster.cpus))
     return placed
 
 

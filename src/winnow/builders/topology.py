@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from winnow.builders.engines import (
-    _sleeps,
     adapter_alone,
     canary_of,
     engine_of,
     has_own_weights,
+    takes_turns,
 )
 from winnow.builders.placement import (
     devices_of,
@@ -34,7 +34,7 @@ from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
 from winnow.models.folders import has_adapter
 from winnow.ranks.learner import make_learner
-from winnow.ranks.models import LoadedPolicy
+from winnow.ranks.models import LoadedPolicy, release_memory
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine
 from winnow.rollout.weights import WeightUpdate
@@ -136,16 +136,17 @@ def _placed(
     weights = learner.weights if has_weights else learner.trained
     if has_weights and adapter_alone(config) is not None:
         weights = learner.adapter
+    release = learner.release_memory if takes_turns(config, roles) else None
     return Topology(
         engine=engine,
         learner=learner,
         tensors=learner,
         publish=PublishedWeights(
-            engine, weights, canary_of(config, policy), learner.canary, _sleeps(config)
+            engine, weights, canary_of(config, policy), learner.canary, release
         ),
         passes=learner.facts.passes,
         machine={**learner.facts.machine, "ranks": ranks.size, **_layout_facts(config)},
-        devices=devices_of(roles, config.cluster, ranks.size),
+        devices=devices_of(roles, ranks.size),
     )
 
 
@@ -174,7 +175,8 @@ def _local_learning(
         from winnow.models.lora import adapter_writer as writer
 
     strategy = learning.policy
-    publish: SharedWeights | PublishedWeights = SharedWeights(engine)
+    release = release_memory if takes_turns(config, roles) else None
+    publish: SharedWeights | PublishedWeights = SharedWeights(engine, release)
     if has_own_weights(config, roles):
         is_alone = adapter_alone(config) is not None
         publish = PublishedWeights(
@@ -182,7 +184,7 @@ def _local_learning(
             lambda version: WeightUpdate(version, strategy.export_weights(adapter_only=is_alone)),
             canary_of(config, policy),
             lambda canary: canary.expected(strategy),
-            _sleeps(config),
+            release,
         )
     return Topology(
         engine=engine,
@@ -191,5 +193,5 @@ def _local_learning(
         publish=publish,
         passes=learning.passes,
         machine=this_machine(policy.device),
-        devices=devices_of(roles, config.cluster, 1),
+        devices=devices_of(roles, 1),
     )

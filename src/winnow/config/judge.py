@@ -282,11 +282,22 @@ def rename_for_judge(line: str) -> str:
     return re.sub(pattern, lambda match: _OF_JUDGES[match[0]], line)
 
 
+_NO_SLEEP = (
+    "reward.judge.engine.sleep=true leaves a judge no time to be asked, as answers are judged "
+    "while others are written; set reward.judge.engine.sleep=false"
+)
+
+
 class JudgeTorchEngine(TorchEngineConfig):
     """The embedded engine, in processes of its own."""
 
     processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
     """Engines, each with the whole model; on a GPU each where there are any."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from map(rename_for_judge, super().conflicts())
+        if self.sleep:
+            yield _NO_SLEEP
 
 
 class JudgeVllmEngine(VllmEngineConfig):
@@ -298,10 +309,7 @@ class JudgeVllmEngine(VllmEngineConfig):
     def conflicts(self) -> Iterator[str]:
         yield from map(rename_for_judge, super().conflicts())
         if self.sleep:
-            yield (
-                "reward.judge.engine.sleep=true leaves a judge no time to be asked, as answers are "
-                "judged while others are written; set reward.judge.engine.sleep=false"
-            )
+            yield _NO_SLEEP
 
 
 class EngineJudge(LanguageModelJudge):

@@ -53,7 +53,11 @@ class Role:
     is_vllm: bool = False
     """True where vLLM is in its processes, which takes the first GPUs that it sees."""
     pool: str | None = None
-    """Its pool on a Ray cluster; None: one of its own."""
+    """Its pool: of the recipe on a Ray cluster, or that of the policy where they share GPUs; None:
+    one of its own."""
+    slots: int = 1
+    """Slots of its pool that a process, or an engine, takes: more than one where a narrower role
+    has the same pool."""
 
     @property
     def place(self) -> str:
@@ -85,7 +89,15 @@ class Roles:
     """The roles of a recipe, by name; iterates over those that have processes."""
 
     def __init__(self, config: Config) -> None:
-        self._roles = {role.name: _resolved(role, config) for role in ROLES}
+        roles = [_resolved(role, config) for role in ROLES]
+        widths: dict[str, int] = {}
+        for role in roles:
+            if role.gpus:
+                widths[role.place] = min(role.width, widths.get(role.place, role.width))
+        self._roles = {
+            role.name: replace(role, slots=max(role.width // widths.get(role.place, 1), 1))
+            for role in roles
+        }
 
     def __getitem__(self, name: str) -> Role:
         return self._roles[name]
@@ -98,6 +110,11 @@ class Roles:
 
     def __bool__(self) -> bool:
         return any(self)
+
+    @property
+    def shares_devices(self) -> bool:
+        """True where engines are on the GPUs of what trains."""
+        return "rollout" in self and self["rollout"].place == self["policy"].place
 
     @property
     def entries(self) -> tuple[Role, ...]:
@@ -115,7 +132,8 @@ def _samples(config: Config) -> bool:
     return not isinstance(config.sft, Demonstrations)
 
 
-def _has_values(config: Config) -> bool:
+def has_values(config: Config) -> bool:
+    """Return whether advantages are estimated with a critic's values."""
     return isinstance(config.algorithm.advantage, GaeAdvantage)
 
 
@@ -175,7 +193,7 @@ ROLES = [
         "critic.strategy.ranks",
         "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
-        is_needed=lambda config: _has_values(config) and _samples(config),
+        is_needed=lambda config: has_values(config) and _samples(config),
         saved_in="critic",
     ),
 ]
@@ -189,9 +207,13 @@ def _resolved(role: Role, config: Config) -> Role:
     for part in path:
         section = getattr(section, part, None)
     count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
+    width, model = getattr(section, "tensor_parallel", 1), config.reward.model
+    shares = role.name == "rollout" and config.cluster.share_devices
+    pools = getattr(config.cluster, "roles", None)
     if count is None:  # engines: 1 where none can be in the run's process
         count = int(is_vllm or not isinstance(config.trainer.mode, SyncMode))
-    width, model = getattr(section, "tensor_parallel", 1), config.reward.model
+        if shares and (ranks := getattr(config.trainer.strategy, "ranks", 0)):
+            count = max(ranks // width, 1)
     if role.name == "reward":
         width = int(not isinstance(model, NoRewardModel) and sharding_of(model) is None)
     return replace(
@@ -200,5 +222,5 @@ def _resolved(role: Role, config: Config) -> Role:
         count=count if role.is_needed(config) else 0,
         width=width,
         is_vllm=is_vllm,
-        pool=getattr(getattr(config.cluster, "roles", None), role.name, None),
+        pool="policy" if shares else getattr(pools, role.name, None),
     )

@@ -33,7 +33,14 @@ class TorchEngineConfig(Section):
     """Most prompt tokens prefilled between two decode ticks."""
     cache_gib: float | None = Field(None, gt=0)
     """Most GiB of keys and values an engine holds; where `slots` answers of the longest prompt and
-    response need more, it writes fewer at once. null sets no bound."""
+    response need more, it writes fewer at once. null sets no bound on a CPU; on a GPU it is what
+    memory_share says."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory for keys and values where cache_gib is null. null: of what is free
+    at the start, nine tenths where the engine sleeps or learning is elsewhere, else half."""
+    sleep: bool | None = None
+    """Drop keys and values while a step is learnt; answers under way are prefilled again after it.
+    Takes trainer/mode=sync. null: where cluster.share_devices=true."""
 
 
 VLLM_CPU_CACHE_GIB = 2.0
@@ -44,6 +51,7 @@ _ENGINE_KEYS = {
     "max_num_seqs": "rollout.engine.slots",
     "max_num_batched_tokens": "rollout.engine.prefill_tokens",
     "kv_cache_memory_bytes": "rollout.engine.cache_gib",
+    "gpu_memory_utilization": "rollout.engine.memory_share",
     "enable_prefix_caching": "rollout.engine.prefix_caching",
     "enable_chunked_prefill": "rollout.engine.chunked_prefill",
     "enable_sleep_mode": "rollout.engine.sleep",
@@ -90,7 +98,10 @@ class VllmEngineConfig(Section):
     """Most tokens of a step of vLLM's scheduler, prompts and answers together."""
     cache_gib: float | None = Field(None, gt=0)
     """GiB of keys and values of an engine, on each of its GPUs. null: 2 on a CPU; on GPUs what
-    vLLM finds free there (extra.gpu_memory_utilization)."""
+    memory_share leaves beside weights."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of each GPU's memory that vLLM may take, weights included. null: 0.92 of what is free
+    when it starts; ranks on the same GPU start before it."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of one node, or processes of a CPU, that an engine is split over; a divisor of the
     model's attention heads."""
@@ -98,14 +109,15 @@ class VllmEngineConfig(Section):
     """Keep the keys and values of prompts: the answers to a prompt share one prefill."""
     chunked_prefill: bool = True
     """Cut long prompts, so that answers under way go on while one is prefilled."""
-    sleep: bool = False
+    sleep: bool | None = None
     """Give GPU memory back while a step is learnt, for engines that share GPUs with ranks: weights
-    go to the host's memory, the cache is dropped. Takes GPUs and trainer/mode=sync."""
+    and cache are dropped; the next publication brings the weights. Takes GPUs and
+    trainer/mode=sync. null: where ranks and engines share GPUs in that mode."""
     extra: Annotated[dict[str, Any], Reach("gives vLLM options, which may name code")] = Field(
         default_factory=dict
     )
     """Further options of vLLM's `EngineArgs`, by its names, such as
-    {gpu_memory_utilization: 0.5, enforce_eager: true}."""
+    {enforce_eager: true, block_size: 32}."""
 
     def conflicts(self) -> Iterator[str]:
         if self.processes == 0:

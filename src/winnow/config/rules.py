@@ -22,6 +22,7 @@ from winnow.config.roles import Roles
 from winnow.config.rollout import (
     VLLM_ADAPTER_RANK,
     BandFilter,
+    CustomEngine,
     HttpEngineConfig,
     VarianceFilter,
     VllmEngineConfig,
@@ -39,7 +40,7 @@ def check_config(config: Config) -> None:
     """
     rules = (
         *(_start, _truths, _groups, _admission, _updates, _lengths, _scores, _evaluation, _engine),
-        *(_mode, _warm_started_model, _megatron, _placement, _routes),
+        *(_mode, _warm_started_model, _megatron, _placement, _sharing, _routes),
     )
     if faults := [fault for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
@@ -385,13 +386,12 @@ def _engine(c: Config) -> Iterator[str]:
             f"{setting} prefill no answer that goes on behind {longest} tokens, the longest prompt "
             f"and response; set prefill_tokens to {longest} or more, or chunked_prefill=true"
         )
-    sleeps = isinstance(engine, VllmEngineConfig) and engine.sleep
-    for key in ("trainer/mode", "run.device"):
-        if sleeps and (setting := _quote(c, key)) in ("run.device=cpu", *_OVERLAPPED):
-            yield (
-                f"rollout.engine.sleep=true and {setting} exclude each other, as engines sleep on "
-                "GPUs while a step is learnt; set rollout.engine.sleep=false"
-            )
+    setting = _quote(c, "trainer/mode")
+    if getattr(engine, "sleep", False) and setting in _OVERLAPPED:
+        yield (
+            f"rollout.engine.sleep=true and {setting} exclude each other, as engines sleep while a "
+            "step is learnt; set rollout.engine.sleep=false"
+        )
     if isinstance(engine, HttpEngineConfig) and c.run.deterministic:
         yield (
             "run.deterministic=true and rollout/engine=http exclude each other: servers write free "
@@ -424,6 +424,53 @@ def _routes(c: Config) -> Iterator[str]:
         )
 
 
+def _sharing(c: Config) -> Iterator[str]:
+    """Yield the rules of engines on the GPUs of what trains."""
+    if not c.cluster.share_devices:
+        return
+    roles, setting = Roles(c), "cluster.share_devices=true"
+    engines, ranks = roles["rollout"], roles["policy"].count
+    nodes, gpus = getattr(c.cluster, "nodes", 1), ranks or 1
+    wide = f"rollout.engine.tensor_parallel={engines.width}"
+    key = "trainer.strategy.ranks" if ranks else "trainer/strategy=single, a rank"
+    if getattr(c.cluster, "pools", None):
+        yield f"{setting} and cluster.pools exclude each other, as pools say who shares; drop one"
+    elif isinstance(c.cluster, RayCluster) and not ranks:
+        yield (
+            f"{setting} on Ray puts engines on the GPUs of ranks, and trainer/strategy=single has "
+            "none; choose trainer/strategy=fsdp2, or cluster=local"
+        )
+    elif isinstance(c.rollout.engine, HttpEngineConfig | CustomEngine):
+        yield f"{setting} shares with engines that the run starts; choose rollout/engine=vllm"
+    elif gpus % engines.width:
+        yield (
+            f"{wide} does not divide {key}={gpus}, whose GPUs engines share ({setting}); use a "
+            "divisor"
+        )
+    elif "rollout" in roles and engines.gpus != gpus:
+        yield (
+            f"rollout.engine.processes={engines.count} x {wide} are not the GPUs of {key}={gpus}, "
+            f"which engines share ({setting}); set processes to {gpus // engines.width}, or null"
+        )
+    elif "rollout" not in roles and ranks:
+        yield (
+            f"{setting} needs engines in processes of their own, and rollout.engine.processes=0 "
+            "has none; set it to null"
+        )
+    elif (gpus // nodes) % engines.width:
+        yield (
+            f"{wide} needs an engine's GPUs on one node, and {key}={gpus} on cluster.nodes={nodes} "
+            f"are {gpus // nodes} a node; use a divisor of that"
+        )
+    engine, on_gpus = c.rollout.engine, c.run.device != "cpu"
+    unbounded = isinstance(engine, VllmEngineConfig) and engine.memory_share is None
+    if on_gpus and unbounded and (mode := _quote(c, "trainer/mode")) in _OVERLAPPED:
+        yield (
+            f"{setting} and {mode} keep engines and ranks in a GPU's memory at once: set "
+            "rollout.engine.memory_share to what vLLM may take of it, such as 0.4"
+        )
+
+
 def _placement(c: Config) -> Iterator[str]:
     cluster = c.cluster
     if not isinstance(cluster, RayCluster):
@@ -449,18 +496,19 @@ def _placement(c: Config) -> Iterator[str]:
     for role in roles.entries if pools or any(chosen.values()) else ():
         name = role.pool
         slots = pools[name].nodes * pools[name].per_node if name in pools else 0
-        if slots != role.count or (name and not slots):
+        takes = role.count * role.slots
+        each = f" of {role.slots} slots" if role.slots > 1 else ""
+        if slots != takes or (name and not slots):
             yield (
                 f"cluster.roles.{role.name}={name or 'null'} has {slots} slots in cluster.pools "
-                f"({names}), and {role.key} asks for {role.count}; name a pool whose nodes "
-                f"x per_node is {role.count} (null for 0), or change {role.key}"
+                f"({names}), and {role.key} asks for {role.count}{each}; name a pool whose nodes "
+                f"x per_node is {takes} (null for 0), or change {role.key}"
             )
-        mates = [r.name for r in roles.entries if r.pool == name and r.name != role.name]
-        for mate in mates if name and role.width > 1 else ():
-            key = role.key.replace("processes", "tensor_parallel")
+        elif name and pools[name].per_node % role.slots:
             yield (
-                f"{key}={role.width} takes several GPUs a slot, which cluster.roles.{role.name}="
-                f"{name} shares with {mate}; give it a pool of its own"
+                f"cluster.pools.{name}.per_node={pools[name].per_node} splits an engine of "
+                f"{role.slots} GPUs over nodes; use a multiple of {role.slots}, or another "
+                f"{role.key.replace('processes', 'tensor_parallel')}"
             )
     for name in [name for name in pools if name not in chosen.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or leave it out"

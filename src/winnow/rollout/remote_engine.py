@@ -31,6 +31,7 @@ from winnow.rollout.engine import (
     CompletionEvent,
     EngineStatus,
     GroupRequest,
+    MemoryPart,
     PublishedEngine,
     check_may_change,
 )
@@ -371,9 +372,9 @@ class RemoteEngine:
         """Have an engine that can do so give its GPU memory back."""
         await self._ask("sleep")
 
-    async def wake(self) -> None:
+    async def wake(self, part: MemoryPart) -> None:
         """Have it take the memory again."""
-        await self._ask("wake")
+        await self._ask("wake", part)
 
     async def close(self) -> None:
         """Drop what the engine holds; the worker stays."""

@@ -32,7 +32,7 @@ from winnow.observe.metrics import Metrics, Number, Stopwatch, Timeline, no_time
 from winnow.observe.profile import StepProfiler
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import Engine, members_of
+from winnow.rollout.engine import Engine, MemoryPart, TurnEngine, members_of
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import (
@@ -54,28 +54,52 @@ Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Give the engine the weights of a version; return figures of that."""
 
 
-class SharedWeights:
+class MemoryTurns:
+    """Gives the memory of shared GPUs to what learns and to the engine in turn.
+
+    Args:
+        engine: has `sleep` and `wake` (`TurnEngine`) where `release` is given.
+        release: gives memory back that learning holds for its next step alone; None: engine and
+            learner hold theirs all the time.
+    """
+
+    def __init__(self, engine: Engine, release: Callable[[], None] | None) -> None:
+        self._engine, self._release = engine, release
+        self._is_asleep = False
+
+    async def rest(self, sampler: Sampler) -> None:
+        """Have the engine give its memory to learning; answers become prefixes."""
+        if self._release is not None:
+            await sampler.halt()
+            await cast(TurnEngine, self._engine).sleep()
+            self._is_asleep = True
+
+    async def _wake(self, part: MemoryPart) -> None:
+        """Have a sleeping engine take memory again, of what learning gives back before."""
+        if self._is_asleep:
+            assert self._release is not None
+            await in_thread(self._release)
+            await cast(TurnEngine, self._engine).wake(part)
+            self._is_asleep = part == "weights"
+
+
+class SharedWeights(MemoryTurns):
     """Publishes the version alone: engine and trainer share one model."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
     async def __call__(self, version: int) -> Mapping[str, Number]:
+        await self._wake("cache")
         await self._engine.load_weights(WeightUpdate(version))
         return {}
 
-    async def rest(self, sampler: Sampler) -> None:
-        """Leave the memory as it is: it is one."""
 
-
-class PublishedWeights:
+class PublishedWeights(MemoryTurns):
     """Publishes weights, and has a canary check that the engine uses them.
 
     Args:
         weights: makes the update of a version, for an engine of this kind.
         expected: computes the trainer's log-probs of the canary's sequences.
-        sleeps: the engine has `sleep` and `wake`, and is to give its memory back between `rest` and
-            the next publication.
+        release: of `MemoryTurns`; the engine's memory is the learner's between `rest` and the next
+            publication.
     """
 
     def __init__(
@@ -84,11 +108,10 @@ class PublishedWeights:
         weights: Callable[[int], WeightUpdate],
         canary: Canary,
         expected: Callable[[Canary], CanaryScores],
-        sleeps: bool = False,
+        release: Callable[[], None] | None = None,
     ) -> None:
-        self._engine, self._weights = engine, weights
-        self._canary, self._expected = canary, expected
-        self._sleeps, self._is_asleep = sleeps, False
+        super().__init__(engine, release)
+        self._weights, self._canary, self._expected = weights, canary, expected
 
     async def __call__(self, version: int) -> Mapping[str, Number]:
         """Publish and return `publish/max_delta` in nats.
@@ -98,19 +121,11 @@ class PublishedWeights:
         """
         expected = await in_thread(self._expected, self._canary)
         engine = self._engine
-        if self._is_asleep:
-            await cast(Any, engine).wake()
-            self._is_asleep = False
+        await self._wake("weights")
         await engine.load_weights(await in_thread(self._weights, version))
+        await self._wake("cache")
         most = await self._canary.check(expected, version, members_of(engine))
         return {"publish/max_delta": most}
-
-    async def rest(self, sampler: Sampler) -> None:
-        """Have an engine that sleeps give its memory to learning; answers become prefixes."""
-        if self._sleeps:
-            await sampler.halt()
-            await cast(Any, self._engine).sleep()
-            self._is_asleep = True
 
 
 async def _keep_memory(sampler: Sampler) -> None:

@@ -43,7 +43,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_placed_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe("quickstart", "evaluation.n=2", "cluster=ray")
     assert isinstance(config.cluster, RayCluster)
-    assert [pool.roles for pool in pools_of(Roles(config), config.cluster, True)] == [("tools",)]
+    assert [[*pool.roles] for pool in pools_of(Roles(config), config.cluster, True)] == [["tools"]]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert local_devices(Roles(config), "cuda") == {"policy": range(1), "tools": range(1, 3)}

@@ -44,20 +44,20 @@ def devices(config: Config, trains: bool = True) -> dict[str, range]:
 
 
 def learning_devices(config: Config, ranks: int) -> int:
-    return devices_of(Roles(config), config.cluster, ranks)
+    return devices_of(Roles(config), ranks)
 
 
 def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
     config = on_ray(*FOUR, "rollout.engine.processes=3", "cluster.nodes=2")
     assert pools(config, True) == [
-        Pool("policy", ("policy",), 2, 2, True),
-        Pool("rollout", ("rollout",), 3, 1, True),
+        Pool("policy", {"policy": 1}, 2, 2, True),
+        Pool("rollout", {"rollout": 1}, 3, 1, True),
     ]
 
 
 def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores() -> None:
     (pool,) = pools(on_ray(*TOGETHER), True)
-    assert pool == Pool("all", ("policy", "rollout"), 2, 2, True, 3)
+    assert pool == Pool("all", {"policy": 1, "rollout": 1}, 2, 2, True, 3)
     assert pool.share == {"CPU": 3, "GPU": 0.5}
     assert pool.needs(pool.per_node) == {"CPU": 12, "GPU": 2}
 
@@ -68,7 +68,7 @@ def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
     config = on_ray(*FOUR, "rollout.engine.processes=1", *apart)
     alone = config.trainer.model_copy(update={"strategy": WholeModels()})
     (pool,) = pools(config.model_copy(update={"trainer": alone}), True)
-    assert pool.roles == ("rollout",)
+    assert [*pool.roles] == ["rollout"]
 
 
 def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,15 +169,15 @@ def test_pools_of_roles_that_have_one_each() -> None:
     assert (train.devices, write.devices) == (1, 2)
     assert (write.nodes, write.per_node, write.needs(1)) == (2, 1, {"CPU": 1, "GPU": 2})
     (engines,) = pools(on_ray(*WIDE, "cluster.cpus=0.5"), False)  # ranks need no pool
-    assert engines == Pool("rollout", ("rollout",), nodes=2, cpus=0.5)
+    assert engines == Pool("rollout", {"rollout": 1}, nodes=2, cpus=0.5)
     assert engines.share == {"CPU": 0.5}
     more = "cluster.pools={t:{per_node:4},j:{nodes:2}}", "cluster.roles={policy:t,reward_model:j}"
     _, judge = pools(on_ray(*FOUR, *SHARDED, *more), True)
-    assert judge == Pool("j", ("reward_model",), 2, 1, 1)
+    assert judge == Pool("j", {"reward_model": 1}, 2, 1, 1)
     found = pools(on_ray(*REFERENCE), True)
     assert [pool.name for pool in found] == ["policy", "rollout", "reward_model", "reference"]
     *_, judge = pools(on_ray(*APART, *WIDE_JUDGE), True)
-    assert judge == Pool("judge", ("judge",), 2, 1, 2)
+    assert judge == Pool("judge", {"judge": 1}, 2, 1, 2)
 
 
 def test_throughput_and_mfu_are_of_all_devices_that_learn_or_write() -> None:
@@ -213,7 +213,7 @@ def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
     rules, judged = (on_ray("reward.processes=3", *model) for model in ((), JUDGED))
     shares = [pool.share for each in (rules, judged) for pool in pools(each, True)]
     assert shares == [{"CPU": 1}, {"CPU": 1, "GPU": 1}]
-    assert [pool.size for pool in pools(rules, True)] == [3]
+    assert [pool.nodes * pool.per_node for pool in pools(rules, True)] == [3]
     see_gpus(1, monkeypatch)
     assert "reward" not in devices(recipe("quickstart", "reward.processes=3"))
     with pytest.raises(ConfigError, match=r"3 scorers \(reward\.processes\) need 4, this"):
