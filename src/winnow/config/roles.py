@@ -208,8 +208,8 @@ def _resolved(role: Role, config: Config) -> Role:
         section = getattr(section, part, None)
     count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
     width, model = getattr(section, "tensor_parallel", 1), config.reward.model
-    shares = role.name == "rollout" and config.cluster.share_devices
-    pools = getattr(config.cluster, "roles", None)
+    pools, by_role = (getattr(config.cluster, name, None) for name in ("pools", "roles"))
+    shares = role.name == "rollout" and config.cluster.share_devices and not pools
     if count is None:  # engines: 1 where none can be in the run's process
         count = int(is_vllm or not isinstance(config.trainer.mode, SyncMode))
         if shares and (ranks := getattr(config.trainer.strategy, "ranks", 0)):
@@ -222,5 +222,5 @@ def _resolved(role: Role, config: Config) -> Role:
         count=count if role.is_needed(config) else 0,
         width=width,
         is_vllm=is_vllm,
-        pool="policy" if shares else getattr(pools, role.name, None),
+        pool="policy" if shares else getattr(by_role, role.name, None),
     )
