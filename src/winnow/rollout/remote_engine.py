@@ -34,6 +34,7 @@ from winnow.rollout.engine import (
     MemoryPart,
     PublishedEngine,
     check_may_change,
+    check_may_sleep,
 )
 from winnow.rollout.weights import Bucket, WeightUpdate, send
 from winnow.types import FloatArray, IntArray, Segment
@@ -370,6 +371,8 @@ class RemoteEngine:
 
     async def sleep(self) -> None:
         """Have an engine that can do so give its GPU memory back."""
+        status = self.status()  # here, so that the worker need not fail
+        check_may_sleep(status.running + status.queued > 0)
         await self._ask("sleep")
 
     async def wake(self, part: MemoryPart) -> None:

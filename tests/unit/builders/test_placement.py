@@ -10,7 +10,7 @@ import torch
 from tests.recipes import recipe
 
 from winnow.builders import processes
-from winnow.builders.engines import uses_device
+from winnow.builders.engines import takes_turns, uses_device
 from winnow.builders.placement import devices_of, local_devices, pools_of, visible_devices
 from winnow.builders.processes import launcher
 from winnow.builders.run import use_machine
@@ -62,6 +62,27 @@ def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores()
     assert pool.needs(pool.per_node) == {"CPU": 12, "GPU": 2}
 
 
+def test_an_engine_takes_the_slots_of_as_many_ranks_as_it_has_gpus() -> None:
+    wide = "cluster.nodes=2", "cluster.share_devices=true", *WIDE[::2]
+    (pool,) = pools(on_ray(*FOUR, *wide), True)
+    assert pool == Pool("policy", {"policy": 1, "rollout": 2}, 2, 2, devices=1)
+    assert learning_devices(on_ray(*FOUR, *wide), 4) == 4
+    named = on_ray(*FOUR, *WIDE, POOL, "cluster.roles={policy:all,rollout:all}")
+    assert [pool.roles for pool in pools(named, True)] == [{"policy": 1, "rollout": 2}]
+
+
+def test_engines_take_turns_with_ranks_that_they_share_gpus_with_in_sync_mode() -> None:
+    def turns(*settings: str) -> bool:
+        config = recipe("quickstart", *settings)
+        return takes_turns(config, Roles(config))
+
+    assert turns(*FOUR, SHARED)
+    assert turns(SHARED)
+    assert not turns(*FOUR, "rollout.engine.processes=4")
+    assert not turns(*FOUR, SHARED, "trainer/mode=one_step_off")
+    assert not turns(*FOUR, SHARED, "rollout.engine.sleep=false")
+
+
 def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
     """As where an engine alone of a recipe is checked."""
     apart = "cluster.pools={t:{per_node:4},w:{}}", "cluster.roles={policy:t,rollout:w}"
@@ -77,7 +98,9 @@ def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ENGINES = [f"rollout.engine.processes={count}" for count in range(5)]
-WIDE = "rollout/engine=vllm", "rollout.engine.processes=2", "rollout.engine.tensor_parallel=2"
+VLLM, SPLIT = "rollout/engine=vllm", "rollout.engine.tensor_parallel=2"
+WIDE = VLLM, "rollout.engine.processes=2", SPLIT
+SHARED = "cluster.share_devices=true"
 APART = *FOUR, "rollout.engine.processes=1"
 REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHARDED
 CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
@@ -99,9 +122,12 @@ WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_par
         (CRITIC, 7, {"critic": range(5, 7)}),
         ((*APART, *JUDGE), 9, {"judge": range(5, 7)}),
         ((*APART, *WIDE_JUDGE), 9, {"judge": range(5, 9)}),
+        ((VLLM, SHARED), 1, {"policy": range(1), "rollout": range(1)}),
+        ((*FOUR, VLLM, SHARED, SPLIT), 4, {"policy": range(4), "rollout": range(4)}),
+        ((*CRITIC, SHARED, "rollout.engine.processes=null"), 6, {"critic": range(4, 6)}),
     ],
 )
-def test_each_role_has_devices_of_its_own(
+def test_each_role_has_devices_of_its_own_or_shares_those_of_the_ranks(
     settings: tuple[str, ...], gpus: int, wanted: dict[str, range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see_gpus(gpus, monkeypatch)
