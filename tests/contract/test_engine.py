@@ -349,27 +349,43 @@ def test_slots_and_neighbours_do_not_change_an_answer(make_engine: Kind) -> None
         assert_begins(wide[key].segment, event.segment)
 
 
-def test_an_aborted_answer_resumes_exactly_and_keeps_its_versions(make_engine: Kind) -> None:
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_an_aborted_answer_resumes_exactly_and_keeps_its_versions(
+    make_engine: Kind, sleeps: bool
+) -> None:
     """With one greedy answer to each prompt."""
     groups = with_greedy_last(groups_of())
     whole = drain(make_engine(), groups)
-    engine = make_engine()
+    engine: Any = make_engine()
+    if sleeps and not hasattr(engine, "sleep"):
+        pytest.skip("it cannot sleep")
 
     async def interrupted() -> list[CompletionEvent]:
         await engine.submit(groups)
         out = list(await engine.events())
+        if sleeps:
+            with pytest.raises(ValueError, match="abort what runs before the engine sleeps"):
+                await engine.sleep()
         await engine.abort([g.group_id for g in groups])
         out += await engine.events()
         assert await engine.events() == []
         assert engine.status().running == engine.status().queued == 0
         return out
 
+    async def publish() -> None:
+        if sleeps:
+            await engine.sleep()
+            await engine.wake("weights")
+        await engine.load_weights(WeightUpdate(version=1))
+        if sleeps:
+            await engine.wake("cache")
+
     events = asyncio.run(interrupted())
     assert len(events) == 15
     aborted = [e for e in events if e.kind == "aborted"]
     assert any(len(e.segment) for e in aborted)
     assert any(not len(e.segment) for e in aborted), "no answer was still queued"
-    asyncio.run(engine.load_weights(WeightUpdate(version=1)))
+    asyncio.run(publish())
     done = drain(engine, resumed(groups, aborted))
     for event in aborted:
         got, want = done[event.key].segment, whole[event.key].segment

@@ -76,6 +76,20 @@ def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place]
     return ranks, [each for (each,) in alone]
 
 
+def test_an_engine_over_several_slots_sees_the_devices_of_its_ranks(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = "rollout/engine=vllm", "rollout.engine.tensor_parallel=2", "cluster.share_devices=true"
+    config = recipe_of(4, 2, *wide, "cluster.nodes=2", f"cluster.address={cluster}")
+    ranks, engines = places(config, monkeypatch)
+    pairs = [ranks[:2], ranks[2:]]
+    assert [node for node, _ in engines] == [node for ((node, _), _) in pairs]
+    assert {device for _, device in engines} == {"0,1"}
+    for pair, (node, devices) in zip(pairs, engines, strict=True):
+        assert [node, node] == [node for node, _ in pair]
+        assert ",".join(str(device) for _, device in pair) == devices
+
+
 CARRIED = """
 import os
 from pathlib import Path
@@ -158,7 +172,7 @@ def test_a_recipe_for_cpus_reserves_no_device(monkeypatch: pytest.MonkeyPatch) -
 
 async def lose_a_node(workers: RayWorkers) -> None:
     count = 200_000
-    reserved = await reserve([Pool("a", ("a",), cpus=3.0), Pool("b", ("b",), cpus=3.0)])
+    reserved = await reserve([Pool("a", {"a": 1}, cpus=3.0), Pool("b", {"b": 1}, cpus=3.0)])
     writer = await start_ray("writer", PROBE, {}, reserved.placement("a"))
     reader = await start_ray("reader", PROBE, {}, reserved.placement("b"))
     lost_node, other_node = (workers.node_of(each.processes()[0]) for each in (writer, reader))

@@ -59,7 +59,7 @@ def ray_for_tests(address: str | None = None) -> Iterator[None]:
     """A cluster of two cores, or a private instance of Ray, with room for two groups."""
     own: dict[str, Any] = {"cpus": 2, "devices": 0, "store_bytes": 200 << 20}
     with ray_session(address, **({} if address else own)):
-        pool = Pool("all", ("policy", "another"), per_node=2, cpus=0.5)
+        pool = Pool("all", {"policy": 1, "another": 1}, per_node=2, cpus=0.5)
         PLACES.append(asyncio.run(reserve([pool])).placement("policy"))
         yield
         PLACES.pop()
@@ -425,10 +425,10 @@ def test_a_session_leaves_signals_and_an_outer_session_alone(ray: Any) -> None:
 
 
 def test_pools_that_a_cluster_lacks_are_refused(ray: Any, run: Any) -> None:
-    large = [Pool("all", ("policy",), devices=1)]
+    large = [Pool("all", {"policy": 1}, devices=1)]
     with pytest.raises(ConfigError, match=r"they need all 1 x \(1 device and 1 core\); it has 1 x"):
         run(reserve(large))
-    taken = [Pool("all", ("policy",), per_node=2)]
+    taken = [Pool("all", {"policy": 1}, per_node=2)]
     with pytest.raises(ConfigError, match=r"not enough free for the pools within 0\.5 s"):
         run(reserve(taken, timeout_s=0.5))
 

@@ -96,6 +96,8 @@ def test_colocation_changes_no_bit_and_the_driver_opens_no_gpu(
         raise AssertionError("the driver opened a GPU")
 
     apart = train(home, "quickstart", "apart", *ALL_ROLES, *JUDGED)
+    shared = train(home, "quickstart", "shared", *ALL_ROLES, *JUDGED, "cluster.share_devices=true")
+    assert differences(apart, shared, STEPS) == []
     # As where this process sees GPUs that it is to leave to others.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", opened)

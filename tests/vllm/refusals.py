@@ -48,7 +48,6 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         {"tensor_parallel": 2},
     ),
     "too little memory": (PLAIN, {"cache_gib": 0.001, "longest": 4096}),
-    "sleep": (PLAIN, {"sleep": True}),
     "too much memory": (PLAIN, {"cache_gib": 1e4}),
     "head size": (Qwen3Config(**SHAPE, head_dim=16, architectures=["Qwen3ForCausalLM"]), {}),
     # The last: it asks for the second model runner, in the whole process.

@@ -198,8 +198,10 @@ def test_an_engine_that_slept_writes_with_the_weights_that_wake_it() -> None:
         group = EngineGroup([remote], True)
         await group.sleep()
         assert engine._llm.engine_core.engine_core.is_scheduler_paused()
-        await group.wake()
+        await group.wake("weights")
+        assert engine._llm.engine_core.engine_core.is_scheduler_paused()
         await group.load_weights(WeightUpdate(1, weights_of(new)))
+        await group.wake("cache")
         await group.submit([group_of(prompt, 1)])
         return list(await group.events())
 

@@ -24,7 +24,6 @@ WANTED = {
     "windows": "Sliding window for some but all layers is not supported",
     "heads": "rollout.engine.tensor_parallel=2 does not divide the 3 attention heads of ",
     "too little memory": "rollout.engine.cache_gib=0.001 holds not one answer of 4096 tokens",
-    "sleep": "rollout.engine.sleep=true takes a GPU, and this engine is on a CPU",
     "too much memory": "rollout.engine.cache_gib=10000 is more than the ",
     "routes": "is refused by vLLM 0.32.0: Model Runner V2 requires Triton; set it to false, ",
     "head size": "vLLM's CPU kernels do not take heads of size 16, but 32, 64, ",

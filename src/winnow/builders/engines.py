@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 _POSITIONS = 1024
 """Positions of a model whose configuration has no `max_position_embeddings`."""
 _HTTP_OPTIONS = {"exact_draws", "slots", "reload_timeout_s", "restart_timeout_s"}
-_TORCH_OPTIONS = {"slots", "prefill_tokens", "cache_gib"}
+_TORCH_OPTIONS = {"slots", "prefill_tokens", "cache_gib", "memory_share"}
 _VLLM_OPTIONS = _TORCH_OPTIONS | {
-    *("tensor_parallel", "prefix_caching", "chunked_prefill", "sleep", "extra")
+    *("tensor_parallel", "prefix_caching", "chunked_prefill", "extra")
 }
 
 
@@ -91,6 +91,31 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     )
 
 
+def engines_sleep(config: Config, roles: Roles) -> bool:
+    """Return whether engines free their memory while a step is learned."""
+    sleep = getattr(config.rollout.engine, "sleep", False)
+    if sleep is not None:
+        return bool(sleep)
+    shares = roles.shares_devices or config.cluster.share_devices
+    return shares and config.trainer.mode.name == "sync"
+
+
+def _memory_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
+    """Return the engine arguments about memory that it shares with the trainer.
+
+    `reserved_gib` is an upper bound of what the trainer has yet to allocate on a GPU when an engine
+    starts next to it: fp32 masters and AdamW's two moments of all trained weights, and of a critic
+    as large as the policy; nothing where they stay in host memory.
+    """
+    roles, strategy = Roles(config), config.trainer.strategy
+    reserved, is_next = 0.0, roles.shares_devices or "rollout" not in roles
+    if is_next and not getattr(strategy, "offload", False):
+        trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+        models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
+        reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
+    return {"sleep": engines_sleep(config, roles), "reserved_gib": reserved}
+
+
 def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
     """Make the engine of this process: a user's, or the embedded one over the policy's weights.
 
@@ -108,6 +133,7 @@ def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
         section = TorchEngineConfig()
     longest, routes = max_sequence_tokens(config), config.rollout.routing_replay
     options |= engine_options(section, policy.vocabulary, longest, _TORCH_OPTIONS)
+    options |= _memory_options(config, policy)
     return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
 
 
@@ -174,6 +200,7 @@ def engine_worker_arguments(
         "fp32_head": config.model.fp32_head,
         **({"routes": True} if config.rollout.routing_replay else {}),
         **engine_options(config.rollout.engine, policy.vocabulary, max_sequence_tokens(config)),
+        **_memory_options(config, policy),
     }
 
 

@@ -37,7 +37,8 @@ def uses_gpu(device: str) -> bool:
 def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[str, range]:
     """Assign a GPU of this machine to each process that needs one, by role; none on CPUs.
 
-    Roles are served in the order of `ROLES`; a driver that trains takes the first GPU.
+    Pools are served in the order of `ROLES`, and roles of one pool share its GPUs; a driver that
+    trains takes the first.
 
     Args:
         device: `run.device`.
@@ -48,9 +49,11 @@ def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[st
     """
     if not uses_gpu(device):
         return {}
-    least = {"policy": int(trains)}
-    counts = {role.name: max(role.gpus, least.get(role.name, 0)) for role in roles.entries}
-    takes = {name: count for name, count in counts.items() if count}
+    counts = {role: role.gpus for role in roles.entries}
+    counts[roles["policy"]] = max(roles["policy"].gpus, int(trains))
+    takes: dict[str, int] = {}
+    for role, count in counts.items():
+        takes[role.pool_name] = max(takes.get(role.pool_name, 0), count)
     ends = dict(zip(takes, itertools.accumulate(takes.values()), strict=True))
     needs, devices = sum(takes.values()), torch.cuda.device_count()
     if needs > devices:
@@ -58,10 +61,15 @@ def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[st
         parts = parts if "policy" in roles or not trains else ["1 that trains", *parts]
         raise ConfigError(
             f"cluster=local gives each process separate GPUs: {', '.join(parts)} need {needs}, "
-            f"this machine has {devices}; start fewer, share GPUs in a pool on Ray (cluster=ray, "
-            "cluster.pools), or set run.device=cpu"
+            f"this machine has {devices}; start fewer, let engines share the GPUs of ranks "
+            "(cluster.share_devices=true), or set run.device=cpu"
         )
-    return {name: range(ends[name] - count, ends[name]) for name, count in takes.items()}
+    first = {name: ends[name] - takes[name] for name in takes}
+    return {
+        role.name: range(first[role.pool_name], first[role.pool_name] + count)
+        for role, count in counts.items()
+        if count
+    }
 
 
 def _count_key(role: Role) -> str:
@@ -69,7 +77,7 @@ def _count_key(role: Role) -> str:
 
 
 def count_devices(roles: Roles, ranks: int) -> int:
-    """Count the devices of learning and of engines, which share them in a pool on Ray."""
+    """Count the devices of learning and of engines; roles of one pool share them."""
     takes = {role: roles[role].gpus for role in ("rollout", "critic")} | {"policy": ranks}
     places = dict.fromkeys((roles[role].pool_name for role in takes), 0)
     for role, devices in takes.items():
@@ -106,17 +114,18 @@ def make_pools(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Poo
     """Make the pools of a run on Ray: the recipe's, or one for each role."""
     from winnow.workers.ray.session import Pool
 
-    pools = cluster.pools
-    if not pools:
-        nodes = {"policy": cluster.nodes}  # engines and scorers: wherever there is room
-        parts = {role.name: (nodes.get(role.name, role.count), role.count) for role in roles}
-        pools = {name: PoolConfig(nodes=n, per_node=of // n) for name, (n, of) in parts.items()}
+    pools = dict(cluster.pools)
+    for role in roles if not pools else ():  # engines and scorers: wherever there is room
+        count = role.count * role.slots
+        nodes = cluster.nodes if role.pool_name == "policy" else count
+        pools.setdefault(role.pool_name, PoolConfig(nodes=nodes, per_node=count // nodes))
     placed = []
     for name, pool in pools.items():
-        widths = {role.name: role.width for role in roles if role.pool_name == name}
-        if widths:  # else its roles have no processes
-            devices, cpus = max(widths.values()) * has_devices, pool.cpus or cluster.cpus
-            placed.append(Pool(name, tuple(widths), pool.nodes, pool.per_node, devices, cpus))
+        inside = [role for role in roles if role.pool_name == name]
+        if inside:  # else its roles have no processes
+            devices = max(role.width // role.slots for role in inside) * has_devices
+            slots, cpus = {role.name: role.slots for role in inside}, pool.cpus or cluster.cpus
+            placed.append(Pool(name, slots, pool.nodes, pool.per_node, devices, cpus))
     return placed
 
 

@@ -60,9 +60,9 @@ def worker_processes(
         "vocabulary": policy.vocabulary,
     }
     engine = engine_worker_arguments(config, policy, start) if "rollout" in roles else {}
-    # Who learns comes last.
+    # Ranks come last, but before engines that share their GPUs, which take what is left free.
     starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
-    numbered = [(r, i) for r in starts for i in range(r.count if r.kind == "engines" else 1)]
+    shared = [role for role in starts if role.name == "rollout" and roles.shares_devices]
     trains = "policy" in roles or policy.device.type != "cpu"
 
     def arguments(role: Role, number: int) -> dict[str, Any]:
@@ -78,9 +78,14 @@ def worker_processes(
 
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
-            starting = (launch(role, arguments(role, number), number) for role, number in numbered)
-            pairs = list(zip(numbered, groups.start(*starting), strict=True))
-            return {role.name: [group for (of, _), group in pairs if of is role] for role in starts}
+            by_role: dict[str, list[WorkerGroup]] = {}
+            for together in ([role for role in starts if role not in shared], shared):
+                counts = ((r, r.count if r.kind == "engines" else 1) for r in together)
+                numbered = [(role, i) for role, count in counts for i in range(count)]
+                starting = (launch(role, arguments(role, i), i) for role, i in numbered)
+                for (role, _), group in zip(numbered, groups.start(*starting), strict=True):
+                    by_role.setdefault(role.name, []).append(group)
+            return by_role
 
         yield started
 
@@ -115,7 +120,7 @@ def launcher(
                 if gpus and role.is_vllm:
                     variables, gpus = environment | visible_devices_variable(gpus), range(1)
             group = role.group_name(number), role.worker, arguments, size
-            return start_local(*group, variables, stall_timeout_s, gpus)
+            return start_local(*group, variables, stall_timeout_s, gpus, cluster.start_timeout_s)
 
         yield start_locally
         return
@@ -144,7 +149,8 @@ def launcher(
             on_device = place.share.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)
             nsight = ray_nsight_options(config.trainer.profile, role.name)
-            return start_ray(*group, worker_variables, stall_timeout_s, nsight)
+            limits = stall_timeout_s, nsight, cluster.start_timeout_s
+            return start_ray(*group, worker_variables, *limits)
 
         try:
             yield start_on_ray

@@ -8,12 +8,13 @@ driver calls. `Roles` says which processes there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from winnow.builders.engines import (
     draw_canary,
+    engines_sleep,
     has_separate_weights,
     make_engine,
     published_adapter,
@@ -24,14 +25,13 @@ from winnow.builders.rewards import make_rewards, scoring_sections
 from winnow.checkpoints.checkpoint import describe_machine
 from winnow.checkpoints.run_state import LocalModelStates, ModelStates
 from winnow.config.roles import Roles
-from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, Megatron, Strategy
 from winnow.learning.learner import AnyLearner
 from winnow.models.causal_lm import model_writer
 from winnow.models.folders import has_adapter
 from winnow.ranks.learner import Learning, make_learner
-from winnow.ranks.models import LoadedPolicy
+from winnow.ranks.models import LoadedPolicy, release_memory
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine
 from winnow.rollout.weights import WeightUpdate
@@ -111,6 +111,7 @@ def build_models(
         learning = make_learner(config, policy.model, policy.vocabulary, start)
         strategy, learner, passes = learning.policy, learning.learner, learning.passes
         states, machine = _local_states(learning, policy), describe_machine(policy.device)
+        release: Callable[[], None] | None = release_memory
 
         def scores(canary: Canary) -> CanaryScores:
             return canary.expected(strategy)
@@ -123,16 +124,16 @@ def build_models(
         from winnow.ranks.remote import RemoteLearner
 
         learner = states = remote = RemoteLearner(ranks)
-        passes, scores = remote.facts.passes, remote.canary
+        passes, scores, release = remote.facts.passes, remote.canary, remote.release_memory
         machine = {**remote.facts.machine, "ranks": ranks.size}
         machine |= _layout_facts(config.trainer.strategy)
         exports = remote.weights if adapter is None else remote.adapter
         weights = exports if has_weights else remote.trained
-    publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine)
+    release = release if engines_sleep(config, roles) else None
+    publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine, release)
     if has_weights or ranks is not None:
-        sleeps = isinstance(section, VllmEngineConfig) and section.sleep
         canary = draw_canary(policy, config.rollout.temperature)
-        publish = WeightPublisher(engine, weights, canary, scores, sleeps)
+        publish = WeightPublisher(engine, weights, canary, scores, release)
     if reference is not None or critic is not None:
         from winnow.ranks.remote import AssistedLearner
 

@@ -265,11 +265,19 @@ def to_judge_keys(line: str) -> str:
     return re.sub(pattern, lambda match: _JUDGE_KEYS[match[0]], line)
 
 
+_NO_SLEEP = "reward.judge.engine.sleep=true is not supported; set it to false"
+
+
 class JudgeTorchEngine(TorchEngineConfig):
     """The embedded engine, in separate processes."""
 
     processes: Annotated[int, Change.ON_RESUME] = Field(1, ge=1)
     """Number of engines, each with the full model, on one GPU each if there are GPUs."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from map(to_judge_keys, super().conflicts())
+        if self.sleep:
+            yield _NO_SLEEP
 
 
 class JudgeVllmEngine(VllmEngineConfig):
@@ -282,7 +290,7 @@ class JudgeVllmEngine(VllmEngineConfig):
     def conflicts(self) -> Iterator[str]:
         yield from map(to_judge_keys, super().conflicts())
         if self.sleep:
-            yield "reward.judge.engine.sleep=true is not supported; set it to false"
+            yield _NO_SLEEP
 
 
 class EngineJudge(LanguageModelJudge):

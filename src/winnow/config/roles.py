@@ -50,7 +50,11 @@ class Role:
     is_vllm: bool = False
     """True where vLLM is in its processes, which takes the first GPUs that it sees."""
     pool: str | None = None
-    """Its pool on a Ray cluster; None: one of its own."""
+    """Its pool: of the recipe on a Ray cluster, or that of the policy where they share GPUs; None:
+    one of its own."""
+    slots: int = 1
+    """Slots of its pool that a process, or an engine, takes: more than one where a narrower role
+    has the same pool."""
 
     @property
     def pool_name(self) -> str:
@@ -82,7 +86,15 @@ class Roles:
     """The roles of a recipe, by name; iterates over those that have processes."""
 
     def __init__(self, config: Config) -> None:
-        self._roles = {role.name: _resolve_role(role, config) for role in ROLES}
+        roles = [_resolve_role(role, config) for role in ROLES]
+        widths: dict[str, int] = {}
+        for role in roles:
+            if role.gpus:
+                widths[role.pool_name] = min(role.width, widths.get(role.pool_name, role.width))
+        self._roles = {
+            role.name: replace(role, slots=max(role.width // widths.get(role.pool_name, 1), 1))
+            for role in roles
+        }
 
     def __getitem__(self, name: str) -> Role:
         return self._roles[name]
@@ -95,6 +107,11 @@ class Roles:
 
     def __bool__(self) -> bool:
         return any(self)
+
+    @property
+    def shares_devices(self) -> bool:
+        """True where engines are on the GPUs of what trains."""
+        return "rollout" in self and self["rollout"].pool_name == self["policy"].pool_name
 
     @property
     def entries(self) -> tuple[Role, ...]:
@@ -178,9 +195,13 @@ def _resolve_role(role: Role, config: Config) -> Role:
     for part in path:
         section = getattr(section, part, None)
     count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
+    width, model = getattr(section, "tensor_parallel", 1), config.reward.model
+    pools, by_role = (getattr(config.cluster, name, None) for name in ("pools", "roles"))
+    shares = role.name == "rollout" and config.cluster.share_devices and not pools
     if count is None:  # engines: 1 where none can be in the run's process
         count = int(is_vllm or config.trainer.mode.name != "sync")
-    width, model = getattr(section, "tensor_parallel", 1), config.reward.model
+        if shares and (ranks := getattr(config.trainer.strategy, "ranks", 0)):
+            count = max(ranks // width, 1)
     if role.name == "reward":
         width = int(model.name != "none" and scorer_sharding(model) is None)
     return replace(
@@ -189,5 +210,5 @@ def _resolve_role(role: Role, config: Config) -> Role:
         count=count if role.is_needed(config) else 0,
         width=width,
         is_vllm=is_vllm,
-        pool=getattr(getattr(config.cluster, "roles", None), role.name, None),
+        pool="policy" if shares else getattr(by_role, role.name, None),
     )

@@ -33,7 +33,13 @@ class TorchEngineConfig(Section):
     """Most prompt tokens prefilled between two decode ticks."""
     cache_gib: float | None = Field(None, gt=0)
     """Maximum GiB of KV cache per engine; if `slots` answers of the longest prompt and response
-    need more, fewer are generated at once. null is no limit."""
+    need more, fewer are generated at once. null: no limit on a CPU, `memory_share` on a GPU."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory for the KV cache where cache_gib is null. null: of the memory that is
+    free at the start, 0.9 where the engine sleeps or learning is elsewhere, else 0.5."""
+    sleep: bool | None = None
+    """Free the KV cache while a step is learned; running answers are prefilled again afterwards.
+    Needs trainer/mode=sync. null: true with cluster.share_devices=true in that mode."""
 
 
 VLLM_CPU_CACHE_GIB = 2.0
@@ -44,6 +50,7 @@ _ENGINE_KEYS = {
     "max_num_seqs": "rollout.engine.slots",
     "max_num_batched_tokens": "rollout.engine.prefill_tokens",
     "kv_cache_memory_bytes": "rollout.engine.cache_gib",
+    "gpu_memory_utilization": "rollout.engine.memory_share",
     "enable_prefix_caching": "rollout.engine.prefix_caching",
     "enable_chunked_prefill": "rollout.engine.chunked_prefill",
     "enable_sleep_mode": "rollout.engine.sleep",
@@ -87,8 +94,11 @@ class VllmEngineConfig(Section):
     prefill_tokens: int = Field(8192, ge=1)
     """Most tokens of a step of vLLM's scheduler, prompts and answers together."""
     cache_gib: float | None = Field(None, gt=0)
-    """GiB of KV cache of an engine on each of its GPUs. null: 2 on a CPU; on GPUs the memory that
-    vLLM finds free (extra.gpu_memory_utilization)."""
+    """GiB of KV cache of an engine on each of its GPUs. null: 2 on a CPU; on GPUs what memory_share
+    leaves next to the weights."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of each GPU's memory for vLLM, weights included (its gpu_memory_utilization). null:
+    0.92 of the memory that is free when it starts, after the ranks on the same GPU."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of one node, or processes of a CPU, that an engine is split over; a divisor of the
     model's attention heads."""
@@ -96,14 +106,15 @@ class VllmEngineConfig(Section):
     """Cache the KV of prompts, so that answers to a prompt share one prefill."""
     chunked_prefill: bool = True
     """Split long prompts, so that decoding continues during their prefill."""
-    sleep: bool = False
-    """Free GPU memory while the trainer runs, for engines that share GPUs with ranks: weights move
-    to host memory, the cache is dropped. Needs GPUs and trainer/mode=sync."""
+    sleep: bool | None = None
+    """Free GPU memory while a step is learned, for engines that share GPUs with ranks: weights and
+    cache are dropped, and the next publication loads the weights again. Needs trainer/mode=sync.
+    null: true where engines and ranks share GPUs in that mode."""
     extra: Annotated[dict[str, Any], SideEffect("gives vLLM options, which may name code")] = Field(
         default_factory=dict
     )
     """Further options of vLLM's `EngineArgs`, by its names, such as
-    {gpu_memory_utilization: 0.5, enforce_eager: true}."""
+    {enforce_eager: true, block_size: 32}."""
 
     def conflicts(self) -> Iterator[str]:
         if self.processes == 0:

@@ -24,7 +24,7 @@ def check_config(config: Config) -> None:
     """
     rules = (
         *(_sources, _truth_column, _group_size, _admission, _updates, _lengths, _reward),
-        *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement),
+        *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement, _sharing),
     )
     if faults := [_with_values(config, fault) for rule in rules for fault in rule(config)]:
         raise ConfigError("\n".join(faults))
@@ -142,8 +142,11 @@ _UNSUPPORTED = {
         "model.adapter.publish=adapter": "set it to merged, or choose rollout/engine=torch",
         "rollout.routing_replay=true": "set it to false, or choose rollout/engine=vllm or torch",
     },
+    "cluster.share_devices=true": {
+        "rollout/engine=http": "set it to false, or choose rollout/engine=vllm or torch",
+        "rollout/engine=custom": "set it to false, or choose rollout/engine=vllm or torch",
+    },
     "rollout.engine.sleep=true": {
-        "run.device=cpu": _SLEEP,
         "trainer/mode=one_step_off": _SLEEP,
         "trainer/mode=async": _SLEEP,
     },
@@ -367,18 +370,64 @@ def _placement(c: Config) -> Iterator[str]:
     for role in roles.entries if pools or any(chosen.values()) else ():
         name = role.pool
         slots = pools[name].nodes * pools[name].per_node if name in pools else 0
-        if slots != role.count or (name and not slots):
+        needs = role.count * role.slots
+        each = f", of {role.slots} slots each" if role.slots > 1 else ""
+        if slots != needs or (name and not slots):
             yield (
                 f"<cluster.roles.{role.name}> has {slots} slots in cluster.pools, but {role.key} "
-                f"is {role.count}; name a pool whose nodes x per_node is {role.count} (null for "
+                f"is {role.count}{each}; name a pool whose nodes x per_node is {needs} (null for "
                 f"0), or change {role.key}"
             )
-        mates = [r.name for r in roles.entries if r.pool == name and r.name != role.name]
-        for mate in mates if name and role.width > 1 else ():
-            key = role.key.replace("processes", "tensor_parallel")
+        elif name and pools[name].per_node % role.slots:
             yield (
-                f"{key}={role.width} needs several GPUs a slot, but <cluster.roles.{role.name}> is "
-                f"shared with {mate}; give it a separate pool"
+                f"cluster.pools.{name}.per_node={pools[name].per_node} splits an engine of "
+                f"{role.slots} GPUs over nodes; use a multiple of {role.slots}, or another "
+                f"{role.key.replace('processes', 'tensor_parallel')}"
             )
     for name in [name for name in pools if name not in chosen.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or remove it"
+
+
+def _sharing(c: Config) -> Iterator[str]:
+    """Yield the rules of engines on the GPUs of what trains."""
+    if not c.cluster.share_devices or c.rollout.engine.name not in ("torch", "vllm"):
+        return
+    roles, engine = Roles(c), c.rollout.engine
+    engines, ranks = roles["rollout"], roles["policy"].count
+    nodes, gpus = getattr(c.cluster, "nodes", 1), ranks or 1
+    wide = f"rollout.engine.tensor_parallel={engines.width}"
+    key = "<trainer.strategy.ranks>" if ranks else "<trainer/strategy>"
+    if getattr(c.cluster, "pools", None):
+        yield "<cluster.share_devices> conflicts with cluster.pools; remove one of them"
+    elif c.cluster.name == "ray" and not ranks:
+        yield (
+            "<cluster.share_devices> with cluster=ray needs ranks, got <trainer/strategy>; choose "
+            "trainer/strategy=fsdp2, or cluster=local"
+        )
+    elif gpus % engines.width:
+        yield (
+            f"{wide} does not divide {key}, whose GPUs engines share (<cluster.share_devices>); "
+            "use a divisor"
+        )
+    elif "rollout" in roles and engines.gpus != gpus:
+        yield (
+            f"rollout.engine.processes={engines.count} with {wide} needs {engines.gpus} GPUs, but "
+            f"{key} has {gpus} to share (<cluster.share_devices>); set processes to "
+            f"{gpus // engines.width}, or null"
+        )
+    elif "rollout" not in roles and ranks:
+        yield (
+            "<cluster.share_devices> needs engines in separate processes, got "
+            "<rollout.engine.processes>; set it to null"
+        )
+    elif (gpus // nodes) % engines.width:
+        yield (
+            f"{wide} needs the GPUs of an engine on one node, and {key} on <cluster.nodes> puts "
+            f"{gpus // nodes} on each; use a divisor of that"
+        )
+    unbounded = engine.name == "vllm" and engine.memory_share is None and c.run.device != "cpu"
+    if unbounded and c.trainer.mode.name != "sync":
+        yield (
+            "<cluster.share_devices> with <trainer/mode> keeps engines and ranks in GPU memory at "
+            "the same time; set rollout.engine.memory_share, such as 0.4"
+        )

@@ -359,6 +359,11 @@ class LocalCluster(Section):
     """All processes on this machine; with several GPUs, one GPU per process."""
 
     name: Literal["local"] = "local"
+    share_devices: bool = False
+    """Put engines on the GPUs of what trains, which take turns (docs/cluster.md): an engine of
+    tensor_parallel=N on N of them. One GPU is enough for a run."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds in which processes must have loaded their models."""
 
 
 class PoolConfig(Section):
@@ -449,6 +454,11 @@ class RayCluster(Section):
     """auto (this machine's cluster, or the job's), or HOST:PORT; null starts one for the run."""
     nodes: int = Field(1, ge=1)
     """Number of nodes to spread the ranks over evenly; unused with pools."""
+    share_devices: bool = False
+    """Put engines on the GPUs of the ranks, which take turns: an engine of tensor_parallel=N on
+    those of N ranks of one node. Pools say that themselves, by roles of one pool."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds in which processes must have loaded their models, once Ray has placed them."""
     cpus: float = Field(1.0, gt=0)
     """Cores per worker."""
     pools: dict[str, PoolConfig] = Field({})

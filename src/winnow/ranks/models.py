@@ -41,6 +41,11 @@ _EXACT_TOKENS = 4096
 _NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
 
 
+def release_memory() -> None:
+    """Give GPU memory back to other processes that PyTorch's allocator holds unused."""
+    torch.cuda.empty_cache()  # nothing where this process has no GPU
+
+
 def fetch_models(config: Config, tell: Callable[[str], None]) -> None:
     """Fetch every model of a recipe that lies elsewhere, and say so, before anything is loaded.
 

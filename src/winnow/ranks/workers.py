@@ -64,7 +64,7 @@ from winnow.ranks.learner import (
     make_settings,
     readout_options,
 )
-from winnow.ranks.models import check_finite, load_policy_model
+from winnow.ranks.models import check_finite, load_policy_model, release_memory
 from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, buckets, store_bucket
 from winnow.run.step_metrics import StepFlop
 from winnow.types import FloatArray, Group, IntArray
@@ -272,6 +272,10 @@ class LearnerWorker(SavingRank):
         learning = self._learning
         machine = describe_machine(learning.policy.device)
         return RankFacts(learning.passes, learning.learner.state_dict(), machine)
+
+    def release_memory(self) -> None:
+        """Give GPU memory back that the next step alone needs, as an engine takes its turn."""
+        release_memory()
 
     def learn(
         self, groups: Sequence[Group], step: int, **columns: Any

@@ -211,6 +211,24 @@ class PublishedEngine(Engine, Protocol):
         """
 
 
+MemoryPart = Literal["weights", "cache"]
+"""Parts of an engine's memory, in the order in which a sleeping one takes them again."""
+
+
+class SleepingEngine(Engine, Protocol):
+    """An `Engine` that gives memory back while others need it."""
+
+    async def sleep(self) -> None:
+        """Give back the cache, and weights that the next publication brings again.
+
+        Raises:
+            ValueError: answers are under way, of which the keys would be lost.
+        """
+
+    async def wake(self, part: MemoryPart) -> None:
+        """Take memory again: for weights, then for the cache, which is empty."""
+
+
 def check_may_change(is_busy: bool, live_updates: bool) -> None:
     """Refuse new weights while answers are under way in an engine without live updates.
 
@@ -219,6 +237,16 @@ def check_may_change(is_busy: bool, live_updates: bool) -> None:
     """
     if is_busy and not live_updates:
         raise ValueError("abort what runs before new weights: its cache is of the old ones")
+
+
+def check_may_sleep(is_busy: bool) -> None:
+    """Refuse the sleep of an engine with answers under way.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if is_busy:
+        raise ValueError("abort what runs before the engine sleeps: its cache is dropped")
 
 
 def members_of(engine: Engine, alone: str = "the engine") -> Mapping[str, PublishedEngine]:

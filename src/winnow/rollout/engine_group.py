@@ -27,6 +27,7 @@ from winnow.rollout.engine import (
     CompletionEvent,
     EngineStatus,
     GroupRequest,
+    MemoryPart,
     PublishedEngine,
     check_may_change,
 )
@@ -378,9 +379,9 @@ class EngineGroup:
         await self._end_quantum()
         await self._each(self._alive(), lambda client: cast(Any, client.engine).sleep())
 
-    async def wake(self) -> None:
+    async def wake(self, part: MemoryPart) -> None:
         """Have them take it again."""
-        await self._each(self._alive(), lambda client: cast(Any, client.engine).wake())
+        await self._each(self._alive(), lambda client: cast(Any, client.engine).wake(part))
 
     def _reject(self, name: str, error: PublicationError) -> None:
         """Do without an engine that took damaged weights."""

@@ -31,8 +31,10 @@ from winnow.rollout.engine import (
     CompletionEvent,
     EngineStatus,
     GroupRequest,
+    MemoryPart,
     PublishedEngine,
     check_may_change,
+    check_may_sleep,
 )
 from winnow.rollout.weights import Bucket, WeightUpdate, send
 from winnow.types import FloatArray, IntArray, Segment
@@ -369,11 +371,13 @@ class RemoteEngine:
 
     async def sleep(self) -> None:
         """Have an engine that can do so give its GPU memory back."""
+        status = self.status()  # here, so that the worker need not fail
+        check_may_sleep(status.running + status.queued > 0)
         await self._ask("sleep")
 
-    async def wake(self) -> None:
+    async def wake(self, part: MemoryPart) -> None:
         """Have it take the memory again."""
-        await self._ask("wake")
+        await self._ask("wake", part)
 
     async def close(self) -> None:
         """Drop what the engine holds; the worker stays."""

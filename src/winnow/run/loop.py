@@ -33,7 +33,7 @@ from winnow.observe.metrics import Metrics, Number, Stopwatch, Timeline, no_time
 from winnow.observe.profile import StepProfiler
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import Engine, members_of
+from winnow.rollout.engine import Engine, MemoryPart, SleepingEngine, members_of
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import (
@@ -55,28 +55,51 @@ Publish = Callable[[int], Awaitable[Mapping[str, Number]]]
 """Publishes the weights of a version to the engine; returns metrics of that."""
 
 
-class SharedWeightsPublisher:
+class MemoryTurns:
+    """Gives the memory of shared GPUs to the trainer and to the engine in turn.
+
+    Args:
+        engine: a `SleepingEngine` where `release` is set.
+        release: frees memory that the trainer needs for its next step only; None: engine and
+            trainer hold theirs all the time.
+    """
+
+    def __init__(self, engine: Engine, release: Callable[[], None] | None) -> None:
+        self._engine, self._release = engine, release
+        self._is_asleep = False
+
+    async def sleep_engines(self, sampler: Sampler) -> None:
+        """Put engines to sleep, which frees their memory for learning; answers become prefixes."""
+        if self._release is not None:
+            await sampler.abort_running()
+            await cast(SleepingEngine, self._engine).sleep()
+            self._is_asleep = True
+
+    async def _wake(self, part: MemoryPart) -> None:
+        """Have sleeping engines take memory again, after the trainer has freed its own."""
+        if self._is_asleep:
+            assert self._release is not None
+            await in_thread(self._release)
+            await cast(SleepingEngine, self._engine).wake(part)
+            self._is_asleep = part == "weights"
+
+
+class SharedWeightsPublisher(MemoryTurns):
     """Publishes the version number only: engine and trainer share one model."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
     async def __call__(self, version: int) -> Mapping[str, Number]:
+        await self._wake("cache")
         await self._engine.load_weights(WeightUpdate(version))
         return {}
 
-    async def sleep_engines(self, sampler: Sampler) -> None:
-        """Do nothing: engine and trainer share the memory."""
 
-
-class WeightPublisher:
+class WeightPublisher(MemoryTurns):
     """Publishes weights, and checks by a canary that the engine uses them.
 
     Args:
         weights: exports the update of a version.
         expected: computes the trainer's log-probs of the canary's sequences.
-        sleeps: the engine has `sleep` and `wake`, and frees its memory from `sleep_engines` to the
-            next publication.
+        release: of `MemoryTurns`; the engine sleeps from `sleep_engines` to the next publication.
     """
 
     def __init__(
@@ -85,11 +108,10 @@ class WeightPublisher:
         weights: Callable[[int], WeightUpdate],
         canary: Canary,
         expected: Callable[[Canary], CanaryScores],
-        sleeps: bool = False,
+        release: Callable[[], None] | None = None,
     ) -> None:
-        self._engine, self._weights = engine, weights
-        self._canary, self._expected = canary, expected
-        self._sleeps, self._is_asleep = sleeps, False
+        super().__init__(engine, release)
+        self._weights, self._canary, self._expected = weights, canary, expected
 
     async def __call__(self, version: int) -> Mapping[str, Number]:
         """Publish and return `publish/max_delta` in nats.
@@ -99,19 +121,11 @@ class WeightPublisher:
         """
         expected = await in_thread(self._expected, self._canary)
         engine = self._engine
-        if self._is_asleep:
-            await cast(Any, engine).wake()
-            self._is_asleep = False
+        await self._wake("weights")
         await engine.load_weights(await in_thread(self._weights, version))
+        await self._wake("cache")
         most = await self._canary.check(expected, version, members_of(engine))
         return {"publish/max_delta": most}
-
-    async def sleep_engines(self, sampler: Sampler) -> None:
-        """Put engines to sleep, which frees their memory for learning; answers become prefixes."""
-        if self._sleeps:
-            await sampler.abort_running()
-            await cast(Any, self._engine).sleep()
-            self._is_asleep = True
 
 
 async def _keep_awake(sampler: Sampler) -> None:

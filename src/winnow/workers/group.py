@@ -113,6 +113,7 @@ class WorkerGroup:
         links: the connections, each with the receiver of its log, by rank.
         pack: serialises once a message to several.
         finish: gives back what the group as a whole holds.
+        start_timeout_s: how long the workers may take to be made.
     """
 
     def __init__(
@@ -122,13 +123,14 @@ class WorkerGroup:
         pack: Callable[[WorkerJob | Call], Any],
         stall_timeout_s: float,
         finish: Callable[[], None] = lambda: None,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self.role = role
         self.size = len(links)
         self._ranks = [_Rank(link, listener) for link, listener in links]
         self._pack, self._finish = pack, finish
         self._stall_timeout_s = stall_timeout_s
-        self._limit_s = START_TIMEOUT_S
+        self._limit_s, self._limit_key = start_timeout_s, "cluster.start_timeout_s"
         self._failure: WinnowError | None = None
         self._is_closing = False
         self._closed: asyncio.Task[None] | None = None
@@ -164,7 +166,7 @@ class WorkerGroup:
         except BaseException:
             await self._end()
             raise
-        self._limit_s = self._stall_timeout_s
+        self._limit_s, self._limit_key = self._stall_timeout_s, "trainer.stall_timeout_s"
 
     @property
     def progress(self) -> tuple[int | None, ...]:
@@ -322,7 +324,7 @@ class WorkerGroup:
         ]
         waiting = f" ({', '.join(silent)} had none either)" if silent else ""
         log.error("%s%s; the log has its stack", line, waiting)
-        remedy = "raise trainer.stall_timeout_s if it is only slow"
+        remedy = f"raise {self._limit_key} if it is only slow"
         self._fail(WorkerError(f"{line}{waiting}; {remedy}", self.role, number))
 
     def _doing(self, number: int) -> str:
@@ -394,6 +396,7 @@ async def start_local(
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = float("inf"),
     devices: Sequence[int] | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> WorkerGroup:
     """Start workers in processes of this machine.
 
@@ -405,6 +408,7 @@ async def start_local(
         environment: variables for them, over this process's own.
         stall_timeout_s: how long a call may be under way without progress.
         devices: `RankInfo.device_index` by rank; by default the CPU.
+        start_timeout_s: how long the workers may take to be made.
 
     Raises:
         WorkerError, WinnowError: one cannot be made; no process is left.
@@ -422,7 +426,7 @@ async def start_local(
     except BaseException:
         await WorkerGroup(role, links, pack, stall_timeout_s).close()
         raise
-    group = WorkerGroup(role, links, pack, stall_timeout_s)
+    group = WorkerGroup(role, links, pack, stall_timeout_s, start_timeout_s=start_timeout_s)
     master = _THIS_MACHINE, port
     await group.start(path, kwargs, master, devices or [None] * size, partial(SharedStore, role))
     return group

@@ -43,7 +43,9 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_placed_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe("quickstart", "evaluation.n=2", "cluster=ray")
     assert isinstance(config.cluster, RayCluster)
-    assert [pool.roles for pool in make_pools(Roles(config), config.cluster, True)] == [("tools",)]
+    assert [[*pool.roles] for pool in make_pools(Roles(config), config.cluster, True)] == [
+        ["tools"]
+    ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert assign_local_gpus(Roles(config), "cuda") == {"policy": range(1), "tools": range(1, 3)}

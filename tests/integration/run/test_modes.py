@@ -34,7 +34,7 @@ from winnow.learning.learner import Learned
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import MetricsLog, read_metrics
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
+from winnow.rollout.engine import AnswerRequest, GroupRequest, MemoryPart, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.loop import Mode, PendingSteps, PromptBudget, Run, WeightPublisher, train
@@ -425,26 +425,31 @@ def test_an_evaluation_does_not_hide_that_sampling_has_failed(tmp_path: Path) ->
 class Sleeper(ScriptedEngine):
     """An engine that gives its memory back, and can do nothing until it has it again."""
 
-    is_asleep, sleeps = False, 0
+    has_cache = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.turns: list[str] = []
 
     async def sleep(self) -> None:
         assert not self.status().running + self.status().queued
-        self.is_asleep, self.sleeps = True, self.sleeps + 1
+        self.has_cache = False
+        self.turns.append("sleep")
 
-    async def wake(self) -> None:
-        assert self.is_asleep
-        self.is_asleep = False
+    async def wake(self, part: MemoryPart) -> None:
+        self.has_cache = part == "cache"
+        self.turns.append(part)
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        assert not self.is_asleep
+        assert self.has_cache
         await super().submit(groups)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        assert not self.is_asleep
+        self.turns.append("load")
         await super().load_weights(update)
 
     async def logprobs_of(self, sequences: Any, temperature: float, last: int) -> Any:
-        assert not self.is_asleep
+        assert self.has_cache
         return [np.zeros(1, np.float32)]
 
 
@@ -453,8 +458,9 @@ def test_engines_that_share_gpus_sleep_while_a_step_is_learnt(tmp_path: Path) ->
     world = World(tmp_path, "async", random.Random(3), engine=Sleeper)
     scores = CanaryScores((np.zeros(1, np.float32),), CanaryLimits(1.0, 1.0))
     canary = Canary((np.array([1, 2]),), 1.0, torch.float32)
+    turns = world.engine.turns
     publish = WeightPublisher(
-        world.engine, WeightUpdate, canary, lambda canary: scores, sleeps=True
+        world.engine, WeightUpdate, canary, lambda canary: scores, lambda: turns.append("release")
     )
     world.run.mode, world.run.publish, world.run.sleep_engines = (
         "sync",
@@ -464,13 +470,14 @@ def test_engines_that_share_gpus_sleep_while_a_step_is_learnt(tmp_path: Path) ->
     learn = world.learn
 
     def learn_alone(*args: Any) -> Learned:
-        assert world.engine.is_asleep
+        assert not world.engine.has_cache
+        turns.append("learn")
         return learn(*args)
 
     world.learn = learn_alone  # type: ignore[method-assign]
     world.train()
-    assert world.engine.sleeps == STEPS
-    assert not world.engine.is_asleep
+    step = ["sleep", "learn", "release", "weights", "load", "release", "cache"]
+    assert turns == ["load", *STEPS * step]
     assert any(len(a.prefix or ()) for g in world.engine.submitted for a in g.answers)
     check_course(world.learnt, world.sampler, 2)
 

@@ -10,7 +10,7 @@ import torch
 from tests.recipes import recipe
 
 from winnow.builders import processes
-from winnow.builders.engines import driver_uses_device
+from winnow.builders.engines import driver_uses_device, engines_sleep
 from winnow.builders.placement import (
     assign_local_gpus,
     count_devices,
@@ -55,16 +55,37 @@ def learning_devices(config: Config, ranks: int) -> int:
 def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
     config = on_ray(*FOUR, "rollout.engine.processes=3", "cluster.nodes=2")
     assert pools(config, True) == [
-        Pool("policy", ("policy",), 2, 2, True),
-        Pool("rollout", ("rollout",), 3, 1, True),
+        Pool("policy", {"policy": 1}, 2, 2, True),
+        Pool("rollout", {"rollout": 1}, 3, 1, True),
     ]
 
 
 def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores() -> None:
     (pool,) = pools(on_ray(*TOGETHER), True)
-    assert pool == Pool("all", ("policy", "rollout"), 2, 2, True, 3)
+    assert pool == Pool("all", {"policy": 1, "rollout": 1}, 2, 2, True, 3)
     assert pool.share == {"CPU": 3, "GPU": 0.5}
     assert pool.needs(pool.per_node) == {"CPU": 12, "GPU": 2}
+
+
+def test_an_engine_takes_the_slots_of_as_many_ranks_as_it_has_gpus() -> None:
+    wide = "cluster.nodes=2", SHARED, *WIDE[::2]
+    (pool,) = pools(on_ray(*FOUR, *wide), True)
+    assert pool == Pool("policy", {"policy": 1, "rollout": 2}, 2, 2, devices=1)
+    assert learning_devices(on_ray(*FOUR, *wide), 4) == 4
+    named = on_ray(*FOUR, *WIDE, POOL, "cluster.roles={policy:all,rollout:all}")
+    assert [pool.roles for pool in pools(named, True)] == [{"policy": 1, "rollout": 2}]
+
+
+def test_engines_sleep_where_they_share_gpus_with_ranks_in_sync_mode() -> None:
+    def sleeps(*settings: str) -> bool:
+        config = recipe("quickstart", *settings)
+        return engines_sleep(config, Roles(config))
+
+    assert sleeps(*FOUR, SHARED)
+    assert sleeps(SHARED)
+    assert not sleeps(*FOUR, "rollout.engine.processes=4")
+    assert not sleeps(*FOUR, SHARED, "trainer/mode=one_step_off")
+    assert not sleeps(*FOUR, SHARED, "rollout.engine.sleep=false")
 
 
 def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
@@ -73,7 +94,7 @@ def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
     config = on_ray(*FOUR, "rollout.engine.processes=1", *apart)
     alone = config.trainer.model_copy(update={"strategy": WholeModels()})
     (pool,) = pools(config.model_copy(update={"trainer": alone}), True)
-    assert pool.roles == ("rollout",)
+    assert [*pool.roles] == ["rollout"]
 
 
 def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +103,9 @@ def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ENGINES = [f"rollout.engine.processes={count}" for count in range(5)]
-WIDE = "rollout/engine=vllm", "rollout.engine.processes=2", "rollout.engine.tensor_parallel=2"
+VLLM, SPLIT = "rollout/engine=vllm", "rollout.engine.tensor_parallel=2"
+WIDE = VLLM, "rollout.engine.processes=2", SPLIT
+SHARED = "cluster.share_devices=true"
 APART = *FOUR, "rollout.engine.processes=1"
 REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHARDED
 CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
@@ -104,9 +127,12 @@ WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_par
         (CRITIC, 7, {"critic": range(5, 7)}),
         ((*APART, *JUDGE), 9, {"judge": range(5, 7)}),
         ((*APART, *WIDE_JUDGE), 9, {"judge": range(5, 9)}),
+        ((VLLM, SHARED), 1, {"policy": range(1), "rollout": range(1)}),
+        ((*FOUR, VLLM, SHARED, SPLIT), 4, {"policy": range(4), "rollout": range(4)}),
+        ((*CRITIC, SHARED, "rollout.engine.processes=null"), 6, {"critic": range(4, 6)}),
     ],
 )
-def test_each_role_has_devices_of_its_own(
+def test_each_role_has_devices_of_its_own_or_shares_those_of_the_ranks(
     settings: tuple[str, ...], gpus: int, wanted: dict[str, range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see_gpus(gpus, monkeypatch)
@@ -174,15 +200,15 @@ def test_pools_of_roles_that_have_one_each() -> None:
     assert (train.devices, write.devices) == (1, 2)
     assert (write.nodes, write.per_node, write.needs(1)) == (2, 1, {"CPU": 1, "GPU": 2})
     (engines,) = pools(on_ray(*WIDE, "cluster.cpus=0.5"), False)  # ranks need no pool
-    assert engines == Pool("rollout", ("rollout",), nodes=2, cpus=0.5)
+    assert engines == Pool("rollout", {"rollout": 1}, nodes=2, cpus=0.5)
     assert engines.share == {"CPU": 0.5}
     more = "cluster.pools={t:{per_node:4},j:{nodes:2}}", "cluster.roles={policy:t,reward_model:j}"
     _, judge = pools(on_ray(*FOUR, *SHARDED, *more), True)
-    assert judge == Pool("j", ("reward_model",), 2, 1, 1)
+    assert judge == Pool("j", {"reward_model": 1}, 2, 1, 1)
     found = pools(on_ray(*REFERENCE), True)
     assert [pool.name for pool in found] == ["policy", "rollout", "reward_model", "reference"]
     *_, judge = pools(on_ray(*APART, *WIDE_JUDGE), True)
-    assert judge == Pool("judge", ("judge",), 2, 1, 2)
+    assert judge == Pool("judge", {"judge": 1}, 2, 1, 2)
 
 
 def test_throughput_and_mfu_are_of_all_devices_that_learn_or_write() -> None:
@@ -218,7 +244,7 @@ def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
     rules, judged = (on_ray("reward.processes=3", *model) for model in ((), JUDGED))
     shares = [pool.share for each in (rules, judged) for pool in pools(each, True)]
     assert shares == [{"CPU": 1}, {"CPU": 1, "GPU": 1}]
-    assert [pool.size for pool in pools(rules, True)] == [3]
+    assert [pool.nodes * pool.per_node for pool in pools(rules, True)] == [3]
     see_gpus(1, monkeypatch)
     assert "reward" not in devices(recipe("quickstart", "reward.processes=3"))
     with pytest.raises(ConfigError, match=r"3 scorers \(reward\.processes\) need 4, this"):

@@ -20,6 +20,7 @@ from winnow.rollout.embedded.slots import (
     PromptBlock,
     SlotCache,
     Slots,
+    cache_room_gib,
     slots_that_fit,
 )
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
@@ -44,6 +45,19 @@ def test_settings_that_no_row_has_any_more_are_forgotten() -> None:
         used = [slots.kinds[kind] for kind in slots.kind[: len(slots)].tolist()]
         assert used == [a.group.sampling_of(a.request) for a in slots.answers]
         assert set(slots.kinds) == set(used)
+
+
+def test_the_room_for_keys_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * gib)
+    gpu = torch.device("cuda", 0)
+    assert cache_room_gib(gpu, 0.25, 8.0, False) == 20
+    assert cache_room_gib(gpu, None, 0.0, False) == pytest.approx(0.9 * 50)
+    assert cache_room_gib(gpu, None, 10.0, True) == pytest.approx(0.9 * 40)
+    assert cache_room_gib(gpu, None, 10.0, False) == pytest.approx(0.5 * 40)
+    assert cache_room_gib(gpu, None, 60.0, True) == 0
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,13 @@ def test_a_layer_that_vllm_leaves_out_is_named() -> None:
         check_adapted(["a.q_proj", "b.gate"], ["a.q_proj"])
 
 
+TAKEN = (
+    "Free memory on device cuda:0 (39.65/79.65 GiB) on startup is less than desired GPU memory "
+    "utilization (0.92, 73.28 GiB). Decrease GPU memory utilization or reduce GPU memory used by "
+    "other processes."
+)
+
+
 @pytest.mark.parametrize(
     ("said", "cache_gib", "line"),
     [
@@ -133,6 +140,13 @@ def test_a_layer_that_vllm_leaves_out_is_named() -> None:
             None,
             "rollout.engine.cache_gib=null leaves no memory for keys and values; set it to",
         ),
+        (
+            TAKEN,
+            None,
+            "rollout.engine.memory_share=0.92 asks for 73.28 GiB of each GPU, and others hold "
+            "40.00 of its 79.65 GiB (ranks that share it, too); set it to 0.48 or less, raise",
+        ),
+        ("CUDA out of memory. Tried to allocate 2 GiB", None, "vLLM needs more memory than a GPU"),
         (HEADS, 1.0, "rollout.engine.tensor_parallel=2 does not divide the 3 attention heads of M"),
         (
             "Sliding window for some but all\nlayers is not supported.",

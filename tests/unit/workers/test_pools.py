@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from winnow.errors import ConfigError
 from winnow.workers.ray.session import Pool, Resources, check_room
 
-POLICY = Pool("policy", ("policy", "critic"), 2, 4, devices=1, cpus=2)
-JUDGE = Pool("judge", ("reward",), per_node=2)
+POLICY = Pool("policy", {"policy": 1, "critic": 1}, 2, 4, devices=1, cpus=2)
+JUDGE = Pool("judge", {"reward": 1}, per_node=2)
 
 
 def node(cpus: float, devices: float = 0.0) -> Resources:

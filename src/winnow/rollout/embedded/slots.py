@@ -48,6 +48,24 @@ def cache_bytes(config: Any, dtype: torch.dtype, longest: int) -> int:
     return -(-longest // _GROWTH) * _GROWTH * int(token)
 
 
+def cache_room_gib(
+    device: torch.device, share: float | None, reserved_gib: float, is_alone: bool
+) -> float:
+    """Return the GiB of a GPU that keys and values may take.
+
+    Args:
+        share: of the whole GPU; None: nine tenths of what is free, or half beside what learns.
+        reserved_gib: what learning has yet to take of what is free.
+        is_alone: nothing else computes on the GPU while the cache is there.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if share is not None:
+        return share * total / 2**30
+    of_free = 0.9 if is_alone or not reserved_gib else 0.5
+    return max(of_free * (free / 2**30 - reserved_gib), 0.0)
+
+
 def slots_that_fit(
     config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None
 ) -> int:
@@ -72,12 +90,12 @@ def slots_that_fit(
     fit = min(slots, int(gib / row_gib))
     if fit < 1:
         raise ConfigError(
-            f"rollout.engine.cache_gib {gib:g} holds not one answer: {longest:,} tokens take "
+            f"rollout.engine.cache_gib {gib:.3g} holds not one answer: {longest:,} tokens take "
             f"{row_gib:.3g} GiB; raise it, or lower rollout.max_response_tokens"
         )
     if fit < slots:
         log.warning(
-            "rollout.engine.slots %d is reduced to %d, as many as rollout.engine.cache_gib %g "
+            "rollout.engine.slots %d is reduced to %d, as many as rollout.engine.cache_gib %.3g "
             "holds; raise that, or lower the slots or rollout.max_response_tokens",
             *(slots, fit, gib),
         )

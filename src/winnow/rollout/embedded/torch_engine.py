@@ -33,9 +33,10 @@ from winnow.rollout.embedded.slots import (
     PrefillLayout,
     PromptBlock,
     Slots,
+    cache_room_gib,
     slots_that_fit,
 )
-from winnow.rollout.engine import CompletionEvent, GroupRequest
+from winnow.rollout.engine import CompletionEvent, GroupRequest, MemoryPart, check_may_sleep
 from winnow.rollout.tick_engine import TickEngine
 from winnow.rollout.weights import WeightReceiver, WeightUpdate
 from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray, Segment
@@ -56,7 +57,9 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         live_updates: take new weights while answers run.
         fp32_head: compute a half-precision model's logits in fp32.
         longest: most tokens of a prompt and its answer; only `cache_gib` needs it.
-        cache_gib: most GiB of keys and values; None sets no bound.
+        cache_gib: most GiB of keys and values; None is `cache_room_gib`.
+        memory_share, reserved_gib: of `cache_room_gib`.
+        sleep: the engine sleeps while others need a GPU's memory.
         routes: tell of each token the experts that it went to, among the extras of a finished
             answer that may be trained on.
 
@@ -77,10 +80,15 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         longest: int | None = None,
         cache_gib: float | None = None,
         routes: bool = False,
+        memory_share: float | None = None,
+        reserved_gib: float = 0.0,
+        sleep: bool = False,
     ) -> None:
         self._head = output_head(model)
         weight = self._head.weight
         if longest is not None:
+            if cache_gib is None and weight.device.type == "cuda":
+                cache_gib = cache_room_gib(weight.device, memory_share, reserved_gib, sleep)
             slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
         super().__init__(PrefilledAnswer, slots, decode, live_updates)
         self._model, self._device = model, weight.device
@@ -141,6 +149,20 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return head_logits(self._head, hidden, self._fp32_head)[:, : self._vocab]
+
+    async def sleep(self) -> None:
+        """Drop the cache, which grows again with the next answers; weights stay.
+
+        Raises:
+            ValueError: answers are under way, of which the keys would be lost.
+        """
+        check_may_sleep(bool(len(self._slots) or self._queue))
+        self._slots = self._empty_slots()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self, part: MemoryPart) -> None:
+        """Do nothing: memory is taken as answers need it."""
 
     async def close(self) -> None:
         """Drop queue, rows and cache."""

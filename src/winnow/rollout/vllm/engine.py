@@ -61,7 +61,13 @@ from winnow.models.lora import adapted_layers, adapter_weights, adapter_writer, 
 from winnow.models.routing import route_shape, router_layers  # noqa: E402
 from winnow.observe.profile import StepProfiler  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
-from winnow.rollout.engine import CompletionEvent, GroupRequest, SamplingParams  # noqa: E402
+from winnow.rollout.engine import (  # noqa: E402
+    CompletionEvent,
+    GroupRequest,
+    MemoryPart,
+    SamplingParams,
+    check_may_sleep,
+)
 from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer, WrittenRows  # noqa: E402
 from winnow.rollout.vllm import plugin  # noqa: E402
@@ -89,6 +95,10 @@ _LONGEST_SCORED = 512
 """Tokens of the longest sequence that a publication is checked with."""
 _SCORED_AT_ONCE = 4
 """Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
+_SHARE = "gpu_memory_utilization"
+OF_FREE = 0.92
+"""Share of a GPU's free memory that vLLM may take where the recipe does not say: its own default,
+of a GPU of its own."""
 _SALTS = count()
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Folder of an adapter's files while vLLM's workers read them, where it has room; None: the
@@ -260,20 +270,21 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         self._leave(rows)
 
     async def sleep(self) -> None:
-        """Give GPU memory back until `wake`; has not been run on one.
+        """Give GPU memory back until `wake`; has not been run on one. On a CPU vLLM only pauses.
+
+        Weights are dropped, but under an adapter that is published alone: those would not come
+        again.
 
         Raises:
             ValueError: answers are under way, of which the keys would be lost.
         """
         self._check_health()
-        if self._rows or self._queue:
-            raise ValueError("abort what runs before the engine sleeps: its cache is dropped")
-        self._llm.sleep(level=1)
+        check_may_sleep(bool(self._rows or self._queue))
+        self._llm.sleep(level=2 if self._expected is None else 1)
 
-    async def wake(self) -> None:
-        """Take the memory again; the weights are those from before, the cache is empty."""
+    async def wake(self, part: MemoryPart) -> None:
         self._check_health()
-        self._llm.wake_up()
+        self._llm.wake_up(["weights" if part == "weights" else "kv_cache"])
 
     # -- one tick -----------------------------------------------------------------------------
 
@@ -465,6 +476,7 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         "enable_prefix_caching": options.prefix_caching,
         "enable_chunked_prefill": options.chunked_prefill,
         "enable_sleep_mode": options.sleep,
+        **_memory_share(options),
         "enforce_eager": not torch.cuda.is_available(),
         "logits_processors": [_sampler(routes)],
         "weight_transfer_config": WeightTransferConfig(backend=plugin.BACKEND),
@@ -482,6 +494,16 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         raise refusal(error, model, cache_gib) from error
     _check_kernels(llm, model)
     return llm
+
+
+def _memory_share(options: VllmOptions) -> dict[str, float]:
+    """Return the share of each GPU that vLLM may take: of the whole card, as vLLM counts it."""
+    if options.memory_share is not None or not torch.cuda.is_available():
+        return {} if options.memory_share is None else {_SHARE: options.memory_share}
+    devices = range(options.tensor_parallel)
+    free, total = zip(*map(torch.cuda.mem_get_info, devices), strict=True)
+    left = min(free) - options.reserved_gib * 2**30
+    return {_SHARE: max(OF_FREE * left / max(total), 0.01)}
 
 
 def _sampler(routes: bool) -> type[Any]:

@@ -110,6 +110,10 @@ def check_adapted(layers: Collection[str], taken: Collection[str]) -> None:
 
 _NEEDED = re.compile(r"max seq len \((\d+)\), \(([\d.]+) GiB KV cache is needed")
 _FREE = re.compile(r"Available memory on .*?\(([\d.]+)/[\d.]+ GiB\).*?kv cache")
+_TAKEN = re.compile(
+    r"Free memory on device \S* ?\(([\d.]+)/([\d.]+) GiB\) on startup is less than desired "
+    r"GPU memory utilization \(([\d.]+), ([\d.]+) GiB\)"
+)
 _POSITIONS = re.compile(r"max_model_len \((\d+)\) is greater than the derived .*?=(\d+)")
 _NO_ROUTES = "return-routed-experts", "AuxOutput", "Routed-experts", "Model Runner V2 requires"
 _HEADS = re.compile(r"heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)")
@@ -136,7 +140,21 @@ def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowErro
     if "No available memory for the cache blocks" in said:
         return ConfigError(
             f"{given} leaves no memory for keys and values; set it to a number of GiB, or raise "
-            "rollout.engine.extra.gpu_memory_utilization"
+            "rollout.engine.memory_share"
+        )
+    if found := _TAKEN.search(said):
+        free, total, share, needs = found.groups()
+        return ConfigError(
+            f"rollout.engine.memory_share={share} asks for {needs} GiB of each GPU, and others "
+            f"hold {float(total) - float(free):.2f} of its {total} GiB (ranks that share it, too); "
+            f"set it to {max(float(free) / float(total) - 0.02, 0.01):.2f} or less, raise "
+            "rollout.engine.tensor_parallel, or set trainer.strategy.offload=true"
+        )
+    if "out of memory" in said:
+        return ConfigError(
+            f"vLLM needs more memory than a GPU has left for {model}: {said}; raise "
+            "rollout.engine.tensor_parallel, lower rollout.engine.memory_share or "
+            "rollout.engine.slots, or set trainer.strategy.offload=true where ranks share it"
         )
     if found := _POSITIONS.search(said):
         return _too_long(found[1], model, found[2])

@@ -26,13 +26,17 @@ class VllmOptions:
     longest: int | None = None
     """Most tokens of a prompt and its answer; None is what the model has positions for."""
     cache_gib: float | None = None
-    """GiB of keys and values; None is what vLLM finds free."""
+    """GiB of keys and values; None is what `memory_share` leaves."""
+    memory_share: float | None = None
+    """Share of each GPU's memory; None is what vLLM finds free, less `reserved_gib`."""
+    reserved_gib: float = 0.0
+    """GiB of each GPU that others have yet to take."""
     fp32_head: bool = False
     tensor_parallel: int = 1
     prefix_caching: bool = True
     chunked_prefill: bool = True
     sleep: bool = False
-    """Allocate memory so that `VllmEngine.sleep` gives it back; takes a GPU."""
+    """Allocate memory so that `VllmEngine.sleep` gives it back."""
     trust_remote_code: bool = False
     lora: Mapping[str, Any] | None = None
     """`lora_options` of an adapter that is published alone."""
@@ -49,19 +53,14 @@ def make_vllm_worker(
     Args:
         rank: a `workers.RankInfo`.
         cache_gib: None is a fixed amount on a CPU, where vLLM would take half of the memory.
-        sleep: be able to give GPU memory back.
+        sleep: be able to give GPU memory back; on a CPU there is none.
         arguments: of `VllmEngineWorker`.
 
     Raises:
-        ConfigError: vLLM is absent or of another version, refuses an option, or cannot sleep.
+        ConfigError: vLLM is absent or of another version, or refuses an option.
         ModelError: vLLM refuses the model.
     """
     version = check_installed()
-    if sleep and rank.device_index is None:
-        raise ConfigError(
-            "rollout.engine.sleep=true takes a GPU, and this engine is on a CPU, where vLLM's "
-            "sleep gives nothing back; set rollout.engine.sleep=false"
-        )
     try:
         found = importlib.import_module("winnow.rollout.vllm.engine")
     except (ImportError, AttributeError) as error:
@@ -70,5 +69,5 @@ def make_vllm_worker(
             f"{TESTED_WORDS}: {INSTALL}"
         ) from error
     if rank.device_index is None:
-        cache_gib = cache_gib or VLLM_CPU_CACHE_GIB
+        cache_gib, sleep = cache_gib or VLLM_CPU_CACHE_GIB, False
     return found.VllmEngineWorker(rank, cache_gib=cache_gib, sleep=sleep, **arguments)

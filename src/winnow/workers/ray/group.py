@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ async def start_ray(
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = float("inf"),
     nsight: Mapping[str, str] | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> WorkerGroup:
     """Start workers in actors of the Ray that this process is connected to.
 
@@ -58,6 +59,7 @@ async def start_ray(
         environment: variables for them, over this process's own.
         stall_timeout_s: how long a call may be under way without progress.
         nsight: options of `nsys profile`, under which they run then.
+        start_timeout_s: how long the workers may take to be made.
 
     Raises:
         WorkerError, WinnowError: one cannot be made; no process is left.
@@ -70,17 +72,21 @@ async def start_ray(
     pack = ray_module().put if len(listeners) > 1 else lambda request: request
     try:
         for rank, token in enumerate(logs.tokens):
-            options = _options(placement, rank, merged_environment(environment or {}), nsight)
+            variables = merged_environment(environment or {})
+            if placement.span > 1:
+                variables |= await _visible_devices(placement, rank)
+            options = _options(placement, rank, variables, nsight)
             actor_class = ray_module().remote(RayWorker).options(**options)
             actors.append(actor_class.remote(logs.address, token))
         for listener, actor in zip(listeners, actors, strict=True):
-            links.append((RayConnection(actor, await _place(listener, actor), listener), listener))
+            place = await _place(listener, actor, start_timeout_s)
+            links.append((RayConnection(actor, place, listener), listener))
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
         await WorkerGroup(role, links, pack, stall_timeout_s, logs.close).close()
         raise
-    group = WorkerGroup(role, links, pack, stall_timeout_s, logs.close)
+    group = WorkerGroup(role, links, pack, stall_timeout_s, logs.close, start_timeout_s)
     first = links[0][0].place
     device = 0 if placement.share.get("GPU") else None  # of those that Ray lets the process see
     master = first.address, first.free_port
@@ -94,27 +100,55 @@ def _options(
     variables: dict[str, str],
     nsight: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
+    return {
+        **_slot_options(placement, rank),
+        "max_concurrency": _CALLS_AT_ONCE,
+        "max_restarts": 0,
+        "runtime_env": {"env_vars": variables, **({"nsight": dict(nsight)} if nsight else {})},
+    }
+
+
+def _slot_options(placement: Placement, rank: int) -> dict[str, Any]:
+    """Return Ray's options of a task or an actor on a slot."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, index = placement.slots[rank]
     return {
         "num_cpus": placement.share["CPU"],
         "num_gpus": placement.share.get("GPU", 0),
-        "max_concurrency": _CALLS_AT_ONCE,
-        "max_restarts": 0,
-        "runtime_env": {"env_vars": variables, **({"nsight": dict(nsight)} if nsight else {})},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=index
         ),
     }
 
 
-async def _place(worker: LogReceiver, actor: Any) -> Place:
+async def _visible_devices(placement: Placement, rank: int) -> dict[str, str]:
+    """Return the variables that show a worker the devices of all its slots, which Ray does not."""
+    if not placement.share.get("GPU"):
+        return {}
+    task = ray_module().remote(_devices_of_slot)
+    group, first = placement.slots[rank]
+    slots = [replace(placement, slots=[(group, first + i)]) for i in range(placement.span)]
+    names = [await task.options(**_slot_options(slot, 0)).remote() for slot in slots]
+    shown = ",".join(name for each in names for name in each)
+    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": shown}
+
+
+def _devices_of_slot() -> list[str]:
+    """Return the devices that Ray has given to this task."""
+    names: list[str] = ray_module().get_runtime_context().get_accelerator_ids()["GPU"]
+    return names
+
+
+async def _place(worker: LogReceiver, actor: Any, timeout_s: float) -> Place:
     name = f"{worker.role}[{worker.rank}]"
     try:
-        place = await asyncio.wait_for(actor.connect.remote(), START_TIMEOUT_S)
+        place = await asyncio.wait_for(actor.connect.remote(), timeout_s)
     except TimeoutError:
-        line = f"{name} did not start within {START_TIMEOUT_S:g} s; is its node reachable?"
+        line = (
+            f"{name} did not start within cluster.start_timeout_s={timeout_s:g} s; raise it, or "
+            "look at its node"
+        )
         raise WorkerError(line, worker.role, worker.rank) from None
     except ray_module().exceptions.RayError as error:
         line = f"{name} did not start: {_describe(error)}"

@@ -135,22 +135,18 @@ class Pool:
     """Slots for workers, `nodes` times `per_node` that lie on one node.
 
     A slot has one worker of each role of the pool: those share its devices (they are colocated),
-    and roles of two pools share nothing. Example: `Pool("policy", ("policy",), 2, 8, 1, cpus=4)`.
+    and roles of two pools share nothing. Example: `Pool("policy", {"policy": 1}, 2, 8, 1, cpus=4)`.
     """
 
     name: str
-    roles: tuple[str, ...]
+    roles: Mapping[str, int]
+    """By role, the slots of one worker: an engine over several GPUs may take several."""
     nodes: int = 1
     per_node: int = 1
     devices: int = 0
     """Accelerators of each slot; 0: cores alone."""
     cpus: float = 1.0
     """Cores of each worker."""
-
-    @property
-    def size(self) -> int:
-        """The number of workers of each role."""
-        return self.nodes * self.per_node
 
     @property
     def share(self) -> Resources:
@@ -171,6 +167,8 @@ class Placement:
     slots: Sequence[tuple[Any, int]]
     """By rank: a placement group of Ray's, and the bundle in it."""
     share: Resources
+    span: int = 1
+    """Slots from that one on whose devices each takes."""
 
 
 class Reserved:
@@ -184,10 +182,12 @@ class Reserved:
         self._pools, self._parts = pools, parts
 
     def placement(self, role: str, number: int | None = None) -> Placement:
-        """Place a role's workers, rank r at slot r of its pool; or one alone, at slot `number`."""
+        """Place a role's workers, each at its first slot, in order; or that of a number alone."""
         pool = next(pool for pool in self._pools if role in pool.roles)
         slots = [(part, i) for part in self._parts[pool.name] for i in range(pool.per_node)]
-        return Placement(slots if number is None else [slots[number]], pool.share)
+        span = pool.roles[role]
+        firsts = range(0, len(slots), span) if number is None else [number * span]
+        return Placement([slots[i] for i in firsts], pool.share, span)
 
     def release(self) -> None:
         """Give them back; a second time does nothing. Workers that are still there are killed."""
