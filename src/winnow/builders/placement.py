@@ -49,11 +49,11 @@ def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[st
     """
     if not uses_gpu(device):
         return {}
-    counts = {role: role.gpus for role in roles.entries}
-    counts[roles["policy"]] = max(roles["policy"].gpus, int(trains))
+    counts = {role.name: role.gpus for role in roles.entries}
+    counts["policy"] = max(counts["policy"], int(trains))
     takes: dict[str, int] = {}
-    for role, count in counts.items():
-        takes[role.pool_name] = max(takes.get(role.pool_name, 0), count)
+    for role in roles.entries:
+        takes[role.pool_name] = max(takes.get(role.pool_name, 0), counts[role.name])
     ends = dict(zip(takes, itertools.accumulate(takes.values()), strict=True))
     needs, devices = sum(takes.values()), torch.cuda.device_count()
     if needs > devices:
@@ -66,9 +66,9 @@ def assign_local_gpus(roles: Roles, device: str, trains: bool = True) -> dict[st
         )
     first = {name: ends[name] - takes[name] for name in takes}
     return {
-        role.name: range(first[role.pool_name], first[role.pool_name] + count)
-        for role, count in counts.items()
-        if count
+        role.name: range(first[role.pool_name], first[role.pool_name] + counts[role.name])
+        for role in roles.entries
+        if counts[role.name]
     }
 
 
