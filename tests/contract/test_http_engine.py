@@ -38,7 +38,7 @@ from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import CompletionEvent, SamplingParams, generate
-from winnow.rollout.http.client import seed_behind
+from winnow.rollout.http.client import continuation_seed
 from winnow.rollout.http.engine import HttpEngine, make_http_engine
 from winnow.rollout.weights import WeightUpdate
 
@@ -169,7 +169,9 @@ def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
 
 
 def test_a_prefix_is_not_drawn_on_with_the_numbers_that_drew_its_beginning() -> None:
-    seeds = [seed_behind(seed, written) for seed in (0, 1, 2**64 - 1) for written in range(50)]
+    seeds = [
+        continuation_seed(seed, written) for seed in (0, 1, 2**64 - 1) for written in range(50)
+    ]
     assert len(set(seeds)) == 150
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -357,7 +359,7 @@ def test_a_server_that_cannot_read_the_weights_says_so(
     url: str, other: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_over(url)
-    monkeypatch.setattr("winnow.rollout.http.engine._save", lambda shard, file: None)
+    monkeypatch.setattr("winnow.rollout.http.engine._save_shard", lambda *_: None)
     with pytest.raises(PublicationError, match=r"version 1: .* 500: .*weights_folder"):
         asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
 
@@ -379,7 +381,7 @@ def test_weights_that_take_too_long_to_load_are_not_loaded_a_second_time(
         server = engine.servers[url]
         server._http._url = httpx.URL(served.url)
         with pytest.raises(RemoteError, match=r"did not answer within 0\.1 s"):
-            asyncio.run(server.reload("/folder", "1", 0.1))
+            asyncio.run(server.load_folder("/folder", "1", 0.1))
     assert len(served.requests) == 1
 
 
@@ -412,7 +414,7 @@ GOOD = {"choices": [{"token_ids": [1], "logprobs": None, "finish_reason": "lengt
 def test_what_is_no_such_server_is_one_line_with_a_remedy(
     step: Step, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
+    monkeypatch.setattr("winnow.http.client.JsonClient._retry_delay_s", lambda *_: 0.0)
     before = set(threading.enumerate())
     with serving([step]) as served, pytest.raises(ConfigError, match=line) as caught:
         make_http_engine([served.url], "hush", 10.0, 40, 40, LONGEST, slots=1)

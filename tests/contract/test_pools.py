@@ -72,7 +72,7 @@ def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place]
         started = (launch(engine, {}, number) for number in range(engine.count))
         groups = crew.start(launch(policy, {}, 0), *started)
         asked = "environment", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"
-        ranks, *alone = [[tuple(each) for each in group.ask(*asked)] for group in groups]
+        ranks, *alone = [[tuple(each) for each in group.call_blocking(*asked)] for group in groups]
     return ranks, [each for (each,) in alone]
 
 
@@ -105,7 +105,7 @@ def test_actors_have_the_files_and_variables_of_the_recipe_and_leave_a_timeline(
     placed = answered_by("carried:Carried", config, monkeypatch)
     with closing(WorkerGroups()) as crew, launcher(config, placed, crew) as launch:
         (ranks,) = crew.start(launch(placed["policy"], {}, 0))
-        ((files, variables, unbuffered),) = ranks.ask("about")
+        ((files, variables, unbuffered),) = ranks.call_blocking("about")
     assert files == ["carried.py"]
     assert variables == ["a", "b", "7"]
     assert unbuffered == "1"  # of ours, which the recipe leaves alone
@@ -161,7 +161,7 @@ async def lose_a_node(workers: RayWorkers) -> None:
     reserved = await reserve([Pool("a", ("a",), cpus=3.0), Pool("b", ("b",), cpus=3.0)])
     writer = await start_ray("writer", PROBE, {}, reserved.placement("a"))
     reader = await start_ray("reader", PROBE, {}, reserved.placement("b"))
-    lost_node, other_node = (workers.node_of(each.processes()[0]) for each in (writer, reader))
+    lost_node, other_node = (workers.node_of(each.pids()[0]) for each in (writer, reader))
     assert lost_node != other_node
     try:
         kept: SplitResult = await writer.call_rank(0, "keep", count, 4)

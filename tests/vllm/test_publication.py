@@ -29,7 +29,7 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
 from winnow.rollout.vllm import plugin as vllm_plugin
 from winnow.rollout.vllm.engine import VllmEngine
-from winnow.rollout.weights import Bucket, WeightUpdate, buckets
+from winnow.rollout.weights import Bucket, WeightUpdate, pack_buckets
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -58,7 +58,7 @@ def group_of(prompt: np.ndarray, number: int, n: int = 3, limit: int = 20) -> Gr
 
 
 async def publish(engine: Any, update: WeightUpdate) -> None:
-    packed = list(buckets(update, 20_000))
+    packed = list(pack_buckets(update, 20_000))
     assert len(packed) > 10
     for bucket in packed:
         assert await engine.take_bucket(bucket) == bucket.checksum()
@@ -247,7 +247,7 @@ def test_an_update_that_came_in_part_ends_the_engine(
             doomed.events(),
             doomed.submit([group_of(np.arange(3, 9), 1)]),
             doomed.logprobs_of([np.arange(3, 9)], 1.0, 2),
-            doomed.take_bucket(next(iter(buckets(update)))),
+            doomed.take_bucket(next(iter(pack_buckets(update)))),
             doomed.load_weights(WeightUpdate(2)),
         ]
         for call in calls:
@@ -296,7 +296,7 @@ def test_others_go_on_when_one_engine_cannot_take_weights(
 
 
 def test_a_bucket_out_of_turn_ends_the_engine(doomed: VllmEngine) -> None:
-    first: Bucket = next(iter(buckets(WeightUpdate(1, weights_of(learned())), 20_000)))
+    first: Bucket = next(iter(pack_buckets(WeightUpdate(1, weights_of(learned())), 20_000)))
 
     async def run() -> None:
         await doomed.take_bucket(first)

@@ -191,7 +191,7 @@ class JudgeEngines(JudgeClient):
         group = await self._room.get()
         self.counts["requests"] += 1
         try:
-            event = await group.call_rank(0, "write", request)
+            event = await group.call_rank(0, "write_answer", request)
         finally:
             self._room.put_nowait(group)
         tokens = len(ids) + len(event.segment)

@@ -34,7 +34,7 @@ from winnow.observe.trace import ScorerTimes
 from winnow.ranks.learner import kl_notes, needs_of
 from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
 from winnow.rewards.rewards import Rewards
-from winnow.rollout.engine import Engine, SamplingParams, members_of
+from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
 from winnow.run.loop import BaseRun, DataPasses, PendingSteps, Run, Schedule
 from winnow.run.shutdown import ShutdownSignal
 from winnow.run.step_metrics import Throughput, device_peak
@@ -289,9 +289,9 @@ def _make_sampler(
 
 def _time_engines(engine: Engine, tell: Timeline) -> None:
     """Have engines in processes of their own tell what they work on."""
-    for name, member in members_of(engine, "engine 0").items():
-        if hasattr(member, "tell"):
-            member.tell = partial(tell, name)
+    for name, member in engines_by_name(engine, "engine 0").items():
+        if hasattr(member, "on_served"):
+            member.on_served = partial(tell, name)
 
 
 def _check_prompts(

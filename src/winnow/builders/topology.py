@@ -115,7 +115,7 @@ def placed_models(
             placed = replace(placed, machine={**placed.machine, f"ranks of the {role}": ranks.size})
     if critic is None:
         return placed
-    return replace(placed, passes=replace(placed.passes, **critic.ask("passes")[0]))
+    return replace(placed, passes=replace(placed.passes, **critic.call_blocking("passes")[0]))
 
 
 def _placed(

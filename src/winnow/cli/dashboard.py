@@ -32,10 +32,10 @@ def dashboard_command(
     """Show runs in a browser, live: curves, answers, tokens, times. It reads and never writes."""
     from winnow.dashboard.beside import end_with_parent
     from winnow.dashboard.service import Dashboard
-    from winnow.http.client import token_of
-    from winnow.http.service import address_of, listen, serve
+    from winnow.http.client import read_token
+    from winnow.http.service import listen, listener_url, serve
 
-    token = token_of(token_env, "--token-env")
+    token = read_token(token_env, "--token-env")
     if parent is not None:
         end_with_parent()
     with closing(
@@ -43,6 +43,6 @@ def dashboard_command(
     ) as listener:
         dashboard = Dashboard(runs or ["runs"], token)
         key = "" if token is None else f", with /?token=… as in {token_env}"
-        line = f"Dashboard: {address_of(listener)}/{key} (Ctrl-C ends it)"
+        line = f"Dashboard: {listener_url(listener)}/{key} (Ctrl-C ends it)"
         code = serve(dashboard, listener, line)
     raise typer.Exit(code)

@@ -55,8 +55,8 @@ def serve_command(
 ) -> None:
     """Serve the local sandbox by SandboxFusion's HTTP API (reward/sandbox=fusion asks for it)."""
     from winnow.config.reward import SandboxConfig
-    from winnow.http.client import token_of
-    from winnow.http.service import address_of, listen, serve
+    from winnow.http.client import read_token
+    from winnow.http.service import listen, listener_url, serve
     from winnow.sandbox.local import LocalSandbox
     from winnow.sandbox.server import SandboxServer
 
@@ -68,9 +68,9 @@ def serve_command(
         memory_mb=memory_mb,
         output_kb=output_kb,
     )
-    token = token_of(token_env, "--token-env")
+    token = read_token(token_env, "--token-env")
     with closing(listen(host, port, token)) as listener, closing(LocalSandbox(config)) as sandbox:
-        line = f"sandbox at {address_of(listener)} ({sandbox.description})"
+        line = f"sandbox at {listener_url(listener)} ({sandbox.description})"
         with closing(SandboxServer(sandbox, token, max_body_mb << 20, max_queued)) as server:
             code = serve(server.service, listener, line)
     raise typer.Exit(code)

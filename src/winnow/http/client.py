@@ -49,9 +49,9 @@ class RemoteError(Exception):
     """One line for people, without secrets."""
     status: int | None = None
     """Status of a refusal; None where no answer came, or none that is whole and JSON."""
-    after_s: float | None = None
+    retry_after_s: float | None = None
     """Seconds after which a refusal asks to be tried again."""
-    is_passing: bool = False
+    is_transient: bool = False
     """True if the same request may be answered later."""
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class RemoteError(Exception):
 
 
 @dataclass(eq=False)
-class HttpJson:
+class JsonClient:
     """A client of one service; safe to use from any thread and any event loop.
 
     Raises:
@@ -142,12 +142,12 @@ class HttpJson:
             self._loop = self._thread = None
         if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(self._end(), loop).result()
+        asyncio.run_coroutine_threadsafe(self._cancel_requests(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
 
-    async def _end(self) -> None:
+    async def _cancel_requests(self) -> None:
         loop = asyncio.get_running_loop()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -164,12 +164,12 @@ class HttpJson:
                     try:
                         return await self.attempt(path, body, timeout_s, number)
                     except RemoteError as error:
-                        if not error.is_passing:
+                        if not error.is_transient:
                             raise
                         if number == self.tries:
                             error.line += f", {number} times over" if number > 1 else ""
                             raise error from None
-                        await asyncio.sleep(self._pause_s(number, error.after_s))
+                        await asyncio.sleep(self._retry_delay_s(number, error.retry_after_s))
         except asyncio.CancelledError:
             if self._is_closed:
                 raise self._closed_error() from None
@@ -182,42 +182,44 @@ class HttpJson:
         Args:
             number: of the try, from 1.
         """
-        async with self._opened(path, body, timeout_s) as response:
-            data = await self._read(response)
+        async with self._open_response(path, body, timeout_s) as response:
+            data = await self._read_body(response)
         if not response.is_success:
-            raise self._refusal(response, data)
-        return self._json(data)
+            raise self._response_error(response, data)
+        return self._parse_json(data)
 
-    async def events(self, path: str, body: Any, silence_s: float) -> AsyncGenerator[Any]:
+    async def stream_events(
+        self, path: str, body: Any, idle_timeout_s: float
+    ) -> AsyncGenerator[Any]:
         """Send a request once, on this client's event loop; yield the JSON of each event it sends.
 
         Args:
-            silence_s: longest wait for the next part of the answer.
+            idle_timeout_s: longest wait for the next part of the answer.
 
         Raises:
             RemoteError: it was refused, is no stream of events, or ended without `[DONE]`.
         """
-        async with self._opened(path, body, None, silence_s) as response:
+        async with self._open_response(path, body, None, idle_timeout_s) as response:
             kind = response.headers.get("Content-Type", "")
             if not response.is_success or not kind.startswith("text/event-stream"):
-                raise self._refusal(response, await self._read(response))
+                raise self._response_error(response, await self._read_body(response))
             async for line in response.aiter_lines():
                 text = line.removeprefix("data:").strip()
                 if text == "[DONE]":
                     return
                 if line.startswith("data:"):
-                    yield self._json(text)
-        raise self.error("ended its answer early", is_passing=True)
+                    yield self._parse_json(text)
+        raise self.make_error("ended its answer early", is_transient=True)
 
     @asynccontextmanager
-    async def _opened(
-        self, path: str, body: Any, timeout_s: float | None, silence_s: float | None = None
+    async def _open_response(
+        self, path: str, body: Any, timeout_s: float | None, idle_timeout_s: float | None = None
     ) -> AsyncIterator[httpx.Response]:
         """Send a request once and open its answer; what goes wrong meanwhile is a RemoteError.
 
         Args:
             timeout_s: from the connection to the end of the block.
-            silence_s: for each wait.
+            idle_timeout_s: for each wait.
         """
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         method, url = "GET" if body is None else "POST", f"{self._url}/{path.lstrip('/')}"
@@ -225,69 +227,75 @@ class HttpJson:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream(method, url, content=content, timeout=silence_s) as response,
+                self._client.stream(
+                    method, url, content=content, timeout=idle_timeout_s
+                ) as response,
             ):
                 yield response
         except (TimeoutError, httpx.TimeoutException):
-            reason = f"did not answer within {silence_s or timeout_s:g} s"
-            raise self.error(reason, is_passing=True) from None
+            reason = f"did not answer within {idle_timeout_s or timeout_s:g} s"
+            raise self.make_error(reason, is_transient=True) from None
         except httpx.DecodingError as error:
-            raise self.error(f"answered with what cannot be unpacked: {one_line(error)}") from None
+            raise self.make_error(
+                f"answered with what cannot be unpacked: {one_line(error)}"
+            ) from None
         except httpx.RequestError as error:
             reason = "cannot be reached" if response is None else "cut its answer off"
-            raise self.error(f"{reason}: {one_line(error)}", is_passing=True) from None
+            raise self.make_error(f"{reason}: {one_line(error)}", is_transient=True) from None
 
-    def _refusal(self, response: httpx.Response, data: bytes) -> RemoteError:
+    def _response_error(self, response: httpx.Response, data: bytes) -> RemoteError:
         status = response.status_code
         if response.is_success:
-            return self.error(f"answered with {len(data):,} bytes that are no stream of events")
+            return self.make_error(
+                f"answered with {len(data):,} bytes that are no stream of events"
+            )
         text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
         reason = f"answered {status}{': ' if text else ''}{text}"
-        after_s = _retry_after_s(response.headers.get("Retry-After"))
-        return self.error(reason, status, after_s, status in RETRY_STATUSES)
+        retry_after_s = _parse_retry_after(response.headers.get("Retry-After"))
+        return self.make_error(reason, status, retry_after_s, status in RETRY_STATUSES)
 
-    def _json(self, data: str | bytes) -> Any:
+    def _parse_json(self, data: str | bytes) -> Any:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise self.error(f"answered with {len(data):,} bytes that are no JSON") from None
+            raise self.make_error(f"answered with {len(data):,} bytes that are no JSON") from None
 
-    async def _read(self, response: httpx.Response) -> bytes:
+    async def _read_body(self, response: httpx.Response) -> bytes:
         parts = bytearray()
         async for part in response.aiter_bytes():
             parts += part
             if len(parts) > self.max_bytes:
-                raise self.error(f"answered with more than {self.max_bytes:,} bytes")
+                raise self.make_error(f"answered with more than {self.max_bytes:,} bytes")
         return bytes(parts)
 
-    def error(
+    def make_error(
         self,
         reason: str,
         status: int | None = None,
-        after_s: float | None = None,
-        is_passing: bool = False,
+        retry_after_s: float | None = None,
+        is_transient: bool = False,
     ) -> RemoteError:
         """Return the error for what this service did, cut to a line and without the token."""
-        reason = self.without_token(reason)
+        reason = self.redact_token(reason)
         reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}…"
-        return RemoteError(f"{self._url} {reason}", status, after_s, is_passing)
+        return RemoteError(f"{self._url} {reason}", status, retry_after_s, is_transient)
 
-    def without_token(self, text: str) -> str:
+    def redact_token(self, text: str) -> str:
         """Return the text with the token taken out."""
         return text.replace(self.token, "(secret)") if self.token else text
 
     def _closed_error(self) -> RemoteError:
-        return self.error("is not asked any more: the client is closed")
+        return self.make_error("is not asked any more: the client is closed")
 
-    def _pause_s(self, tries: int, after_s: float | None) -> float:
+    def _retry_delay_s(self, tries: int, retry_after_s: float | None) -> float:
         most = min(self.backoff_s * 2.0 ** (tries - 1), _LONGEST_BACKOFF_S)
         # Jitter is no part of a run's random numbers: it moves times, never scores.
         backoff_s = most * random.SystemRandom().uniform(0.5, 1.0)
         # A server that asks for no pause at all does not switch ours off.
-        return max(backoff_s, min(after_s or 0.0, LONGEST_RETRY_AFTER_S))
+        return max(backoff_s, min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S))
 
 
-def token_of(variable: str | None, field: str) -> str | None:
+def read_token(variable: str | None, field: str) -> str | None:
     """The token that an environment variable holds; None where none is named.
 
     Args:
@@ -311,7 +319,7 @@ def token_of(variable: str | None, field: str) -> str | None:
     return token
 
 
-def _retry_after_s(value: str | None) -> float | None:
+def _parse_retry_after(value: str | None) -> float | None:
     """Seconds that a server asks for: a number, or a date."""
     if value is None:
         return None

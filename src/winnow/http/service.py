@@ -49,7 +49,7 @@ _BACKLOG = 100
 _KERNEL_BACKLOG = 4096
 _NOT_LOCAL = "without a token the service is asked as localhost alone; give it one by --token-env"
 
-Answer = Callable[[Any, Request], Awaitable[dict[str, Any]]]
+Handler = Callable[[Any, Request], Awaitable[dict[str, Any]]]
 """From a body to the reply's; it may raise `Refusal`."""
 
 
@@ -71,7 +71,7 @@ class Service(Protocol):
 
     app: Any
     """By ASGI."""
-    connections: int
+    max_connections: int
     """Most connections at once."""
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class JsonService:
 
     path: str
     """Route to which bodies are posted."""
-    answer: Answer
+    handle: Handler
     """Makes the reply to a body."""
     health: Callable[[], dict[str, Any]]
     """Makes the reply of `GET /health`."""
@@ -96,18 +96,18 @@ class JsonService:
     """Names the line in a refusal's reply."""
     stop: Callable[[], None] = lambda: None
     """Ends the work under way, before connections are closed."""
-    reserve: int = 0
+    reserved_files: int = 0
     """Files that the work under way opens."""
-    taken: int = 0
+    active_requests: int = 0
     """Requests that have a place."""
     is_closing: bool = False
     """True once clients are asked to retry."""
     _drained: int = 0
 
     def __post_init__(self) -> None:
-        self.connections = connection_limit(self.reserve)
+        self.max_connections = connection_limit(self.reserved_files)
         # Half: a client that is refused needs a connection, too.
-        self._places = min(self.max_requests, max(1, self.connections // 2))
+        self._places = min(self.max_requests, max(1, self.max_connections // 2))
         self.app = Starlette(
             routes=[
                 Route(self.path, self._post, methods=["POST"]),
@@ -121,27 +121,27 @@ class JsonService:
         self.stop()
 
     async def _get_health(self, request: Request) -> Response:
-        if self.token is None and not is_local_host(request.headers.get("host", "")):
-            return self._refused(Refusal(421, _NOT_LOCAL))
-        return _json(self.health())
+        if self.token is None and not is_local_host_header(request.headers.get("host", "")):
+            return self._error_response(Refusal(421, _NOT_LOCAL))
+        return _json_response(self.health())
 
     async def _post(self, request: Request) -> Response:
         try:
             self._admit(request)
-            self.taken += 1
+            self.active_requests += 1
             try:
-                return _json(await self.answer(await self._body(request), request))
+                return _json_response(await self.handle(await self._read_json(request), request))
             finally:
-                self.taken -= 1
+                self.active_requests -= 1
         except Refusal as refusal:
-            return self._refused(refusal, is_read=await self._drain(request))
+            return self._error_response(refusal, is_read=await self._drain_body(request))
         except ClientDisconnect:
-            return self._refused(Refusal(400, "the client has gone"))
+            return self._error_response(Refusal(400, "the client has gone"))
         except asyncio.CancelledError:  # by uvicorn, after the last answers' time
-            return self._refused(Refusal(503, "the service is closing"))
+            return self._error_response(Refusal(503, "the service is closing"))
 
     def _admit(self, request: Request) -> None:
-        if self.token is None and not is_local_host(request.headers.get("host", "")):
+        if self.token is None and not is_local_host_header(request.headers.get("host", "")):
             raise Refusal(421, _NOT_LOCAL)
         if self.token is not None and not has_token(
             request.headers.get("authorization", ""), self.token
@@ -153,10 +153,12 @@ class JsonService:
             raise Refusal(415, f"the body must be application/json, got {kind or 'nothing'}")
         if self.is_closing:
             raise Refusal(503, "the service is closing")
-        if self.taken >= self._places:
-            raise Refusal(503, f"{self.taken} requests are here already, which is the limit")
+        if self.active_requests >= self._places:
+            raise Refusal(
+                503, f"{self.active_requests} requests are here already, which is the limit"
+            )
 
-    async def _body(self, request: Request) -> Any:
+    async def _read_json(self, request: Request) -> Any:
         most = self.max_body_bytes
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
@@ -175,7 +177,7 @@ class JsonService:
         except (ValueError, RecursionError):
             raise Refusal(400, f"the body's {len(data):,} bytes are no JSON") from None
 
-    async def _drain(self, request: Request) -> bool:
+    async def _drain_body(self, request: Request) -> bool:
         """Read what a refused client still sends, for a while; return whether that was all.
 
         A client that is cut off while it sends may not see why.
@@ -198,16 +200,18 @@ class JsonService:
             self._drained -= 1
         return True
 
-    def _refused(self, refusal: Refusal, is_read: bool = True) -> Response:
+    def _error_response(self, refusal: Refusal, is_read: bool = True) -> Response:
         headers = {} if is_read else {"Connection": "close"}
         if refusal.status == 503:
             headers["Retry-After"] = "1"
         if refusal.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return _json({self.error_key: str(refusal)}, refusal.status, headers)
+        return _json_response({self.error_key: str(refusal)}, refusal.status, headers)
 
 
-def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] = {}) -> Response:  # noqa: B006
+def _json_response(
+    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     # In ASCII: an answer may hold halves of surrogate pairs, which no UTF-8 has.
     return Response(json.dumps(body), status, headers, "application/json")
 
@@ -219,7 +223,7 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def is_local_host(host: str) -> bool:
+def is_local_host_header(host: str) -> bool:
     """Return whether a `Host` header, with its port or without, names a loopback address."""
     with suppress(ValueError):
         return is_loopback(urlsplit(f"//{host}").hostname or "")
@@ -236,50 +240,52 @@ def has_token(authorization: str, token: str) -> bool:
 class _Connection(H11Protocol):  # type: ignore[misc]
     """A connection that ends where a head is late, and makes room while it has sent none."""
 
-    _born = 0.0
-    _due: asyncio.TimerHandle | None = None
+    _connected_at = 0.0
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._born = self.loop.time()
-        self._await_head()
+        self._connected_at = self.loop.time()
+        self._start_head_timer()
         most = cast(int, self.limit_concurrency)
         if len(self.connections) >= most:
             clients = cast("set[_Connection]", self.connections)
             idle = [each for each in clients if each.cycle is None or each.cycle.response_complete]
             # The newest last: it may be about to ask.
-            min(idle, key=lambda each: (each is self, each._due is None, each._born))._abort()
+            min(
+                idle, key=lambda each: (each is self, each._head_timer is None, each._connected_at)
+            )._abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._unset_due()
-        elif self._due is None:
-            self._await_head()
+            self._cancel_head_timer()
+        elif self._head_timer is None:
+            self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unset_due()
+        self._cancel_head_timer()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
-        self._due = self.loop.call_later(_HEAD_S, self._abort)
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_S, self._abort)
 
-    def _unset_due(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _abort(self) -> None:
-        self._unset_due()
+        self._cancel_head_timer()
         self.connections.discard(self)  # now: its place is free before the loop comes round
         self.transport.abort()
 
 
-def connection_limit(reserve: int) -> int:
-    """Return how many connections leave `reserve` open files to others."""
+def connection_limit(reserved_files: int) -> int:
+    """Return how many connections leave `reserved_files` open files to others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # asyncio takes in three backlogs of connections before the first of them is looked at.
-    return max(16, min(soft, 1 << 16) - 3 * _backlog() - 64 - reserve)
+    return max(16, min(soft, 1 << 16) - 3 * _backlog() - 64 - reserved_files)
 
 
 def _backlog() -> int:
@@ -311,7 +317,7 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
+def listener_url(listener: socket.socket) -> str:
     """Return the URL that a listening socket is reached by."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -335,7 +341,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]
                 access_log=False,
                 server_header=False,
                 backlog=_backlog(),
-                limit_concurrency=service.connections,
+                limit_concurrency=service.max_connections,
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
             )
         )
@@ -362,12 +368,12 @@ def serve(service: Service, listener: socket.socket, banner: str) -> int:
     arrived: list[int] = []
     server = Server(service, lambda: print(banner, flush=True))
 
-    def note(number: int, _: FrameType | None) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
         arrived.append(number)
         server.should_exit = True  # it may not have begun to run
 
     # The server takes these signals while it runs, and raises those that came at its end.
-    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run([listener])
     finally:

@@ -24,7 +24,7 @@ from winnow.errors import ModelError
 from winnow.observe.files import one_line
 from winnow.rewards.task import Failure, Verdict
 from winnow.types import IntArray, Prompt
-from winnow.workers.threads import settle
+from winnow.workers.threads import set_outcome
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ class ModelScorer:
                     self._settle(call, await self.forward([each.ids for each in call]))
             except Exception as error:  # belongs to those who wait, who would wait for ever
                 for each in waiting:
-                    settle(each.verdict, error)
+                    set_outcome(each.verdict, error)
 
     def _taken(self) -> list[_Waiting]:
         """Return what waits, from now on without it."""
@@ -127,7 +127,7 @@ class ModelScorer:
     def _settle(self, call: Sequence[_Waiting], values: Sequence[float]) -> None:
         for each, value in zip(call, values, strict=True):
             is_number = math.isfinite(value)
-            settle(each.verdict, value if is_number else _failure(f"its score is {value}"))
+            set_outcome(each.verdict, value if is_number else _failure(f"its score is {value}"))
         self.scored += len(call)
 
     def _encode(self, prompt: Prompt, answer: str) -> IntArray:

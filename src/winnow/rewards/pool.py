@@ -46,7 +46,7 @@ from winnow.rewards.task import (
 )
 from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
-from winnow.workers.threads import settle
+from winnow.workers.threads import set_outcome
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class ScorerPool:
                     next_look = time.monotonic() + _TICK_S
                     for scorer in list(self._scorers):
                         await self._look_at(scorer)
-                for scorer in [each for each in self._scorers if each.process.channel.is_cut]:
+                for scorer in [s for s in self._scorers if s.process.channel.is_peer_closed]:
                     await self._lose(scorer, None)
                 self._settle()
         except Exception as mistake:
@@ -263,7 +263,7 @@ class ScorerPool:
         finally:
             give_up = time.monotonic() + _CLOSING_S
             for scorer in self._scorers:
-                scorer.process.channel.hang_up()
+                scorer.process.channel.shut_down()
                 if not scorer.is_idle:
                     scorer.process.kill()
             for scorer in self._scorers:
@@ -324,7 +324,7 @@ class ScorerPool:
         """Hold a process at work against its limits."""
         if scorer.is_idle:
             return
-        if scorer.process.ending() is not None:  # what it forked may keep the connection open
+        if scorer.process.exit_reason() is not None:  # what it forked may keep the connection open
             await self._lose(scorer, None)
             return
         memory, most = scorer.resident_bytes(), self._memory_bytes
@@ -346,7 +346,7 @@ class ScorerPool:
         self._scorers.remove(scorer)
         if reason is not None:
             scorer.process.kill()
-        scorer.process.channel.hang_up()
+        scorer.process.channel.shut_down()
         asks, at = scorer.asks, scorer.at()
         how = await self._end(scorer, _CLOSING_S if reason is None else 0.0)
         how = reason or how or "cut its connection"
@@ -392,10 +392,10 @@ class ScorerPool:
         Returns:
             The way in which it ended, in words; None if it did not end by itself in time.
         """
-        await scorer.process.gone(patience_s)
-        ended = scorer.process.ending()
+        await scorer.process.wait_for_exit(patience_s)
+        ended = scorer.process.exit_reason()
         scorer.process.kill()
-        await scorer.process.gone(5.0)  # longer: a process that the kernel holds on to
+        await scorer.process.wait_for_exit(5.0)  # longer: a process that the kernel holds on to
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(scorer.output_has_ended.wait(), _CLOSING_S)
         await scorer.process.release()
@@ -426,7 +426,7 @@ class ScorerPool:
             scorer.process = await LocalConnection.start(
                 "winnow.rewards.worker", _ENVIRONMENT, scorer.follow
             )
-            scorer.process.channel.on_cut = self._news.set
+            scorer.process.channel.on_peer_closed = self._news.set
             self._scorers.append(scorer)
             scorer.process.send(next(scorer.numbers), pack(job), partial(self._take_ready, scorer))
 
@@ -485,4 +485,4 @@ def default_workers() -> int:
 
 def _settle_all(outcomes: Sequence[tuple[_Ask, Outcome | Exception]]) -> None:
     for ask, outcome in outcomes:
-        settle(ask.future, outcome)
+        set_outcome(ask.future, outcome)

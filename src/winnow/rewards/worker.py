@@ -39,8 +39,8 @@ from winnow.rewards.task import (
     score_by_rule,
 )
 from winnow.types import Score
-from winnow.workers.child import die_with
-from winnow.workers.local import pack, receive, send, unpack
+from winnow.workers.child import die_with_parent
+from winnow.workers.local import pack, receive_message, send_message, unpack
 from winnow.workers.threads import spawn
 
 MESSAGE_S = 0.005
@@ -116,11 +116,11 @@ def _awaited(result: Any) -> Any:
 def main() -> None:
     """Serve until the pool is gone."""
     descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    die_with_parent(parent)
     for stream in (sys.stdout, sys.stderr):
         cast(Any, stream).reconfigure(line_buffering=True, errors="backslashreplace")
     channel = socket.socket(fileno=descriptor)
-    message = receive(channel)
+    message = receive_message(channel)
     if message is None:
         return
     job: ScorerJob = unpack(message[1])
@@ -145,7 +145,7 @@ def _serve_one_by_one(
     channel: socket.socket, runtime: ScorerRuntime, batched: bool, cell: int
 ) -> None:
     """Make the calls of each message, and reply with the outcomes that there are in its time."""
-    while (message := receive(channel)) is not None:
+    while (message := receive_message(channel)) is not None:
         items: list[ScoreItem] = unpack(message[1])
         outcomes: list[Outcome | None] = []
         give_back = time.monotonic() + MESSAGE_S
@@ -196,7 +196,7 @@ async def _serve_side_by_side(
         _tell(channel, number, ScorerReply([late] * len(items)))
 
     def on_readable() -> None:
-        message = receive(channel)
+        message = receive_message(channel)
         if message is None:
             ended.set()
             return
@@ -212,7 +212,7 @@ async def _serve_side_by_side(
 def _tell(channel: socket.socket, number: int, message: Ready | ScorerReply) -> None:
     """Send a message; a pool that is gone is met at the next read."""
     with suppress(BrokenPipeError, ConnectionResetError):
-        send(channel, number, pack(message))
+        send_message(channel, number, pack(message))
 
 
 def resident_bytes() -> int:

@@ -211,7 +211,7 @@ class PublishedEngine(Engine, Protocol):
         """
 
 
-def check_may_change(is_busy: bool, live_updates: bool) -> None:
+def check_update_allowed(is_busy: bool, live_updates: bool) -> None:
     """Refuse new weights while answers are under way in an engine without live updates.
 
     Raises:
@@ -221,13 +221,15 @@ def check_may_change(is_busy: bool, live_updates: bool) -> None:
         raise ValueError("abort what runs before new weights: its cache is of the old ones")
 
 
-def members_of(engine: Engine, alone: str = "the engine") -> Mapping[str, PublishedEngine]:
+def engines_by_name(
+    engine: Engine, name: str = "the engine"
+) -> Mapping[str, PublishedEngine]:
     """Return the engines that hold weights, by name: those of a group each.
 
     Args:
-        alone: name of an engine that is no group.
+        name: name of an engine that is no group.
     """
-    members = getattr(engine, "engines", {alone: engine})
+    members = getattr(engine, "engines", {name: engine})
     return cast("Mapping[str, PublishedEngine]", members)
 
 
@@ -258,13 +260,13 @@ class EngineFactory(Protocol):
         """
 
 
-def load_custom_engine(path: str, options: Mapping[str, Any], **given: Any) -> Engine:
+def load_custom_engine(path: str, options: Mapping[str, Any], **arguments: Any) -> Engine:
     """Make the engine that a recipe names by its place.
 
     Args:
         path: `FILE.py:NAME` or `package.module:NAME`.
         options: keyword arguments of the recipe.
-        given: the other arguments of `EngineFactory`.
+        arguments: the other arguments of `EngineFactory`.
 
     Raises:
         ConfigError: there is no such callable, it refuses its arguments, or what it makes lacks a
@@ -275,12 +277,12 @@ def load_custom_engine(path: str, options: Mapping[str, Any], **given: Any) -> E
     field = "rollout.engine.path"
     make = cast("EngineFactory", load_user_object(path, field, ConfigError))
     try:
-        engine = make(**given, **options)
+        engine = make(**arguments, **options)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
             f"{field} {path}: making the engine fails with {reason}; it gets "
-            f"{', '.join(sorted({*given, *options}))} as keywords"
+            f"{', '.join(sorted({*arguments, *options}))} as keywords"
         ) from error
     methods = ("submit", "events", "progress", "abort", "load_weights", "status", "close")
     missing = [name for name in methods if not callable(getattr(engine, name, None))]

@@ -32,9 +32,9 @@ from winnow.rollout.engine import (
     EngineStatus,
     GroupRequest,
     PublishedEngine,
-    check_may_change,
+    check_update_allowed,
 )
-from winnow.rollout.weights import Bucket, WeightUpdate, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
 from winnow.types import FloatArray, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
@@ -72,7 +72,7 @@ class EngineWorker:
         self._calls = self._replies = 0
         self._turn = asyncio.Lock()  # serves first who came first
         self._patience: asyncio.Timeout | None = None  # of the wait under way
-        self._wanted: dict[int, asyncio.Future[CompletionEvent]] = {}  # by `write`, by group
+        self._wanted: dict[int, asyncio.Future[CompletionEvent]] = {}  # by `write_answer`, by group
         self._writing: asyncio.Task[None] | None = None
 
     @property
@@ -81,7 +81,7 @@ class EngineWorker:
         status = self._engine.status()
         return self._replies + status.generated_tokens + status.buckets
 
-    async def ask(
+    async def call(
         self, method: str, args: tuple[Any, ...] = (), groups: Sequence[GroupRequest] = ()
     ) -> Reply | SplitResult:
         """Submit groups, then call a method of the engine; "" asks for its status alone."""
@@ -92,13 +92,13 @@ class EngineWorker:
         async with self._turn:
             if groups:
                 await self._engine.submit(
-                    [replace(g, answers=tuple(map(_readable, g.answers))) for g in groups]
+                    [replace(g, answers=tuple(map(_fetch_prefix, g.answers))) for g in groups]
                 )
             value: Any = None
             events: list[CompletionEvent] = []
             if method == "events":
                 if number == self._calls:
-                    await self._wait(events, *args)
+                    await self._wait_for_events(events, *args)
             elif method == "progress":
                 events += await self._engine.progress()
             elif method:
@@ -111,19 +111,19 @@ class EngineWorker:
                 self._profiler.move_to(reply.status.weight_version + 1)
         if not events:
             return reply
-        detached, block, extras = _detach(events)
+        detached, block, extras = _detach_arrays(events)
         return SplitResult(replace(reply, events=detached), block, extras)
 
-    async def write(self, group: GroupRequest) -> CompletionEvent:
-        """Write the one answer of a group, beside those of other calls; `ask` is not used then."""
+    async def write_answer(self, group: GroupRequest) -> CompletionEvent:
+        """Write the one answer of a group, beside those of other calls; `call` is not used then."""
         await self._engine.submit([group])
         wanted: asyncio.Future[CompletionEvent] = asyncio.get_running_loop().create_future()
         self._wanted[group.group_id] = wanted
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write_on())
+            self._writing = asyncio.create_task(self._serve_writes())
         return await wanted
 
-    async def _write_on(self) -> None:
+    async def _serve_writes(self) -> None:
         try:
             while self._wanted:
                 events = await self._engine.events()
@@ -140,7 +140,7 @@ class EngineWorker:
         if self._profiler is not None:
             self._profiler.close()
 
-    async def _wait(
+    async def _wait_for_events(
         self,
         found: list[CompletionEvent],
         until: int | None,
@@ -161,7 +161,7 @@ class EngineWorker:
             self._patience = None
 
 
-def _detach(
+def _detach_arrays(
     events: Sequence[CompletionEvent],
 ) -> tuple[list[CompletionEvent], ArrayBlock, ArrayBlock | None]:
     """Put token ids (int32) and log-probs (fp32) of events end to end in a block, and extras apart.
@@ -172,7 +172,9 @@ def _detach(
     segments = [event.segment for event in events]
     ids = np.concatenate([np.asarray(s.token_ids, np.int32) for s in segments])
     logprobs = np.concatenate([np.asarray(s.logprobs, np.float32) for s in segments])
-    extras = [_distinct(events, name) for name in sorted({n for e in events for n in e.extras})]
+    extras = [
+        _distinct_arrays(events, name) for name in sorted({n for e in events for n in e.extras})
+    ]
     block, detached, stop = ArrayBlock((ids, logprobs)), list[CompletionEvent](), 0
     more, places = ArrayBlock(tuple(map(np.concatenate, extras))), dict[int, Any]()
     for index, arrays in enumerate(extras):
@@ -191,13 +193,13 @@ def _detach(
     return detached, block, more if extras else None
 
 
-def _distinct(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:
+def _distinct_arrays(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:
     """Return the arrays that events have under one name, each once."""
     arrays = (event.extras[name] for event in events if name in event.extras)
     return list({id(each): each for each in arrays}.values())
 
 
-def _readable(answer: AnswerRequest) -> AnswerRequest:
+def _fetch_prefix(answer: AnswerRequest) -> AnswerRequest:
     """Fetch an answer's prefix; one that was lost with its node is left out and written anew."""
     prefix = answer.prefix
     if prefix is None or not isinstance(cast("object", prefix.token_ids), ArrayRef):
@@ -250,11 +252,11 @@ class TorchEngineWorker(EngineWorker):
             from winnow.models.lora import add_lora
 
             add_lora(made, adapter, seed=0)  # the first publication comes before the first token
-        decode = None if tokenizer is None else decode_of(tokenizer, trust_remote_code)
+        decode = None if tokenizer is None else load_decoder(tokenizer, trust_remote_code)
         super().__init__(TorchEngine(made, decode=decode, **options), profiler)
 
 
-def decode_of(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int]], str]:
+def load_decoder(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int]], str]:
     """Return what turns token ids to text, special tokens included, of a tokenizer's folder."""
     from transformers import AutoTokenizer
 
@@ -272,7 +274,7 @@ class Workers(Protocol):
         """Call a method of a worker; calls begin there in the order in which they are made."""
 
 
-def _tell_nobody(work: str, began_s: float, ended_s: float) -> None:
+def _ignore_timing(work: str, began_s: float, ended_s: float) -> None:
     """Keep no timeline."""
 
 
@@ -287,11 +289,11 @@ class RemoteEngine:
     Args:
         workers: a group of one. A group fails as a whole: engines that may die one by one are a
             group each.
-        first: what the worker replied to `ask("")`.
+        first_reply: what the worker replied to `call("")`.
     """
 
-    def __init__(self, workers: Workers, first: Reply) -> None:
-        self._workers, self._newest = workers, first
+    def __init__(self, workers: Workers, first_reply: Reply) -> None:
+        self._workers, self._newest = workers, first_reply
         self._unsent: list[GroupRequest] = []
         self._on_way = 0  # answers submitted of which no reply has told
         self._inbox: list[CompletionEvent] = []
@@ -299,14 +301,14 @@ class RemoteEngine:
         self._listening: asyncio.Task[Reply] | None = None
         self._wanted: tuple[int | None, bool] = None, False  # what it waits for
         self._served_s = 0.0
-        self.tell: Callable[[str, float, float], None] = _tell_nobody
+        self.on_served: Callable[[str, float, float], None] = _ignore_timing
         """Is told each call that the worker has served, and from when to when."""
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         self._unsent += groups
         self._on_way += sum(len(group.answers) for group in groups)
         if self._listening is not None:  # a wait that does not know of them
-            self._listen(*self._wanted)
+            self._start_wait(*self._wanted)
 
     async def events(
         self, until: int | None = None, gather: bool = False
@@ -317,19 +319,19 @@ class RemoteEngine:
             is_idle = not status.running + status.queued
             if is_idle or (until is not None and status.tick >= until):
                 break
-            await asyncio.shield(self._listening or self._listen(until, gather))
+            await asyncio.shield(self._listening or self._start_wait(until, gather))
         events, self._inbox = self._inbox, []
         return events
 
-    def _listen(self, until: int | None, gather: bool) -> asyncio.Task[Reply]:
+    def _start_wait(self, until: int | None, gather: bool) -> asyncio.Task[Reply]:
         """Begin a wait; the worker ends the one before."""
         self._wanted = until, gather
-        self._listening = self._call("events", until, PATIENCE_S, gather)
+        self._listening = self._start_call("events", until, PATIENCE_S, gather)
         return self._listening
 
     async def progress(self) -> Sequence[CompletionEvent]:
         while True:
-            reply = await asyncio.shield(self._call("progress"))
+            reply = await asyncio.shield(self._start_call("progress"))
             if reply is self._newest:
                 running = [event for event in reply.events if event.kind == "running"]
                 events, self._inbox = self._inbox, []
@@ -337,30 +339,30 @@ class RemoteEngine:
             # Another reply was entered before this could go on: the look is out of date.
 
     async def abort(self, group_ids: Collection[int]) -> None:
-        await self._ask("abort", list(group_ids))
+        await self._call("abort", list(group_ids))
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        self._check_may_change()
+        self._check_update_allowed()
         if update.tensors is not None:
-            await send(update, self._take_bucket)
+            await send_weights(update, self._take_bucket)
             update = WeightUpdate(update.version)
-        await self._ask("load_weights", update)
+        await self._call("load_weights", update)
 
     async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
         return {"engine 0": await self.take_bucket(bucket)}
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        self._check_may_change()
-        return cast("int", await self._ask("take_bucket", bucket))
+        self._check_update_allowed()
+        return cast("int", await self._call("take_bucket", bucket))
 
-    def _check_may_change(self) -> None:
+    def _check_update_allowed(self) -> None:
         status = self.status()  # here, so that the worker need not fail
-        check_may_change(status.running + status.queued > 0, status.live_updates)
+        check_update_allowed(status.running + status.queued > 0, status.live_updates)
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int
     ) -> list[FloatArray]:
-        found = await self._ask("logprobs_of", list(sequences), temperature, last)
+        found = await self._call("logprobs_of", list(sequences), temperature, last)
         return cast("list[FloatArray]", found)
 
     def status(self) -> EngineStatus:
@@ -369,20 +371,20 @@ class RemoteEngine:
 
     async def sleep(self) -> None:
         """Have an engine that can do so give its GPU memory back."""
-        await self._ask("sleep")
+        await self._call("sleep")
 
     async def wake(self) -> None:
         """Have it take the memory again."""
-        await self._ask("wake")
+        await self._call("wake")
 
     async def close(self) -> None:
         """Drop what the engine holds; the worker stays."""
-        await self._ask("close")
+        await self._call("close")
 
-    async def _ask(self, method: str, *args: Any) -> Any:
-        return (await asyncio.shield(self._call(method, *args))).value
+    async def _call(self, method: str, *args: Any) -> Any:
+        return (await asyncio.shield(self._start_call(method, *args))).value
 
-    def _call(self, method: str, *args: Any) -> asyncio.Task[Reply]:
+    def _start_call(self, method: str, *args: Any) -> asyncio.Task[Reply]:
         """Begin a call, which takes along what was submitted; it goes on if nobody waits."""
         groups, self._unsent = self._unsent, []
         self._last = asyncio.create_task(self._round_trip(method, args, groups, self._last))
@@ -395,22 +397,22 @@ class RemoteEngine:
         method: str,
         args: tuple[Any, ...],
         groups: list[GroupRequest],
-        before: asyncio.Task[Reply] | None,
+        previous: asyncio.Task[Reply] | None,
     ) -> Reply:
         asked_s = time.perf_counter()
         try:
-            said = await self._workers.call_rank(0, "ask", method, args, groups)
-            if before is not None:
-                if not before.done():
-                    await asyncio.wait([before])
-                before.result()
+            said = await self._workers.call_rank(0, "call", method, args, groups)
+            if previous is not None:
+                if not previous.done():
+                    await asyncio.wait([previous])
+                previous.result()
         finally:
             if self._listening is asyncio.current_task():
                 self._listening = None
         reply: Reply = said.inline if isinstance(said, SplitResult) else said
         # The worker serves one call after the other.
         began_s, self._served_s = max(asked_s, self._served_s), time.perf_counter()
-        self.tell(_WORK.get(method, method), began_s, self._served_s)
+        self.on_served(_WORK.get(method, method), began_s, self._served_s)
         self._newest = reply
         self._on_way -= sum(len(group.answers) for group in groups)
         self._inbox += [event for event in reply.events if event.kind != "running"]

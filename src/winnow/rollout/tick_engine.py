@@ -26,9 +26,9 @@ from winnow.rollout.engine import (
     CompletionEvent,
     EngineStatus,
     GroupRequest,
-    check_may_change,
+    check_update_allowed,
 )
-from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, take_stored
+from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, load_stored
 from winnow.types import FinishReason, IntArray, Segment, VersionSpan
 
 
@@ -59,7 +59,7 @@ class PendingAnswer:
         """Its place in the queue: prefixes first, then by priority."""
         return not len(self.prefix), self.group.priority, self.request.index
 
-    def end(
+    def unfinished_event(
         self, kind: Literal["aborted", "failed", "running"], tick: int, error: str = ""
     ) -> CompletionEvent:
         """Return an event with no more of the answer than its prefix."""
@@ -182,13 +182,13 @@ class QueueEngine(ABC, Generic[Answer]):
         queued = [answer for answer in self._queue if answer.group.group_id in wanted]
         events = self._events_of(running, "aborted")
         for answer in queued:
-            insort(events, answer.end("aborted", self._tick), key=attrgetter("key"))
+            insort(events, answer.unfinished_event("aborted", self._tick), key=attrgetter("key"))
         self._leave(running)
         self._queue = [a for a in self._queue if a.group.group_id not in wanted]
         self._events += events
 
-    def _check_may_change(self) -> None:
-        check_may_change(bool(self._running or self._queue), self._live_updates)
+    def _check_update_allowed(self) -> None:
+        check_update_allowed(bool(self._running or self._queue), self._live_updates)
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -249,7 +249,7 @@ class WrittenRows(QueueEngine[Written]):
 class TickEngine(QueueEngine[Answer]):
     """Implements `PublishedEngine`, but for rows, ticks and weights; arguments of `QueueEngine`."""
 
-    _arriving: WeightReceiver | None = None
+    _receiving: WeightReceiver | None = None
 
     # -- left to each engine --------------------------------------------------------------------
 
@@ -276,8 +276,8 @@ class TickEngine(QueueEngine[Answer]):
         while not self._events and (self._running or self._queue):
             if until is not None and self._tick >= until:
                 break
-            if self._arriving is not None:
-                await asyncio.shield(self._arriving.settled)
+            if self._receiving is not None:
+                await asyncio.shield(self._receiving.ready)
                 continue
             self._events += self._advance()
             # Scorers and other coroutines get their turn between ticks.
@@ -294,14 +294,14 @@ class TickEngine(QueueEngine[Answer]):
             PublicationError: a tensor is missing in the buckets, they are of another version, or
                 the model holds other bytes than were sent; nothing is decoded then.
         """
-        self._check_may_change()
+        self._check_update_allowed()
         if update.tensors is not None:
             await self._take_tensors(update)
-        if update.shares is not None:
-            await take_stored(update, self.take_bucket)
-        if self._arriving is not None:
-            self._arriving.finish(update.version)
-            self._arriving = None
+        if update.stored is not None:
+            await load_stored(update, self.take_bucket)
+        if self._receiving is not None:
+            self._receiving.finish(update.version)
+            self._receiving = None
         rows = range(len(self._running))
         for answer, segment in zip(self._running, self._written(rows), strict=True):
             answer.spans = segment.spans
@@ -316,10 +316,10 @@ class TickEngine(QueueEngine[Answer]):
             PublicationError: it does not fit.
         """
         if bucket.index == 0:
-            self._check_may_change()
-            before, self._arriving = self._arriving, self._receiver(bucket.version)
+            self._check_update_allowed()
+            before, self._receiving = self._receiving, self._receiver(bucket.version)
             if before is not None:  # it never came to an end
-                before.settled.set_result(None)
-        assert self._arriving is not None, "bucket 0 comes first"
+                before.ready.set_result(None)
+        assert self._receiving is not None, "bucket 0 comes first"
         self._buckets += 1
-        return self._arriving.take(bucket)
+        return self._receiving.take(bucket)

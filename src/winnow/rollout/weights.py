@@ -77,13 +77,13 @@ class Bucket:
     version: int
     index: int
     pieces: tuple[BucketPiece, ...]
-    known: int | None = None
+    stored_checksum: int | None = None
     """Its checksum, where the rank that packed it has taken that."""
 
     def checksum(self) -> int:
         """Return the CRC-32 of all pieces, in order."""
-        if self.known is not None:
-            return self.known
+        if self.stored_checksum is not None:
+            return self.stored_checksum
         found = self.index
         for piece in self.pieces:
             found = piece.checksum(found)
@@ -97,7 +97,7 @@ class WeightUpdate:
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
-    shares: Sequence[Handle] | None = None
+    stored: Sequence[Handle] | None = None
     """The same, packed already by the ranks that hold them, and left in their stores: a handle a
     rank, of the list of its buckets (`store_bucket`)."""
 
@@ -110,40 +110,40 @@ def store_bucket(bucket: Bucket, store: Store) -> Bucket:
         for index, piece in enumerate(bucket.pieces)
     ]
     pieces = tuple(replace(p, array=ref) for p, ref in zip(bucket.pieces, refs, strict=True))
-    return replace(bucket, pieces=pieces, known=bucket.checksum())
+    return replace(bucket, pieces=pieces, stored_checksum=bucket.checksum())
 
 
-def fetched(shares: Sequence[Handle]) -> Iterator[Bucket]:
+def fetch_buckets(stored: Sequence[Handle]) -> Iterator[Bucket]:
     """Yield stored buckets in order; one is in this process, and the next one on its way.
 
     Args:
-        shares: handles of lists of what `store_bucket` returned, as in `WeightUpdate.shares`.
+        stored: handles of lists of what `store_bucket` returned, as in `WeightUpdate.stored`.
     """
-    for share in shares:
-        share.begin()
-    listed: Iterable[Bucket] = chain.from_iterable(share.get() for share in shares)
+    for handle in stored:
+        handle.prefetch()
+    listed: Iterable[Bucket] = chain.from_iterable(handle.get() for handle in stored)
     waiting = sorted(listed, key=attrgetter("index"), reverse=True)
     while waiting:
-        bucket, blocks = waiting.pop(), [_block(each) for each in waiting[-1:]]
+        bucket, blocks = waiting.pop(), [_block_of(each) for each in waiting[-1:]]
         for block in blocks:
             if block is not None and block.handle is not None:
-                block.handle.begin()
+                block.handle.prefetch()
         yield bucket
-        own = _block(bucket)
+        own = _block_of(bucket)
         if own is not None and own.handle is not None:
-            own.take()  # it can be fetched again
+            own.pop_arrays()  # it can be fetched again
 
 
-def _block(bucket: Bucket) -> ArrayBlock | None:
+def _block_of(bucket: Bucket) -> ArrayBlock | None:
     array: object = bucket.pieces[0].array
     return array.block if isinstance(array, ArrayRef) else None
 
 
-Take = Callable[[Bucket], Awaitable[Mapping[str, int]]]
+TakeBucket = Callable[[Bucket], Awaitable[Mapping[str, int]]]
 """Has all engines take a bucket, at once; returns the checksums they answer with, by name."""
 
 
-def array_of(tensor: Tensor) -> Array:
+def to_array(tensor: Tensor) -> Array:
     """Return a tensor's elements [n] on the host, a view if possible; bfloat16 as uint16."""
     flat = tensor.detach().contiguous().view(-1).cpu()
     if flat.dtype == torch.bfloat16:
@@ -152,8 +152,8 @@ def array_of(tensor: Tensor) -> Array:
     return array
 
 
-def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
-    """Return a view of an array as `array_of` made it."""
+def to_tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    """Return a view of an array as `to_array` made it."""
     array = np.asarray(array)  # it may be stored elsewhere
     if dtype == torch.bfloat16:
         array = array.view(np.int16)
@@ -162,7 +162,7 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).view(dtype)
 
 
-def buckets(
+def pack_buckets(
     update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES, rank: int = 0, ranks: int = 1
 ) -> Iterator[Bucket]:
     """Pack an update's tensors in order; a bucket holds `bucket_bytes` at most, or one element.
@@ -188,7 +188,7 @@ def buckets(
                 continue
             part = _NOTHING
             if index % ranks == rank:
-                part = array_of(elements[start : start + count])
+                part = to_array(elements[start : start + count])
             pieces.append(BucketPiece(name, dtype, tuple(tensor.shape), start, part))
             start += count
             room -= count * size
@@ -196,14 +196,14 @@ def buckets(
         yield Bucket(update.version, index, tuple(pieces))
 
 
-def tensors(shares: Sequence[Handle]) -> Iterator[tuple[str, Tensor]]:
-    """Unpack the tensors of stored buckets (`fetched`), put together where they were cut."""
+def unpack_tensors(stored: Sequence[Handle]) -> Iterator[tuple[str, Tensor]]:
+    """Unpack the tensors of stored buckets (`fetch_buckets`), put together where they were cut."""
     parts: list[Array] = []
-    for piece in (piece for bucket in fetched(shares) for piece in bucket.pieces):
+    for piece in (piece for bucket in fetch_buckets(stored) for piece in bucket.pieces):
         parts.append(np.asarray(piece.array))
         if piece.start + len(parts[-1]) == math.prod(piece.shape):
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            yield piece.name, tensor_of(whole, getattr(torch, piece.dtype)).view(piece.shape)
+            yield piece.name, to_tensor(whole, getattr(torch, piece.dtype)).view(piece.shape)
             parts = []
 
 
@@ -211,9 +211,9 @@ def _raise(name: str, error: PublicationError) -> None:
     raise error
 
 
-async def send(
+async def send_weights(
     update: WeightUpdate,
-    take: Take,
+    take: TakeBucket,
     bucket_bytes: int = BUCKET_BYTES,
     reject: Callable[[str, PublicationError], None] = _raise,
 ) -> None:
@@ -233,7 +233,7 @@ async def send(
     under_way: list[asyncio.Task[None]] = []
     bucket = None
     try:
-        packed = buckets(update, bucket_bytes)
+        packed = pack_buckets(update, bucket_bytes)
         while (found := await in_thread(next, packed, None)) is not None:
             bucket = found
             if len(under_way) == _UNDER_WAY:
@@ -247,10 +247,10 @@ async def send(
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
     if bucket is None:
-        raise _empty(update)
+        raise _empty_update_error(update)
 
 
-async def take_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[int]]) -> None:
+async def load_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[int]]) -> None:
     """Have one engine take all stored buckets of an update, and compare what it then holds.
 
     Args:
@@ -260,22 +260,22 @@ async def take_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[i
         PublicationError: it holds other bytes than were sent, or there is nothing to send.
     """
     bucket = None
-    for bucket in fetched(update.shares or ()):
+    for bucket in fetch_buckets(update.stored or ()):
         held = await take(bucket)
         if held != bucket.checksum():
-            raise _damaged("the engine", bucket, held)
+            raise _checksum_error("the engine", bucket, held)
         await asyncio.sleep(0)
     if bucket is None:
-        raise _empty(update)
+        raise _empty_update_error(update)
 
 
-def _empty(update: WeightUpdate) -> PublicationError:
+def _empty_update_error(update: WeightUpdate) -> PublicationError:
     return PublicationError(
         f"weights of version {update.version}: the update has no tensors; export all of them"
     )
 
 
-def _damaged(name: str, bucket: Bucket, held: int) -> PublicationError:
+def _checksum_error(name: str, bucket: Bucket, held: int) -> PublicationError:
     return PublicationError(
         f"weights of version {bucket.version}: {name} holds other bytes than were sent in "
         f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
@@ -284,13 +284,13 @@ def _damaged(name: str, bucket: Bucket, held: int) -> PublicationError:
 
 
 async def _deliver(
-    bucket: Bucket, take: Take, reject: Callable[[str, PublicationError], None]
+    bucket: Bucket, take: TakeBucket, reject: Callable[[str, PublicationError], None]
 ) -> None:
     # The checksum lets go of the interpreter: it is taken while the bucket travels.
     answers, sent = await asyncio.gather(take(bucket), asyncio.to_thread(bucket.checksum))
     for name, held in answers.items():
         if held != sent:
-            reject(name, _damaged(name, bucket, held))
+            reject(name, _checksum_error(name, bucket, held))
 
 
 class WeightReceiver:
@@ -304,7 +304,7 @@ class WeightReceiver:
         self, model: nn.Module, version: int, only: Mapping[str, Tensor] | None = None
     ) -> None:
         self.version = version
-        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the model may be used again."""
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -326,10 +326,10 @@ class WeightReceiver:
                 f"{self._next} of version {self.version} is due; publish the weights again"
             )
         self._next += 1
-        held = tuple(map(self._copy, bucket.pieces))
-        return replace(bucket, pieces=held, known=None).checksum()
+        held = tuple(map(self._copy_piece, bucket.pieces))
+        return replace(bucket, pieces=held, stored_checksum=None).checksum()
 
-    def _copy(self, piece: BucketPiece) -> BucketPiece:
+    def _copy_piece(self, piece: BucketPiece) -> BucketPiece:
         """Copy a piece into its place; returns it as the model holds it now."""
         own = self._own.get(piece.name)
         dtype = "" if own is None else str(own.dtype).removeprefix("torch.")
@@ -346,13 +346,13 @@ class WeightReceiver:
                 "missing; publish the weights again"
             )
         self._filled[piece.name] += len(piece.array)
-        return self._store(piece, own)
+        return self._store_piece(piece, own)
 
-    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
+    def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
         """Copy a piece that fits into a tensor; returns it as that holds it now."""
         here = own.view(-1)[piece.start : piece.start + len(piece.array)]
-        here.copy_(tensor_of(piece.array, own.dtype))
-        return replace(piece, array=array_of(here))
+        here.copy_(to_tensor(piece.array, own.dtype))
+        return replace(piece, array=to_array(here))
 
     def finish(self, version: int) -> None:
         """Let the model be used again, now that all its tensors of this version have come.
@@ -371,7 +371,7 @@ class WeightReceiver:
                 f"weights of version {self.version}: {len(missing)} of the model's tensors did not "
                 f"come, such as {missing[0]}; export all of them"
             )
-        self.settled.set_result(None)
+        self.ready.set_result(None)
 
 
 class StagedReceiver(WeightReceiver):
@@ -406,10 +406,10 @@ class StagedReceiver(WeightReceiver):
             self._load(whole)
         return checksum
 
-    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
+    def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
         # vLLM keeps a tensor until its layer is complete: each gets memory of its own.
         staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
-        held = super()._store(piece, staged)
+        held = super()._store_piece(piece, staged)
         is_whole = piece.start + len(piece.array) == own.numel()
         self._part = None if is_whole else staged
         if is_whole:

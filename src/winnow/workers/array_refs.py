@@ -25,7 +25,7 @@ Arrays = tuple[NDArray[Any], ...]
 class Handle(Protocol):
     """A small stand-in for something that lies elsewhere; it may travel freely."""
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Start fetching it, so that `get` waits for less."""
 
     def get(self) -> Any:
@@ -66,7 +66,7 @@ class ArrayBlock:
         """True if the arrays are in this process."""
         return self._arrays is not None
 
-    def take(self) -> Arrays | None:
+    def pop_arrays(self) -> Arrays | None:
         """Return the arrays and forget them, so that they can travel separately from references."""
         arrays, self._arrays = self._arrays, None
         return arrays
@@ -106,7 +106,7 @@ class ArrayRef:
         self._dtype = np.dtype(dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self.block, self._index, self._start, self._stop, self._dtype)
+        return _rebuild_ref, (self.block, self._index, self._start, self._stop, self._dtype)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -119,7 +119,7 @@ class ArrayRef:
         return piece.astype(requested, copy=bool(copy))
 
 
-def _arrived(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike) -> Any:
+def _rebuild_ref(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike) -> Any:
     """Rebuild a reference in another process: an array where the block's arrays came along."""
     ref = ArrayRef(block, index, start, stop, dtype)
     return np.asarray(ref) if block.is_fetched else ref
@@ -139,14 +139,14 @@ class SplitResult:
     """Arrays that fewer receivers read, and that are fetched separately."""
 
 
-def keep_on_node(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
+def make_refs(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
     """Put arrays into a new block; returns references to them whole, and the block."""
     block = ArrayBlock(arrays)
     refs = (ArrayRef(block, i, 0, len(each), each.dtype) for i, each in enumerate(arrays))
     return tuple(refs), block
 
 
-def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
+def prefetch_arrays(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
     """Start fetching all that is stored of these answers; returns the blocks it is in."""
     arrays: list[object] = []
     for trajectory in trajectories:
@@ -156,15 +156,15 @@ def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
     blocks = {id(each.block): each.block for each in stored if not each.block.is_fetched}
     for block in blocks.values():
         if block.handle is not None:
-            block.handle.begin()
+            block.handle.prefetch()
     return list(blocks.values())
 
 
-def fetch(trajectories: Iterable[Trajectory]) -> None:
+def fetch_arrays(trajectories: Iterable[Trajectory]) -> None:
     """Fetch all that is stored of these answers, side by side.
 
     Raises:
         WorkerError: some of it is lost.
     """
-    for block in begin_fetching(trajectories):
+    for block in prefetch_arrays(trajectories):
         block.array(0)

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 
-from winnow.workers.host import Host, failure_of
+from winnow.workers.host import Host, describe_failure
 from winnow.workers.local import Bytes, Channel, pack, unpack
 from winnow.workers.logs import LogSender
 from winnow.workers.threads import spawn
@@ -27,11 +27,11 @@ _DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main() -> None:
     """Serve until the driver is gone, or kills this process."""
     descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    die_with_parent(parent)
     for number in _DRIVER_SIGNALS:
         signal.signal(number, lambda *_: None)  # a handler; what is ignored, children ignore too
     sender = LogSender(1)
-    sender.take_output()
+    sender.redirect_output()
     host = Host(sender, is_orphan=lambda: os.getppid() != parent)
     asyncio.run(_serve(socket.socket(fileno=descriptor), host))
 
@@ -40,24 +40,24 @@ async def _serve(end: socket.socket, host: Host) -> None:
     tasks: set[asyncio.Task[None]] = set()
     is_over = asyncio.Event()
 
-    async def answer(number: int, data: Bytes | mmap.mmap) -> None:
+    async def run_call(number: int, data: Bytes | mmap.mmap) -> None:
         try:
             request = unpack(data)
             del data  # arrays alone keep it from here on
-            packed = pack(await host.outcome(request))
+            packed = pack(await host.handle(request))
         except BaseException as error:  # of a class when it is read, or a result that cannot travel
-            packed = pack(failure_of(error))
+            packed = pack(describe_failure(error))
         channel.send(number, packed)
 
-    def begin(number: int, data: Bytes | mmap.mmap) -> None:
-        spawn(answer(number, data), tasks)
+    def on_message(number: int, data: Bytes | mmap.mmap) -> None:
+        spawn(run_call(number, data), tasks)
 
-    channel = Channel(end, begin, is_over.set)
+    channel = Channel(end, on_message, is_over.set)
     await is_over.wait()
     os._exit(0)  # whatever still runs is of no use to anyone
 
 
-def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have Linux signal this process when the thread that started it ends; exit if it has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

@@ -26,9 +26,9 @@ from winnow.workers.host import (
     Call,
     CallFailure,
     RankInfo,
-    WorkerJob,
+    WorkerSpec,
     free_port,
-    merged_environment,
+    worker_environment,
 )
 from winnow.workers.local import LocalConnection, SharedStore, pack
 from winnow.workers.logs import LogReceiver
@@ -58,20 +58,20 @@ class WorkerConnection(Protocol):
     def pid(self) -> int:
         """The process id."""
 
-    def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
+    def send(self, number: int, payload: Any, on_result: Callable[[Any], None]) -> None:
         """Have a call run; calls begin in the order of their numbers, from 0.
 
         Args:
-            tell: to be given the result or a `CallFailure`, later; never, if the process dies.
+            on_result: to be given the result or a `CallFailure`, later; never, if the process dies.
         """
 
-    def ending(self) -> str | None:
+    def exit_reason(self) -> str | None:
         """Say how the process ended, such as `was killed by SIGKILL`; None while it runs."""
 
     def kill(self) -> None:
         """End the process at once."""
 
-    async def gone(self, timeout_s: float) -> bool:
+    async def wait_for_exit(self, timeout_s: float) -> bool:
         """Wait until nothing of the process is left; False if it did not go in time."""
 
     async def release(self) -> None:
@@ -80,13 +80,13 @@ class WorkerConnection(Protocol):
 
 @dataclass(eq=False)
 class _Rank:
-    link: WorkerConnection
+    connection: WorkerConnection
     listener: LogReceiver
     calls: int = 0
     """Sent so far, which is the number of the next one."""
-    under_way: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
+    pending_calls: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
     """Calls without an outcome: each one's method, and the future that waits for it."""
-    still_s: float = 0.0
+    stalled_s: float = 0.0
     """Seconds without progress."""
     progress: int | None = None
 
@@ -94,9 +94,9 @@ class _Rank:
 class WorkerGroup:
     """Workers of one role, in separate processes.
 
-    It lives in the event loop that it was started in; all its methods may be called from anywhere,
-    those that wait (`ask`, `end`) from other threads only. In a run that loop is the one of
-    `WorkerGroups`.
+    A group belongs to the event loop that it was started in; in a run that is the one of
+    `WorkerGroups`. Its methods may be called from any thread, but `call_blocking` and
+    `close_blocking` not from that loop's.
 
     The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
     which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
@@ -110,23 +110,23 @@ class WorkerGroup:
     `tests/contract/test_worker_group.py`.
 
     Args:
-        links: the connections, each with the receiver of its log, by rank.
+        connections: the connections, each with the receiver of its log, by rank.
         pack: serialises once a message to several.
-        finish: gives back what the group as a whole holds.
+        on_close: gives back what the group as a whole holds.
     """
 
     def __init__(
         self,
         role: str,
-        links: Sequence[tuple[WorkerConnection, LogReceiver]],
-        pack: Callable[[WorkerJob | Call], Any],
+        connections: Sequence[tuple[WorkerConnection, LogReceiver]],
+        pack: Callable[[WorkerSpec | Call], Any],
         stall_timeout_s: float,
-        finish: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.role = role
-        self.size = len(links)
-        self._ranks = [_Rank(link, listener) for link, listener in links]
-        self._pack, self._finish = pack, finish
+        self.size = len(connections)
+        self._ranks = [_Rank(connection, listener) for connection, listener in connections]
+        self._pack, self._on_close = pack, on_close
         self._stall_timeout_s = stall_timeout_s
         self._limit_s = START_TIMEOUT_S
         self._failure: WinnowError | None = None
@@ -158,11 +158,11 @@ class WorkerGroup:
         try:
             for rank, device in enumerate(devices):
                 info = RankInfo(rank, self.size, *master, device, store(rank))
-                job = WorkerJob(path, kwargs, info, self._stall_timeout_s, level, paths)
+                job = WorkerSpec(path, kwargs, info, self._stall_timeout_s, level, paths)
                 waiting += self._send([rank], "__init__", job)
             await asyncio.gather(*waiting)
         except BaseException:
-            await self._end()
+            await self._close_once()
             raise
         self._limit_s = self._stall_timeout_s
 
@@ -171,9 +171,11 @@ class WorkerGroup:
         """The workers' own, by rank, as last heard."""
         return tuple(rank.listener.progress for rank in self._ranks)
 
-    def ask(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call_blocking(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks and wait; results by rank."""
-        return _wait(self._answers(range(self.size), Call(method, args, kwargs)), self._loop)
+        return _run_blocking(
+            self._call_ranks(range(self.size), Call(method, args, kwargs)), self._loop
+        )
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks at once; results by rank.
@@ -182,40 +184,40 @@ class WorkerGroup:
         a machine.
         """
         same = Call(method, args, kwargs)
-        return await asyncio.wrap_future(self.submit(self._answers(range(self.size), same)))
+        return await asyncio.wrap_future(self.submit(self._call_ranks(range(self.size), same)))
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on one rank."""
         call = Call(method, args, kwargs)
-        return (await asyncio.wrap_future(self.submit(self._answers([rank], call))))[0]
+        return (await asyncio.wrap_future(self.submit(self._call_ranks([rank], call))))[0]
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Have the group's loop do some work; from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def processes(self) -> list[int]:
+    def pids(self) -> list[int]:
         """Return process ids by rank."""
-        return [rank.link.pid for rank in self._ranks]
+        return [rank.connection.pid for rank in self._ranks]
 
     async def close(self) -> None:
         """End the workers; none of their processes is left when it returns.
 
         Each worker's `close()` comes first, unless something failed. A second time does nothing.
         """
-        await asyncio.wrap_future(self.submit(self._end()))
+        await asyncio.wrap_future(self.submit(self._close_once()))
 
-    def end(self) -> None:
+    def close_blocking(self) -> None:
         """Do what `close` does, and wait; where the loop is closed, that is done."""
         if not self._loop.is_closed():
-            _wait(self._end(), self._loop)
+            _run_blocking(self._close_once(), self._loop)
 
-    async def _end(self) -> None:
+    async def _close_once(self) -> None:
         if self._closed is None:
             self._closed = self._loop.create_task(self._close())
         # A driver that is cancelled while it closes leaves no process behind either.
         await asyncio.shield(self._closed)
 
-    async def _answers(self, ranks: Sequence[int], call: Call) -> list[Any]:
+    async def _call_ranks(self, ranks: Sequence[int], call: Call) -> list[Any]:
         if self._failure is not None:
             raise self._failure
         if self._is_closing:
@@ -223,39 +225,39 @@ class WorkerGroup:
         return await asyncio.gather(*self._send(ranks, call.method, call))
 
     def _send(
-        self, numbers: Sequence[int], method: str, request: WorkerJob | Call
+        self, numbers: Sequence[int], method: str, request: WorkerSpec | Call
     ) -> list[asyncio.Future[Any]]:
         payload = self._pack(request)
         waiting = []
         for number in numbers:
             rank, future = self._ranks[number], self._loop.create_future()
-            if not rank.under_way:
-                rank.still_s = 0.0
+            if not rank.pending_calls:
+                rank.stalled_s = 0.0
             call = rank.calls
-            rank.link.send(call, payload, partial(self._take, number, call))
+            rank.connection.send(call, payload, partial(self._on_result, number, call))
             rank.calls += 1  # now: the worker would wait for one that could not be sent
-            rank.under_way[call] = method, future
+            rank.pending_calls[call] = method, future
             waiting.append(future)
         return waiting
 
-    def _take(self, number: int, call: int, outcome: Any) -> None:
+    def _on_result(self, number: int, call: int, outcome: Any) -> None:
         rank = self._ranks[number]
-        if call not in rank.under_way:  # abandoned
+        if call not in rank.pending_calls:  # abandoned
             return
-        method, future = rank.under_way[call]
-        rank.still_s = 0.0
+        method, future = rank.pending_calls[call]
+        rank.stalled_s = 0.0
         if isinstance(outcome, CallFailure) and not self._is_closing:
             # Its waiters get the error once the cause is known.
-            spawn(self._raised(number, method, outcome), self._tasks)
+            spawn(self._on_failure(number, method, outcome), self._tasks)
             return
-        del rank.under_way[call]
+        del rank.pending_calls[call]
         if isinstance(outcome, CallFailure):
             log.error("%s[%d]: %s failed: %s", self.role, number, method, outcome.traceback)
-            _refuse(future, self._closed_error())
+            _set_error(future, self._closed_error())
         elif not future.done():
             future.set_result(outcome)
 
-    async def _raised(self, number: int, method: str, failure: CallFailure) -> None:
+    async def _on_failure(self, number: int, method: str, failure: CallFailure) -> None:
         """Find out whether a method raised on its own account or because another rank died."""
         peers = [rank for rank in range(self.size) if rank != number]
         give_up = time.monotonic() + (_GRACE_S if peers else 0.0)
@@ -276,7 +278,7 @@ class WorkerGroup:
 
     def _is_dead(self, number: int) -> bool:
         rank = self._ranks[number]
-        return rank.listener.has_ended.is_set() or rank.link.ending() is not None
+        return rank.listener.has_ended.is_set() or rank.connection.exit_reason() is not None
 
     async def _watch(self) -> None:
         """Watch for deaths and hangs, until the group has failed or is closed.
@@ -290,43 +292,42 @@ class WorkerGroup:
             passed, last = min(now - last, 2 * _TICK_S), now
             for number, rank in enumerate(self._ranks):
                 if self._is_dead(number):
-                    await self._died(number)
+                    await self._on_death(number)
                     return
-                if not rank.under_way or rank.listener.progress != rank.progress:
-                    rank.progress, rank.still_s = rank.listener.progress, 0.0
+                if not rank.pending_calls or rank.listener.progress != rank.progress:
+                    rank.progress, rank.stalled_s = rank.listener.progress, 0.0
                 else:
-                    rank.still_s += passed
-            longest = max(self._ranks, key=lambda rank: rank.still_s)
-            if longest.still_s > self._limit_s and self._failure is None:
-                self._hung(self._ranks.index(longest))
+                    rank.stalled_s += passed
+            longest = max(self._ranks, key=lambda rank: rank.stalled_s)
+            if longest.stalled_s > self._limit_s and self._failure is None:
+                self._on_hang(self._ranks.index(longest))
 
-    async def _died(self, number: int) -> None:
+    async def _on_death(self, number: int) -> None:
         rank = self._ranks[number]
-        await _within(rank.listener.has_ended.wait(), _OUTPUT_DRAIN_S)
-        await rank.link.gone(_OUTPUT_DRAIN_S)
+        await _wait_at_most(rank.listener.has_ended.wait(), _OUTPUT_DRAIN_S)
+        await rank.connection.wait_for_exit(_OUTPUT_DRAIN_S)
         if self._failure is None and not self._is_closing:
-            how = rank.link.ending() or "cut its connection"
+            how = rank.connection.exit_reason() or "cut its connection"
             how += " (by hand, or for want of memory)" if how.endswith("SIGKILL") else ""
-            line = f"{self.role}[{number}] {how}{self._doing(number)}"
+            line = f"{self.role}[{number}] {how}{self._describe_calls(number)}"
             log.error("%s", line)
             self._fail(WorkerError(f"{line}; the log has its last lines", self.role, number))
 
-    def _hung(self, number: int) -> None:
-        line = (
-            f"{self.role}[{number}] hung{self._doing(number)}: no progress for {self._limit_s:g} s"
-        )
+    def _on_hang(self, number: int) -> None:
+        calls = self._describe_calls(number)
+        line = f"{self.role}[{number}] hung{calls}: no progress for {self._limit_s:g} s"
         silent = [
             f"{self.role}[{other}]"
             for other, rank in enumerate(self._ranks)
-            if other != number and rank.under_way and rank.still_s > 0.9 * self._limit_s
+            if other != number and rank.pending_calls and rank.stalled_s > 0.9 * self._limit_s
         ]
         waiting = f" ({', '.join(silent)} had none either)" if silent else ""
         log.error("%s%s; the log has its stack", line, waiting)
         remedy = "raise trainer.stall_timeout_s if it is only slow"
         self._fail(WorkerError(f"{line}{waiting}; {remedy}", self.role, number))
 
-    def _doing(self, number: int) -> str:
-        methods = dict.fromkeys(method for method, _ in self._ranks[number].under_way.values())
+    def _describe_calls(self, number: int) -> str:
+        methods = dict.fromkeys(method for method, _ in self._ranks[number].pending_calls.values())
         return f" in {', '.join(methods)}" if methods else ""
 
     def _fail(self, error: WinnowError) -> None:
@@ -334,29 +335,31 @@ class WorkerGroup:
         assert self._failure is None
         self._failure = error
         for rank in self._ranks:
-            for _, future in rank.under_way.values():
-                _refuse(future, error)
-            rank.under_way.clear()
+            for _, future in rank.pending_calls.values():
+                _set_error(future, error)
+            rank.pending_calls.clear()
 
     async def _close(self) -> None:
-        links = [rank.link for rank in self._ranks]
+        connections = [rank.connection for rank in self._ranks]
         try:
             if self._failure is None:
                 await self._close_workers()
         finally:
             self._is_closing = True
-            for link in links:
-                link.kill()
-            gone = await asyncio.gather(*(link.gone(GONE_TIMEOUT_S) for link in links))
-            for link, is_gone in zip(links, gone, strict=True):
+            for connection in connections:
+                connection.kill()
+            gone = await asyncio.gather(
+                *(connection.wait_for_exit(GONE_TIMEOUT_S) for connection in connections)
+            )
+            for connection, is_gone in zip(connections, gone, strict=True):
                 if not is_gone:
-                    log.error("%s: process %d does not end", self.role, link.pid)
+                    log.error("%s: process %d does not end", self.role, connection.pid)
             if self._failure is None:
                 self._fail(self._closed_error())
             for rank in self._ranks:
-                await _within(rank.listener.has_ended.wait(), _OUTPUT_DRAIN_S)
-                await rank.link.release()
-            self._finish()
+                await _wait_at_most(rank.listener.has_ended.wait(), _OUTPUT_DRAIN_S)
+                await rank.connection.release()
+            self._on_close()
             for task in self._tasks - {asyncio.current_task()}:
                 task.cancel()
 
@@ -374,13 +377,13 @@ class WorkerGroup:
         return WorkerError(f"the workers {self.role} were ended by this run", self.role, -1)
 
 
-def _refuse(future: asyncio.Future[Any], error: WinnowError) -> None:
+def _set_error(future: asyncio.Future[Any], error: WinnowError) -> None:
     if not future.done():
         future.set_exception(error)
         future.exception()  # where nobody waits any more, nobody gets the error
 
 
-async def _within(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
+async def _wait_at_most(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
     """Wait for something, up to a limit."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(work, timeout_s)
@@ -412,17 +415,19 @@ async def start_local(
     if not hasattr(os, "memfd_create"):
         raise WinnowError("workers in processes of their own need Linux; use cluster=local there")
     port = free_port(_THIS_MACHINE)
-    variables = merged_environment(environment or {})
-    links: list[tuple[LocalConnection, LogReceiver]] = []
+    variables = worker_environment(environment or {})
+    connections: list[tuple[LocalConnection, LogReceiver]] = []
     try:
         for rank in range(size):
             listener = LogReceiver(role, rank)
-            link = await LocalConnection.start("winnow.workers.child", variables, listener.follow)
-            links.append((link, listener))
+            connection = await LocalConnection.start(
+                "winnow.workers.child", variables, listener.follow
+            )
+            connections.append((connection, listener))
     except BaseException:
-        await WorkerGroup(role, links, pack, stall_timeout_s).close()
+        await WorkerGroup(role, connections, pack, stall_timeout_s).close()
         raise
-    group = WorkerGroup(role, links, pack, stall_timeout_s)
+    group = WorkerGroup(role, connections, pack, stall_timeout_s)
     master = _THIS_MACHINE, port
     await group.start(path, kwargs, master, devices or [None] * size, partial(SharedStore, role))
     return group
@@ -450,13 +455,13 @@ class WorkerGroups:
             WinnowError: one of them could not be started.
         """
 
-        async def all_of_them() -> list[WorkerGroup | BaseException]:
+        async def start_all() -> list[WorkerGroup | BaseException]:
             groups = await asyncio.gather(*starting, return_exceptions=True)
             self._groups += [each for each in groups if isinstance(each, WorkerGroup)]
             return groups
 
         started = []
-        for each in self.wait(all_of_them()):
+        for each in self.wait(start_all()):
             if isinstance(each, BaseException):
                 raise each
             started.append(each)
@@ -464,7 +469,7 @@ class WorkerGroups:
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Have the loop do some work, and wait for its result."""
-        return _wait(work, self._loop)
+        return _run_blocking(work, self._loop)
 
     def close(self) -> None:
         """End all groups; a second time does nothing."""
@@ -472,14 +477,14 @@ class WorkerGroups:
             return
         try:
             for group in reversed(self._groups):
-                group.end()
+                group.close_blocking()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
 
-def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
+def _run_blocking(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
     """Have the loop of another thread do some work, and wait for its result."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:

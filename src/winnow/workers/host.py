@@ -78,7 +78,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class WorkerJob:
+class WorkerSpec:
     """The worker that a process is to hold; it is sent to each rank before all calls."""
 
     path: str
@@ -130,34 +130,36 @@ class Host:
         self._calls_under_way = self._calls_ended = 0
         self._dump_after_s = threading.TIMEOUT_MAX
 
-    async def outcome(self, request: WorkerJob | Call) -> Any:
+    async def handle(self, request: WorkerSpec | Call) -> Any:
         """Make the worker, or run one of its methods; returns the result or a `CallFailure`."""
         self._calls_under_way += 1
         # From here: a call that hangs in C may let no other thread run again.
-        self._dump_when_still()
+        self._reset_stall_dump()
         try:
-            if isinstance(request, WorkerJob):
-                return self._make(request)
+            if isinstance(request, WorkerSpec):
+                return self._create_worker(request)
             if request == CLOSE and not hasattr(self._worker, "close"):
                 return None
             result = getattr(self._worker, request.method)(*request.args, **request.kwargs)
             return await result if inspect.isawaitable(result) else result
         except BaseException as error:  # SystemExit too: a worker ends when the driver says so
-            return failure_of(error)
+            return describe_failure(error)
         finally:
             self._calls_under_way -= 1
             self._calls_ended += 1
 
-    def _make(self, job: WorkerJob) -> None:
+    def _create_worker(self, job: WorkerSpec) -> None:
         sys.path[:] = dict.fromkeys([*job.python_path, *sys.path])
         if os.path.isdir(job.folder):  # else each path must be whole
             os.chdir(job.folder)
-        self._sender.take_logging(job.log_level)
+        self._sender.redirect_logging(job.log_level)
         self._dump_after_s = _DUMP_AFTER * job.stall_timeout_s
-        self._dump_when_still()
+        self._reset_stall_dump()
         # Each beat costs the driver time: a hundred a limit are enough, and one a second.
         every_s = min(job.stall_timeout_s / 100, 1.0)
-        beating = threading.Thread(target=self._beat, args=[every_s], name="winnow-beats")
+        beating = threading.Thread(
+            target=self._report_progress, args=[every_s], name="winnow-beats"
+        )
         beating.daemon = True
         beating.start()
         with gc_tuning.growing():
@@ -166,7 +168,7 @@ class Host:
         # For those that want to look at it, or to end it.
         log.info("ready: process %d on %s", os.getpid(), platform.node())
 
-    def _beat(self, every_s: float) -> None:
+    def _report_progress(self, every_s: float) -> None:
         """Send progress while a method computes, and put off the dump of stacks with each."""
         seen: tuple[int | None, int, int] = None, 0, 0
         since_s = 0.0
@@ -182,15 +184,15 @@ class Host:
             now = progress, self._calls_ended, self._calls_under_way
             if now == seen:
                 continue
-            self._dump_when_still()
+            self._reset_stall_dump()
             try:
                 if progress is not None and progress != seen[0]:
-                    self._sender.beat(int(progress))
+                    self._sender.send_progress(int(progress))
             except OSError:  # nobody listens any more
                 os._exit(1)
             seen = now
 
-    def _dump_when_still(self) -> None:
+    def _reset_stall_dump(self) -> None:
         """Have all stacks dumped unless this is called again in time; no Python need run for it."""
         if self._calls_under_way == 0:
             faulthandler.cancel_dump_traceback_later()
@@ -198,14 +200,14 @@ class Host:
             faulthandler.dump_traceback_later(self._dump_after_s, file=2)
 
 
-def failure_of(error: BaseException) -> CallFailure:
+def describe_failure(error: BaseException) -> CallFailure:
     """Describe an exception for another process."""
     line = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     text = "".join(traceback.format_exception(error)).rstrip()
-    return CallFailure(line, text, _portable(error) if isinstance(error, WinnowError) else None)
+    return CallFailure(line, text, _picklable(error) if isinstance(error, WinnowError) else None)
 
 
-def _portable(error: WinnowError) -> WinnowError | None:
+def _picklable(error: WinnowError) -> WinnowError | None:
     """Return an error as it arrives elsewhere; None where it cannot, as one of a local class."""
     try:
         copied: WinnowError = pickle.loads(pickle.dumps(error))
@@ -214,7 +216,7 @@ def _portable(error: WinnowError) -> WinnowError | None:
     return copied
 
 
-def merged_environment(user: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(user: Mapping[str, str]) -> dict[str, str]:
     """Choose variables for workers: the user's, then this process's, then the defaults."""
     inherited = {name: os.environ[name] for name in DEFAULT_VARIABLES if name in os.environ}
     return {**DEFAULT_VARIABLES, **inherited, **user}

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import WorkerError
-from winnow.workers.host import failure_of
+from winnow.workers.host import describe_failure
 
 PACKET_BYTES = 1 << 15
 _NUMBER = struct.Struct("=Q")
@@ -58,7 +58,7 @@ def pack(value: Any) -> Packed:
     Raises:
         Exception: whatever pickle raises for a value that it cannot take.
     """
-    padded = _laid_out(value)
+    padded = _serialise(value)
     if sum(map(len, padded)) <= PACKET_BYTES:
         return Packed(b"".join(padded))
     packed = Packed(b"", os.memfd_create("winnow", os.MFD_CLOEXEC))
@@ -67,7 +67,7 @@ def pack(value: Any) -> Packed:
     return packed
 
 
-def _laid_out(value: Any) -> list[Bytes]:
+def _serialise(value: Any) -> list[Bytes]:
     """Serialise a value into what `unpack` reads end to end."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
@@ -105,7 +105,7 @@ class SharedHandle:
     size: int
     """Bytes in the memory."""
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Do nothing: memory is shared at once."""
 
     def get(self) -> Any:
@@ -139,7 +139,7 @@ class SharedStore:
         start = self._end + -self._end % mmap.ALLOCATIONGRANULARITY
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(start)
-            file.writelines(_laid_out(value))
+            file.writelines(_serialise(value))
             self._end = file.tell()
         place = self._descriptor, start, self._end - start
         return SharedHandle(self._role, self._rank, os.getpid(), *place)
@@ -155,7 +155,7 @@ def _padding(length: int) -> bytes:
     return bytes(-length % _ALIGNMENT)
 
 
-def send(channel: socket.socket, number: int, packed: Packed) -> None:
+def send_message(channel: socket.socket, number: int, packed: Packed) -> None:
     """Send one message; it may go to several sockets.
 
     Raises:
@@ -169,7 +169,7 @@ def send(channel: socket.socket, number: int, packed: Packed) -> None:
         socket.send_fds(channel, message, [packed.descriptor])
 
 
-def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
+def receive_message(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
     """Take the next message: its number and what `unpack` reads; None when the sender is gone.
 
     Raises:
@@ -197,21 +197,21 @@ class Channel:
 
     Args:
         on_message: gets the number of each message, and what `unpack` reads.
-        on_cut: called once the other end is closed.
+        on_peer_closed: called once the other end is closed.
     """
 
     def __init__(
         self,
         end: socket.socket,
         on_message: Callable[[int, Bytes | mmap.mmap], None],
-        on_cut: Callable[[], None] = lambda: None,
+        on_peer_closed: Callable[[], None] = lambda: None,
     ) -> None:
         end.setblocking(False)
-        self._socket, self._on_message, self.on_cut = end, on_message, on_cut
+        self._socket, self._on_message, self.on_peer_closed = end, on_message, on_peer_closed
         self._unsent: deque[tuple[int, Packed]] = deque()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(end, self.receive)
-        self.is_cut = False
+        self.is_peer_closed = False
         """True if the other end has closed the socket."""
 
     def send(self, number: int, packed: Packed) -> None:
@@ -221,19 +221,19 @@ class Channel:
 
     def receive(self) -> None:
         """Take in what has come."""
-        while not self.is_cut:
+        while not self.is_peer_closed:
             try:
-                message = receive(self._socket)
+                message = receive_message(self._socket)
             except BlockingIOError:
                 return
             if message is not None:
                 self._on_message(*message)
                 continue
-            self.is_cut = True
+            self.is_peer_closed = True
             self._loop.remove_reader(self._socket)
-            self.on_cut()
+            self.on_peer_closed()
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Take and send no more; an idle process at the other end then ends by itself."""
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
@@ -242,14 +242,14 @@ class Channel:
 
     def close(self) -> None:
         """Hang up, and give back what is held."""
-        self.hang_up()
+        self.shut_down()
         self._socket.close()
         self._unsent.clear()
 
     def _flush(self) -> None:
         while self._unsent:
             try:
-                send(self._socket, *self._unsent[0])
+                send_message(self._socket, *self._unsent[0])
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
                 return
@@ -269,7 +269,7 @@ class LocalConnection:
     def __init__(self, process: subprocess.Popen[bytes], end: socket.socket) -> None:
         self._process = process
         self.pid = process.pid
-        self.channel = Channel(end, self._take)
+        self.channel = Channel(end, self._on_message)
         self._waiting: dict[int, Callable[[Any], None]] = {}
         self._output: asyncio.ReadTransport | None = None
         self._following: asyncio.Task[None] | None = None
@@ -305,36 +305,36 @@ class LocalConnection:
         assert process.stdout is not None
         with contextlib.suppress(OSError):  # more than this user may have: the usual size does
             fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        link = cls(process, ours)
+        connection = cls(process, ours)
         stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-        link._output, _ = await loop.connect_read_pipe(
+        connection._output, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), process.stdout
         )
-        link._following = loop.create_task(follow(stream))
-        return link
+        connection._following = loop.create_task(follow(stream))
+        return connection
 
-    def send(self, number: int, payload: Packed, tell: Callable[[Any], None]) -> None:
-        self._waiting[number] = tell
+    def send(self, number: int, payload: Packed, on_result: Callable[[Any], None]) -> None:
+        self._waiting[number] = on_result
         self.channel.send(number, payload)
 
-    def ending(self) -> str | None:
+    def exit_reason(self) -> str | None:
         if self._process.returncode is not None:
-            return _describe(self._process.returncode)
+            return _describe_exit(self._process.returncode)
         # It is not reaped before `release`: until then no stranger can have its number.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         sign = 1 if ended.si_code == os.CLD_EXITED else -1
-        return _describe(sign * ended.si_status)
+        return _describe_exit(sign * ended.si_status)
 
     def kill(self) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def gone(self, timeout_s: float) -> bool:
+    async def wait_for_exit(self, timeout_s: float) -> bool:
         give_up = time.monotonic() + timeout_s
-        while self.ending() is None:
+        while self.exit_reason() is None:
             if time.monotonic() > give_up:
                 return False
             await asyncio.sleep(0.002)
@@ -348,15 +348,15 @@ class LocalConnection:
         if self._following is not None:
             self._following.cancel()
 
-    def _take(self, number: int, data: Bytes | mmap.mmap) -> None:
+    def _on_message(self, number: int, data: Bytes | mmap.mmap) -> None:
         try:
             reply = unpack(data)
         except Exception as error:  # a class that the driver cannot read
-            reply = failure_of(error)
+            reply = describe_failure(error)
         self._waiting.pop(number)(reply)
 
 
-def _describe(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -40,17 +40,17 @@ class LogSender(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
         self._descriptor = descriptor
 
-    def take_output(self) -> None:
+    def redirect_output(self) -> None:
         """Have the process print to the stream, C code and its children included."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for number in (1, 2):
             if self._descriptor != number:
                 os.dup2(self._descriptor, number)
-        sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)
+        sys.stdout, sys.stderr = _open_unbuffered(1), _open_unbuffered(2)
         faulthandler.enable(file=2)
 
-    def take_logging(self, level: int) -> None:
+    def redirect_logging(self, level: int) -> None:
         """Send the log and Python's warnings from now on.
 
         Args:
@@ -67,12 +67,12 @@ class LogSender(logging.Handler):
             ends = range(0, max(1, len(text)), _RECORD_CHARACTERS)
             *chunks, last = [text[end : end + _RECORD_CHARACTERS] for end in ends]
             for chunk in chunks:
-                self._write({"more": chunk})
-            self._write({"level": record.levelno, "logger": record.name, "text": last})
+                self._write_record({"more": chunk})
+            self._write_record({"level": record.levelno, "logger": record.name, "text": last})
         except Exception:
             self.handleError(record)
 
-    def beat(self, progress: int) -> None:
+    def send_progress(self, progress: int) -> None:
         """Send the worker's progress, which has changed.
 
         Raises:
@@ -80,17 +80,17 @@ class LogSender(logging.Handler):
         """
         self.acquire()
         try:
-            self._write({"progress": progress})
+            self._write_record({"progress": progress})
         finally:
             self.release()
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write_record(self, record: dict[str, Any]) -> None:
         data = RECORD + json.dumps(record).encode() + b"\n"
         while data:
             data = data[os.write(self._descriptor, data) :]
 
 
-def _unbuffered(number: int) -> TextIO:
+def _open_unbuffered(number: int) -> TextIO:
     """Open standard output or error so that nothing is lost when the process is killed."""
     raw = cast(Any, io.FileIO(number, "wb", closefd=False))
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
@@ -113,17 +113,17 @@ class LogReceiver:
     async def follow(self, reader: asyncio.StreamReader) -> None:
         """Read until the stream ends."""
         try:
-            while line := await _next_line(reader):
-                self._take(line)
+            while line := await _read_line(reader):
+                self._handle_line(line)
         except ConnectionError:  # of a process on another machine, when it is killed
             pass
         finally:
-            self._take(b"")
+            self._handle_line(b"")
             self.has_ended.set()
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         printed, is_record, data = line.rpartition(RECORD)
-        record = _record(data) if is_record else None
+        record = _parse_record(data) if is_record else None
         if record is None:  # the byte may have been in something printed
             text = (self._printed + line).decode("utf-8", "backslashreplace")
             self._printed = b""
@@ -147,7 +147,7 @@ class LogReceiver:
             logger.log(level, "%s[%d]: %s", self.role, self.rank, text)
 
 
-async def _next_line(reader: asyncio.StreamReader) -> bytes:
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
     """Read a line, or as much as the reader may hold of a longer one; at the end the rest."""
     try:
         return await reader.readuntil()
@@ -156,10 +156,10 @@ async def _next_line(reader: asyncio.StreamReader) -> bytes:
     except asyncio.LimitOverrunError as error:
         line = await reader.readexactly(error.consumed)
         # A record that has begun in it is not cut.
-        return line + await _next_line(reader) if RECORD in line[-_RECORD_BYTES:] else line
+        return line + await _read_line(reader) if RECORD in line[-_RECORD_BYTES:] else line
 
 
-def _record(data: bytes) -> dict[str, Any] | None:
+def _parse_record(data: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(data)
     except ValueError:

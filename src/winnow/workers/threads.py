@@ -36,13 +36,13 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         except BaseException as error:  # handed over to the one that waits
             outcome = error
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, future, outcome)
+            loop.call_soon_threadsafe(set_outcome, future, outcome)
 
     start_thread(run, getattr(work, "__name__", "work"))
     return await future
 
 
-def settle(future: asyncio.Future[T], outcome: T | BaseException) -> None:
+def set_outcome(future: asyncio.Future[T], outcome: T | BaseException) -> None:
     """Give a future its result, or the exception instead of it, unless it is done already."""
     if future.done():  # cancelled, or of a loop that is no more
         return
@@ -74,16 +74,16 @@ def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def end_process(code: int, at_once: bool = False) -> NoReturn:
+def end_process(code: int, skip_cleanup: bool = False) -> NoReturn:
     """End this process with an exit code, whatever its threads are at.
 
     A thread that comes back from torch's compiled code while the interpreter goes down aborts the
     process with SIGABRT; where one is at work the system ends them all.
 
     Args:
-        at_once: leave out what libraries would do at the end, in any case.
+        skip_cleanup: leave out what libraries would do at the end, in any case.
     """
-    if not _at_work and not at_once:
+    if not _at_work and not skip_cleanup:
         sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

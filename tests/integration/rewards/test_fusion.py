@@ -189,7 +189,7 @@ def test_a_slow_service_is_given_up_after_compile_run_and_ten_seconds(
         seen.append((path, body["run_timeout"], timeout_s))
         return answer(tried())
 
-    monkeypatch.setattr("winnow.http.client.HttpJson.post_blocking", post)
+    monkeypatch.setattr("winnow.http.client.JsonClient.post_blocking", post)
     with closing(FusionSandbox(FusionConfig(url="http://a", compile_s=3, sample_s=7))) as sandbox:
         sandbox.run_for(Program(""), 2.5)
     assert seen == [("run_code", 7, 20), ("run_code", 2.5, 15.5)]

@@ -14,7 +14,7 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.reward import SandboxConfig
-from winnow.http.service import Refusal, is_local_host, is_loopback
+from winnow.http.service import Refusal, is_local_host_header, is_loopback
 from winnow.sandbox.program import Result
 from winnow.sandbox.server import job_of, response_of
 
@@ -258,7 +258,7 @@ def test_what_is_of_this_machine_does_without_a_token_and_may_be_asked() -> None
     ours = ["127.0.0.1:80", "localhost", "LOCALHOST:1", "[::1]:80"]
     theirs = ["127.0.0.1.evil.example", "evil.example:80", "localhost@evil.example"]
     hosts = [*ours, *theirs, "10.0.0.1:80", "[::1", ""]
-    assert [host for host in hosts if is_local_host(host)] == ours
+    assert [host for host in hosts if is_local_host_header(host)] == ours
 
 
 def test_landlock_serves_too_where_namespaces_are_blocked() -> None:

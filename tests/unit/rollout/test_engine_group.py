@@ -31,7 +31,7 @@ from winnow.rollout.engine import (
 )
 from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
-from winnow.rollout.weights import Bucket, WeightUpdate, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
 from winnow.types import Segment
 from winnow.workers.local import SharedHandle
 
@@ -331,12 +331,12 @@ def sent(*engines: Taking, deterministic: bool = False) -> tuple[EngineGroup, li
     group = EngineGroup(engines, deterministic)
     tensors = [(f"t{i}", torch.ones(1)) for i in range(20)]
     update = WeightUpdate(3, tensors)
-    small = partial(send, bucket_bytes=4)
+    small = partial(send_weights, bucket_bytes=4)
 
     async def run() -> list[str]:
         if not deterministic:
             await group.submit([request(g) for g in range(4)])
-        with patch("winnow.rollout.engine_group.send", small):
+        with patch("winnow.rollout.engine_group.send_weights", small):
             await group.load_weights(update)
         return [event.kind for event in await drained(group)]
 
@@ -369,18 +369,18 @@ def test_weights_that_reach_every_engine_damaged_end_the_run() -> None:
 def test_stored_weights_go_to_each_engine_in_one_call_and_a_damaged_one_is_named() -> None:
     class Refusing(Mortal):
         async def load_weights(self, update: WeightUpdate) -> None:
-            assert update.shares == [share]
+            assert update.stored == [share]
             raise PublicationError("other bytes")
 
     class Counting(Mortal):
         loaded: Sequence[Any] = ()
 
         async def load_weights(self, update: WeightUpdate) -> None:
-            self.loaded = [*self.loaded, update.shares]
+            self.loaded = [*self.loaded, update.stored]
             await super().load_weights(WeightUpdate(update.version))
 
     share, healthy = SharedHandle("learner", 0, 0, 0, 0, 0), Counting()
-    update = WeightUpdate(7, shares=[share])
+    update = WeightUpdate(7, stored=[share])
     group = EngineGroup([Refusing(), healthy], False)
     asyncio.run(group.load_weights(update))
     assert (group.dead, healthy.loaded) == (["engine 0"], [[share]])

@@ -41,9 +41,9 @@ class Wire:
         self.fatal = method
 
     async def call_rank(self, rank: int, method: str, *args: Any) -> Any:
-        assert method == "ask"
+        assert method == "call"
         self.calls.append(args[0])
-        reply = await self._worker.ask(*args)
+        reply = await self._worker.call(*args)
         if args[0] == self.fatal:
             await self.dies.wait()
             raise WorkerError("the process was killed", "engine 0", 0)
@@ -57,7 +57,7 @@ async def connected(slots: int = 8) -> tuple[RemoteEngine, Wire, TorchEngine]:
     use_layout_attention(model)
     engine = TorchEngine(model.eval(), slots=slots, prefill_tokens=64)
     wire = Wire(EngineWorker(engine))
-    return RemoteEngine(wire, await wire.call_rank(0, "ask", "")), wire, engine
+    return RemoteEngine(wire, await wire.call_rank(0, "call", "")), wire, engine
 
 
 def requests(lengths: Sequence[int]) -> list[GroupRequest]:

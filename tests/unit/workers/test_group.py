@@ -26,13 +26,13 @@ class Refusing:
             raise TypeError("cannot pickle it")
         asyncio.get_running_loop().call_soon(tell, number)
 
-    def ending(self) -> str | None:
+    def exit_reason(self) -> str | None:
         return "was killed" if self.is_killed else None
 
     def kill(self) -> None:
         self.is_killed = True
 
-    async def gone(self, timeout_s: float) -> bool:
+    async def wait_for_exit(self, timeout_s: float) -> bool:
         return self.is_killed
 
     async def release(self) -> None:

@@ -25,7 +25,7 @@ from winnow.models.causal_lm import AttentionLayout, head_logits, hidden_states,
 from winnow.models.folders import has_adapter
 from winnow.models.lora import adapter_weights
 from winnow.models.routing import routing_of
-from winnow.rollout.draw import RowParams, draw, logprobs_along, uniform
+from winnow.rollout.draw import RowParams, draw, token_logprobs, uniform
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
     Layers,
@@ -135,7 +135,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
                 hidden, _ = self._run_prefill([ids])
                 following = torch.tensor(ids[1:][-last:], device=self._device)
                 states = hidden[-len(following) :]
-                found.append(logprobs_along(self._logits, states, following, temperature))
+                found.append(token_logprobs(self._logits, states, following, temperature))
             await asyncio.sleep(0)
         return found
 

@@ -21,7 +21,7 @@ from uuid import uuid4
 import numpy as np
 
 from winnow.errors import ConfigError, WorkerError
-from winnow.http.client import HttpJson, RemoteError
+from winnow.http.client import JsonClient, RemoteError
 from winnow.rollout.draw import draw_arguments
 from winnow.rollout.engine import SamplingParams
 from winnow.types import FloatArray, IntArray
@@ -55,7 +55,7 @@ class Chunk:
     finish_reason: str | None
 
 
-class GenerateServer:
+class GenerateClient:
     """A client of one server.
 
     Args:
@@ -80,7 +80,7 @@ class GenerateServer:
         exact_draws: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
-        self._http = HttpJson(self.url, token, max_concurrent=_SCORED_AT_ONCE)
+        self._http = JsonClient(self.url, token, max_concurrent=_SCORED_AT_ONCE)
         self._timeout_s = timeout_s
         self._vocabulary, self._exact = vocabulary, exact_draws
         self._settings = dict(_CALM)
@@ -96,7 +96,7 @@ class GenerateServer:
         those of other clients either."""
         self._count = itertools.count()
 
-    def draws(
+    def draw_settings(
         self,
         sampling: SamplingParams,
         seed: int,
@@ -119,10 +119,10 @@ class GenerateServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": seed_behind(seed, written),
+            "seed": continuation_seed(seed, written),
         }
 
-    async def write(
+    async def stream_answer(
         self,
         context: Sequence[int],
         settings: Mapping[str, Any],
@@ -134,13 +134,13 @@ class GenerateServer:
             RemoteError: it was refused or cut short. What came before has been received.
         """
         loop = asyncio.get_running_loop()
-        body = self._body(context, {"logprobs": 0, **settings}) | {"stream": True}
+        body = self._request_body(context, {"logprobs": 0, **settings}) | {"stream": True}
 
         async def listen() -> None:
-            events = self._http.events(GENERATE, body, self._timeout_s)
+            events = self._http.stream_events(GENERATE, body, self._timeout_s)
             async with aclosing(events):
                 async for event in events:
-                    for chunk in self._chunks(event):
+                    for chunk in self._parse_chunks(event):
                         loop.call_soon_threadsafe(receive, chunk)
 
         await asyncio.wrap_future(self._http.submit(listen()))
@@ -164,17 +164,21 @@ class GenerateServer:
         try:
             for first, ids in zip(firsts, sequences, strict=True):
                 if self._exact:
-                    found.append(await self._force(ids, first, temperature, salt))
+                    found.append(await self._score_forced(ids, first, temperature, salt))
                     continue
-                asked = (self._score(ids, at, temperature, salt) for at in range(first, len(ids)))
+                asked = (
+                    self._score_token(ids, at, temperature, salt) for at in range(first, len(ids))
+                )
                 found.append(np.array(await asyncio.gather(*asked), np.float32))
         except RemoteError as error:
-            if error.is_passing:
+            if error.is_transient:
                 raise WorkerError(str(error), "engine", 0) from None
             raise ConfigError(f"{error}; it must give log-probs of given tokens") from None
         return found
 
-    async def _force(self, ids: IntArray, first: int, temperature: float, salt: str) -> FloatArray:
+    async def _score_forced(
+        self, ids: IntArray, first: int, temperature: float, salt: str
+    ) -> FloatArray:
         """Have tokens written from `first` on, whatever would be drawn; returns their log-probs.
 
         Raises:
@@ -184,11 +188,11 @@ class GenerateServer:
         forced = ids[first:].tolist()
         if not forced:
             return np.zeros(0, np.float32)
-        draws = self.draws(SamplingParams(0, temperature), 0, first, forced=forced)
+        draws = self.draw_settings(SamplingParams(0, temperature), 0, first, forced=forced)
         settings = {"max_tokens": len(forced), "logprobs": 0, **draws}
-        body = self._body(ids[:first].tolist(), settings) | {"cache_salt": salt}
+        body = self._request_body(ids[:first].tolist(), settings) | {"cache_salt": salt}
         answer = await self._http.post(GENERATE, body, self._timeout_s)
-        got = next(iter(self._chunks(answer)), None)
+        got = next(iter(self._parse_chunks(answer)), None)
         if got is None or list(got.ids) != forced or not any(got.logprobs):
             raise ConfigError(
                 f"{self.url} does not draw as rollout.engine.exact_draws=true asks; start it with "
@@ -196,7 +200,7 @@ class GenerateServer:
             )
         return np.array(got.logprobs, np.float32)
 
-    async def _score(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
+    async def _score_token(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
         wanted = int(ids[at])
         # It wants as many log-probs as ids, and leaves the last of them out for the drawn one.
         settings = {
@@ -205,13 +209,13 @@ class GenerateServer:
             "logprobs": 2,
             "logprob_token_ids": [wanted, wanted],
         }
-        body = self._body(ids[:at].tolist(), settings) | {"cache_salt": salt}
+        body = self._request_body(ids[:at].tolist(), settings) | {"cache_salt": salt}
         answer = await self._http.post(GENERATE, body, self._timeout_s)
         try:
             tops = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return next(float(top["logprob"]) for top in tops if top["token_id"] == wanted)
         except (LookupError, TypeError, StopIteration):
-            raise self._http.error("gives no log-prob of a token that is asked for") from None
+            raise self._http.make_error("gives no log-prob of a token that is asked for") from None
 
     async def probe(self, positions: int | None = None) -> None:
         """Check that the server answers, and writes ids with log-probs.
@@ -222,15 +226,15 @@ class GenerateServer:
         Raises:
             ConfigError: it does not; the line says what to do.
         """
-        draws = self.draws(SamplingParams(1), 0, 1)
-        body = self._body([0], {"max_tokens": 1, "logprobs": 0, **draws})
+        draws = self.draw_settings(SamplingParams(1), 0, 1)
+        body = self._request_body([0], {"max_tokens": 1, "logprobs": 0, **draws})
         try:
             answer = await self._http.post(GENERATE, body, self._timeout_s)
-            chunk = next(iter(self._chunks(answer)), None)
+            chunk = next(iter(self._parse_chunks(answer)), None)
             if chunk is None or len(chunk.ids) != 1:
-                raise self._http.error(f"wrote no token at {GENERATE}")
+                raise self._http.make_error(f"wrote no token at {GENERATE}")
             if self._exact:
-                await self._force(np.arange(_FORCED) % self._vocabulary, 1, 1.0, self.salt)
+                await self._score_forced(np.arange(_FORCED) % self._vocabulary, 1, 1.0, self.salt)
             models = await self._http.post("/v1/models", None, self._timeout_s)
         except RemoteError as error:
             raise ConfigError(f"{error}; {_remedy(error)}") from None
@@ -248,7 +252,7 @@ class GenerateServer:
         """Check the server as `probe` does, in a thread without an event loop."""
         self._http.submit(self.probe(positions)).result()
 
-    async def reload(self, folder: str, version: str, timeout_s: float) -> None:
+    async def load_folder(self, folder: str, version: str, timeout_s: float) -> None:
         """Have the server load the weights of a folder that it sees too, and remember their name.
 
         Raises:
@@ -257,8 +261,8 @@ class GenerateServer:
         """
         asked = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            await self._once("/collective_rpc", asked, timeout_s)
-            await self._once("/update_weight_version", {"new_version": version}, timeout_s)
+            await self._post_once("/collective_rpc", asked, timeout_s)
+            await self._post_once("/update_weight_version", {"new_version": version}, timeout_s)
         except RemoteError as error:
             if error.status in (404, 405):
                 raise ConfigError(
@@ -274,9 +278,9 @@ class GenerateServer:
         Raises:
             RemoteError: no answer came.
         """
-        await self._once("/v1/models", None, timeout_s)
+        await self._post_once("/v1/models", None, timeout_s)
 
-    async def version(self) -> str:
+    async def weight_version(self) -> str:
         """Return the name of the weights that the server holds.
 
         Raises:
@@ -285,7 +289,7 @@ class GenerateServer:
         said = await self._http.post("/weight_info", None, self._timeout_s)
         return str(said.get("weight_version")) if isinstance(said, dict) else ""
 
-    async def _once(self, path: str, body: Any, timeout_s: float) -> Any:
+    async def _post_once(self, path: str, body: Any, timeout_s: float) -> Any:
         """Ask without a second try: a reload that takes too long must not be begun again."""
         work = self._http.attempt(path, body, timeout_s, 1)
         return await asyncio.wrap_future(self._http.submit(work))
@@ -310,7 +314,7 @@ class GenerateServer:
         """End all requests."""
         self._http.close()
 
-    def _body(self, context: Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _request_body(self, context: Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:
         sampling = {**self._settings, **settings}
         return {
             "token_ids": list(map(int, context)),
@@ -318,7 +322,7 @@ class GenerateServer:
             "cache_salt": self.salt,
         }
 
-    def _chunks(self, event: Any) -> Iterable[Chunk]:
+    def _parse_chunks(self, event: Any) -> Iterable[Chunk]:
         """Read an answer, or a part of one.
 
         Raises:
@@ -326,7 +330,7 @@ class GenerateServer:
         """
         try:
             if "error" in event:
-                raise self._http.error(f"failed at an answer: {event['error']}", 500)
+                raise self._http.make_error(f"failed at an answer: {event['error']}", 500)
             for choice in event["choices"]:
                 ids = tuple(map(int, choice["token_ids"] or ()))
                 content = (choice["logprobs"] or {}).get("content") or ()
@@ -336,13 +340,13 @@ class GenerateServer:
                 end = self._vocabulary or math.inf
                 if not all(0 <= i < end for i in ids) or not all(map(math.isfinite, logprobs)):
                     said = f"gave ids outside the vocabulary of {end:,}, or log-probs not finite"
-                    raise self._http.error(said, 500)
+                    raise self._http.make_error(said, 500)
                 yield Chunk(ids, logprobs, choice["finish_reason"])
         except (LookupError, TypeError, ValueError, AttributeError):
-            raise self._http.error("answers without ids and a log-prob of each") from None
+            raise self._http.make_error("answers without ids and a log-prob of each") from None
 
 
-def seed_behind(seed: int, written: int) -> int:
+def continuation_seed(seed: int, written: int) -> int:
     """Return the seed, 63 bits, of a request that goes on behind so many tokens of an answer.
 
     A server begins its random numbers anew at each request: with the same seed, numbers that drew
@@ -358,6 +362,6 @@ def _remedy(error: RemoteError) -> str:
         return "export its key in the variable that token_env names"
     if error.status in (403, 404, 405):
         return "start vLLM's server with --enable-scale-out"
-    if error.is_passing:
+    if error.is_transient:
         return "start the server, or mend the address"
     return f"it must speak {GENERATE}, as vLLM's server does with --enable-scale-out"

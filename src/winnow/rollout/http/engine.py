@@ -39,9 +39,9 @@ from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
 from winnow.rollout.engine_group import EngineClient, EngineGroup, Key
-from winnow.rollout.http.client import Chunk, GenerateServer
+from winnow.rollout.http.client import Chunk, GenerateClient
 from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
-from winnow.rollout.weights import WeightUpdate, tensors
+from winnow.rollout.weights import WeightUpdate, unpack_tensors
 from winnow.types import FinishReason, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -94,11 +94,11 @@ class WeightFolders:
             size = count = 0
             for name, tensor in named:
                 if size and size + tensor.nbytes > _SHARD_BYTES:
-                    await asyncio.to_thread(_save, shard, folder / f"model-{count:05}.safetensors")
+                    await asyncio.to_thread(_save_shard, shard, folder, count)
                     shard, size, count = {}, 0, count + 1
                 shard[name] = tensor.detach().cpu().contiguous()
                 size += tensor.nbytes
-            await asyncio.to_thread(_save, shard, folder / f"model-{count:05}.safetensors")
+            await asyncio.to_thread(_save_shard, shard, folder, count)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"rollout.engine.weights_folder: cannot write weights to "
@@ -119,9 +119,10 @@ class WeightFolders:
             self._root.cleanup()
 
 
-def _save(shard: dict[str, Tensor], file: Path) -> None:
+def _save_shard(shard: dict[str, Tensor], folder: Path, number: int) -> None:
     from safetensors.torch import save_file
 
+    file = folder / f"model-{number:05}.safetensors"
     save_file(shard, file, metadata={"format": "pt"})
     file.chmod(0o644)
 
@@ -153,7 +154,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
     """
 
     def __init__(
-        self, server: GenerateServer, weights: WeightFolders, reload_timeout_s: float, *options: Any
+        self, server: GenerateClient, weights: WeightFolders, reload_timeout_s: float, *options: Any
     ) -> None:
         super().__init__(ServedAnswer, *options)
         self.server, self._weights, self._reload_s = server, weights, reload_timeout_s
@@ -175,7 +176,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         await super().submit(groups)
-        self._fill()
+        self._start_requests()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
         """Wait until something happened; there are no ticks to wait for.
@@ -197,7 +198,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
 
     async def abort(self, group_ids: Collection[int]) -> None:
         await super().abort(group_ids)
-        self._fill()
+        self._start_requests()
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Have the server load the newest weights, where it has others.
@@ -216,20 +217,20 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         except RemoteError as error:
             if error.status is not None:
                 raise
-            raise _death(error) from None
-        self._fill()
+            raise _dead_server_error(error) from None
+        self._start_requests()
 
     async def reload(self) -> None:
         """Have the server load the newest weights, also those that come meanwhile.
 
         Raises:
-            RemoteError, ConfigError: as `GenerateServer.reload` raises them.
+            RemoteError, ConfigError: as `GenerateClient.load_folder` raises them.
         """
         while (folder := self._weights.newest) != self._loaded:
             assert folder is not None
             self.loading = folder
             try:
-                await self.server.reload(str(folder), folder.name, self._reload_s)
+                await self.server.load_folder(str(folder), folder.name, self._reload_s)
             finally:
                 self.loading = None
             self._loaded = folder
@@ -255,7 +256,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         await super().close()
         self.server.close()
 
-    def _fill(self) -> None:
+    def _start_requests(self) -> None:
         """Begin requests for answers that have none, as many as there is room for."""
         if self.loading is not None:
             return
@@ -263,25 +264,25 @@ class ServerEngine(WrittenRows[ServedAnswer]):
             self._rows.append(self._queue.pop(0))
         for answer in self._rows:
             if answer.task is None:
-                answer.task = asyncio.create_task(self._write(answer))
-                answer.task.add_done_callback(self._ended)
+                answer.task = asyncio.create_task(self._write_answer(answer))
+                answer.task.add_done_callback(self._on_request_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_request_done(self, task: asyncio.Task[None]) -> None:
         answer = next((answer for answer in self._rows if answer.task is task), None)
         if answer is not None and not task.cancelled() and (error := task.exception()) is not None:
-            self._raise_in_events(answer, error)
+            self._set_fault(answer, error)
 
-    def _raise_in_events(self, answer: ServedAnswer, error: BaseException) -> None:
+    def _set_fault(self, answer: ServedAnswer, error: BaseException) -> None:
         self._fault = self._fault or (answer, error)
         self._news.set()
 
-    async def _write(self, answer: ServedAnswer) -> None:
+    async def _write_answer(self, answer: ServedAnswer) -> None:
         """Have the server write an answer to its end, or the server's."""
         task, failures = answer.task, 0
         while answer.task is task:
             begun = len(answer.ids)
             try:
-                await self._request(answer)
+                await self._request_rest(answer)
             except RemoteError as error:
                 if answer.task is not task:  # it has come to its end
                     return
@@ -290,13 +291,13 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                 if 400 <= status < 500 and status != 429:
                     raise ConfigError(f"rollout/engine=http: {error}") from None
                 if not status:
-                    raise _death(error) from None
+                    raise _dead_server_error(error) from None
                 if failures >= _TRIES:
-                    self._end(answer, "aborted", str(error))
+                    self._finish_answer(answer, "aborted", str(error))
                 else:  # it is busy, or failed at this one
                     await asyncio.sleep(_PAUSE_S * 2**failures)
 
-    async def _request(self, answer: ServedAnswer) -> None:
+    async def _request_rest(self, answer: ServedAnswer) -> None:
         """Ask for the rest of an answer.
 
         Raises:
@@ -307,20 +308,24 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         settings = {
             "max_tokens": sampling.max_tokens - begun,
             "stop_token_ids": list(sampling.stop_token_ids),
-            **self.server.draws(sampling, answer.request.seed, len(group.prompt_ids), begun),
+            **self.server.draw_settings(
+                sampling, answer.request.seed, len(group.prompt_ids), begun
+            ),
         }
 
         def receive(chunk: Chunk) -> None:
             if answer.task is task:
-                self._take(answer, chunk)
+                self._append_tokens(answer, chunk)
 
-        if self._loaded is not None and await self.server.version() != self._loaded.name:
+        if self._loaded is not None and await self.server.weight_version() != self._loaded.name:
             raise RemoteError(f"{url} was restarted, or given other weights")
-        await self.server.write([*group.prompt_ids.tolist(), *answer.ids], settings, receive)
+        await self.server.stream_answer(
+            [*group.prompt_ids.tolist(), *answer.ids], settings, receive
+        )
         if answer.task is task:
             raise RemoteError(f"{url} ended an answer that has not come to its end", 500)
 
-    def _take(self, answer: ServedAnswer, chunk: Chunk) -> None:
+    def _append_tokens(self, answer: ServedAnswer, chunk: Chunk) -> None:
         """Enter tokens of an answer, up to the one that ends it."""
         sampling, row = answer.group.sampling, self._rows.index(answer)
         reason: FinishReason | None = None
@@ -340,10 +345,10 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         if reason is not None:
             if chunk.finish_reason is not None:
                 answer.task = None  # its request ends by itself
-            self._end(answer, reason)
+            self._finish_answer(answer, reason)
         elif chunk.finish_reason == "length":
             length = len(answer.group.prompt_ids) + len(answer.ids)
-            self._raise_in_events(
+            self._set_fault(
                 answer,
                 ConfigError(
                     f"{self.server.url} ends answers at {length:,} tokens with their prompts; "
@@ -351,15 +356,15 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                 ),
             )
 
-    def _end(self, answer: ServedAnswer, reason: FinishReason, error: str = "") -> None:
+    def _finish_answer(self, answer: ServedAnswer, reason: FinishReason, error: str = "") -> None:
         row = self._rows.index(answer)
         (event,) = self._events_of([row], "failed" if error else "finished", {row: reason})
         self._events.append(replace(event, error=error))
         self._leave([row])
-        self._fill()
+        self._start_requests()
 
 
-def _death(error: RemoteError) -> WorkerError:
+def _dead_server_error(error: RemoteError) -> WorkerError:
     return WorkerError(str(error), "engine", 0)
 
 
@@ -378,7 +383,7 @@ class HttpEngine(EngineGroup):
 
     def __init__(
         self,
-        servers: Sequence[GenerateServer],
+        servers: Sequence[GenerateClient],
         slots: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
@@ -398,9 +403,9 @@ class HttpEngine(EngineGroup):
         self._silent_since = 0.0  # when the last of all servers died
 
     @property
-    def servers(self) -> Mapping[str, GenerateServer]:
+    def servers(self) -> Mapping[str, GenerateClient]:
         """The servers that answer, by address."""
-        return {client.name: self._members[client].server for client in self._alive()}
+        return {client.name: self._members[client].server for client in self._alive_clients()}
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Have all servers load new weights from a folder; the version alone changes none.
@@ -411,12 +416,12 @@ class HttpEngine(EngineGroup):
             ConfigError: a server does not offer that, or the folder cannot be written.
             WorkerError: no server answers.
         """
-        self._check_may_change()
-        named = tensors(update.shares) if update.shares is not None else update.tensors
+        self._check_update_allowed()
+        named = unpack_tensors(update.stored) if update.stored is not None else update.tensors
         if named is not None:
             await self._weights.write(named, update.version)
         self._weights.version = update.version
-        if named is None and not self._alive():
+        if named is None and not self._alive_clients():
             return  # who comes back has that version
         await self._wait_for_server()
         try:
@@ -436,11 +441,11 @@ class HttpEngine(EngineGroup):
             await member.close()
         self._weights.close()
 
-    def _alive(self) -> list[EngineClient]:
+    def _alive_clients(self) -> list[EngineClient]:
         return [client for client in self._clients if not client.is_dead]
 
     async def _wait_for_server(self) -> None:
-        while not self._alive():
+        while not self._alive_clients():
             self._news.clear()
             self._raise_fault()
             await self._news.wait()
@@ -457,10 +462,10 @@ class HttpEngine(EngineGroup):
         running = self._members[client].stop()
         client.receive(running)
         super()._retire(client, error, {event.key for event in running})
-        if not self._alive():
+        if not self._alive_clients():
             self._silent_since = time.monotonic()
-        client.writing = asyncio.create_task(self._revive(client, str(error)))
-        client.writing.add_done_callback(lambda task: self._wrote(client, task))
+        client.task = asyncio.create_task(self._revive(client, str(error)))
+        client.task.add_done_callback(lambda task: self._on_client_done(client, task))
 
     async def _revive(self, client: EngineClient, reason: str) -> None:
         """Wait until a server answers, and give it the newest weights."""
@@ -474,7 +479,10 @@ class HttpEngine(EngineGroup):
                 break
             except RemoteError as error:
                 reason = str(error)
-            if not self._alive() and time.monotonic() - self._silent_since > self._restart_s:
+            if (
+                not self._alive_clients()
+                and time.monotonic() - self._silent_since > self._restart_s
+            ):
                 self._fault = WorkerError(
                     f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
                     f"(rollout.engine.restart_timeout_s): {reason}",
@@ -482,9 +490,9 @@ class HttpEngine(EngineGroup):
                     0,
                 )
                 return
-        client.is_dead, client.writing = False, None
+        client.is_dead, client.task = False, None
         log.warning("%s answers again", client.name)
-        await self._deal()
+        await self._dispatch()
         self._news.set()
 
 
@@ -510,7 +518,7 @@ def make_http_engine(
     Raises:
         ConfigError: a server does not answer, or does not offer what is needed.
     """
-    servers = [GenerateServer(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
+    servers = [GenerateClient(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
     try:
         for server in servers:
             server.probe_blocking(longest)

@@ -62,7 +62,7 @@ from winnow.models.routing import route_shape, router_layers  # noqa: E402
 from winnow.observe.profile import StepProfiler  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
 from winnow.rollout.engine import CompletionEvent, GroupRequest, SamplingParams  # noqa: E402
-from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
+from winnow.rollout.remote_engine import EngineWorker, load_decoder  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer, WrittenRows  # noqa: E402
 from winnow.rollout.vllm import plugin  # noqa: E402
 from winnow.rollout.vllm.refusals import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
@@ -73,7 +73,7 @@ from winnow.rollout.weights import (  # noqa: E402
     StagedReceiver,
     WeightReceiver,
     WeightUpdate,
-    buckets,
+    pack_buckets,
 )
 from winnow.types import (  # noqa: E402
     PROMPT_ROUTES,
@@ -168,9 +168,9 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
 
     # -- weights ------------------------------------------------------------------------------
 
-    def _check_may_change(self) -> None:
+    def _check_update_allowed(self) -> None:
         self._check_health()
-        super()._check_may_change()
+        super()._check_update_allowed()
 
     def _receiver(self, version: int) -> WeightReceiver:
         if self._expected is not None:
@@ -210,7 +210,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         if self._expected is not None:
             dtype = next(iter(self._expected.values())).dtype
         rounded = ((name, tensor.to(dtype)) for name, tensor in update.tensors or ())
-        for bucket in buckets(WeightUpdate(update.version, rounded)):
+        for bucket in pack_buckets(WeightUpdate(update.version, rounded)):
             await self.take_bucket(bucket)
 
     async def take_bucket(self, bucket: Bucket) -> int:
@@ -246,9 +246,9 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
     def _break(self, reason: str) -> None:
         """Raise from now on, and wake those that wait for the end of the update."""
         self._broken = f"{reason}; vLLM cannot take weights again, so the engine must be replaced"
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None and not arriving.settled.done():
-            arriving.settled.set_result(None)
+        arriving, self._receiving = self._receiving, None
+        if arriving is not None and not arriving.ready.done():
+            arriving.ready.set_result(None)
 
     def _renew(self) -> None:
         self._salt = str(next(_SALTS))
@@ -561,6 +561,6 @@ class VllmEngineWorker(EngineWorker):
         llm = start_vllm(
             model, VllmOptions(dtype=dtype, slots=slots, trust_remote_code=code, **options)
         )
-        decode = None if tokenizer is None else decode_of(tokenizer, code)
+        decode = None if tokenizer is None else load_decoder(tokenizer, code)
         engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
         super().__init__(engine, profiler)

@@ -27,7 +27,7 @@ from typing import Any
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
 from winnow.workers.group import START_TIMEOUT_S, WorkerGroup
-from winnow.workers.host import Call, CallFailure, Host, WorkerJob, free_port, merged_environment
+from winnow.workers.host import Call, CallFailure, Host, WorkerSpec, free_port, worker_environment
 from winnow.workers.logs import LogReceiver, LogSender
 from winnow.workers.ray.session import Placement, ray_module
 from winnow.workers.threads import spawn
@@ -65,30 +65,34 @@ async def start_ray(
     listeners = [LogReceiver(role, rank) for rank in range(len(placement.slots))]
     logs = await _LogServer.open(listeners)
     actors: list[Any] = []
-    links: list[tuple[RayConnection, LogReceiver]] = []
+    connections: list[tuple[RayConnection, LogReceiver]] = []
     # The store pays where several read: it takes a millisecond, more than all the rest of a call.
     pack = ray_module().put if len(listeners) > 1 else lambda request: request
     try:
         for rank, token in enumerate(logs.tokens):
-            options = _options(placement, rank, merged_environment(environment or {}), nsight)
+            options = _actor_options(placement, rank, worker_environment(environment or {}), nsight)
             actor_class = ray_module().remote(RayWorker).options(**options)
             actors.append(actor_class.remote(logs.address, token))
         for listener, actor in zip(listeners, actors, strict=True):
-            links.append((RayConnection(actor, await _place(listener, actor), listener), listener))
+            connections.append(
+                (RayConnection(actor, await _connect_actor(listener, actor), listener), listener)
+            )
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
-        await WorkerGroup(role, links, pack, stall_timeout_s, logs.close).close()
+        await WorkerGroup(role, connections, pack, stall_timeout_s, logs.close).close()
         raise
-    group = WorkerGroup(role, links, pack, stall_timeout_s, logs.close)
-    first = links[0][0].place
-    device = 0 if placement.share.get("GPU") else None  # of those that Ray lets the process see
+    group = WorkerGroup(role, connections, pack, stall_timeout_s, logs.close)
+    first = connections[0][0].place
+    device = (
+        0 if placement.worker_resources.get("GPU") else None
+    )  # of those that Ray lets the process see
     master = first.address, first.free_port
-    await group.start(path, kwargs, master, [device] * len(links), partial(RayStore, role))
+    await group.start(path, kwargs, master, [device] * len(connections), partial(RayStore, role))
     return group
 
 
-def _options(
+def _actor_options(
     placement: Placement,
     rank: int,
     variables: dict[str, str],
@@ -98,8 +102,8 @@ def _options(
 
     group, index = placement.slots[rank]
     return {
-        "num_cpus": placement.share["CPU"],
-        "num_gpus": placement.share.get("GPU", 0),
+        "num_cpus": placement.worker_resources["CPU"],
+        "num_gpus": placement.worker_resources.get("GPU", 0),
         "max_concurrency": _CALLS_AT_ONCE,
         "max_restarts": 0,
         "runtime_env": {"env_vars": variables, **({"nsight": dict(nsight)} if nsight else {})},
@@ -109,7 +113,7 @@ def _options(
     }
 
 
-async def _place(worker: LogReceiver, actor: Any) -> Place:
+async def _connect_actor(worker: LogReceiver, actor: Any) -> ActorProcess:
     name = f"{worker.role}[{worker.rank}]"
     try:
         place = await asyncio.wait_for(actor.connect.remote(), START_TIMEOUT_S)
@@ -117,9 +121,9 @@ async def _place(worker: LogReceiver, actor: Any) -> Place:
         line = f"{name} did not start within {START_TIMEOUT_S:g} s; is its node reachable?"
         raise WorkerError(line, worker.role, worker.rank) from None
     except ray_module().exceptions.RayError as error:
-        line = f"{name} did not start: {_describe(error)}"
+        line = f"{name} did not start: {_shorten_error(error)}"
         raise WorkerError(line, worker.role, worker.rank) from error
-    assert isinstance(place, Place)
+    assert isinstance(place, ActorProcess)
     return place
 
 
@@ -138,7 +142,7 @@ class _LogServer:
         """Listen at this node's address, for these workers alone."""
         server = cls(listeners)
         host = ray_module().util.get_node_ip_address()
-        server._server = await asyncio.start_server(server._connected, host, 0)
+        server._server = await asyncio.start_server(server._on_connection, host, 0)
         server.address = server._server.sockets[0].getsockname()[:2]
         return server
 
@@ -149,7 +153,9 @@ class _LogServer:
         for writer in self._writers:
             writer.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._writers.append(writer)
         with contextlib.suppress(ValueError, ConnectionError):  # a stranger's long line
             token = (await reader.readline()).decode("ascii", "replace").strip()
@@ -160,7 +166,7 @@ class _LogServer:
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorProcess:
     """The process and the node of an actor."""
 
     pid: int
@@ -186,7 +192,7 @@ class RayWorker:
         self._next = 0
         self._early: dict[int, asyncio.Future[None]] = {}
 
-    async def connect(self) -> Place:
+    async def connect(self) -> ActorProcess:
         """Send what is printed to the driver from now on; returns where this process is.
 
         Raises:
@@ -196,12 +202,12 @@ class RayWorker:
         self._stream.settimeout(None)
         self._stream.sendall(f"{self._token}\n".encode())
         sender = LogSender(self._stream.fileno())
-        sender.take_output()
+        sender.redirect_output()
         self._host = Host(sender, self._is_orphan)
         address = self._stream.getsockname()[0]
-        return Place(os.getpid(), process_namespace(), address, free_port(address))
+        return ActorProcess(os.getpid(), process_namespace(), address, free_port(address))
 
-    async def call(self, number: int, request: WorkerJob | Call) -> tuple[Any, Any, Any]:
+    async def call(self, number: int, request: WorkerSpec | Call) -> tuple[Any, Any, Any]:
         """Run a call when all before it have begun.
 
         Returns:
@@ -213,9 +219,9 @@ class RayWorker:
         self._next += 1
         if self._next in self._early:
             self._early.pop(self._next).set_result(None)
-        outcome = await self._host.outcome(request)
+        outcome = await self._host.handle(request)
         pair = (outcome.block, outcome.extras) if isinstance(outcome, SplitResult) else (None, None)
-        return outcome, *(None if block is None else block.take() for block in pair)
+        return outcome, *(None if block is None else block.pop_arrays() for block in pair)
 
     def _is_orphan(self) -> bool:
         """Return whether the driver has closed the connection, or is gone."""
@@ -236,12 +242,12 @@ def process_namespace() -> str:
 class RayConnection:
     """The driver's end of one actor (`group.WorkerConnection`)."""
 
-    def __init__(self, actor: Any, place: Place, listener: LogReceiver) -> None:
+    def __init__(self, actor: Any, place: ActorProcess, listener: LogReceiver) -> None:
         self._actor, self._listener = actor, listener
         self._call = actor.call.options(num_returns=3)
         self.place = place
         self.pid = place.pid
-        self._how: str | None = None
+        self._exit_reason: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._killed = 0.0
         # A process on this machine is watched as such, and killed as such where it does not end
@@ -249,14 +255,14 @@ class RayConnection:
         is_local = place.namespace == process_namespace()
         self._process = os.pidfd_open(place.pid) if is_local else -1
 
-    def send(self, number: int, payload: Any, tell: Callable[[Any], None]) -> None:
+    def send(self, number: int, payload: Any, on_result: Callable[[Any], None]) -> None:
         """Have a call run."""
         ref, *blocks = self._call.remote(number, payload)
-        spawn(self._answer(ref, blocks, tell), self._tasks)
+        spawn(self._await_result(ref, blocks, on_result), self._tasks)
 
-    def ending(self) -> str | None:
+    def exit_reason(self) -> str | None:
         """Say how the process ended, as far as Ray knows."""
-        return self._how or ("died" if self._has_gone() else None)
+        return self._exit_reason or ("died" if self._has_exited() else None)
 
     def kill(self) -> None:
         """End the process."""
@@ -265,10 +271,10 @@ class RayConnection:
             ray.kill(self._actor, no_restart=True)
         self._killed = self._killed or time.monotonic()
 
-    async def gone(self, timeout_s: float) -> bool:
+    async def wait_for_exit(self, timeout_s: float) -> bool:
         """Wait until the process has ended, and for a moment until Ray says how."""
         give_up = time.monotonic() + timeout_s
-        while not self._has_gone():
+        while not self._has_exited():
             if time.monotonic() > give_up:
                 return False
             is_overdue = self._killed and time.monotonic() > self._killed + _EXIT_GRACE_S
@@ -277,7 +283,9 @@ class RayConnection:
                     signal.pidfd_send_signal(self._process, signal.SIGKILL)
             await asyncio.sleep(0.005)
         give_up = min(give_up, time.monotonic() + _DETAIL_S)
-        while self._tasks and not (self._how or self._killed) and time.monotonic() < give_up:
+        while (
+            self._tasks and not (self._exit_reason or self._killed) and time.monotonic() < give_up
+        ):
             await asyncio.sleep(0.005)
         return True
 
@@ -289,14 +297,16 @@ class RayConnection:
             os.close(self._process)
             self._process = -1
 
-    def _has_gone(self) -> bool:
+    def _has_exited(self) -> bool:
         if self._process >= 0:
             ends = select.poll()
             ends.register(self._process, select.POLLIN)
             return bool(ends.poll(0))
-        return self._listener.has_ended.is_set() or self._how is not None
+        return self._listener.has_ended.is_set() or self._exit_reason is not None
 
-    async def _answer(self, ref: Any, blocks: Sequence[Any], tell: Callable[[Any], None]) -> None:
+    async def _await_result(
+        self, ref: Any, blocks: Sequence[Any], on_result: Callable[[Any], None]
+    ) -> None:
         exceptions = ray_module().exceptions
         try:
             outcome = await ref
@@ -308,11 +318,11 @@ class RayConnection:
             for each in blocks:  # the same again, which Ray would print
                 each.future().add_done_callback(lambda future: future.exception())
             if not isinstance(error, exceptions.RayTaskError):
-                self._how = f"died ({_describe(error)})"
+                self._exit_reason = f"died ({_shorten_error(error)})"
                 return
             # A result that cannot travel.
-            outcome = CallFailure(_describe(error.cause or error), _COLOUR.sub("", str(error)))
-        tell(outcome)
+            outcome = CallFailure(_shorten_error(error.cause or error), _COLOUR.sub("", str(error)))
+        on_result(outcome)
 
 
 class RayHandle:
@@ -326,16 +336,16 @@ class RayHandle:
 
     def __init__(self, reference: Any, role: str, rank: int) -> None:
         self._reference, self._role, self._rank = reference, role, rank
-        self._coming: Future[Any] | None = None
+        self._fetching: Future[Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayHandle, (self._reference, self._role, self._rank)
 
-    def begin(self) -> None:
-        self._begun()
+    def prefetch(self) -> None:
+        self._start_fetch()
 
     def get(self) -> Any:
-        coming = self._begun()
+        coming = self._start_fetch()
         try:
             return coming.result()
         except ray_module().exceptions.RayError as error:
@@ -346,12 +356,12 @@ class RayHandle:
                 self._rank,
             ) from error
         finally:
-            self._coming = None  # a future holds what came
+            self._fetching = None  # a future holds what came
 
-    def _begun(self) -> Future[Any]:
-        coming = self._coming  # once: another thread may be done with it
+    def _start_fetch(self) -> Future[Any]:
+        coming = self._fetching  # once: another thread may be done with it
         if coming is None:
-            self._coming = coming = self._reference.future()
+            self._fetching = coming = self._reference.future()
         return coming
 
 
@@ -370,7 +380,7 @@ class RayStore:
         """Do nothing: Ray frees the memory with the last reference to it."""
 
 
-def _describe(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     """Shorten Ray's many lines about an error to one."""
     text = str(error)
     detail = text.partition("Worker exit detail: ")[2] or text

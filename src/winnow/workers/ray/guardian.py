@@ -32,7 +32,7 @@ def main() -> None:
     has_shut_down = sys.stdin.buffer.read() == SHUT_DOWN
     give_up = time.monotonic() + _ATTEMPTS_S
     # A driver that lives on still has Ray's log of itself open.
-    find = marked if has_shut_down else belonging_to
+    find = marked_processes if has_shut_down else processes_of
     while (pids := find(folder)) and time.monotonic() < give_up:
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
@@ -41,22 +41,24 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def marked(folder: str) -> list[int]:
+def marked_processes(folder: str) -> list[int]:
     """List the processes that were started with the folder's mark."""
     entry = f"{MARK}={folder}".encode()
-    return _processes(lambda p: entry in (p / "environ").read_bytes().split(b"\0"))
+    return _find_processes(lambda p: entry in (p / "environ").read_bytes().split(b"\0"))
 
 
-def belonging_to(folder: str) -> list[int]:
+def processes_of(folder: str) -> list[int]:
     """List those, and processes that have files open in the folder.
 
     Ray's helpers write their titles over their variables, but have their logs there.
     """
-    inside = _processes(lambda p: any(path.startswith(f"{folder}/") for path in _open(p)))
-    return [*marked(folder), *inside]
+    inside = _find_processes(
+        lambda p: any(path.startswith(f"{folder}/") for path in _open_files(p))
+    )
+    return [*marked_processes(folder), *inside]
 
 
-def _processes(belongs: Callable[[Path], bool]) -> list[int]:
+def _find_processes(belongs: Callable[[Path], bool]) -> list[int]:
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or another user's
@@ -65,7 +67,7 @@ def _processes(belongs: Callable[[Path], bool]) -> list[int]:
     return pids
 
 
-def _open(process: Path) -> Iterator[str]:
+def _open_files(process: Path) -> Iterator[str]:
     for link in (process / "fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             yield os.readlink(link)

@@ -78,7 +78,7 @@ def ray_session(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = ray_module()
     if address is not None and address != "auto":
-        _reach(address)
+        _check_reachable(address)
     if ray.is_initialized():
         if runtime_env:
             raise ConfigError(
@@ -105,7 +105,7 @@ def ray_session(
         after.callback(ray.shutdown)
         try:
             options["runtime_env"] = dict(ray.runtime_env.RuntimeEnv(**runtime_env or {}))
-            with _starting(options.get("_temp_dir")):
+            with _marked_start(options.get("_temp_dir")):
                 ray.init(**options)
         except Exception as error:
             what = "a private Ray did not start" if address is None else f"no Ray at {address}"
@@ -153,12 +153,12 @@ class Pool:
         return self.nodes * self.per_node
 
     @property
-    def share(self) -> Resources:
+    def worker_resources(self) -> Resources:
         """The part of its slot that one worker takes."""
         device = {"GPU": self.devices / len(self.roles)} if self.devices else {}
         return {"CPU": self.cpus, **device}
 
-    def needs(self, slots: int) -> Resources:
+    def slot_resources(self, slots: int) -> Resources:
         """Return the resources of so many slots."""
         devices = {"GPU": float(self.devices * slots)} if self.devices else {}
         return {"CPU": self.cpus * len(self.roles) * slots, **devices}
@@ -170,10 +170,10 @@ class Placement:
 
     slots: Sequence[tuple[Any, int]]
     """By rank: a placement group of Ray's, and the bundle in it."""
-    share: Resources
+    worker_resources: Resources
 
 
-class Reserved:
+class Reservation:
     """A cluster's resources that are held free for pools, until they are released.
 
     Args:
@@ -187,7 +187,7 @@ class Reserved:
         """Place a role's workers, rank r at slot r of its pool; or one alone, at slot `number`."""
         pool = next(pool for pool in self._pools if role in pool.roles)
         slots = [(part, i) for part in self._parts[pool.name] for i in range(pool.per_node)]
-        return Placement(slots if number is None else [slots[number]], pool.share)
+        return Placement(slots if number is None else [slots[number]], pool.worker_resources)
 
     def release(self) -> None:
         """Give them back; a second time does nothing. Workers that are still there are killed."""
@@ -198,7 +198,7 @@ class Reserved:
                 remove_placement_group(part)
 
 
-def offers() -> dict[str, Resources]:
+def node_resources() -> dict[str, Resources]:
     """Return the resources of the cluster's living nodes, in use or not, by the node's id."""
     return {
         node["NodeID"]: {kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")}
@@ -207,7 +207,7 @@ def offers() -> dict[str, Resources]:
     }
 
 
-async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
+async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation:
     """Reserve pools, each part on one node, the largest first.
 
     Ray gets the node of the least room as a hint, which keeps parts together; it takes another
@@ -218,20 +218,22 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
     """
     from ray.util import placement_group
 
-    spare = offers()
+    spare = node_resources()
     nodes = list(spare.values())
-    check_room(pools, nodes)
+    check_capacity(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
-    for pool in sorted(pools, key=lambda pool: _by_size(pool.needs(pool.per_node)), reverse=True):
-        slots, part = [pool.needs(1)] * pool.per_node, pool.needs(pool.per_node)
+    for pool in sorted(
+        pools, key=lambda pool: _size_key(pool.slot_resources(pool.per_node)), reverse=True
+    ):
+        slots, part = [pool.slot_resources(1)] * pool.per_node, pool.slot_resources(pool.per_node)
         for _ in range(pool.nodes):
             room = [node for node, free in spare.items() if _fits([part], [free])]
-            node = min(room, key=lambda node: _by_size(spare[node]), default=None)
+            node = min(room, key=lambda node: _size_key(spare[node]), default=None)
             if node is not None:
                 spare[node] = {kind: free - part.get(kind, 0) for kind, free in spare[node].items()}
             group = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
             parts[pool.name].append(group)
-    reserved = Reserved(pools, parts)
+    reserved = Reservation(pools, parts)
     waiting = [part.ready().future() for groups in parts.values() for part in groups]
     try:
         await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, waiting)), timeout_s)
@@ -239,7 +241,7 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
         reserved.release()
         raise ConfigError(
             f"the cluster had not enough free for the pools within {timeout_s:g} s: "
-            f"{_compared(pools, nodes)}; wait for its other work to end, or make the pools smaller"
+            f"{_describe_fit(pools, nodes)}; wait for its other work to end, or reduce the pools"
         ) from None
     except BaseException:
         reserved.release()
@@ -247,18 +249,18 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
     return reserved
 
 
-def check_room(pools: Sequence[Pool], nodes: Sequence[Resources]) -> None:
+def check_capacity(pools: Sequence[Pool], nodes: Sequence[Resources]) -> None:
     """Refuse pools that an idle cluster of these nodes could not hold.
 
     Raises:
         ConfigError: a part has no node that is large enough, or all together are too large.
     """
-    needs = [pool.needs(pool.per_node) for pool in pools for _ in range(pool.nodes)]
+    needs = [pool.slot_resources(pool.per_node) for pool in pools for _ in range(pool.nodes)]
     has_nodes = all(any(_fits([part], [node]) for node in nodes) for part in needs)
     if not has_nodes or not _fits(needs, nodes):
         raise ConfigError(
             "the cluster cannot hold the pools, node by node: "
-            f"{_compared(pools, nodes)}; make a pool smaller, put roles together, or add nodes"
+            f"{_describe_fit(pools, nodes)}; make a pool smaller, put roles together, or add nodes"
         )
 
 
@@ -269,25 +271,27 @@ def _fits(needs: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
     return all(total(needs, kind) <= total(nodes, kind) + 1e-6 for kind in ("CPU", "GPU"))
 
 
-def _by_size(resources: Resources) -> tuple[float, float]:
+def _size_key(resources: Resources) -> tuple[float, float]:
     return resources.get("GPU", 0.0), resources["CPU"]
 
 
-def _compared(pools: Sequence[Pool], nodes: Sequence[Resources]) -> str:
+def _describe_fit(pools: Sequence[Pool], nodes: Sequence[Resources]) -> str:
     """Say `they need policy 2 x (4 devices and 16 cores); it has 1 x (8 devices and 16 cores)`."""
-    needs = (f"{p.name} {p.nodes} x ({_amounts(p.needs(p.per_node))})" for p in pools)
-    kinds = Counter(map(_amounts, nodes))
+    needs = (
+        f"{p.name} {p.nodes} x ({_format_resources(p.slot_resources(p.per_node))})" for p in pools
+    )
+    kinds = Counter(map(_format_resources, nodes))
     offered = ", ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "no node"
     return f"they need {', '.join(needs)}; it has {offered}"
 
 
-def _amounts(resources: Resources) -> str:
+def _format_resources(resources: Resources) -> str:
     named = ((resources.get("GPU"), "device"), (resources["CPU"], "core"))
     amounts = [f"{n:g} {what}{'' if n == 1 else 's'}" for n, what in named if n]
     return " and ".join(amounts) or "no core"
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Check that somebody listens there: Ray would wait for minutes, then end the process."""
     host, _, port = address.rpartition(":")
     # The system would take a larger port modulo 2**16, and reach another listener there.
@@ -327,7 +331,7 @@ def _guarded_folder(root: str | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _starting(folder: str | None) -> Iterator[None]:
+def _marked_start(folder: str | None) -> Iterator[None]:
     """Mark what is started within the block as the folder's, and keep this program's handler."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
