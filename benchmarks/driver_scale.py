@@ -63,7 +63,7 @@ from winnow.types import Group, IntArray, Prompt, Score, Trajectory
 from winnow.workers.array_refs import ArrayBlock, fetch_arrays
 from winnow.workers.group import WorkerGroup, WorkerGroups, start_local
 from winnow.workers.host import RankInfo
-from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Pool, ray_session, reserve
 
 ANSWERS = 16

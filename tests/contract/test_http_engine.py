@@ -38,8 +38,8 @@ from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import CompletionEvent, SamplingParams, generate
-from winnow.rollout.http.client import continuation_seed
 from winnow.rollout.http.engine import HttpEngine, make_http_engine
+from winnow.rollout.http.generate_client import continuation_seed
 from winnow.rollout.weights import WeightUpdate
 
 SHAPE = {"vocab_size": 40, "initializer_range": 0.3, "tie_word_embeddings": False}

@@ -23,7 +23,7 @@ from winnow.config.root import Config
 from winnow.errors import ConfigError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.group import WorkerGroups
-from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Pool, ray_session, reserve
 
 PROBE = "tests.workers:Probe"

@@ -22,7 +22,7 @@ from tests.ray_nodes import RayWorkers
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.group import WorkerGroup, start_local
-from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Placement, Pool, node_resources, ray_session, reserve
 
 PATH = "tests.workers:Probe"

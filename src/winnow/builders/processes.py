@@ -120,7 +120,7 @@ def launcher(
 
         yield start_locally
         return
-    from winnow.workers.ray.group import start_ray
+    from winnow.workers.ray.actors import start_ray
     from winnow.workers.ray.session import node_resources, ray_session, reserve, write_timeline
 
     if config.model.cache_dir is not None:  # of each node; processes here inherit it

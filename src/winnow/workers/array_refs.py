@@ -4,7 +4,7 @@
     driver    lengths, spans, and an `ArrayRef` each                          │
     rank, scorer     np.asarray(segment.token_ids) ◄──────────────────────────┘ fetched once a block
 
-Ray keeps a block in the store of the worker's node (`winnow.workers.ray.group`). Between processes
+Ray keeps a block in the store of the worker's node (`winnow.workers.ray.actors`). Between processes
 of one machine the arrays travel with the block, and its references arrive as arrays.
 """
 

@@ -1,7 +1,7 @@
 """Groups of workers in other processes: calls, their outcomes, and a watch for deaths and hangs.
 
 A `WorkerConnection` is the driver's end of one worker, in whatever kind of process: `local` has the
-one for processes of this machine, `ray.group` that for actors.
+one for processes of this machine, `ray.actors` that for actors.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ the rest where it is: the caller gets a handle, passes it to the receivers of it
 need not hold that itself.
 
 The host is the same in every kind of process. How calls come and outcomes go is left to `child` and
-`ray.group`; other traffic, logs and progress, to `logs`.
+`ray.actors`; other traffic, logs and progress, to `logs`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
 from winnow.rollout.engine_group import EngineClient, EngineGroup, Key
-from winnow.rollout.http.client import Chunk, GenerateClient
+from winnow.rollout.http.generate_client import Chunk, GenerateClient
 from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
 from winnow.rollout.weights import WeightUpdate, unpack_tensors
 from winnow.types import FinishReason, FloatArray, IntArray
