@@ -221,9 +221,7 @@ def check_update_allowed(is_busy: bool, live_updates: bool) -> None:
         raise ValueError("abort what runs before new weights: its cache is of the old ones")
 
 
-def engines_by_name(
-    engine: Engine, name: str = "the engine"
-) -> Mapping[str, PublishedEngine]:
+def engines_by_name(engine: Engine, name: str = "the engine") -> Mapping[str, PublishedEngine]:
     """Return the engines that hold weights, by name: those of a group each.
 
     Args:

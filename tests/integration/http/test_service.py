@@ -166,7 +166,7 @@ def test_a_body_that_is_late_is_told_and_gives_its_place_back(
             time.sleep(0.01)
         full = httpx.post(url, json={}, **NO_PROXY)
         assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
-        assert "2 requests are here already" in full.json()["error"]
+        assert "2 requests are in progress" in full.json()["error"]
     monkeypatch.setattr(service, "_BODY_S", 0.3)
     with echoing(max_requests=2) as (_, url):
         with half_sent(int(url.rpartition(":")[2]), HALF_BODY, 2) as held:

@@ -202,7 +202,7 @@ def test_a_token_is_named_in_the_recipe_and_stays_in_the_environment(
     with served(SandboxConfig(max_concurrent=1, memory_mb=1024, time_s=30), TOKEN) as (url, _):
         config = FusionConfig(url=f"{url}/run_code", token_env="OUR_TOKEN")
         assert config.url == url
-        with pytest.raises(RewardError, match="no such environment variable; export OUR_TOKEN"):
+        with pytest.raises(RewardError, match="not set in the environment; export OUR_TOKEN"):
             FusionSandbox(config)
         monkeypatch.setenv("OUR_TOKEN", "other")
         with pytest.raises(RewardError, match="the token is missing or wrong") as caught:
