@@ -161,9 +161,7 @@ def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_d
 
 
 def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
-    remedy = (
-        r"exact_draws=true asks; start it with --logits-proc.* --logprobs-mode processed_logits$"
-    )
+    remedy = r"exact_draws\); start it with --logits-proc.* --logprobs-mode processed_logits$"
     with pytest.raises(ConfigError, match=remedy):
         engine_over(url, exact_draws=True)
 
@@ -215,7 +213,7 @@ def test_a_server_that_restarts_unseen_is_given_the_newest_weights_first(
         return await generate(engine, groups)
 
     done = asyncio.run(run())
-    assert "was restarted, or given other weights" in caplog.text
+    assert "was restarted, or loaded other weights" in caplog.text
     check_logprobs(other, done, groups)
     assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
 
@@ -400,15 +398,18 @@ GOOD = {"choices": [{"token_ids": [1], "logprobs": None, "finish_reason": "lengt
 @pytest.mark.parametrize(
     ("step", "line"),
     [
-        (reply(401, {"error": "Unauthorized"}), r"answered 401.*; export its key in the variable"),
+        (
+            reply(401, {"error": "Unauthorized"}),
+            r"answered 401.*; export its API key in the variable",
+        ),
         (reply(403, {"error": "Scale-out endpoints are disabled"}), "403.*--enable-scale-out"),
         (reply(404, {"detail": "Not Found"}), r"answered 404.*--enable-scale-out"),
-        (reply(200, raw=PAGE), r"43 bytes that are not JSON; it must speak /inference"),
+        (reply(200, raw=PAGE), r"43 bytes that are not JSON; it must offer /inference"),
         (reply(500, raw=b"Internal Server Error"), r"answered 500: Internal Server Error"),
         (reply(503, {"error": "busy"}), r"answered 503.*\(3 attempts\); start the server"),
-        (reply(200, {"text": "hello"}), "answers without ids and a log-prob of each"),
-        (reply(200, GOOD), "answers without ids and a log-prob of each"),
-        (noise, "cannot be reached: .*; start the server, or mend the address"),
+        (reply(200, {"text": "hello"}), "returned no token ids with a log-prob each"),
+        (reply(200, GOOD), "returned no token ids with a log-prob each"),
+        (noise, "cannot be reached: .*; start the server, or correct the URL"),
     ],
 )
 def test_what_is_no_such_server_is_one_line_with_a_remedy(
@@ -438,7 +439,7 @@ def token(number: int, logprob: float) -> Step:
         (reply(500, {"error": "out of memory"}), "out of memory"),
         (token(40, -1.0), "gave ids outside the vocabulary of 40"),
         (token(-1, -1.0), "gave ids outside the vocabulary of 40"),
-        (token(3, math.nan), "or log-probs not finite"),
+        (token(3, math.nan), "or non-finite log-probs"),
     ],
 )
 def test_a_request_that_always_fails_ends_as_a_failed_answer(

@@ -172,7 +172,7 @@ async def lose_a_node(workers: RayWorkers) -> None:
         ((found,),) = await reader.call("read", stored)
         np.testing.assert_array_equal(found, expected)
         os.kill(lost_node, signal.SIGKILL)
-        lost = r"what writer\[0\] wrote is lost, as its node is gone"
+        lost = r"data of writer\[0\] is lost: its node is gone"
         with pytest.raises(WorkerError, match=lost):
             await reader.call("read", late)
         with pytest.raises(WorkerError, match=lost):

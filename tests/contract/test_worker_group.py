@@ -388,7 +388,7 @@ def test_close_lets_workers_close_and_leaves_no_process(
             pids.append(await group.call_rank(0, "start_child"))
         await asyncio.gather(group.close(), group.close())
         await group.close()
-        with pytest.raises(WorkerError, match="were ended by this run"):
+        with pytest.raises(WorkerError, match="were closed by this run"):
             await group.call("about")
         return pids, group.size
 

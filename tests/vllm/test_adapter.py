@@ -113,7 +113,7 @@ def test_the_canary_hears_another_adapter(dtype: str, tmp_path: Path) -> None:
                 await canary.check(expected, 1, {"engine": engine})
         await engine.load_weights(WeightUpdate(3, alone(model)))
         found = await canary.check(expected, 3, {"engine": engine})
-        with pytest.raises(PublicationError, match="none of that name"):
+        with pytest.raises(PublicationError, match="no such tensor"):
             await engine.load_weights(WeightUpdate(4, Strategy(model).export_weights()))
         return found
 

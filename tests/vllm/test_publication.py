@@ -190,7 +190,7 @@ def test_an_engine_that_slept_writes_with_the_weights_that_wake_it() -> None:
     async def run() -> list[Any]:
         await engine.submit([group_of(prompt, 0)])
         await engine.events(until=3)
-        with pytest.raises(ValueError, match="abort what runs before the engine sleeps"):
+        with pytest.raises(ValueError, match="abort running answers before the engine sleeps"):
             await engine.sleep()
         await engine.abort([0])
         assert len(await engine.events()) == 3
@@ -228,7 +228,7 @@ def misnamed(update: WeightUpdate) -> WeightUpdate:
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
-    [(shortened, "1 of the model's tensors did not come"), (misnamed, "none of that name")],
+    [(shortened, "1 of the model's tensors did not come"), (misnamed, "no such tensor")],
     ids=["a tensor is missing", "names are of another model"],
 )
 def test_an_update_that_came_in_part_ends_the_engine(
@@ -300,7 +300,7 @@ def test_a_bucket_out_of_turn_ends_the_engine(doomed: VllmEngine) -> None:
 
     async def run() -> None:
         await doomed.take_bucket(first)
-        with pytest.raises(PublicationError, match="bucket 1 of version 1 is due"):
+        with pytest.raises(PublicationError, match="expected bucket 1 of version 1"):
             await doomed.take_bucket(Bucket(1, 5, first.pieces))
         with pytest.raises(WorkerError, match="must be replaced"):
             await doomed.take_bucket(first)

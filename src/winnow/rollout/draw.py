@@ -170,9 +170,7 @@ def select_by_blocks(probs: Tensor, u: Tensor) -> Tensor:
     rounding could decide is summed in float64, and one in which even the order of float64 sums
     could decide is left to `select`.
     """
-    ids, doubtful = _locate(
-        _block_sums(probs), u, probs.shape[-1], partial(probs.gather, -1), _DOUBT
-    )
+    ids, doubtful = _find(_block_sums(probs), u, probs.shape[-1], partial(probs.gather, -1), _DOUBT)
     if doubtful.any():
         ids[doubtful] = _select_in_float64(probs[doubtful], u[doubtful])
     return ids
@@ -201,7 +199,7 @@ def _draw_by_blocks(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tenso
     def probs_at(places: Tensor) -> Tensor:
         return shifted(rows, logits.gather(-1, places)).exp_()
 
-    ids, doubtful = _locate(sums, u, vocabulary, probs_at, _DOUBT)
+    ids, doubtful = _find(sums, u, vocabulary, probs_at, _DOUBT)
     for again in torch.split(doubtful.nonzero().flatten(), step):
         ids[again] = _select_in_float64(shifted(again, logits[again]).exp_(), u[again])
     if params.greedy is not None:
@@ -215,15 +213,13 @@ def _select_in_float64(probs: Tensor, u: Tensor) -> Tensor:
     # The sums of a block, those of all blocks and the cumulated ones of `select` round apart.
     doubt = probs.shape[-1] * 2.0**-51
     exact = probs.to(torch.float64)
-    ids, doubtful = _locate(
-        _block_sums(exact), u, probs.shape[-1], partial(exact.gather, -1), doubt
-    )
+    ids, doubtful = _find(_block_sums(exact), u, probs.shape[-1], partial(exact.gather, -1), doubt)
     if doubtful.any():
         ids[doubtful] = select(probs[doubtful], u[doubtful])
     return ids
 
 
-def _locate(
+def _find(
     sums: Tensor, u: Tensor, vocabulary: int, probs_at: Callable[[Tensor], Tensor], doubt: float
 ) -> tuple[Tensor, Tensor]:
     """Return the ids [R] at which u * total is exceeded, and in which rows rounding could decide.

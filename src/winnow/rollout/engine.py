@@ -107,12 +107,12 @@ class CompletionEvent:
             return
         place = int(np.append(np.isfinite(logprobs), False).argmin())
         if not place == len(logprobs) == len(ids):
-            said = logprobs[place] if place < len(logprobs) else "nothing"
+            shown = logprobs[place] if place < len(logprobs) else "nothing"
             raise TrainingError(
-                f"the engine gave {said} as the log-prob of token {place} of answer {self.answer} "
-                f"of group {self.group_id}: its model's weights or logits are not finite, or it is "
-                "broken; go on from an earlier checkpoint with a lower optim.lr or another "
-                "model.dtype, or mend the engine"
+                f"the engine gave {shown} as the log-prob of token {place} of answer {self.answer} "
+                f"of group {self.group_id}: weights or logits are not finite, or the engine is "
+                "faulty; resume from an earlier checkpoint with a lower optim.lr or another "
+                "model.dtype, or fix the engine"
             )
 
     @property
@@ -218,7 +218,7 @@ def check_update_allowed(is_busy: bool, live_updates: bool) -> None:
         ValueError: there are some.
     """
     if is_busy and not live_updates:
-        raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        raise ValueError("abort running answers first: their KV cache is of the old weights")
 
 
 def engines_by_name(engine: Engine, name: str = "the engine") -> Mapping[str, PublishedEngine]:
@@ -279,14 +279,14 @@ def load_custom_engine(path: str, options: Mapping[str, Any], **arguments: Any) 
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"{field} {path}: making the engine fails with {reason}; it gets "
-            f"{', '.join(sorted({*arguments, *options}))} as keywords"
+            f"{field} {path}: creating the engine fails with {reason}; its keyword arguments are "
+            f"{', '.join(sorted({*arguments, *options}))}"
         ) from error
     methods = ("submit", "events", "progress", "abort", "load_weights", "status", "close")
     missing = [name for name in methods if not callable(getattr(engine, name, None))]
     if missing:
         raise ConfigError(
-            f"{field} {path}: its engine has no method {', '.join(missing)}; implement "
+            f"{field} {path}: the engine has no method {', '.join(missing)}; implement "
             "winnow.rollout.engine.Engine"
         )
     return engine
@@ -346,13 +346,13 @@ async def generate(
     Raises:
         TrainingError: the engine gave an answer up, or fell idle before all were written.
     """
-    wanted = sum(len(request.answers) for request in requests)
+    expected = sum(len(request.answers) for request in requests)
     done: dict[tuple[int, int], Trajectory] = {}
     await engine.submit(requests)
-    while len(done) < wanted:
+    while len(done) < expected:
         events = await engine.events()
         if not events:
-            raise TrainingError(f"the engine fell idle with {wanted - len(done)} answers missing")
+            raise TrainingError(f"the engine is idle with {expected - len(done)} answers missing")
         for event in events:
             if event.kind != "finished":
                 raise TrainingError(

@@ -187,11 +187,9 @@ class EngineClient:
         """Enter events; ends go to the inbox, `running` ones are returned."""
         if self.is_dead:  # too late: its answers are others' by now
             return []
-        running = []
+        running, offset = [], self.tick_offset
         for event in events:
-            shifted = (
-                replace(event, tick=event.tick + self.tick_offset) if self.tick_offset else event
-            )
+            shifted = replace(event, tick=event.tick + offset) if offset else event
             if event.kind == "running":
                 self.answers[event.key].extend_prefix(event.segment)
                 running.append(shifted)
@@ -216,7 +214,7 @@ class EngineClient:
         if not status.running + status.queued:
             lost, tick = self.answers.values(), status.tick + self.tick_offset
             error = "the engine lost the answer"
-            self.inbox += [answer.unfinished_event("failed", tick, error) for answer in lost]
+            self.inbox += [answer.end_event("failed", tick, error) for answer in lost]
             self.answers.clear()
         await asyncio.sleep(0)
 
@@ -249,7 +247,7 @@ class EngineGroup:
         quantum_ticks: int = QUANTUM_TICKS,
     ) -> None:
         if not engines:
-            raise ValueError("a group of engines needs at least one")
+            raise ValueError("an engine group needs at least one engine")
         self._clients = [EngineClient(engine, f"engine {i}") for i, engine in enumerate(engines)]
         self._deterministic = deterministic
         self.quantum_ticks = quantum_ticks
@@ -267,7 +265,7 @@ class EngineGroup:
     @property
     def engines(self) -> dict[str, PublishedEngine]:
         """The engines that live, by name."""
-        return {client.name: client.engine for client in self._alive_clients()}
+        return {client.name: client.engine for client in self._alive()}
 
     @property
     def dead(self) -> list[str]:
@@ -315,21 +313,17 @@ class EngineGroup:
             client.inbox.clear()
             counts[client.name] = client.status.generated_tokens
 
-        await self._for_each([client for client in self._alive_clients() if client.answers], poll)
+        await self._for_each([client for client in self._alive() if client.answers], poll)
         # Some died with their engine before it told of all that came.
         begun = (answer for answer in self._queue if answer.deaths and not answer.is_fresh)
-        running += [answer.unfinished_event("running", self._tick) for answer in begun]
+        running += [answer.end_event("running", self._tick) for answer in begun]
         self._counted = None if self._is_awaited else sum(counts.values())
         return [*self._sort_events(told), *sorted(running, key=attrgetter("key"))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         ids = set(group_ids)
         self._report_aborted(self._queue.remove(ids))
-        asked = [
-            client
-            for client in self._alive_clients()
-            if any(key[0] in ids for key in client.answers)
-        ]
+        asked = [client for client in self._alive() if any(key[0] in ids for key in client.answers)]
         for answer in (answer for client in asked for answer in client.answers.values()):
             answer.aborting |= answer.group.group_id in ids
 
@@ -351,19 +345,19 @@ class EngineGroup:
         """
         self._check_update_allowed()
         await self._finish_quantum()
-        self._old_version = self._alive_clients()[0].status.weight_version
+        self._old_version = self._alive()[0].status.weight_version
         try:
             if update.tensors is not None:
                 await send_weights(update, self._take_bucket, reject=self._reject)
                 update = WeightUpdate(update.version)
-            await self._for_each(self._alive_clients(), partial(_load_weights, update=update))
+            await self._for_each(self._alive(), partial(_load_weights, update=update))
         finally:
             self._old_version = None
-        wrong = [c.name for c in self._alive_clients() if c.status.weight_version != update.version]
+        wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]
         if wrong:
             raise PublicationError(
-                f"{', '.join(wrong)} did not take weights of version {update.version}; "
-                "look at its lines in the log"
+                f"{', '.join(wrong)} did not load weights of version {update.version}; "
+                "see its lines in the log"
             )
 
     def _check_update_allowed(self) -> None:
@@ -376,17 +370,17 @@ class EngineGroup:
         async def take(client: EngineClient) -> None:
             held[client.name] = await client.engine.take_bucket(bucket)
 
-        await self._for_each(self._alive_clients(), take)
+        await self._for_each(self._alive(), take)
         return held
 
     async def sleep(self) -> None:
         """Have all engines give their GPU memory back; they must be able to."""
         await self._finish_quantum()
-        await self._for_each(self._alive_clients(), lambda client: cast(Any, client.engine).sleep())
+        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).sleep())
 
     async def wake(self) -> None:
         """Have them take it again."""
-        await self._for_each(self._alive_clients(), lambda client: cast(Any, client.engine).wake())
+        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).wake())
 
     def _reject(self, name: str, error: PublicationError) -> None:
         """Do without an engine that took damaged weights."""
@@ -462,7 +456,7 @@ class EngineGroup:
             if self._has_events():
                 return
             self._raise_fault()
-            self._alive_clients()
+            self._alive()
             await self._dispatch()
             if not self._has_work():
                 return
@@ -473,7 +467,7 @@ class EngineGroup:
     def _has_work(self) -> bool:
         return len(self._queue) > 0 or any(client.answers for client in self._clients)
 
-    def _alive_clients(self) -> list[EngineClient]:
+    def _alive(self) -> list[EngineClient]:
         alive = [client for client in self._clients if not client.is_dead]
         if not alive:
             assert self._last_death is not None
@@ -553,18 +547,16 @@ class EngineGroup:
         others = [answer for answer in answers if not answer.aborting]
         self._queue.add(answer for answer in others if answer.deaths < _DEATHS)
         fatal = (answer for answer in others if answer.deaths >= _DEATHS)
-        self._inbox += [
-            answer.unfinished_event("failed", self._tick, str(error)) for answer in fatal
-        ]
+        self._inbox += [answer.end_event("failed", self._tick, str(error)) for answer in fatal]
         left = len(self._clients) - len(self.dead)
         log.warning(
-            "%s died, %d of %d are left: %s; %d answers go on elsewhere",
+            "%s died, %d of %d engines remain: %s; %d answers continue on them",
             *(client.name, left, len(self._clients), error, len(others)),
         )
         self._news.set()
 
     def _report_aborted(self, answers: Sequence[TrackedAnswer]) -> None:
-        self._inbox += [answer.unfinished_event("aborted", self._tick) for answer in answers]
+        self._inbox += [answer.end_event("aborted", self._tick) for answer in answers]
         self._news.set()
 
     def _has_events(self) -> bool:

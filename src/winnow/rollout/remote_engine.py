@@ -172,9 +172,7 @@ def _detach_arrays(
     segments = [event.segment for event in events]
     ids = np.concatenate([np.asarray(s.token_ids, np.int32) for s in segments])
     logprobs = np.concatenate([np.asarray(s.logprobs, np.float32) for s in segments])
-    extras = [
-        _distinct_arrays(events, name) for name in sorted({n for e in events for n in e.extras})
-    ]
+    extras = [_distinct(events, name) for name in sorted({n for e in events for n in e.extras})]
     block, detached, stop = ArrayBlock((ids, logprobs)), list[CompletionEvent](), 0
     more, places = ArrayBlock(tuple(map(np.concatenate, extras))), dict[int, Any]()
     for index, arrays in enumerate(extras):
@@ -193,7 +191,7 @@ def _detach_arrays(
     return detached, block, more if extras else None
 
 
-def _distinct_arrays(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:
+def _distinct(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:
     """Return the arrays that events have under one name, each once."""
     arrays = (event.extras[name] for event in events if name in event.extras)
     return list({id(each): each for each in arrays}.values())
@@ -207,7 +205,7 @@ def _fetch_prefix(answer: AnswerRequest) -> AnswerRequest:
     try:
         ids, logprobs = np.asarray(prefix.token_ids), np.asarray(prefix.logprobs)
     except WorkerError as error:
-        log.warning("an answer is begun anew: %s", error)
+        log.warning("an answer restarts without its prefix: %s", error)
         return replace(answer, prefix=None)
     return replace(answer, prefix=replace(prefix, token_ids=ids, logprobs=logprobs))
 
@@ -274,10 +272,6 @@ class Workers(Protocol):
         """Call a method of a worker; calls begin there in the order in which they are made."""
 
 
-def _ignore_timing(work: str, began_s: float, ended_s: float) -> None:
-    """Keep no timeline."""
-
-
 class RemoteEngine:
     """Implements `PublishedEngine` over a worker that is an `EngineWorker`.
 
@@ -301,8 +295,8 @@ class RemoteEngine:
         self._listening: asyncio.Task[Reply] | None = None
         self._wanted: tuple[int | None, bool] = None, False  # what it waits for
         self._served_s = 0.0
-        self.on_served: Callable[[str, float, float], None] = _ignore_timing
-        """Is told each call that the worker has served, and from when to when."""
+        self.on_served: Callable[[str, float, float], None] = lambda *_: None
+        """Called for each call that the worker has served: its kind, start and end."""
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         self._unsent += groups

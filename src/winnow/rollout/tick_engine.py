@@ -59,7 +59,7 @@ class PendingAnswer:
         """Its place in the queue: prefixes first, then by priority."""
         return not len(self.prefix), self.group.priority, self.request.index
 
-    def unfinished_event(
+    def end_event(
         self, kind: Literal["aborted", "failed", "running"], tick: int, error: str = ""
     ) -> CompletionEvent:
         """Return an event with no more of the answer than its prefix."""
@@ -152,7 +152,7 @@ class QueueEngine(ABC, Generic[Answer]):
     def _check(self, group: GroupRequest) -> None:
         """Refuse what this engine cannot write, by a ValueError."""
         if group.sampling.stop and self._decode is None:
-            raise ValueError("stop strings need a tokenizer: give the engine `decode`")
+            raise ValueError("stop strings need a tokenizer: pass `decode` to the engine")
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Queue groups.
@@ -167,8 +167,8 @@ class QueueEngine(ABC, Generic[Answer]):
                 answer = self._make_answer(group, request)
                 if len(answer.prefix) >= group.sampling.max_tokens:
                     raise ValueError(
-                        f"group {group.group_id}: a prefix of {len(answer.prefix)} tokens leaves "
-                        f"nothing to write within max_tokens {group.sampling.max_tokens}"
+                        f"group {group.group_id}: a prefix of {len(answer.prefix)} tokens "
+                        f"reaches max_tokens {group.sampling.max_tokens}"
                     )
                 insort(self._queue, answer, key=attrgetter("order"))
 
@@ -182,7 +182,7 @@ class QueueEngine(ABC, Generic[Answer]):
         queued = [answer for answer in self._queue if answer.group.group_id in wanted]
         events = self._events_of(running, "aborted")
         for answer in queued:
-            insort(events, answer.unfinished_event("aborted", self._tick), key=attrgetter("key"))
+            insort(events, answer.end_event("aborted", self._tick), key=attrgetter("key"))
         self._leave(running)
         self._queue = [a for a in self._queue if a.group.group_id not in wanted]
         self._events += events

@@ -124,19 +124,17 @@ def fetch_buckets(stored: Sequence[Handle]) -> Iterator[Bucket]:
     listed: Iterable[Bucket] = chain.from_iterable(handle.get() for handle in stored)
     waiting = sorted(listed, key=attrgetter("index"), reverse=True)
     while waiting:
-        bucket, blocks = waiting.pop(), [_block_of(each) for each in waiting[-1:]]
-        for block in blocks:
-            if block is not None and block.handle is not None:
-                block.handle.prefetch()
+        bucket = waiting.pop()
+        if waiting and (handle := _block_of(waiting[-1]).handle) is not None:
+            handle.prefetch()
         yield bucket
-        own = _block_of(bucket)
-        if own is not None and own.handle is not None:
-            own.pop_arrays()  # it can be fetched again
+        _block_of(bucket).pop_arrays()  # it can be fetched again
 
 
-def _block_of(bucket: Bucket) -> ArrayBlock | None:
-    array: object = bucket.pieces[0].array
-    return array.block if isinstance(array, ArrayRef) else None
+def _block_of(bucket: Bucket) -> ArrayBlock:
+    array: Any = bucket.pieces[0].array
+    block: ArrayBlock = array.block
+    return block
 
 
 TakeBucket = Callable[[Bucket], Awaitable[Mapping[str, int]]]
@@ -277,9 +275,9 @@ def _empty_update_error(update: WeightUpdate) -> PublicationError:
 
 def _checksum_error(name: str, bucket: Bucket, held: int) -> PublicationError:
     return PublicationError(
-        f"weights of version {bucket.version}: {name} holds other bytes than were sent in "
+        f"weights of version {bucket.version}: {name} has other bytes than were sent in "
         f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
-        f"{held:#010x}, not {bucket.checksum():#010x}; look at that machine's memory and network"
+        f"{held:#010x}, not {bucket.checksum():#010x}; check that machine's memory and network"
     )
 
 
@@ -322,8 +320,8 @@ class WeightReceiver:
         """
         if (bucket.version, bucket.index) != (self.version, self._next):
             raise PublicationError(
-                f"weights: bucket {bucket.index} of version {bucket.version} came, but bucket "
-                f"{self._next} of version {self.version} is due; publish the weights again"
+                f"weights: got bucket {bucket.index} of version {bucket.version}, expected bucket "
+                f"{self._next} of version {self.version}; publish the weights again"
             )
         self._next += 1
         held = tuple(map(self._copy_piece, bucket.pieces))
@@ -334,15 +332,15 @@ class WeightReceiver:
         own = self._own.get(piece.name)
         dtype = "" if own is None else str(own.dtype).removeprefix("torch.")
         if own is None or (tuple(own.shape), dtype) != (piece.shape, piece.dtype):
-            has = "none of that name" if own is None else f"{list(own.shape)} {dtype}"
+            has = "no such tensor" if own is None else f"{list(own.shape)} {dtype}"
             raise PublicationError(
-                f"weights of version {self.version}: {piece.name} {list(piece.shape)} "
-                f"{piece.dtype} came, but the engine's model has {has}; give both the same model "
-                "and dtype"
+                f"weights of version {self.version}: got {piece.name} {list(piece.shape)} "
+                f"{piece.dtype}, but the engine's model has {has}; use the same model and dtype "
+                "for both"
             )
         if piece.start != self._filled[piece.name]:
             raise PublicationError(
-                f"weights of version {self.version}: a part of {piece.name} came twice or is "
+                f"weights of version {self.version}: a part of {piece.name} is duplicate or "
                 "missing; publish the weights again"
             )
         self._filled[piece.name] += len(piece.array)
@@ -362,14 +360,14 @@ class WeightReceiver:
         """
         if version != self.version:
             raise PublicationError(
-                f"weights of version {version}: buckets of version {self.version} came; publish "
+                f"weights of version {version}: got buckets of version {self.version}; publish "
                 "the weights again"
             )
         missing = [name for name, own in self._own.items() if self._filled[name] < own.numel()]
         if missing:
             raise PublicationError(
-                f"weights of version {self.version}: {len(missing)} of the model's tensors did not "
-                f"come, such as {missing[0]}; export all of them"
+                f"weights of version {self.version}: {len(missing)} of the model's tensors are "
+                f"missing, such as {missing[0]}; export all of them"
             )
         self.ready.set_result(None)
 

@@ -1,7 +1,7 @@
-"""Groups of workers in other processes: calls, their outcomes, and a watch for deaths and hangs.
+"""Groups of workers in other processes: calls and their results, and a watch for deaths and hangs.
 
-A `WorkerConnection` is the driver's end of one worker, in whatever kind of process: `local` has the
-one for processes of this machine, `ray.actors` that for actors.
+A `WorkerConnection` is the driver's end of one worker: `local` has the one for processes of this
+machine, `ray.actors` the one for Ray actors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,17 +38,18 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 START_TIMEOUT_S = 600.0
-"""For a worker to be made: imports, and a model to be loaded."""
+"""Limit for creating a worker: imports, and loading a model."""
 CLOSE_TIMEOUT_S = 30.0
-"""For a worker's `close()`; less where a worker may hang for less."""
+"""Limit for a worker's `close()`, if its stall timeout is not less."""
 GONE_TIMEOUT_S = 30.0
-"""For a killed process to leave, which gives its memory back first."""
+"""Limit for a killed process to exit, which frees its memory first."""
 _OUTPUT_DRAIN_S = 1.0
-"""For what a dead process wrote to be read."""
+"""Limit for reading the last output of a dead process."""
 _GRACE_S = 3.0
-"""After an exception, for a death to be seen that it may come from."""
+"""Time after an exception in which the death of another rank counts as its cause."""
 _TICK_S = 0.1
 _THIS_MACHINE = "127.0.0.1"
+_CHILD = "winnow.workers.child"
 
 
 class WorkerConnection(Protocol):
@@ -59,23 +60,23 @@ class WorkerConnection(Protocol):
         """The process id."""
 
     def send(self, number: int, payload: Any, on_result: Callable[[Any], None]) -> None:
-        """Have a call run; calls begin in the order of their numbers, from 0.
+        """Send a call; calls start in the order of their numbers, from 0.
 
         Args:
-            on_result: to be given the result or a `CallFailure`, later; never, if the process dies.
+            on_result: called with the result or a `CallFailure`, unless the process dies.
         """
 
     def exit_reason(self) -> str | None:
-        """Say how the process ended, such as `was killed by SIGKILL`; None while it runs."""
+        """Return how the process ended, such as `was killed by SIGKILL`; None while it runs."""
 
     def kill(self) -> None:
         """End the process at once."""
 
     async def wait_for_exit(self, timeout_s: float) -> bool:
-        """Wait until nothing of the process is left; False if it did not go in time."""
+        """Wait until the process has exited; return False after a timeout."""
 
     async def release(self) -> None:
-        """Give back what the driver holds for it."""
+        """Free the driver's resources of the connection."""
 
 
 @dataclass(eq=False)
@@ -83,9 +84,9 @@ class _Rank:
     connection: WorkerConnection
     listener: LogReceiver
     calls: int = 0
-    """Sent so far, which is the number of the next one."""
+    """Number of calls sent, and so of the next one."""
     pending_calls: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
-    """Calls without an outcome: each one's method, and the future that waits for it."""
+    """Method and future of each call without a result."""
     stalled_s: float = 0.0
     """Seconds without progress."""
     progress: int | None = None
@@ -98,34 +99,31 @@ class WorkerGroup:
     `WorkerGroups`. Its methods may be called from any thread, but `call_blocking` and
     `close_blocking` not from that loop's.
 
-    The first worker that raises, dies, or hangs ends the group: calls under way on the other ranks,
-    which may sit in a collective for ever, are abandoned, and all later calls raise the same error.
-    What should fail by itself, such as one engine of several, is a separate group.
+    The first worker that raises, dies or hangs ends the group: pending calls of the other ranks,
+    which may block in a collective, are abandoned, and all later calls raise the same error.
+    Workers that should fail independently, such as several engines, are separate groups.
 
     Every call raises:
-        WorkerError: names role and rank. The traceback of what a worker raised is in the log, once.
-        WinnowError: a worker raised it; it comes through as it is.
+        WorkerError: names role and rank. A worker's traceback is in the log, once.
+        WinnowError: the exception of the worker itself.
 
-    A call that is cancelled goes on in the worker, and its result is dropped. Contract tests are in
+    A cancelled call continues in the worker, and its result is dropped. Contract tests are in
     `tests/contract/test_worker_group.py`.
 
     Args:
-        connections: the connections, each with the receiver of its log, by rank.
-        pack: serialises once a message to several.
-        on_close: gives back what the group as a whole holds.
+        pack: serialises a message once for several ranks.
+        on_close: frees resources of the whole group.
     """
 
     def __init__(
         self,
         role: str,
-        connections: Sequence[tuple[WorkerConnection, LogReceiver]],
         pack: Callable[[WorkerSpec | Call], Any],
         stall_timeout_s: float,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.role = role
-        self.size = len(connections)
-        self._ranks = [_Rank(connection, listener) for connection, listener in connections]
+        self.role, self.size = role, 0
+        self._ranks: list[_Rank] = []
         self._pack, self._on_close = pack, on_close
         self._stall_timeout_s = stall_timeout_s
         self._limit_s = START_TIMEOUT_S
@@ -134,7 +132,20 @@ class WorkerGroup:
         self._closed: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        spawn(self._watch(), self._tasks)
+
+    def add(self, connection: WorkerConnection, listener: LogReceiver) -> None:
+        """Add the connection of the next rank."""
+        self._ranks.append(_Rank(connection, listener))
+        self.size += 1
+
+    @contextlib.asynccontextmanager
+    async def closed_on_error(self) -> AsyncIterator[None]:
+        """End all workers if the block raises."""
+        try:
+            yield
+        except BaseException:
+            await self._close_once()
+            raise
 
     async def start(
         self,
@@ -144,55 +155,50 @@ class WorkerGroup:
         devices: Sequence[int | None],
         store: Callable[[int], Store],
     ) -> None:
-        """Have the workers made; on an error all processes are ended.
+        """Create the workers in their processes.
 
         Args:
             path: `module:Class` of the worker (`host`).
-            kwargs: what each is made with, beside its rank.
-            master: rank 0's address, and a port that is free there.
+            kwargs: keyword arguments of each, besides its rank.
+            master: rank 0's address, and a free port there.
             devices: `RankInfo.device_index` by rank.
             store: makes the `RankInfo.store` of a rank.
         """
+        spawn(self._watch(), self._tasks)
         level, paths = logging.getLogger("winnow").getEffectiveLevel(), tuple(sys.path)
         waiting = []
-        try:
-            for rank, device in enumerate(devices):
-                info = RankInfo(rank, self.size, *master, device, store(rank))
-                job = WorkerSpec(path, kwargs, info, self._stall_timeout_s, level, paths)
-                waiting += self._send([rank], "__init__", job)
-            await asyncio.gather(*waiting)
-        except BaseException:
-            await self._close_once()
-            raise
+        for rank, device in enumerate(devices):
+            info = RankInfo(rank, self.size, *master, device, store(rank))
+            spec = WorkerSpec(path, kwargs, info, self._stall_timeout_s, level, paths)
+            waiting += self._send([rank], "__init__", spec)
+        await asyncio.gather(*waiting)
         self._limit_s = self._stall_timeout_s
 
     @property
     def progress(self) -> tuple[int | None, ...]:
-        """The workers' own, by rank, as last heard."""
+        """The workers' last reported `progress`, by rank."""
         return tuple(rank.listener.progress for rank in self._ranks)
 
     def call_blocking(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks and wait; results by rank."""
-        return _run_blocking(
-            self._call_ranks(range(self.size), Call(method, args, kwargs)), self._loop
-        )
+        """Call a method on all ranks and block; return the results by rank."""
+        return _block_on(self._call_ranks(range(self.size), Call(method, args, kwargs)), self._loop)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on all ranks at once; results by rank.
+        """Call a method on all ranks; return the results by rank.
 
-        The arguments are serialised once, and large arrays among them held once for all ranks of
-        a machine.
+        The arguments are serialised once, and large arrays are stored once for all ranks of a
+        machine.
         """
         same = Call(method, args, kwargs)
         return await asyncio.wrap_future(self.submit(self._call_ranks(range(self.size), same)))
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method on one rank."""
+        """Call a method on one rank; return its result."""
         call = Call(method, args, kwargs)
         return (await asyncio.wrap_future(self.submit(self._call_ranks([rank], call))))[0]
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Have the group's loop do some work; from any thread."""
+        """Run a coroutine on the group's event loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def pids(self) -> list[int]:
@@ -200,21 +206,21 @@ class WorkerGroup:
         return [rank.connection.pid for rank in self._ranks]
 
     async def close(self) -> None:
-        """End the workers; none of their processes is left when it returns.
+        """End the workers and wait until their processes have exited.
 
-        Each worker's `close()` comes first, unless something failed. A second time does nothing.
+        Each worker's `close()` is called first, unless the group has failed. May be called twice.
         """
         await asyncio.wrap_future(self.submit(self._close_once()))
 
     def close_blocking(self) -> None:
-        """Do what `close` does, and wait; where the loop is closed, that is done."""
+        """Do what `close` does, and block; do nothing if the loop is closed."""
         if not self._loop.is_closed():
-            _run_blocking(self._close_once(), self._loop)
+            _block_on(self._close_once(), self._loop)
 
     async def _close_once(self) -> None:
         if self._closed is None:
             self._closed = self._loop.create_task(self._close())
-        # A driver that is cancelled while it closes leaves no process behind either.
+        # Shielded: a driver that is cancelled meanwhile leaves no process behind either.
         await asyncio.shield(self._closed)
 
     async def _call_ranks(self, ranks: Sequence[int], call: Call) -> list[Any]:
@@ -235,7 +241,7 @@ class WorkerGroup:
                 rank.stalled_s = 0.0
             call = rank.calls
             rank.connection.send(call, payload, partial(self._on_result, number, call))
-            rank.calls += 1  # now: the worker would wait for one that could not be sent
+            rank.calls += 1  # after `send`: the worker would wait for one that could not be sent
             rank.pending_calls[call] = method, future
             waiting.append(future)
         return waiting
@@ -247,7 +253,7 @@ class WorkerGroup:
         method, future = rank.pending_calls[call]
         rank.stalled_s = 0.0
         if isinstance(outcome, CallFailure) and not self._is_closing:
-            # Its waiters get the error once the cause is known.
+            # The callers get the error once its cause is known.
             spawn(self._on_failure(number, method, outcome), self._tasks)
             return
         del rank.pending_calls[call]
@@ -258,12 +264,12 @@ class WorkerGroup:
             future.set_result(outcome)
 
     async def _on_failure(self, number: int, method: str, failure: CallFailure) -> None:
-        """Find out whether a method raised on its own account or because another rank died."""
+        """Fail the group with a worker's exception, unless the death of another rank caused it."""
         peers = [rank for rank in range(self.size) if rank != number]
         give_up = time.monotonic() + (_GRACE_S if peers else 0.0)
         while time.monotonic() < give_up and self._failure is None:
             if any(self._is_dead(rank) for rank in peers):
-                give_up += _OUTPUT_DRAIN_S  # the watch is about to say so
+                give_up += _OUTPUT_DRAIN_S  # the watch is about to report it
             await asyncio.sleep(0.01)
         if self._failure is not None:
             return
@@ -271,7 +277,7 @@ class WorkerGroup:
         error = failure.error
         if error is None:
             log.error("%s[%d] failed in %s: %s", self.role, number, method, failure.traceback)
-            error = WorkerError(f"{line}; the log has its traceback", self.role, number)
+            error = WorkerError(f"{line}; see the traceback in the log", self.role, number)
         else:
             log.error("%s", line)
         self._fail(error)
@@ -281,9 +287,9 @@ class WorkerGroup:
         return rank.listener.has_ended.is_set() or rank.connection.exit_reason() is not None
 
     async def _watch(self) -> None:
-        """Watch for deaths and hangs, until the group has failed or is closed.
+        """Watch for deaths and hangs until the group has failed or is closed.
 
-        Time is counted in ticks: a driver that was itself held up blames no worker.
+        Time is counted in ticks, so that a delay of the driver does not count as a worker's hang.
         """
         last = time.monotonic()
         while self._failure is None and not self._is_closing:
@@ -307,11 +313,11 @@ class WorkerGroup:
         await _wait_at_most(rank.listener.has_ended.wait(), _OUTPUT_DRAIN_S)
         await rank.connection.wait_for_exit(_OUTPUT_DRAIN_S)
         if self._failure is None and not self._is_closing:
-            how = rank.connection.exit_reason() or "cut its connection"
-            how += " (by hand, or for want of memory)" if how.endswith("SIGKILL") else ""
+            how = rank.connection.exit_reason() or "closed its connection"
+            how += " (by a user, or out of memory)" if how.endswith("SIGKILL") else ""
             line = f"{self.role}[{number}] {how}{self._describe_calls(number)}"
             log.error("%s", line)
-            self._fail(WorkerError(f"{line}; the log has its last lines", self.role, number))
+            self._fail(WorkerError(f"{line}; see its last lines in the log", self.role, number))
 
     def _on_hang(self, number: int) -> None:
         calls = self._describe_calls(number)
@@ -321,9 +327,9 @@ class WorkerGroup:
             for other, rank in enumerate(self._ranks)
             if other != number and rank.pending_calls and rank.stalled_s > 0.9 * self._limit_s
         ]
-        waiting = f" ({', '.join(silent)} had none either)" if silent else ""
-        log.error("%s%s; the log has its stack", line, waiting)
-        remedy = "raise trainer.stall_timeout_s if it is only slow"
+        waiting = f" (nor of {', '.join(silent)})" if silent else ""
+        log.error("%s%s; see its stack in the log", line, waiting)
+        remedy = "if it is only slow, raise trainer.stall_timeout_s"
         self._fail(WorkerError(f"{line}{waiting}; {remedy}", self.role, number))
 
     def _describe_calls(self, number: int) -> str:
@@ -331,7 +337,7 @@ class WorkerGroup:
         return f" in {', '.join(methods)}" if methods else ""
 
     def _fail(self, error: WinnowError) -> None:
-        """End the group: every call under way raises, and every later one."""
+        """Mark the group as failed: all pending and later calls raise the error."""
         assert self._failure is None
         self._failure = error
         for rank in self._ranks:
@@ -340,20 +346,14 @@ class WorkerGroup:
             rank.pending_calls.clear()
 
     async def _close(self) -> None:
-        connections = [rank.connection for rank in self._ranks]
         try:
             if self._failure is None:
                 await self._close_workers()
         finally:
             self._is_closing = True
-            for connection in connections:
-                connection.kill()
-            gone = await asyncio.gather(
-                *(connection.wait_for_exit(GONE_TIMEOUT_S) for connection in connections)
-            )
-            for connection, is_gone in zip(connections, gone, strict=True):
-                if not is_gone:
-                    log.error("%s: process %d does not end", self.role, connection.pid)
+            for rank in self._ranks:
+                rank.connection.kill()
+            await asyncio.gather(*map(self._wait_for_exit, self._ranks))
             if self._failure is None:
                 self._fail(self._closed_error())
             for rank in self._ranks:
@@ -363,8 +363,12 @@ class WorkerGroup:
             for task in self._tasks - {asyncio.current_task()}:
                 task.cancel()
 
+    async def _wait_for_exit(self, rank: _Rank) -> None:
+        if not await rank.connection.wait_for_exit(GONE_TIMEOUT_S):
+            log.error("%s: process %d did not exit after SIGKILL", self.role, rank.connection.pid)
+
     async def _close_workers(self) -> None:
-        """Have each worker's `close()` run; what it raises is logged."""
+        """Call each worker's `close()`, and log what it raises."""
         self._is_closing = True
         waiting = self._send(range(self.size), "close", CLOSE)
         pending = {future for future in waiting if not future.done()}
@@ -374,17 +378,17 @@ class WorkerGroup:
             pending = {f for f in pending if not self._is_dead(waiting.index(f))}
 
     def _closed_error(self) -> WorkerError:
-        return WorkerError(f"the workers {self.role} were ended by this run", self.role, -1)
+        return WorkerError(f"the {self.role} workers were closed by this run", self.role, -1)
 
 
 def _set_error(future: asyncio.Future[Any], error: WinnowError) -> None:
     if not future.done():
         future.set_exception(error)
-        future.exception()  # where nobody waits any more, nobody gets the error
+        future.exception()  # else asyncio logs errors that nobody awaits
 
 
 async def _wait_at_most(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
-    """Wait for something, up to a limit."""
+    """Await a coroutine; give up after a timeout."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(work, timeout_s)
 
@@ -400,36 +404,29 @@ async def start_local(
 ) -> WorkerGroup:
     """Start workers in processes of this machine.
 
-    Call it from a thread that lives as long as they are to: Linux kills them when it ends.
+    Linux kills them when the calling thread ends.
 
     Args:
         path: `module:Class` of the worker (`host`).
-        kwargs: what each is made with, beside its rank.
-        environment: variables for them, over this process's own.
-        stall_timeout_s: how long a call may be under way without progress.
-        devices: `RankInfo.device_index` by rank; by default the CPU.
+        kwargs: keyword arguments of each, besides its rank.
+        environment: variables that override this process's.
+        stall_timeout_s: how long a call may take without progress.
+        devices: `RankInfo.device_index` by rank; None is the CPU.
 
     Raises:
-        WorkerError, WinnowError: one cannot be made; no process is left.
+        WorkerError, WinnowError: a worker cannot be created; all processes are ended.
     """
     if not hasattr(os, "memfd_create"):
-        raise WinnowError("workers in processes of their own need Linux; use cluster=local there")
-    port = free_port(_THIS_MACHINE)
+        raise WinnowError("worker processes need Linux; run without them, or on Linux")
+    master = _THIS_MACHINE, free_port(_THIS_MACHINE)
     variables = worker_environment(environment or {})
-    connections: list[tuple[LocalConnection, LogReceiver]] = []
-    try:
+    group = WorkerGroup(role, pack, stall_timeout_s)
+    async with group.closed_on_error():
         for rank in range(size):
             listener = LogReceiver(role, rank)
-            connection = await LocalConnection.start(
-                "winnow.workers.child", variables, listener.follow
-            )
-            connections.append((connection, listener))
-    except BaseException:
-        await WorkerGroup(role, connections, pack, stall_timeout_s).close()
-        raise
-    group = WorkerGroup(role, connections, pack, stall_timeout_s)
-    master = _THIS_MACHINE, port
-    await group.start(path, kwargs, master, devices or [None] * size, partial(SharedStore, role))
+            group.add(await LocalConnection.start(_CHILD, variables, listener.follow), listener)
+        store = partial(SharedStore, role)
+        await group.start(path, kwargs, master, devices or [None] * size, store)
     return group
 
 
@@ -437,9 +434,9 @@ Starting = Coroutine[Any, Any, WorkerGroup]
 
 
 class WorkerGroups:
-    """Worker groups in the event loop of a thread; close it.
+    """Starts worker groups in the event loop of a separate thread; close it.
 
-    The run's own loop stands still while a step is learnt and while a checkpoint is awaited.
+    The run's own loop blocks while a step is trained or a checkpoint is awaited.
     """
 
     def __init__(self) -> None:
@@ -449,10 +446,10 @@ class WorkerGroups:
         self._groups: list[WorkerGroup] = []
 
     def start(self, *starting: Starting) -> list[WorkerGroup]:
-        """Start groups side by side.
+        """Start groups concurrently.
 
         Raises:
-            WinnowError: one of them could not be started.
+            WinnowError: a group could not be started.
         """
 
         async def start_all() -> list[WorkerGroup | BaseException]:
@@ -468,11 +465,11 @@ class WorkerGroups:
         return started
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Have the loop do some work, and wait for its result."""
-        return _run_blocking(work, self._loop)
+        """Run a coroutine on the loop and return its result."""
+        return _block_on(work, self._loop)
 
     def close(self) -> None:
-        """End all groups; a second time does nothing."""
+        """Close all groups and end the thread. May be called twice."""
         if self._loop.is_closed():
             return
         try:
@@ -484,11 +481,11 @@ class WorkerGroups:
             self._loop.close()
 
 
-def _run_blocking(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
-    """Have the loop of another thread do some work, and wait for its result."""
+def _block_on(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
+    """Run a coroutine on another thread's loop and return its result."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         return future.result()
-    except BaseException:  # such as Ctrl-C, while it goes on
+    except BaseException:  # such as KeyboardInterrupt
         future.cancel()
         raise

@@ -47,7 +47,7 @@ def test_an_engine_apart_takes_the_adapter_alone(dtype: Any, tmp_path: Path) -> 
         await inner.load_weights(WeightUpdate(1, stored=[Elsewhere(alone)]))
         assert await canary.check(expected, 1, {"engine": inner}) >= 0
         whole = list(pack_buckets(WeightUpdate(2, policy.export_weights())))
-        with pytest.raises(PublicationError, match="none of that name"):
+        with pytest.raises(PublicationError, match="no such tensor"):
             await inner.load_weights(WeightUpdate(2, stored=[Elsewhere(whole)]))
 
     asyncio.run(run())

@@ -59,7 +59,7 @@ def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores()
     (pool,) = pools(on_ray(*TOGETHER), True)
     assert pool == Pool("all", ("policy", "rollout"), 2, 2, True, 3)
     assert pool.worker_resources == {"CPU": 3, "GPU": 0.5}
-    assert pool.slot_resources(pool.per_node) == {"CPU": 12, "GPU": 2}
+    assert pool.resources(pool.per_node) == {"CPU": 12, "GPU": 2}
 
 
 def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
@@ -167,7 +167,7 @@ def test_a_role_that_is_not_asked_for_or_not_on_a_gpu_has_no_device(
 def test_pools_of_roles_that_have_one_each() -> None:
     train, write = pools(on_ray(*FOUR, *WIDE), True)
     assert (train.devices, write.devices) == (1, 2)
-    assert (write.nodes, write.per_node, write.slot_resources(1)) == (2, 1, {"CPU": 1, "GPU": 2})
+    assert (write.nodes, write.per_node, write.resources(1)) == (2, 1, {"CPU": 1, "GPU": 2})
     (engines,) = pools(on_ray(*WIDE, "cluster.cpus=0.5"), False)  # ranks need no pool
     assert engines == Pool("rollout", ("rollout",), nodes=2, cpus=0.5)
     assert engines.worker_resources == {"CPU": 0.5}

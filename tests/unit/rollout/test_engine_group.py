@@ -246,7 +246,7 @@ async def test_what_a_dead_engine_had_goes_on_elsewhere_behind_the_last_known_pr
         assert ids_of(event) == written(seed, 0, len(event.segment), 0).token_ids.tolist()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
-    assert lines[0].startswith("engine 1 died, 1 of 2 are left: the process was killed; ")
+    assert lines[0].startswith("engine 1 died, 1 of 2 engines remain: the process was killed; ")
 
 
 def test_what_was_asked_back_of_an_engine_that_dies_comes_back_and_is_not_written_on() -> None:
@@ -313,7 +313,7 @@ def test_an_engine_that_keeps_its_old_version_is_found() -> None:
 
 
 class Taking(Mortal):
-    """Takes buckets, and holds other bytes than came from bucket `damaged` on."""
+    """Takes buckets, and has other bytes than came from bucket `damaged` on."""
 
     def __init__(self, damaged: int | None = None, refused: int | None = None) -> None:
         super().__init__(live_updates=True)
@@ -354,15 +354,15 @@ def test_an_engine_that_weights_reach_damaged_is_left_out(
     assert healthy.inner.status().weight_version == group.status().weight_version == 3
     assert ends == ["finished"] * 12
     assert "engine 0 died, 1 of 2 are left" in caplog.text
-    assert "engine 0 holds other bytes" in caplog.text or "does not fit" in caplog.text
+    assert "engine 0 has other bytes" in caplog.text or "does not fit" in caplog.text
 
 
 def test_weights_that_reach_every_engine_damaged_end_the_run() -> None:
-    with pytest.raises(PublicationError, match=r"engine 1 holds other bytes .* bucket 4"):
+    with pytest.raises(PublicationError, match=r"engine 1 has other bytes .* bucket 4"):
         sent(Taking(damaged=2), Taking(damaged=4))
     with pytest.raises(PublicationError, match="does not fit"):
         sent(Taking(refused=1), Taking(refused=1))
-    with pytest.raises(PublicationError, match="engine 0 holds other bytes"):
+    with pytest.raises(PublicationError, match="engine 0 has other bytes"):
         sent(Taking(damaged=2), Taking(), deterministic=True)
 
 

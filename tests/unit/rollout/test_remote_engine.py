@@ -175,7 +175,7 @@ async def test_an_answer_whose_prefix_is_lost_is_begun_anew(
     first, second = told
     assert (len(second.segment), second.kind) == (9, "finished")
     np.testing.assert_array_equal(first.segment.token_ids, second.segment.token_ids)
-    assert "begun anew" in caplog.text
+    assert "restarts without its prefix" in caplog.text
 
 
 async def test_nothing_to_tell_from_before_an_abort_does_not_mean_idle(

@@ -41,7 +41,8 @@ class Refusing:
 
 async def test_a_call_that_cannot_be_sent_takes_no_number() -> None:
     receiver = LogReceiver("policy", 0)
-    group = WorkerGroup("policy", [(Refusing(), receiver)], lambda asked: asked, 5.0)
+    group = WorkerGroup("policy", lambda asked: asked, 5.0)
+    group.add(Refusing(), receiver)
     assert await group.call_rank(0, "step") == 0
     with pytest.raises(TypeError, match="cannot pickle it"):
         await group.call_rank(0, "step", object())

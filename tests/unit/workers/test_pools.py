@@ -36,7 +36,7 @@ def node(cpus: float, devices: float = 0.0) -> Resources:
 def test_pools_are_refused_where_a_part_or_all_of_them_do_not_fit(
     pools: list[Pool], kind: str
 ) -> None:
-    parts = [pool.slot_resources(pool.per_node) for pool in pools for _ in range(pool.nodes)]
+    parts = [pool.resources(pool.per_node) for pool in pools for _ in range(pool.nodes)]
     check_capacity(pools, parts)
     largest = max(parts, key=lambda part: part.get(kind, 0.0))
     if largest.get(kind, 0.0) > 0:
@@ -52,9 +52,9 @@ def test_a_cluster_that_is_too_small_is_told_what_is_missing() -> None:
     with pytest.raises(ConfigError) as caught:
         check_capacity([POLICY], [node(16, 8), node(15, 4)])
     assert str(caught.value) == (
-        "the cluster cannot hold the pools, node by node: they need policy 2 x (4 devices and "
+        "the pools do not fit the nodes of the cluster: they need policy 2 x (4 devices and "
         "16 cores); it has 1 x (8 devices and 16 cores), 1 x (4 devices and 15 cores); "
-        "make a pool smaller, put roles together, or add nodes"
+        "make a pool smaller, colocate roles, or add nodes"
     )
     with pytest.raises(ConfigError, match="it has no node"):
         check_capacity([JUDGE], [])

@@ -102,8 +102,8 @@ class WeightFolders:
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"rollout.engine.weights_folder: cannot write weights to "
-                f"{self._parent or tempfile.gettempdir()}: {error}; name a folder with room that "
-                "the servers see, too"
+                f"{self._parent or tempfile.gettempdir()}: {error}; name a folder with free space "
+                "that the servers can read"
             ) from error
         self.newest = folder
 
@@ -305,12 +305,11 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         """
         task, url, group, begun = answer.task, self.server.url, answer.group, len(answer.ids)
         sampling = group.sampling_of(answer.request)
+        start, seed = len(group.prompt_ids), answer.request.seed
         settings = {
             "max_tokens": sampling.max_tokens - begun,
             "stop_token_ids": list(sampling.stop_token_ids),
-            **self.server.draw_settings(
-                sampling, answer.request.seed, len(group.prompt_ids), begun
-            ),
+            **self.server.draw_settings(sampling, seed, start, begun),
         }
 
         def receive(chunk: Chunk) -> None:
@@ -318,12 +317,11 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                 self._append_tokens(answer, chunk)
 
         if self._loaded is not None and await self.server.weight_version() != self._loaded.name:
-            raise RemoteError(f"{url} was restarted, or given other weights")
-        await self.server.stream_answer(
-            [*group.prompt_ids.tolist(), *answer.ids], settings, receive
-        )
+            raise RemoteError(f"{url} was restarted or has loaded other weights")
+        context = [*group.prompt_ids.tolist(), *answer.ids]
+        await self.server.stream_answer(context, settings, receive)
         if answer.task is task:
-            raise RemoteError(f"{url} ended an answer that has not come to its end", 500)
+            raise RemoteError(f"{url} ended the stream of an unfinished answer", 500)
 
     def _append_tokens(self, answer: ServedAnswer, chunk: Chunk) -> None:
         """Enter tokens of an answer, up to the one that ends it."""
@@ -351,7 +349,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
             self._set_fault(
                 answer,
                 ConfigError(
-                    f"{self.server.url} ends answers at {length:,} tokens with their prompts; "
+                    f"{self.server.url} stops at {length:,} tokens of prompt and answer; "
                     "start it with a larger --max-model-len"
                 ),
             )
@@ -405,7 +403,7 @@ class HttpEngine(EngineGroup):
     @property
     def servers(self) -> Mapping[str, GenerateClient]:
         """The servers that answer, by address."""
-        return {client.name: self._members[client].server for client in self._alive_clients()}
+        return {client.name: self._members[client].server for client in self._alive()}
 
     async def load_weights(self, update: WeightUpdate) -> None:
         """Have all servers load new weights from a folder; the version alone changes none.
@@ -421,15 +419,15 @@ class HttpEngine(EngineGroup):
         if named is not None:
             await self._weights.write(named, update.version)
         self._weights.version = update.version
-        if named is None and not self._alive_clients():
+        if named is None and not self._alive():
             return  # who comes back has that version
         await self._wait_for_server()
         try:
             await super().load_weights(WeightUpdate(update.version))
         except RemoteError as error:
             raise PublicationError(
-                f"weights of version {update.version}: {error}; the servers must see the folder "
-                "of rollout.engine.weights_folder by the same path"
+                f"weights of version {update.version}: {error}; the servers must have "
+                "rollout.engine.weights_folder at the same path"
             ) from None
         await self._wait_for_server()
         self._weights.remove_older([member.loading for member in self._members.values()])
@@ -441,11 +439,11 @@ class HttpEngine(EngineGroup):
             await member.close()
         self._weights.close()
 
-    def _alive_clients(self) -> list[EngineClient]:
+    def _alive(self) -> list[EngineClient]:
         return [client for client in self._clients if not client.is_dead]
 
     async def _wait_for_server(self) -> None:
-        while not self._alive_clients():
+        while not self._alive():
             self._news.clear()
             self._raise_fault()
             await self._news.wait()
@@ -462,7 +460,7 @@ class HttpEngine(EngineGroup):
         running = self._members[client].stop()
         client.receive(running)
         super()._retire(client, error, {event.key for event in running})
-        if not self._alive_clients():
+        if not self._alive():
             self._silent_since = time.monotonic()
         client.task = asyncio.create_task(self._revive(client, str(error)))
         client.task.add_done_callback(lambda task: self._on_client_done(client, task))
@@ -479,10 +477,7 @@ class HttpEngine(EngineGroup):
                 break
             except RemoteError as error:
                 reason = str(error)
-            if (
-                not self._alive_clients()
-                and time.monotonic() - self._silent_since > self._restart_s
-            ):
+            if not self._alive() and time.monotonic() - self._silent_since > self._restart_s:
                 self._fault = WorkerError(
                     f"no server of rollout.engine.url has answered for {self._restart_s:g} s "
                     f"(rollout.engine.restart_timeout_s): {reason}",

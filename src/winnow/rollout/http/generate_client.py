@@ -164,21 +164,17 @@ class GenerateClient:
         try:
             for first, ids in zip(firsts, sequences, strict=True):
                 if self._exact:
-                    found.append(await self._score_forced(ids, first, temperature, salt))
+                    found.append(await self._force(ids, first, temperature, salt))
                     continue
-                asked = (
-                    self._score_token(ids, at, temperature, salt) for at in range(first, len(ids))
-                )
+                asked = (self._score(ids, at, temperature, salt) for at in range(first, len(ids)))
                 found.append(np.array(await asyncio.gather(*asked), np.float32))
         except RemoteError as error:
             if error.is_transient:
                 raise WorkerError(str(error), "engine", 0) from None
-            raise ConfigError(f"{error}; it must give log-probs of given tokens") from None
+            raise ConfigError(f"{error}; it must return log-probs of requested tokens") from None
         return found
 
-    async def _score_forced(
-        self, ids: IntArray, first: int, temperature: float, salt: str
-    ) -> FloatArray:
+    async def _force(self, ids: IntArray, first: int, temperature: float, salt: str) -> FloatArray:
         """Have tokens written from `first` on, whatever would be drawn; returns their log-probs.
 
         Raises:
@@ -195,12 +191,12 @@ class GenerateClient:
         got = next(iter(self._parse_chunks(answer)), None)
         if got is None or list(got.ids) != forced or not any(got.logprobs):
             raise ConfigError(
-                f"{self.url} does not draw as rollout.engine.exact_draws=true asks; start it with "
+                f"{self.url} does not make exact draws (rollout.engine.exact_draws); start it with "
                 f"--logits-processors {_PROCESSOR} --logprobs-mode processed_logits"
             )
         return np.array(got.logprobs, np.float32)
 
-    async def _score_token(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
+    async def _score(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
         wanted = int(ids[at])
         # It wants as many log-probs as ids, and leaves the last of them out for the drawn one.
         settings = {
@@ -215,7 +211,7 @@ class GenerateClient:
             tops = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return next(float(top["logprob"]) for top in tops if top["token_id"] == wanted)
         except (LookupError, TypeError, StopIteration):
-            raise self._http.make_error("gives no log-prob of a token that is asked for") from None
+            raise self._http.make_error("returned no log-prob of a requested token") from None
 
     async def probe(self, positions: int | None = None) -> None:
         """Check that the server answers, and writes ids with log-probs.
@@ -232,9 +228,9 @@ class GenerateClient:
             answer = await self._http.post(GENERATE, body, self._timeout_s)
             chunk = next(iter(self._parse_chunks(answer)), None)
             if chunk is None or len(chunk.ids) != 1:
-                raise self._http.make_error(f"wrote no token at {GENERATE}")
+                raise self._http.make_error(f"returned no token at {GENERATE}")
             if self._exact:
-                await self._score_forced(np.arange(_FORCED) % self._vocabulary, 1, 1.0, self.salt)
+                await self._force(np.arange(_FORCED) % self._vocabulary, 1, 1.0, self.salt)
             models = await self._http.post("/v1/models", None, self._timeout_s)
         except RemoteError as error:
             raise ConfigError(f"{error}; {_remedy(error)}") from None
@@ -243,8 +239,8 @@ class GenerateClient:
         short = [limit for limit in limits if isinstance(limit, int) and limit < (positions or 0)]
         if short:
             raise ConfigError(
-                f"{self.url} takes {short[0]:,} tokens (max_model_len), but prompts with their "
-                f"answers, or checks of its weights, have {positions:,}; start it with "
+                f"{self.url} has max_model_len {short[0]:,}, but requests of prompts with answers, "
+                f"or of weight checks, have up to {positions:,} tokens; start it with "
                 f"--max-model-len {positions} or more"
             )
 
@@ -266,7 +262,7 @@ class GenerateClient:
         except RemoteError as error:
             if error.status in (404, 405):
                 raise ConfigError(
-                    f"{self.url} has no endpoint that loads weights (/collective_rpc); start vLLM "
+                    f"{self.url} has no endpoint to load weights (/collective_rpc); start vLLM "
                     "with VLLM_SERVER_DEV_MODE=1 in its environment"
                 ) from None
             raise
@@ -330,7 +326,7 @@ class GenerateClient:
         """
         try:
             if "error" in event:
-                raise self._http.make_error(f"failed at an answer: {event['error']}", 500)
+                raise self._http.make_error(f"reported an error: {event['error']}", 500)
             for choice in event["choices"]:
                 ids = tuple(map(int, choice["token_ids"] or ()))
                 content = (choice["logprobs"] or {}).get("content") or ()
@@ -339,11 +335,11 @@ class GenerateClient:
                 logprobs = tuple(float(entry["logprob"]) for entry in content)
                 end = self._vocabulary or math.inf
                 if not all(0 <= i < end for i in ids) or not all(map(math.isfinite, logprobs)):
-                    said = f"gave ids outside the vocabulary of {end:,}, or log-probs not finite"
+                    said = f"returned ids outside the vocabulary of {end:,} or non-finite log-probs"
                     raise self._http.make_error(said, 500)
                 yield Chunk(ids, logprobs, choice["finish_reason"])
         except (LookupError, TypeError, ValueError, AttributeError):
-            raise self._http.make_error("answers without ids and a log-prob of each") from None
+            raise self._http.make_error("returned no token ids with a log-prob each") from None
 
 
 def continuation_seed(seed: int, written: int) -> int:
@@ -359,9 +355,9 @@ def continuation_seed(seed: int, written: int) -> int:
 def _remedy(error: RemoteError) -> str:
     """Say what mends the first thing that goes wrong with a server."""
     if error.status in (401, 403) and "scale-out" not in error.line.lower():
-        return "export its key in the variable that token_env names"
+        return "export its API key in the variable of token_env"
     if error.status in (403, 404, 405):
         return "start vLLM's server with --enable-scale-out"
     if error.is_transient:
-        return "start the server, or mend the address"
-    return f"it must speak {GENERATE}, as vLLM's server does with --enable-scale-out"
+        return "start the server, or correct the URL"
+    return f"it must offer {GENERATE}, as vLLM's server does with --enable-scale-out"

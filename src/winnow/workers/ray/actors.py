@@ -1,10 +1,9 @@
-"""Workers in Ray actors, on the slots that were reserved for them (`session.reserve`).
+"""Workers in Ray actors, on reserved slots (`session.reserve`).
 
 A worker's process is an actor of `RayWorker`; `RayConnection` is the driver's end of it. Calls and
-results travel by Ray's own means, a call to several ranks by way of the object store. What a worker
-logs and prints goes to the driver by a separate connection (`logs`), not by Ray's log files.
-Arrays that a worker keeps stay in the object store of its node; a `RayHandle` travels in their
-stead.
+results are sent by Ray, calls to several ranks through the object store. Logs and output are sent
+to the driver over a separate connection (`logs`), not to Ray's log files. Arrays that a worker
+stores stay in the object store of its node, and a `RayHandle` is sent instead.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _EXIT_GRACE_S = 1.0
-"""Seconds for a process to end after Ray has requested it."""
+"""Seconds for a process to exit after Ray's kill, before a SIGKILL."""
 _DETAIL_S = 2.0
-"""Seconds for Ray to say how an actor died."""
+"""Seconds for Ray to report how an actor died."""
 
 
 async def start_ray(
@@ -50,63 +49,62 @@ async def start_ray(
     stall_timeout_s: float = float("inf"),
     nsight: Mapping[str, str] | None = None,
 ) -> WorkerGroup:
-    """Start workers in actors of the Ray that this process is connected to.
+    """Start workers in actors of the Ray cluster that this process is connected to.
 
     Args:
         path: `module:Class` of the worker (`host`); importable on the nodes.
-        kwargs: what each is made with, besides its rank.
-        environment: variables for them, over this process's own.
-        stall_timeout_s: how long a call may be under way without progress.
-        nsight: options of `nsys profile`, under which they run then.
+        kwargs: keyword arguments of each, besides its rank.
+        environment: variables that override this process's.
+        stall_timeout_s: how long a call may take without progress.
+        nsight: options of `nsys profile`, if the workers run under it.
 
     Raises:
-        WorkerError, WinnowError: one cannot be made; no process is left.
+        WorkerError, WinnowError: a worker cannot be created; all processes are ended.
     """
     listeners = [LogReceiver(role, rank) for rank in range(len(placement.slots))]
-    logs = await _LogServer.open(listeners)
-    actors: list[Any] = []
-    connections: list[tuple[RayConnection, LogReceiver]] = []
-    # The store pays where several read: it takes a millisecond, more than all the rest of a call.
+    tokens = [secrets.token_hex(16) for _ in listeners]
+    address, close_logs = await _serve_logs(dict(zip(tokens, listeners, strict=True)))
+    # The object store pays off for several readers: a put takes longer than the rest of a call.
     pack = ray_module().put if len(listeners) > 1 else lambda request: request
+    actors: list[Any] = []
+    group = WorkerGroup(role, pack, stall_timeout_s, close_logs)
     try:
-        for rank, token in enumerate(logs.tokens):
-            options = _actor_options(placement, rank, worker_environment(environment or {}), nsight)
-            actor_class = ray_module().remote(RayWorker).options(**options)
-            actors.append(actor_class.remote(logs.address, token))
-        for listener, actor in zip(listeners, actors, strict=True):
-            connections.append(
-                (RayConnection(actor, await _connect_actor(listener, actor), listener), listener)
-            )
+        async with group.closed_on_error():
+            for rank, token in enumerate(tokens):
+                options = _actor_options(placement, rank, environment or {}, nsight)
+                actor_class = ray_module().remote(RayWorker).options(**options)
+                actors.append(actor_class.remote(address, token))
+            processes = []
+            for listener, actor in zip(listeners, actors, strict=True):
+                processes.append(await _connect_actor(listener, actor))
+                group.add(RayConnection(actor, processes[-1], listener), listener)
+            device = 0 if placement.worker_resources.get("GPU") else None  # of the visible ones
+            master = processes[0].address, processes[0].free_port
+            devices, store = [device] * len(actors), partial(RayStore, role)
+            await group.start(path, kwargs, master, devices, store)
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
-        await WorkerGroup(role, connections, pack, stall_timeout_s, logs.close).close()
         raise
-    group = WorkerGroup(role, connections, pack, stall_timeout_s, logs.close)
-    first = connections[0][0].place
-    device = (
-        0 if placement.worker_resources.get("GPU") else None
-    )  # of those that Ray lets the process see
-    master = first.address, first.free_port
-    await group.start(path, kwargs, master, [device] * len(connections), partial(RayStore, role))
     return group
 
 
 def _actor_options(
     placement: Placement,
     rank: int,
-    variables: dict[str, str],
+    environment: Mapping[str, str],
     nsight: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group, index = placement.slots[rank]
+    profiling = {"nsight": dict(nsight)} if nsight else {}
     return {
         "num_cpus": placement.worker_resources["CPU"],
         "num_gpus": placement.worker_resources.get("GPU", 0),
         "max_concurrency": _CALLS_AT_ONCE,
         "max_restarts": 0,
-        "runtime_env": {"env_vars": variables, **({"nsight": dict(nsight)} if nsight else {})},
+        "runtime_env": {"env_vars": worker_environment(environment), **profiling},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=index
         ),
@@ -118,7 +116,9 @@ async def _connect_actor(worker: LogReceiver, actor: Any) -> ActorProcess:
     try:
         place = await asyncio.wait_for(actor.connect.remote(), START_TIMEOUT_S)
     except TimeoutError:
-        line = f"{name} did not start within {START_TIMEOUT_S:g} s; is its node reachable?"
+        line = (
+            f"{name} did not start within {START_TIMEOUT_S:g} s; check that its node is reachable"
+        )
         raise WorkerError(line, worker.role, worker.rank) from None
     except ray_module().exceptions.RayError as error:
         line = f"{name} did not start: {_shorten_error(error)}"
@@ -127,42 +127,36 @@ async def _connect_actor(worker: LogReceiver, actor: Any) -> ActorProcess:
     return place
 
 
-class _LogServer:
-    """A server to which actors connect to send their logs."""
+async def _serve_logs(
+    receivers: dict[str, LogReceiver],
+) -> tuple[tuple[str, int], Callable[[], None]]:
+    """Listen on this node for the logs of actors.
 
-    def __init__(self, listeners: Sequence[LogReceiver]) -> None:
-        self.tokens = [secrets.token_hex(16) for _ in listeners]
-        self._listeners = dict(zip(self.tokens, listeners, strict=True))
-        self._server: asyncio.Server | None = None
-        self._writers: list[asyncio.StreamWriter] = []
-        self.address = ("", 0)
+    Args:
+        receivers: by the token that an actor sends first.
 
-    @classmethod
-    async def open(cls, listeners: Sequence[LogReceiver]) -> _LogServer:
-        """Listen at this node's address, for these workers alone."""
-        server = cls(listeners)
-        host = ray_module().util.get_node_ip_address()
-        server._server = await asyncio.start_server(server._on_connection, host, 0)
-        server.address = server._server.sockets[0].getsockname()[:2]
-        return server
+    Returns:
+        Host and port, and a function that closes all connections.
+    """
+    writers: list[asyncio.StreamWriter] = []
 
-    def close(self) -> None:
-        """Close all connections."""
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with contextlib.suppress(ValueError, ConnectionError):  # a long line of another client
+            token = (await reader.readline()).decode("ascii", "replace").strip()
+            receiver = receivers.pop(token, None)
+            if receiver is not None:
+                await receiver.follow(reader)
+        writer.close()
+
+    def close() -> None:
+        server.close()
+        for writer in writers:
             writer.close()
 
-    async def _on_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._writers.append(writer)
-        with contextlib.suppress(ValueError, ConnectionError):  # a stranger's long line
-            token = (await reader.readline()).decode("ascii", "replace").strip()
-            listener = self._listeners.pop(token, None)
-            if listener is not None:
-                await listener.follow(reader)
-        writer.close()
+    host = ray_module().util.get_node_ip_address()
+    server = await asyncio.start_server(on_connection, host, 0)
+    return server.sockets[0].getsockname()[:2], close
 
 
 @dataclass(frozen=True)
@@ -171,20 +165,20 @@ class ActorProcess:
 
     pid: int
     namespace: str
-    """Names the machine's boot and its space of process ids: two that agree see each other's."""
+    """The machine's boot and its PID namespace: processes with the same one see each other."""
     address: str
-    """The node's, as it reaches the driver."""
+    """The node's address on its route to the driver."""
     free_port: int
 
 
 class RayWorker:
     """Hosts one worker; runs in the actor's process.
 
-    Ray delivers calls in any order; they begin in that of their numbers.
+    Ray delivers calls in any order; they start in the order of their numbers.
 
     Args:
-        driver: host and port at which the driver takes logs.
-        token: tells the driver which worker this is; no other process knows it.
+        driver: host and port of the driver's log server.
+        token: identifies the worker to the log server, and is secret.
     """
 
     def __init__(self, driver: tuple[str, int], token: str) -> None:
@@ -193,7 +187,7 @@ class RayWorker:
         self._early: dict[int, asyncio.Future[None]] = {}
 
     async def connect(self) -> ActorProcess:
-        """Send what is printed to the driver from now on; returns where this process is.
+        """Redirect the output to the driver; return the process and its node.
 
         Raises:
             OSError: the driver cannot be reached from this node.
@@ -208,10 +202,10 @@ class RayWorker:
         return ActorProcess(os.getpid(), process_namespace(), address, free_port(address))
 
     async def call(self, number: int, request: WorkerSpec | Call) -> tuple[Any, Any, Any]:
-        """Run a call when all before it have begun.
+        """Run a call after all earlier ones have started.
 
         Returns:
-            The outcome, and separately the two blocks that the result may keep here.
+            The result, and the arrays of its two blocks, which Ray keeps on this node.
         """
         if number != self._next:
             turn = self._early[number] = asyncio.get_running_loop().create_future()
@@ -224,7 +218,7 @@ class RayWorker:
         return outcome, *(None if block is None else block.pop_arrays() for block in pair)
 
     def _is_orphan(self) -> bool:
-        """Return whether the driver has closed the connection, or is gone."""
+        """Return whether the driver has closed the connection or exited."""
         try:
             return self._stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -234,7 +228,7 @@ class RayWorker:
 
 
 def process_namespace() -> str:
-    """Name the processes that this one can see: the machine's boot, and its namespace."""
+    """Return an id of the machine's boot and this process's PID namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -250,29 +244,29 @@ class RayConnection:
         self._exit_reason: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._killed = 0.0
-        # A process on this machine is watched as such, and killed as such where it does not end
-        # when Ray asks it to: Ray calls it dead before it has ended.
+        # Ray reports an actor as dead before its process exits. One on this machine is watched,
+        # and killed if it does not exit.
         is_local = place.namespace == process_namespace()
         self._process = os.pidfd_open(place.pid) if is_local else -1
 
     def send(self, number: int, payload: Any, on_result: Callable[[Any], None]) -> None:
-        """Have a call run."""
+        """Send a call."""
         ref, *blocks = self._call.remote(number, payload)
         spawn(self._await_result(ref, blocks, on_result), self._tasks)
 
     def exit_reason(self) -> str | None:
-        """Say how the process ended, as far as Ray knows."""
+        """Return how the process ended, as far as Ray knows."""
         return self._exit_reason or ("died" if self._has_exited() else None)
 
     def kill(self) -> None:
         """End the process."""
         ray = ray_module()
-        if ray.is_initialized():  # a session that is over has ended its processes
+        if ray.is_initialized():  # else the session has ended its processes
             ray.kill(self._actor, no_restart=True)
         self._killed = self._killed or time.monotonic()
 
     async def wait_for_exit(self, timeout_s: float) -> bool:
-        """Wait until the process has ended, and for a moment until Ray says how."""
+        """Wait until the process has exited, and shortly for Ray to report how."""
         give_up = time.monotonic() + timeout_s
         while not self._has_exited():
             if time.monotonic() > give_up:
@@ -290,7 +284,7 @@ class RayConnection:
         return True
 
     async def release(self) -> None:
-        """Close what watches the process."""
+        """Close the pidfd, and cancel pending calls."""
         for task in self._tasks:
             task.cancel()
         if self._process >= 0:
@@ -315,23 +309,23 @@ class RayConnection:
                     if block is not None:
                         block.handle = RayHandle(each, self._listener.role, self._listener.rank)
         except exceptions.RayError as error:
-            for each in blocks:  # the same again, which Ray would print
+            for each in blocks:  # they have the same error, which Ray would print
                 each.future().add_done_callback(lambda future: future.exception())
             if not isinstance(error, exceptions.RayTaskError):
                 self._exit_reason = f"died ({_shorten_error(error)})"
                 return
-            # A result that cannot travel.
+            # A result that cannot be pickled.
             outcome = CallFailure(_shorten_error(error.cause or error), _COLOUR.sub("", str(error)))
         on_result(outcome)
 
 
 class RayHandle:
-    """A `Handle` by a reference of Ray's, which frees the memory when the last one is gone.
+    """A `Handle` with a reference of Ray's, which frees the memory after the last reference.
 
-    The driver owns what it was returned, so that it outlives the worker; not the worker's node.
+    The driver owns results of calls, so that they outlive the worker, but not the worker's node.
 
     Args:
-        role, rank: the worker whose it was.
+        role, rank: the worker that stored the value.
     """
 
     def __init__(self, reference: Any, role: str, rank: int) -> None:
@@ -349,17 +343,14 @@ class RayHandle:
         try:
             return coming.result()
         except ray_module().exceptions.RayError as error:
-            whose = f"{self._role}[{self._rank}]"
-            raise WorkerError(
-                f"what {whose} wrote is lost, as its node is gone ({type(error).__name__})",
-                self._role,
-                self._rank,
-            ) from error
+            name, reason = f"{self._role}[{self._rank}]", type(error).__name__
+            line = f"data of {name} is lost: its node is gone ({reason})"
+            raise WorkerError(line, self._role, self._rank) from error
         finally:
-            self._fetching = None  # a future holds what came
+            self._fetching = None  # the future refers to the value
 
     def _start_fetch(self) -> Future[Any]:
-        coming = self._fetching  # once: another thread may be done with it
+        coming = self._fetching  # read once: another thread may reset it
         if coming is None:
             self._fetching = coming = self._reference.future()
         return coming
@@ -381,7 +372,7 @@ class RayStore:
 
 
 def _shorten_error(error: BaseException) -> str:
-    """Shorten Ray's many lines about an error to one."""
+    """Return Ray's message about an error in one line."""
     text = str(error)
     detail = text.partition("Worker exit detail: ")[2] or text
     detail = detail.partition(" Some common causes include")[0]

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _REACH_S = 10.0
 _LONGEST_FOLDER = 30
-"""Characters: Ray puts sockets under it, whose paths the system allows 107 bytes."""
+"""Characters: Ray has sockets in it, whose paths have at most 107 bytes."""
 
 
 def ray_module() -> Any:
@@ -57,19 +57,19 @@ def ray_session(
     runtime_env: Mapping[str, Any] | None = None,
     has_timeline: bool = False,
 ) -> Iterator[None]:
-    """Connect to a cluster, or start a small instance that ends with the block, however that ends.
+    """Connect to a cluster, or start a private instance that ends with the block.
 
-    Call it from the main thread: Linux kills a private instance's processes when the thread ends
-    that started them. Where Ray is connected already, as in a task of Ray's, it is left as it is.
+    Call it from the main thread: Linux kills a private instance's processes when the thread that
+    started them ends. An existing connection, as in a Ray task, is used as it is.
 
     Args:
         address: `auto`, or HOST:PORT; None starts a private instance.
-        cpus: that a private instance says it has; by default all.
-        devices: likewise accelerators.
-        store_bytes: a private instance's shared memory for what is passed around.
-        temp_dir: holds a private instance's folder.
-        runtime_env: Ray's, for all actors of the connection; folders in it are copied to the nodes.
-        has_timeline: have a private instance remember its tasks, for `write_timeline`.
+        cpus: number of CPUs of a private instance; by default all.
+        devices: number of accelerators of a private instance; by default all.
+        store_bytes: object store memory of a private instance.
+        temp_dir: parent of a private instance's folder.
+        runtime_env: Ray's, for all actors of the connection; its folders are copied to the nodes.
+        has_timeline: record the tasks of a private instance, for `write_timeline`.
 
     Raises:
         ConfigError: Ray is not installed, or cannot use `runtime_env` or `temp_dir`.
@@ -82,13 +82,13 @@ def ray_session(
     if ray.is_initialized():
         if runtime_env:
             raise ConfigError(
-                f"cluster.runtime_env has {', '.join(runtime_env)}, which come with a connection "
-                "to Ray, and this process has one already; give them to its ray.init"
+                f"cluster.runtime_env has {', '.join(runtime_env)}, but this process is connected "
+                "to Ray already; pass them to its ray.init"
             )
         yield
         return
     options: dict[str, Any] = {"address": address or "local", "logging_level": logging.ERROR}
-    options["log_to_driver"] = False  # lines come by `workers.logs`
+    options["log_to_driver"] = False  # `workers.logs` does that
     with contextlib.ExitStack() as after:
         if address is None:
             folder = after.enter_context(_guarded_folder(temp_dir))
@@ -100,7 +100,7 @@ def ray_session(
                 "_temp_dir": folder,
             }
             if not has_timeline:
-                # Without a dashboard nobody can look at them, and they cost part of each call.
+                # Only the dashboard shows task events, and they slow down each call.
                 options["_system_config"] = {"task_events_report_interval_ms": 0}
         after.callback(ray.shutdown)
         try:
@@ -108,7 +108,11 @@ def ray_session(
             with _marked_start(options.get("_temp_dir")):
                 ray.init(**options)
         except Exception as error:
-            what = "a private Ray did not start" if address is None else f"no Ray at {address}"
+            what = (
+                "the private Ray instance did not start"
+                if address is None
+                else f"no Ray at {address}"
+            )
             line = " ".join(str(error).split())[:300]
             if runtime_env and isinstance(error, ValueError | TypeError):
                 raise ConfigError(f"cluster.runtime_env: {line}") from error
@@ -117,13 +121,13 @@ def ray_session(
 
 
 def write_timeline(path: Path) -> None:
-    """Write what all workers did so far, for chrome://tracing; where that fails, only say why."""
+    """Write Ray's timeline of all tasks, for chrome://tracing; log a warning if that fails."""
     ray = ray_module()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(ray.timeline()).encode())
     except (OSError, RuntimeError, WinnowError, ray.exceptions.RayError) as error:
-        log.warning("cluster.timeline_file: no timeline: %s", error)
+        log.warning("cluster.timeline_file: cannot write the timeline: %s", error)
 
 
 Resources = dict[str, float]
@@ -132,10 +136,10 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots for workers, `nodes` times `per_node` that lie on one node.
+    """Slots for workers: `nodes` parts, each of `per_node` slots on one node.
 
-    A slot has one worker of each role of the pool: those share its devices (they are colocated),
-    and roles of two pools share nothing. Example: `Pool("policy", ("policy",), 2, 8, 1, cpus=4)`.
+    A slot has one worker of each role of the pool; they share its devices (are colocated). Roles of
+    two pools share nothing. Example: `Pool("policy", ("policy",), 2, 8, 1, cpus=4)`.
     """
 
     name: str
@@ -143,7 +147,7 @@ class Pool:
     nodes: int = 1
     per_node: int = 1
     devices: int = 0
-    """Accelerators of each slot; 0: cores alone."""
+    """Accelerators of each slot; 0 for CPUs only."""
     cpus: float = 1.0
     """Cores of each worker."""
 
@@ -158,39 +162,39 @@ class Pool:
         device = {"GPU": self.devices / len(self.roles)} if self.devices else {}
         return {"CPU": self.cpus, **device}
 
-    def slot_resources(self, slots: int) -> Resources:
-        """Return the resources of so many slots."""
+    def resources(self, slots: int) -> Resources:
+        """Return the resources of a number of slots."""
         devices = {"GPU": float(self.devices * slots)} if self.devices else {}
         return {"CPU": self.cpus * len(self.roles) * slots, **devices}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The slots of a group's workers, and the resources that each takes."""
+    """The slots of a group's workers, and the resources of each worker."""
 
     slots: Sequence[tuple[Any, int]]
-    """By rank: a placement group of Ray's, and the bundle in it."""
+    """By rank: Ray's placement group and the index of the bundle."""
     worker_resources: Resources
 
 
 class Reservation:
-    """A cluster's resources that are held free for pools, until they are released.
+    """Resources of a cluster that are reserved for pools until they are released.
 
     Args:
-        parts: by pool: a placement group of Ray's for the slots of each node.
+        parts: by pool, Ray's placement group of each part.
     """
 
     def __init__(self, pools: Sequence[Pool], parts: dict[str, list[Any]]) -> None:
         self._pools, self._parts = pools, parts
 
     def placement(self, role: str, number: int | None = None) -> Placement:
-        """Place a role's workers, rank r at slot r of its pool; or one alone, at slot `number`."""
+        """Return the slots of a role's workers, slot r for rank r, or only slot `number`."""
         pool = next(pool for pool in self._pools if role in pool.roles)
         slots = [(part, i) for part in self._parts[pool.name] for i in range(pool.per_node)]
         return Placement(slots if number is None else [slots[number]], pool.worker_resources)
 
     def release(self) -> None:
-        """Give them back; a second time does nothing. Workers that are still there are killed."""
+        """Free the resources, and kill remaining workers. May be called twice."""
         from ray.util import remove_placement_group
 
         while self._parts:
@@ -199,7 +203,7 @@ class Reservation:
 
 
 def node_resources() -> dict[str, Resources]:
-    """Return the resources of the cluster's living nodes, in use or not, by the node's id."""
+    """Return the total resources of the cluster's live nodes, by node id."""
     return {
         node["NodeID"]: {kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")}
         for node in ray_module().nodes()
@@ -208,13 +212,13 @@ def node_resources() -> dict[str, Resources]:
 
 
 async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation:
-    """Reserve pools, each part on one node, the largest first.
+    """Reserve pools, each part on one node, the largest part first.
 
-    Ray gets the node of the least room as a hint, which keeps parts together; it takes another
-    where that is in use or gone.
+    The node with the least room is a hint for Ray, which keeps parts together; Ray takes another
+    one if that is in use or gone.
 
     Raises:
-        ConfigError: the cluster is too small, or has not enough free within the time.
+        ConfigError: the cluster is too small, or its resources are not free within the timeout.
     """
     from ray.util import placement_group
 
@@ -222,10 +226,8 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation
     nodes = list(spare.values())
     check_capacity(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
-    for pool in sorted(
-        pools, key=lambda pool: _size_key(pool.slot_resources(pool.per_node)), reverse=True
-    ):
-        slots, part = [pool.slot_resources(1)] * pool.per_node, pool.slot_resources(pool.per_node)
+    for pool in sorted(pools, key=lambda p: _size_key(p.resources(p.per_node)), reverse=True):
+        slots, part = [pool.resources(1)] * pool.per_node, pool.resources(pool.per_node)
         for _ in range(pool.nodes):
             room = [node for node, free in spare.items() if _fits([part], [free])]
             node = min(room, key=lambda node: _size_key(spare[node]), default=None)
@@ -241,7 +243,7 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation
         reserved.release()
         raise ConfigError(
             f"the cluster had not enough free for the pools within {timeout_s:g} s: "
-            f"{_describe_fit(pools, nodes)}; wait for its other work to end, or reduce the pools"
+            f"{_describe_fit(pools, nodes)}; wait for other jobs to end, or make the pools smaller"
         ) from None
     except BaseException:
         reserved.release()
@@ -250,17 +252,17 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation
 
 
 def check_capacity(pools: Sequence[Pool], nodes: Sequence[Resources]) -> None:
-    """Refuse pools that an idle cluster of these nodes could not hold.
+    """Refuse pools that do not fit an idle cluster of these nodes.
 
     Raises:
-        ConfigError: a part has no node that is large enough, or all together are too large.
+        ConfigError: no node is large enough for a part, or all parts together are too large.
     """
-    needs = [pool.slot_resources(pool.per_node) for pool in pools for _ in range(pool.nodes)]
+    needs = [pool.resources(pool.per_node) for pool in pools for _ in range(pool.nodes)]
     has_nodes = all(any(_fits([part], [node]) for node in nodes) for part in needs)
     if not has_nodes or not _fits(needs, nodes):
         raise ConfigError(
-            "the cluster cannot hold the pools, node by node: "
-            f"{_describe_fit(pools, nodes)}; make a pool smaller, put roles together, or add nodes"
+            "the pools do not fit the nodes of the cluster: "
+            f"{_describe_fit(pools, nodes)}; make a pool smaller, colocate roles, or add nodes"
         )
 
 
@@ -276,10 +278,8 @@ def _size_key(resources: Resources) -> tuple[float, float]:
 
 
 def _describe_fit(pools: Sequence[Pool], nodes: Sequence[Resources]) -> str:
-    """Say `they need policy 2 x (4 devices and 16 cores); it has 1 x (8 devices and 16 cores)`."""
-    needs = (
-        f"{p.name} {p.nodes} x ({_format_resources(p.slot_resources(p.per_node))})" for p in pools
-    )
+    """Return `they need policy 2 x (4 devices and 16 cores); it has 1 x (8 devices and 9 cores)`"""
+    needs = (f"{p.name} {p.nodes} x ({_format_resources(p.resources(p.per_node))})" for p in pools)
     kinds = Counter(map(_format_resources, nodes))
     offered = ", ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "no node"
     return f"they need {', '.join(needs)}; it has {offered}"
@@ -292,29 +292,29 @@ def _format_resources(resources: Resources) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Check that somebody listens there: Ray would wait for minutes, then end the process."""
+    """Refuse an address without a listener: Ray would wait for minutes, then end the process."""
     host, _, port = address.rpartition(":")
-    # The system would take a larger port modulo 2**16, and reach another listener there.
+    # The system takes a larger port modulo 2**16, and so another listener.
     if not host or not port.isdecimal() or "/" in host or int(port) >= 1 << 16:
         raise ConfigError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise WinnowError(
-            f"cluster.address: no Ray at {address}: {error}; see `ray status` on its head"
+            f"cluster.address: no Ray at {address}: {error}; see `ray status` on its head node"
         ) from error
 
 
 @contextlib.contextmanager
 def _guarded_folder(root: str | None) -> Iterator[str]:
-    """Make a folder for a private Ray, and start its guardian, which ends what is left."""
+    """Make a folder for a private Ray, and start its guardian, which kills remaining processes."""
     if root is None:
         root = tempfile.gettempdir()
         root = root if len(root) <= _LONGEST_FOLDER else "/tmp"
     elif len(root := os.path.abspath(root)) > _LONGEST_FOLDER or not os.access(root, os.W_OK):
         raise ConfigError(
-            f"cluster.init.temp_dir must be a folder that can be written to, its path at most "
-            f"{_LONGEST_FOLDER} characters (Ray's sockets lie in it), got {root}"
+            f"cluster.init.temp_dir must be a writable folder with a path of at most "
+            f"{_LONGEST_FOLDER} characters (Ray has sockets in it), got {root}"
         )
     folder = tempfile.mkdtemp(prefix="winnow-ray-", dir=root)
     guardian = subprocess.Popen(
@@ -332,7 +332,7 @@ def _guarded_folder(root: str | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _marked_start(folder: str | None) -> Iterator[None]:
-    """Mark what is started within the block as the folder's, and keep this program's handler."""
+    """Set the guardian's variable for what starts in the block, and keep the SIGTERM handler."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     if folder is not None:
@@ -341,5 +341,5 @@ def _marked_start(folder: str | None) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(MARK, None)
-        if is_main:  # Ray has set another
+        if is_main:  # Ray has replaced it
             signal.signal(signal.SIGTERM, before)
