@@ -125,15 +125,15 @@ def fetch_buckets(stored: Sequence[Handle]) -> Iterator[Bucket]:
     waiting = sorted(listed, key=attrgetter("index"), reverse=True)
     while waiting:
         bucket = waiting.pop()
-        if waiting and (handle := _block_of(waiting[-1]).handle) is not None:
-            handle.prefetch()
+        if waiting and (coming := _block_of(waiting[-1]).handle) is not None:
+            coming.prefetch()
         yield bucket
         _block_of(bucket).pop_arrays()  # it can be fetched again
 
 
 def _block_of(bucket: Bucket) -> ArrayBlock:
     array: Any = bucket.pieces[0].array
-    block: ArrayBlock = array.block
+    block: ArrayBlock = getattr(array, "block", ArrayBlock())  # none if it is in this process
     return block
 
 

@@ -308,7 +308,7 @@ def test_an_engine_that_keeps_its_old_version_is_found() -> None:
             pass
 
     group = EngineGroup([Mortal(), Deaf(), Mortal()], False)
-    with pytest.raises(PublicationError, match="engine 1 did not take weights of version 1"):
+    with pytest.raises(PublicationError, match="engine 1 did not load weights of version 1"):
         asyncio.run(group.load_weights(WeightUpdate(1)))
 
 
@@ -353,7 +353,7 @@ def test_an_engine_that_weights_reach_damaged_is_left_out(
     assert healthy.taken == 20
     assert healthy.inner.status().weight_version == group.status().weight_version == 3
     assert ends == ["finished"] * 12
-    assert "engine 0 died, 1 of 2 are left" in caplog.text
+    assert "engine 0 died, 1 of 2 engines remain" in caplog.text
     assert "engine 0 has other bytes" in caplog.text or "does not fit" in caplog.text
 
 

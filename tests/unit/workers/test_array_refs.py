@@ -164,7 +164,7 @@ def test_numpy_reads_a_stored_array_like_any_other() -> None:
     target = np.zeros(4, np.float32)
     target[:] = stored
     assert target.tolist() == [2, 3, 4, 5]
-    with pytest.raises(ValueError, match="int64 is a copy"):
+    with pytest.raises(ValueError, match="int64 needs a copy"):
         np.array(stored, copy=False)
     copied = np.array(stored, dtype=np.int32, copy=True)
     copied[0] = 99

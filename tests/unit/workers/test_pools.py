@@ -41,10 +41,10 @@ def test_pools_are_refused_where_a_part_or_all_of_them_do_not_fit(
     largest = max(parts, key=lambda part: part.get(kind, 0.0))
     if largest.get(kind, 0.0) > 0:
         less = largest | {kind: largest[kind] - 0.05}
-        with pytest.raises(ConfigError, match="cannot hold the pools"):
+        with pytest.raises(ConfigError, match="do not fit the nodes"):
             check_capacity(pools, [less if part is largest else part for part in parts])
         split = [{name: value / 2 for name, value in part.items()} for part in parts * 2]
-        with pytest.raises(ConfigError, match="cannot hold the pools"):
+        with pytest.raises(ConfigError, match="do not fit the nodes"):
             check_capacity(pools, split)
 
 

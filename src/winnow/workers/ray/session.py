@@ -59,8 +59,7 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to a cluster, or start a private instance that ends with the block.
 
-    Call it from the main thread: Linux kills a private instance's processes when the thread that
-    started them ends. An existing connection, as in a Ray task, is used as it is.
+    Call it from the main thread, whose end kills a private instance. An existing connection is used.
 
     Args:
         address: `auto`, or HOST:PORT; None starts a private instance.
