@@ -1,13 +1,13 @@
-"""Several engines as one: answers are dealt out by free slots, and outlive an engine.
+"""Several engines as one: answers are assigned by free slots, and survive the death of an engine.
 
     submit ──► queue ──place──► engine 0, engine 1, … ──events──► one stream of events
                  ▲                      │ dies
-                 └─ behind the last known prefix ◄┘
+                 └─ with the last known prefix ◄──┘
 
-Deterministic: engines advance together, in quanta of ticks. Answers are dealt out between quanta,
-and events come in the order of tick, group and answer, so that nothing depends on how fast an
-engine is. Free: each engine writes on by itself, and news are told at once; what an engine that
-died had not finished goes to the others.
+Deterministic mode: engines advance together, in quanta of ticks. Answers are assigned between
+quanta, and events are ordered by tick, group and answer, so that nothing depends on an engine's
+speed. Free mode: engines run independently, events are returned at once, and unfinished answers of
+a dead engine move to the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 Key = tuple[int, int]
 """Group, answer."""
 QUANTUM_TICKS = 8
-"""Least ticks that engines advance between two polls of all of them.
+"""Least number of ticks between two polls of all engines.
 
 Polling costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
 ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
@@ -48,31 +48,31 @@ nothing queued stays empty for up to a quantum, and an event is seen up to a qua
 """
 _POLLS = 32
 _DEATHS = 5
-"""Engines that may die in a row at an answer without a token of it, before it is given up."""
+"""Deaths of engines in a row without a new token of an answer, after which it fails."""
 
 
 @dataclass(eq=False)
 class TrackedAnswer(PendingAnswer):
-    """An answer that is wanted; its request's prefix is the last that an engine told of."""
+    """A submitted answer; the prefix of its request has the tokens reported so far."""
 
     aborting: bool = False
-    """True if it was asked back; it is not sent to another engine then."""
+    """True if it is being aborted, and so not sent to another engine."""
     deaths: int = 0
-    """Engines in a row that died while they had it, and wrote no token of it."""
+    """Deaths of engines in a row that had it and reported no new token."""
 
     @property
     def is_fresh(self) -> bool:
-        """True if nothing of it is written: it shares its prompt's prefill with others."""
+        """True if it has no tokens yet, so that it shares the prefill of its prompt."""
         return not self.request.prefix
 
     def extend_prefix(self, segment: Segment) -> None:
-        """Take note that so much of it is written; the next engine begins behind it."""
+        """Set a longer prefix, from which the next engine continues."""
         if len(segment) > len(self.prefix):
             self.request, self.deaths = replace(self.request, prefix=segment), 0
 
 
 def merge_requests(answers: Iterable[TrackedAnswer]) -> list[GroupRequest]:
-    """Make the requests for one engine, answers of a group in one request."""
+    """Return requests for one engine, with the answers of a group in one request."""
     groups: dict[int, list[TrackedAnswer]] = {}
     for answer in answers:
         groups.setdefault(id(answer.group), []).append(answer)
@@ -83,7 +83,7 @@ def merge_requests(answers: Iterable[TrackedAnswer]) -> list[GroupRequest]:
 
 
 def quantum_for(max_tokens: int) -> int:
-    """Return the ticks between two polls for answers of so many tokens at most.
+    """Return the ticks between two polls for answers of at most `max_tokens`.
 
     About `_POLLS` polls while a longest answer is written: far fewer slots end in between than may
     wait in an engine (`max_waiting`), unless nearly all answers are short.
@@ -92,7 +92,7 @@ def quantum_for(max_tokens: int) -> int:
 
 
 def max_waiting(slots: int) -> int:
-    """Return how many answers may wait in an engine for its next free slot.
+    """Return how many answers may wait in an engine for a free slot.
 
     A quarter of the slots: as many as end in eight ticks where answers have 32 tokens. Answers that
     wait in the queue instead can go to the engine that is free first.
@@ -101,9 +101,9 @@ def max_waiting(slots: int) -> int:
 
 
 class RequestQueue:
-    """Answers without an engine: prefixes first, then by priority, as engines serve them.
+    """Answers without an engine: prefixes first, then by priority, as in engines.
 
-    Fresh answers of a group stand in it as one, so that their prompt is prefilled once.
+    Fresh answers of a group are one entry, so that their prompt is prefilled once.
     """
 
     def __init__(self) -> None:
@@ -124,22 +124,22 @@ class RequestQueue:
             insort(self._bundles, bundle, key=lambda each: each[0].order)
 
     def remove(self, group_ids: Collection[int]) -> list[TrackedAnswer]:
-        """Take out the answers of these groups."""
+        """Remove and return the answers of these groups."""
         taken = [bundle for bundle in self._bundles if bundle[0].group.group_id in group_ids]
         ids = set(map(id, taken))
         self._bundles = [bundle for bundle in self._bundles if id(bundle) not in ids]
         return [answer for bundle in taken for answer in bundle]
 
     def assign(self, slots: Sequence[int], loads: Sequence[int]) -> list[list[TrackedAnswer]]:
-        """Take out the answers that engines should be given now, one list an engine.
+        """Remove and return the answers to submit now, a list for each engine.
 
-        The first in the queue goes where most slots are free. A group is split only over slots that
-        are free at once elsewhere: that costs a prefill, and saves waiting. Beyond the slots a
-        group stays whole and joins the shortest queue, while that is shorter than `max_waiting`.
+        The first entry is assigned to the engine with the most free slots. A group is split only if
+        slots are free on several engines, which costs a prefill and saves waiting. Without free
+        slots a group stays whole and joins the shortest queue shorter than `max_waiting`.
 
         Args:
-            slots: answers each engine writes at once.
-            loads: answers it has already, in slots or waiting there.
+            slots: slots of each engine.
+            loads: answers of each engine, running or queued.
         """
         free = [count - load for count, load in zip(slots, loads, strict=True)]
         placed: list[list[TrackedAnswer]] = [[] for _ in slots]
@@ -166,26 +166,26 @@ class RequestQueue:
 
 @dataclass(eq=False)
 class EngineClient:
-    """An engine of a group, and the answers it was given."""
+    """An engine of a group, and its answers."""
 
     engine: PublishedEngine
     name: str
     answers: dict[Key, TrackedAnswer] = field(default_factory=dict)
-    """Given to it, and not back yet."""
+    """Submitted to it, and not ended yet."""
     inbox: list[CompletionEvent] = field(default_factory=list)
     tick_offset: int = 0
-    """The group's tick less its own: an engine without work does not tick."""
+    """The group's tick minus the engine's, which stands still without work."""
     is_dead: bool = False
     task: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> EngineStatus:
-        """Its status; of a dead engine the last one."""
+        """The engine's status; the last one if it is dead."""
         return self.engine.status()
 
     def receive(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
-        """Enter events; ends go to the inbox, `running` ones are returned."""
-        if self.is_dead:  # too late: its answers are others' by now
+        """Process events: put ends into the inbox, and return `running` ones."""
+        if self.is_dead:  # its answers have moved to other engines
             return []
         running, offset = [], self.tick_offset
         for event in events:
@@ -199,7 +199,7 @@ class EngineClient:
         return running
 
     async def poll(self, until: int | None) -> None:
-        """Enter what the engine tells next, up to its own tick `until`."""
+        """Wait for the engine's next events, up to its tick `until`, and process them."""
         try:
             if until is not None and isinstance(self.engine, RemoteEngine):
                 events = await self.engine.events(until, gather=True)
@@ -231,10 +231,9 @@ class EngineGroup:
 
     Args:
         engines: at least one.
-        deterministic: events depend on submissions and ticks alone. The death of an engine, or
-            weights that reached it damaged, are then raised; else they are logged, and raised when
-            no engine is left.
-        quantum_ticks: ticks that deterministic engines advance between two polls of all of them.
+        deterministic: events depend on submissions and ticks alone. Deaths of engines and damaged
+            weights are then raised; else they are logged, and raised when no engine is left.
+        quantum_ticks: ticks between two polls of deterministic engines.
 
     Raises:
         ValueError: there are no engines.
@@ -264,7 +263,7 @@ class EngineGroup:
 
     @property
     def engines(self) -> dict[str, PublishedEngine]:
-        """The engines that live, by name."""
+        """The live engines, by name."""
         return {client.name: client.engine for client in self._alive()}
 
     @property
@@ -273,7 +272,7 @@ class EngineGroup:
         return [client.name for client in self._clients if client.is_dead]
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """Queue groups; what an engine refuses is raised here or by `events`."""
+        """Queue groups; an engine's refusal is raised here or by `events`."""
         self._queue.add(
             TrackedAnswer(group, request) for group in groups for request in group.answers
         )
@@ -281,10 +280,10 @@ class EngineGroup:
             await self._dispatch()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """Wait for events; the free mode takes no notice of `until`.
+        """Wait for events; the free mode ignores `until`.
 
-        When the wait is cancelled the engines go on: to the end of their quantum, or in free mode
-        with all they were given.
+        If the wait is cancelled, engines continue to the end of their quantum, or in free mode to
+        the end of their answers.
 
         Raises:
             WorkerError: an engine died; in free mode, the last one.
@@ -297,10 +296,10 @@ class EngineGroup:
         return self._drain_inboxes()
 
     async def progress(self) -> Sequence[CompletionEvent]:
-        """Return events and answers under way; in deterministic mode a quantum ends first.
+        """Return events and running answers; in deterministic mode, at the end of the quantum.
 
-        Where no `events` waits, `status` tells the tokens of this moment until the next one, so
-        that the token account agrees with it though engines write on.
+        Unless an `events` call waits, `status` has the tokens of this moment until the next call,
+        so that the token account agrees with it while engines continue.
         """
         await self._finish_quantum()
         told, running = self._drain_inboxes(), list[CompletionEvent]()
@@ -308,13 +307,13 @@ class EngineGroup:
 
         async def poll(client: EngineClient) -> None:
             running.extend(client.receive(await client.engine.progress()))
-            # Here, not later: an answer may end while another engine is asked.
+            # At once: an answer may end while another engine is polled.
             told.extend(client.inbox)
             client.inbox.clear()
             counts[client.name] = client.status.generated_tokens
 
         await self._for_each([client for client in self._alive() if client.answers], poll)
-        # Some died with their engine before it told of all that came.
+        # Answers of dead engines, which are queued again.
         begun = (answer for answer in self._queue if answer.deaths and not answer.is_fresh)
         running += [answer.end_event("running", self._tick) for answer in begun]
         self._counted = None if self._is_awaited else sum(counts.values())
@@ -336,11 +335,11 @@ class EngineGroup:
         self._news.set()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights; tensors go out in buckets, stored ones are fetched by each engine.
+        """Load new weights: tensors are sent in buckets, stored ones are fetched by each engine.
 
         Raises:
-            ValueError: answers are under way, and not all engines take weights live.
-            PublicationError: an engine does not hold what was sent; in free mode, the last one.
+            ValueError: answers are running, and not all engines have live updates.
+            PublicationError: an engine has other weights than sent; in free mode, the last one.
             WorkerError: as for `events`.
         """
         self._check_update_allowed()
@@ -374,16 +373,16 @@ class EngineGroup:
         return held
 
     async def sleep(self) -> None:
-        """Have all engines give their GPU memory back; they must be able to."""
+        """Have all engines free their GPU memory; all must support it."""
         await self._finish_quantum()
         await self._for_each(self._alive(), lambda client: cast(Any, client.engine).sleep())
 
     async def wake(self) -> None:
-        """Have them take it again."""
+        """Have all engines allocate their GPU memory again."""
         await self._for_each(self._alive(), lambda client: cast(Any, client.engine).wake())
 
     def _reject(self, name: str, error: PublicationError) -> None:
-        """Do without an engine that took damaged weights."""
+        """Retire an engine with damaged weights; in deterministic mode, raise."""
         if self._deterministic:
             raise error
         self._retire(next(client for client in self._clients if client.name == name), error)
@@ -412,7 +411,7 @@ class EngineGroup:
         )
 
     async def close(self) -> None:
-        """Stop the engines' writing, and close those that live."""
+        """Cancel the engines' tasks, and close the live engines."""
         tasks = (client.task for client in self._clients)
         writing = [task for task in tasks if task is not None and not task.done()]
         for task in writing:
@@ -426,7 +425,7 @@ class EngineGroup:
     # -- deterministic: all together ----------------------------------------------------------
 
     async def _advance(self, until: int | None) -> None:
-        """Run quantum after quantum until something happened, `until`, or the end of all work."""
+        """Run quantum after quantum until there are events, `until`, or no work."""
         while True:
             await self._finish_quantum()
             late = until is not None and self._tick >= until
@@ -436,7 +435,7 @@ class EngineGroup:
             await self._dispatch(target if until is None else min(target, until))
 
     async def _finish_quantum(self) -> None:
-        """Wait until all engines are at the end of their quantum; they go on if nobody waits."""
+        """Wait until all engines are at the end of the quantum."""
         if self._target is None:
             return
         writing = [c.task for c in self._clients if c.task is not None]
@@ -444,13 +443,13 @@ class EngineGroup:
         if under_way and self._fault is None:
             await asyncio.wait(under_way, return_when=asyncio.FIRST_EXCEPTION)
         self._raise_fault()
-        # Also when they ran dry before: what follows then begins at a quantum, as after a resume.
+        # Also if engines became idle before: work then starts at a quantum, as after a resume.
         self._tick, self._target = self._target, None
 
     # -- free: each by itself -----------------------------------------------------------------
 
     async def _wait_for_news(self) -> None:
-        """Wait until an engine says something, or nothing is wanted of any."""
+        """Wait until an engine has events, or there is no work."""
         while True:
             self._news.clear()
             if self._has_events():
@@ -475,7 +474,7 @@ class EngineGroup:
         return alive
 
     async def _dispatch(self, until_tick: int | None = None) -> None:
-        """Give the engines what they have room for, and have them write, to tick `target`."""
+        """Submit queued answers to engines with room, and run all engines to a tick."""
         alive = [client for client in self._clients if not client.is_dead]
         if alive and len(self._queue):
             slots, loads = [c.status.slots for c in alive], [len(c.answers) for c in alive]
@@ -492,7 +491,7 @@ class EngineGroup:
                 client.task.add_done_callback(partial(self._on_client_done, client))
 
     async def _run_client(self, client: EngineClient, until_tick: int | None) -> None:
-        """Let an engine write to the group's tick `target`, or until it has nothing left."""
+        """Run an engine to a tick of the group, or until it has no answers."""
         until = None if until_tick is None else until_tick - client.tick_offset
         while client.answers and (until is None or client.status.tick < until):
             await client.poll(until)
@@ -516,7 +515,7 @@ class EngineGroup:
     async def _for_each(
         self, clients: Sequence[EngineClient], do: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Do the same with several engines at once; one that dies of it is retired."""
+        """Run a function on several engines concurrently; in free mode, retire those that die."""
         found = await asyncio.gather(*map(do, clients), return_exceptions=True)
         for client, error in zip(clients, found, strict=True):
             if isinstance(error, WorkerError | PublicationError) and not self._deterministic:
@@ -530,10 +529,10 @@ class EngineGroup:
         error: WorkerError | PublicationError,
         begun: Collection[Key] | None = None,
     ) -> None:
-        """Leave a dead engine's answers to the others, and give back those being aborted.
+        """Queue a dead engine's answers again, and report those being aborted.
 
         Args:
-            begun: answers that the engine wrote, and did not only queue; None is all that it had.
+            begun: answers that the engine had started; None is all of them.
         """
         if client.is_dead:
             return
@@ -570,5 +569,5 @@ class EngineGroup:
         return self._sort_events(events)
 
     def _sort_events(self, events: list[CompletionEvent]) -> list[CompletionEvent]:
-        ticks = self._deterministic  # which engines share then
+        ticks = self._deterministic  # only then engines share ticks
         return sorted(events, key=lambda event: (event.tick if ticks else 0, event.key))

@@ -1,15 +1,14 @@
-"""An engine in a process of its own: `EngineWorker` holds it there, `RemoteEngine` asks it here.
+"""An engine in a worker's process: `EngineWorker` runs it there, `RemoteEngine` calls it.
 
-    RemoteEngine ── ask(method, arguments, answers not sent yet) ──► EngineWorker ─► Engine
-                 ◄── Reply(value, events, status), tokens apart ────
+    RemoteEngine ── call(method, arguments, unsent answers) ──────► EngineWorker ─► Engine
+                 ◄── Reply(value, events, status), arrays apart ───
 
-The worker serves one call after the other; a call that comes ends a wait for events. Every reply
-carries all events until then and the engine's status, so that the driver never waits for it.
-Replies may overtake each other on their way; the driver enters them in the order of the calls, so
-that all it knows was true in the worker at one moment.
+The worker serves one call after the other; a new call ends a wait for events. Every reply has all
+events until then and the engine's status, so that the driver never waits for the status. Replies may
+arrive in any order; the driver processes them in the order of the calls, so that its state is one
+that the worker had.
 
-An engine that is to run so implements `PublishedEngine`, and has a subclass of `EngineWorker` that
-makes it.
+Such an engine implements `PublishedEngine`, and has a subclass of `EngineWorker` that makes it.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ _WORK = {
     **{"events": "write", "progress": "write", "": "write"},
     **{"take_bucket": "publish", "load_weights": "publish", "logprobs_of": "canary"},
 }
-"""Names of calls on a timeline."""
+"""Names of methods on a timeline."""
 
 PATIENCE_S = 1.0
-"""A call for events returns after so long without any: the status that the driver knows is then
-hardly older, and neither the sampler's watchdog nor the workers' takes a long answer for a hang."""
+"""Longest wait of a call for events: it bounds the age of the driver's status, and keeps the watchdogs
+of sampler and workers from taking a long answer for a hang."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """The value that a call returned, and what the engine has to tell at that moment."""
+    """The result of a call, with the engine's events and status at that moment."""
 
     value: Any
     events: Sequence[CompletionEvent]
-    """All since the reply before; behind them, where progress was asked for, `running` ones."""
+    """All events since the last reply; in a reply to `progress`, then `running` ones."""
     status: EngineStatus
 
 
@@ -70,21 +69,21 @@ class EngineWorker:
     def __init__(self, engine: PublishedEngine, profiler: StepProfiler | None = None) -> None:
         self._engine, self._profiler = engine, profiler
         self._calls = self._replies = 0
-        self._turn = asyncio.Lock()  # serves first who came first
+        self._turn = asyncio.Lock()  # fair
         self._patience: asyncio.Timeout | None = None  # of the wait under way
         self._wanted: dict[int, asyncio.Future[CompletionEvent]] = {}  # by `write_answer`, by group
         self._writing: asyncio.Task[None] | None = None
 
     @property
     def progress(self) -> int:
-        """A count that moves with every token, bucket of weights and reply."""
+        """A count that increases with every token, bucket of weights and reply."""
         status = self._engine.status()
         return self._replies + status.generated_tokens + status.buckets
 
     async def call(
         self, method: str, args: tuple[Any, ...] = (), groups: Sequence[GroupRequest] = ()
     ) -> Reply | SplitResult:
-        """Submit groups, then call a method of the engine; "" asks for its status alone."""
+        """Submit groups, then call a method of the engine; "" calls none."""
         self._calls += 1
         number = self._calls
         if self._patience is not None and not self._patience.expired():
@@ -103,7 +102,7 @@ class EngineWorker:
                 events += await self._engine.progress()
             elif method:
                 value = await getattr(self._engine, method)(*args)
-            # What else there is to tell, without another tick.
+            # Remaining events, without another tick.
             events += await self._engine.events(self._engine.status().tick)
             self._replies += 1
             reply = Reply(value, events, self._engine.status())
@@ -115,7 +114,7 @@ class EngineWorker:
         return SplitResult(replace(reply, events=detached), block, extras)
 
     async def write_answer(self, group: GroupRequest) -> CompletionEvent:
-        """Write the one answer of a group, beside those of other calls; `call` is not used then."""
+        """Generate the only answer of a group, concurrently; not to be mixed with `call`."""
         await self._engine.submit([group])
         wanted: asyncio.Future[CompletionEvent] = asyncio.get_running_loop().create_future()
         self._wanted[group.group_id] = wanted
@@ -130,13 +129,13 @@ class EngineWorker:
                 assert events, "the engine lost an answer"
                 for event in events:
                     self._wanted.pop(event.group_id).set_result(event)
-        except Exception as error:  # belongs to those that wait
+        except Exception as error:  # raised by the pending calls
             for wanted in self._wanted.values():
                 wanted.set_exception(error)
             self._wanted.clear()
 
     def close(self) -> None:
-        """Write the profile that is open."""
+        """Write the open profile."""
         if self._profiler is not None:
             self._profiler.close()
 
@@ -164,10 +163,10 @@ class EngineWorker:
 def _detach_arrays(
     events: Sequence[CompletionEvent],
 ) -> tuple[list[CompletionEvent], ArrayBlock, ArrayBlock | None]:
-    """Put token ids (int32) and log-probs (fp32) of events end to end in a block, and extras apart.
+    """Concatenate token ids (int32) and log-probs (fp32) of events in a block, extras in another.
 
-    One array of each is cheaper to send than two an answer, and may stay on this node. An extra
-    that several answers share is sent once. Whoever reads tokens alone fetches no extras.
+    Two arrays are cheaper to send than two per answer, and may stay on this node. An extra that
+    several answers share is sent once. Readers of tokens fetch no extras.
     """
     segments = [event.segment for event in events]
     ids = np.concatenate([np.asarray(s.token_ids, np.int32) for s in segments])
@@ -192,13 +191,13 @@ def _detach_arrays(
 
 
 def _distinct(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:
-    """Return the arrays that events have under one name, each once."""
+    """Return the distinct extras of events with one name."""
     arrays = (event.extras[name] for event in events if name in event.extras)
     return list({id(each): each for each in arrays}.values())
 
 
 def _fetch_prefix(answer: AnswerRequest) -> AnswerRequest:
-    """Fetch an answer's prefix; one that was lost with its node is left out and written anew."""
+    """Fetch an answer's prefix; drop one that was lost with its node."""
     prefix = answer.prefix
     if prefix is None or not isinstance(cast("object", prefix.token_ids), ArrayRef):
         return answer
@@ -217,8 +216,8 @@ class TorchEngineWorker(EngineWorker):
         rank: a `workers.RankInfo`; its `device_index` names the CUDA device, None the CPU.
         model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
-        tokenizer: its folder, where requests carry stop strings.
-        adapter: to be put beside the model's weights; publications then are of it alone.
+        tokenizer: folder of the tokenizer, for stop strings.
+        adapter: adapter to add to the model; publications then have its weights only.
         profiler: of this process.
         options: of `TorchEngine`.
 
@@ -255,7 +254,7 @@ class TorchEngineWorker(EngineWorker):
 
 
 def load_decoder(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int]], str]:
-    """Return what turns token ids to text, special tokens included, of a tokenizer's folder."""
+    """Return the function of a tokenizer that decodes token ids, special tokens included."""
     from transformers import AutoTokenizer
 
     from winnow.models.fetch import local_folder
@@ -266,30 +265,29 @@ def load_decoder(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[
 
 
 class Workers(Protocol):
-    """The part of a `workers.WorkerGroup` that an engine needs."""
+    """The part of `workers.WorkerGroup` that an engine needs."""
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a worker; calls begin there in the order in which they are made."""
+        """Call a method of a worker; calls start in their order."""
 
 
 class RemoteEngine:
     """Implements `PublishedEngine` over a worker that is an `EngineWorker`.
 
-    What is submitted goes with the next call, at once where a wait is under way. A call for events
-    whose wait is cancelled goes on in the worker, to the tick it was given; what it brings is kept
-    for the next one. All methods raise WorkerError when the worker fails; what the engine refuses
-    is raised by the call with which it went.
+    Submitted answers are sent with the next call, or at once if a wait is pending. If `events` is
+    cancelled, its call continues in the worker up to its tick, and its events are returned by the
+    next one. All methods raise WorkerError if the worker fails. An engine's refusal of answers is
+    raised by the call that sent them.
 
     Args:
-        workers: a group of one. A group fails as a whole: engines that may die one by one are a
-            group each.
-        first_reply: what the worker replied to `call("")`.
+        workers: a group of one worker; a group fails as a whole.
+        first_reply: the worker's reply to `call("")`.
     """
 
     def __init__(self, workers: Workers, first_reply: Reply) -> None:
         self._workers, self._newest = workers, first_reply
         self._unsent: list[GroupRequest] = []
-        self._on_way = 0  # answers submitted of which no reply has told
+        self._on_way = 0  # submitted answers that no status counts yet
         self._inbox: list[CompletionEvent] = []
         self._last: asyncio.Task[Reply] | None = None  # call
         self._listening: asyncio.Task[Reply] | None = None
@@ -301,13 +299,13 @@ class RemoteEngine:
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         self._unsent += groups
         self._on_way += sum(len(group.answers) for group in groups)
-        if self._listening is not None:  # a wait that does not know of them
+        if self._listening is not None:  # the pending wait has not got them
             self._start_wait(*self._wanted)
 
     async def events(
         self, until: int | None = None, gather: bool = False
     ) -> Sequence[CompletionEvent]:
-        """Wait as `Engine.events` does; `gather` waits for all up to `until`, a while at most."""
+        """Wait as `Engine.events` does; with `gather`, for all events up to `until`."""
         while not self._inbox:
             status = self.status()
             is_idle = not status.running + status.queued
@@ -318,7 +316,7 @@ class RemoteEngine:
         return events
 
     def _start_wait(self, until: int | None, gather: bool) -> asyncio.Task[Reply]:
-        """Begin a wait; the worker ends the one before."""
+        """Start a wait; the worker ends the previous one."""
         self._wanted = until, gather
         self._listening = self._start_call("events", until, PATIENCE_S, gather)
         return self._listening
@@ -330,7 +328,7 @@ class RemoteEngine:
                 running = [event for event in reply.events if event.kind == "running"]
                 events, self._inbox = self._inbox, []
                 return [*events, *running]
-            # Another reply was entered before this could go on: the look is out of date.
+            # Another reply was processed meanwhile: this one is out of date.
 
     async def abort(self, group_ids: Collection[int]) -> None:
         await self._call("abort", list(group_ids))
@@ -350,7 +348,7 @@ class RemoteEngine:
         return cast("int", await self._call("take_bucket", bucket))
 
     def _check_update_allowed(self) -> None:
-        status = self.status()  # here, so that the worker need not fail
+        status = self.status()  # checked here, so that the worker does not fail
         check_update_allowed(status.running + status.queued > 0, status.live_updates)
 
     async def logprobs_of(
@@ -364,25 +362,25 @@ class RemoteEngine:
         return replace(status, queued=status.queued + self._on_way) if self._on_way else status
 
     async def sleep(self) -> None:
-        """Have an engine that can do so give its GPU memory back."""
+        """Have the engine free its GPU memory, if it supports that."""
         await self._call("sleep")
 
     async def wake(self) -> None:
-        """Have it take the memory again."""
+        """Have the engine allocate its GPU memory again."""
         await self._call("wake")
 
     async def close(self) -> None:
-        """Drop what the engine holds; the worker stays."""
+        """Free the engine's resources; the worker stays."""
         await self._call("close")
 
     async def _call(self, method: str, *args: Any) -> Any:
         return (await asyncio.shield(self._start_call(method, *args))).value
 
     def _start_call(self, method: str, *args: Any) -> asyncio.Task[Reply]:
-        """Begin a call, which takes along what was submitted; it goes on if nobody waits."""
+        """Start a call, which sends submitted answers and continues if it is not awaited."""
         groups, self._unsent = self._unsent, []
         self._last = asyncio.create_task(self._round_trip(method, args, groups, self._last))
-        # An error is raised to those that wait, and by the next call.
+        # An error is raised by this call if awaited, and by the next one.
         self._last.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._last
 

@@ -1,23 +1,23 @@
-"""An engine over servers of the user's own, which speak `/inference/v1/generate`.
+"""An engine over external servers with `/inference/v1/generate`.
 
-    HttpEngine, a group ──deals──► ServerEngine ──► a request an answer: a stream of tokens ──► end
-         ▲                              │ cut, refused, silent, restarted
-         └──── behind what is written ◄─┘
+    HttpEngine, a group ──assigns──► ServerEngine ──► a streaming request per answer ──► event
+         ▲                              │ server closed the connection, timed out, restarted
+         └──── continues the prefix ◄───┘
 
-    load_weights ──► folder of safetensors ──► every server reads it; those that come back, too
+    load_weights ──► folder of safetensors ──► all servers load it, restarted ones later
 
-A server that cuts or refuses a connection counts as dead until it answers and has loaded the newest
-weights once more: one that was restarted cannot be told from one that was not. A restart between
-two answers breaks no connection, so each begins with a look at the name of the server's weights.
+A server that closes or refuses a connection counts as dead until it responds and has loaded the
+newest weights again, since it may have been restarted. A restart between two requests breaks no
+connection, so the version name of the server's weights is compared before each request.
 
-Answers are written free of ticks, each in a request of its own. What a server wrote has come here
-token by token, so that nothing of it is lost with the server, and new weights interrupt no more
-than a moment: an answer goes on behind its prefix, with keys and values that the new weights make.
+Each answer is a separate streaming request, without ticks. Its tokens are received one by one, so
+that none is lost with the server, and new weights interrupt an answer only for a moment: it
+continues from its prefix, with keys and values of the new weights.
 
-Random numbers are the server's: a seed goes with each request, but where an answer is cut, and
-so what follows, depends on time. With `exact_draws` the servers draw by `rollout.vllm.plugin`, and
-an answer's tokens follow from weights and seed. Which answers are asked for depends on time all the
-same: hence there is no deterministic mode.
+The server draws the random numbers: each request has a seed, but where an answer is interrupted
+depends on timing, and so do its later tokens. With `exact_draws` servers draw by
+`rollout.vllm.plugin`, and an answer's tokens depend on weights and seed alone. Which answers are
+requested still depends on timing: there is no deterministic mode.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from winnow.types import FinishReason, FloatArray, IntArray
 log = logging.getLogger(__name__)
 
 _TRIES = 5
-"""Requests for an answer that bring no token, before it is given up."""
+"""Requests of an answer in a row without a token, after which it fails."""
 _PAUSE_S = 0.5
-"""Between two looks at a server that does not answer; it doubles, up to the longest."""
+"""First delay between two pings of a dead server; it doubles up to the longest."""
 _LONGEST_PAUSE_S = 10.0
 _PING_S = 10.0
-"""Longest wait for a dead server's answer to anything; its machine may be gone."""
+"""Timeout of a ping of a dead server, whose machine may be down."""
 _SHARD_BYTES = 1 << 30
 
 
 class WeightFolders:
-    """The folders of published weights, which servers see by the same path.
+    """The folders of published weights, which servers read at the same path.
 
     Args:
-        parent: place for them; None makes one.
+        parent: their parent; None creates a temporary one.
     """
 
     def __init__(self, parent: Path | None) -> None:
@@ -68,11 +68,11 @@ class WeightFolders:
         self._root: tempfile.TemporaryDirectory[str] | None = None  # ends with the process, too
         self._count = itertools.count()
         self.newest: Path | None = None
-        """The weights that servers should have; the folder's name is theirs."""
+        """Folder of the newest weights; its name is their version name."""
         self.version = 0
 
     async def write(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write tensors as safetensors of bounded size, in a folder of their own.
+        """Write tensors to safetensors files of bounded size in a new folder.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -114,7 +114,7 @@ class WeightFolders:
                 shutil.rmtree(older, ignore_errors=True)
 
     def close(self) -> None:
-        """Delete them all."""
+        """Delete all folders."""
         if self._root is not None:
             self._root.cleanup()
 
@@ -129,27 +129,27 @@ def _save_shard(shard: dict[str, Tensor], folder: Path, number: int) -> None:
 
 @dataclass(eq=False)
 class ServedAnswer(WrittenAnswer):
-    """An answer that waits for a server, or is written by it."""
+    """A queued answer, or one that a server writes."""
 
     task: asyncio.Task[None] | None = None
-    """Its request, while that is under way and more is expected of it."""
+    """The task of its request, until it is complete or cancelled."""
 
     def stop(self) -> None:
-        """End its request; tokens on their way are not waited for."""
+        """Cancel the request; further tokens are ignored."""
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
 
 
 class ServerEngine(WrittenRows[ServedAnswer]):
-    """A member of `HttpEngine`: one server, and the answers that it writes.
+    """A member of `HttpEngine`: one server and its answers.
 
-    Its calls raise WorkerError where no answer comes from the server; what it wrote is then known
-    all the same (`stop`).
+    Its methods raise WorkerError if the server does not respond; `stop` then returns the answers'
+    tokens so far.
 
     Args:
-        weights: where publications lie.
-        reload_timeout_s: longest time in which the server loads them.
+        weights: folders of published weights.
+        reload_timeout_s: timeout for loading them.
         options: `slots`, `decode` and `live_updates` of `QueueEngine`.
     """
 
@@ -162,7 +162,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._fault: tuple[ServedAnswer, BaseException] | None = None  # raised by `events`
         self._loaded: Path | None = None  # weights that it was given since it last answered anew
         self.loading: Path | None = None
-        """The folder that it reads just now; answers stand still meanwhile."""
+        """The folder that the server is loading; answers wait meanwhile."""
 
     def _leave(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -171,7 +171,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._news.set()
 
     def status(self) -> EngineStatus:
-        # A dead server is given the newest weights before it writes again.
+        # A dead server loads the newest weights before it gets requests again.
         return replace(super().status(), weight_version=self._weights.version)
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
@@ -179,11 +179,11 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._start_requests()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """Wait until something happened; there are no ticks to wait for.
+        """Wait until there are events; `until` only means not to wait, since there are no ticks.
 
         Raises:
-            WorkerError: the server does not answer.
-            ConfigError: it refuses what it is asked.
+            WorkerError: the server does not respond.
+            ConfigError: the server refuses a request.
         """
         while not self._events and (self._rows or self._queue) and until is None:
             self._news.clear()
@@ -201,12 +201,12 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._start_requests()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Have the server load the newest weights, where it has others.
+        """Have the server load the newest weights, unless it has them.
 
         Raises:
-            RemoteError: it failed.
-            WorkerError: it does not answer.
-            ConfigError: it does not offer that.
+            RemoteError: loading failed.
+            WorkerError: the server does not respond.
+            ConfigError: the server has no such endpoint.
         """
         if self._loaded != self._weights.newest:
             for answer in self._rows:
@@ -221,7 +221,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._start_requests()
 
     async def reload(self) -> None:
-        """Have the server load the newest weights, also those that come meanwhile.
+        """Have the server load the newest weights, also those that are published meanwhile.
 
         Raises:
             RemoteError, ConfigError: as `GenerateClient.load_folder` raises them.
@@ -242,7 +242,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         return await self.server.logprobs_of(sequences, temperature, last)
 
     def stop(self) -> list[CompletionEvent]:
-        """Drop all answers of a dead server; returns what became of them, and `running` events."""
+        """Drop all answers of a dead server; return its events, and `running` ones of the rest."""
         rows = range(len(self._rows))
         events = [*self._events, *self._events_of(rows, "running")]
         self._queue.clear()
@@ -252,12 +252,12 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         return events
 
     async def close(self) -> None:
-        """Drop all answers and end all requests."""
+        """Drop all answers and cancel all requests."""
         await super().close()
         self.server.close()
 
     def _start_requests(self) -> None:
-        """Begin requests for answers that have none, as many as there is room for."""
+        """Start requests for queued and interrupted answers, as far as slots are free."""
         if self.loading is not None:
             return
         while self._queue and len(self._rows) < self._slot_count:
@@ -277,14 +277,14 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._news.set()
 
     async def _write_answer(self, answer: ServedAnswer) -> None:
-        """Have the server write an answer to its end, or the server's."""
+        """Request an answer until it is complete, with retries; raise if the server is dead."""
         task, failures = answer.task, 0
         while answer.task is task:
             begun = len(answer.ids)
             try:
                 await self._request_rest(answer)
             except RemoteError as error:
-                if answer.task is not task:  # it has come to its end
+                if answer.task is not task:  # it is complete
                     return
                 failures = 0 if len(answer.ids) > begun else failures + 1
                 status = error.status or 0
@@ -294,14 +294,14 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                     raise _dead_server_error(error) from None
                 if failures >= _TRIES:
                     self._finish_answer(answer, "aborted", str(error))
-                else:  # it is busy, or failed at this one
+                else:  # the server is busy, or failed at this answer
                     await asyncio.sleep(_PAUSE_S * 2**failures)
 
     async def _request_rest(self, answer: ServedAnswer) -> None:
-        """Ask for the rest of an answer.
+        """Request the rest of an answer.
 
         Raises:
-            RemoteError: it did not come to its end.
+            RemoteError: the answer is not complete.
         """
         task, url, group, begun = answer.task, self.server.url, answer.group, len(answer.ids)
         sampling = group.sampling_of(answer.request)
@@ -324,7 +324,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
             raise RemoteError(f"{url} ended the stream of an unfinished answer", 500)
 
     def _append_tokens(self, answer: ServedAnswer, chunk: Chunk) -> None:
-        """Enter tokens of an answer, up to the one that ends it."""
+        """Append new tokens to an answer, up to the one that ends it."""
         sampling, row = answer.group.sampling, self._rows.index(answer)
         reason: FinishReason | None = None
         for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
@@ -367,16 +367,16 @@ def _dead_server_error(error: RemoteError) -> WorkerError:
 
 
 class HttpEngine(EngineGroup):
-    """Implements `Engine`: a group of servers, which may come back.
+    """Implements `Engine`: a group of servers that may die and come back.
 
     Args:
         servers: all with the same model.
-        slots: answers that are under way at each of them at once.
-        decode: token ids to text, where requests carry stop strings.
-        live_updates: take new weights while answers run.
-        folder: place for weights, which the servers see by the same path; None makes one.
-        reload_timeout_s: longest time in which a server loads weights.
-        restart_timeout_s: longest time without any server that answers.
+        slots: most concurrent answers of each server.
+        decode: token ids to text, for stop strings.
+        live_updates: accept new weights while answers run.
+        folder: parent of the weights' folders, at the same path for servers; None creates one.
+        reload_timeout_s: timeout for loading weights.
+        restart_timeout_s: longest time without any server that responds.
     """
 
     def __init__(
@@ -402,17 +402,17 @@ class HttpEngine(EngineGroup):
 
     @property
     def servers(self) -> Mapping[str, GenerateClient]:
-        """The servers that answer, by address."""
+        """The servers that respond, by URL."""
         return {client.name: self._members[client].server for client in self._alive()}
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Have all servers load new weights from a folder; the version alone changes none.
+        """Have all servers load new weights from a folder, if the update has tensors.
 
         Raises:
-            ValueError: answers are under way in an engine without live updates.
+            ValueError: answers are running in an engine without live updates.
             PublicationError: a server could not load them.
-            ConfigError: a server does not offer that, or the folder cannot be written.
-            WorkerError: no server answers.
+            ConfigError: a server has no such endpoint, or the folder cannot be written.
+            WorkerError: no server responds.
         """
         self._check_update_allowed()
         named = unpack_tensors(update.stored) if update.stored is not None else update.tensors
@@ -420,7 +420,7 @@ class HttpEngine(EngineGroup):
             await self._weights.write(named, update.version)
         self._weights.version = update.version
         if named is None and not self._alive():
-            return  # who comes back has that version
+            return  # servers that come back get that version
         await self._wait_for_server()
         try:
             await super().load_weights(WeightUpdate(update.version))
@@ -433,7 +433,7 @@ class HttpEngine(EngineGroup):
         self._weights.remove_older([member.loading for member in self._members.values()])
 
     async def close(self) -> None:
-        """Drop all answers, end all requests, and delete the folder of weights."""
+        """Drop all answers, cancel all requests, and delete the weights' folders."""
         await super().close()
         for member in self._members.values():
             await member.close()
@@ -454,7 +454,7 @@ class HttpEngine(EngineGroup):
         error: WorkerError | PublicationError,
         begun: Collection[Key] | None = None,
     ) -> None:
-        """Ask a server nothing until it answers again, and has the newest weights."""
+        """Stop requests to a server until it responds and has loaded the newest weights."""
         if client.is_dead:
             return
         running = self._members[client].stop()
@@ -466,7 +466,7 @@ class HttpEngine(EngineGroup):
         client.task.add_done_callback(lambda task: self._on_client_done(client, task))
 
     async def _revive(self, client: EngineClient, reason: str) -> None:
-        """Wait until a server answers, and give it the newest weights."""
+        """Wait until a server responds, and have it load the newest weights."""
         member, pause_s = self._members[client], _PAUSE_S
         while True:
             await asyncio.sleep(pause_s)
@@ -501,17 +501,17 @@ def make_http_engine(
     exact_draws: bool = False,
     **options: Any,
 ) -> HttpEngine:
-    """Make the engine over servers that are up.
+    """Check the servers and make the engine over them.
 
     Args:
         vocab_size: ids at or beyond it are never drawn.
-        rows: logits that the model has.
+        rows: size of the model's logits.
         longest: most tokens of a request.
-        exact_draws: they draw by our logits processor.
+        exact_draws: the servers have Winnow's logits processor.
         options: of `HttpEngine`.
 
     Raises:
-        ConfigError: a server does not answer, or does not offer what is needed.
+        ConfigError: a server does not respond, or cannot be used.
     """
     servers = [GenerateClient(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
     try:

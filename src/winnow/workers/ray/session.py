@@ -59,7 +59,7 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to a cluster, or start a private instance that ends with the block.
 
-    Call it from the main thread, whose end kills a private instance. An existing connection is used.
+    Call it from the main thread, whose end kills a private instance. A connected Ray is used.
 
     Args:
         address: `auto`, or HOST:PORT; None starts a private instance.
