@@ -4,9 +4,9 @@
                  ◄── Reply(value, events, status), arrays apart ───
 
 The worker serves one call after the other; a new call ends a wait for events. Every reply has all
-events until then and the engine's status, so that the driver never waits for the status. Replies may
-arrive in any order; the driver processes them in the order of the calls, so that its state is one
-that the worker had.
+events until then and the engine's status, so that the driver never waits for the status. Replies
+may arrive in any order; the driver processes them in the order of the calls, so that its state is
+one that the worker had.
 
 Such an engine implements `PublishedEngine`, and has a subclass of `EngineWorker` that makes it.
 """
@@ -49,8 +49,8 @@ _WORK = {
 """Names of methods on a timeline."""
 
 PATIENCE_S = 1.0
-"""Longest wait of a call for events: it bounds the age of the driver's status, and keeps the watchdogs
-of sampler and workers from taking a long answer for a hang."""
+"""Longest wait of a call for events: it bounds the age of the driver's status, and keeps the
+watchdogs of sampler and workers from taking a long answer for a hang."""
 
 
 @dataclass(frozen=True, eq=False)

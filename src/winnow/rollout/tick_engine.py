@@ -267,7 +267,7 @@ class TickEngine(QueueEngine[Answer]):
 
     @abstractmethod
     def _renew(self) -> None:
-        """Drop cached keys and values of older weights."""
+        """Drop what is prefilled with older weights, except for running answers."""
 
     # -- the protocol ---------------------------------------------------------------------------
 

@@ -72,13 +72,13 @@ class BucketPiece:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Pieces that travel together."""
+    """Pieces that are sent together."""
 
     version: int
     index: int
     pieces: tuple[BucketPiece, ...]
     stored_checksum: int | None = None
-    """Its checksum, where the rank that packed it has taken that."""
+    """The checksum, if the rank that packed the bucket has computed it."""
 
     def checksum(self) -> int:
         """Return the CRC-32 of all pieces, in order."""
@@ -92,18 +92,18 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """New weights for an engine; the version alone where it shares the trainer's tensors, or where
-    all its buckets have come."""
+    """New weights for an engine; only the version if it shares the trainer's tensors, or has
+    received all buckets."""
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
     stored: Sequence[Handle] | None = None
-    """The same, packed already by the ranks that hold them, and left in their stores: a handle a
-    rank, of the list of its buckets (`store_bucket`)."""
+    """Weights that ranks have packed and stored: by rank, the handle of its list of buckets
+    (`store_bucket`)."""
 
 
 def store_bucket(bucket: Bucket, store: Store) -> Bucket:
-    """Leave a bucket's arrays in a store, put references in their place, and take its checksum."""
+    """Put a bucket's arrays into a store; return it with references to them and its checksum."""
     block = ArrayBlock(None, store.put(tuple(piece.array for piece in bucket.pieces)))
     refs: list[Any] = [
         ArrayRef(block, index, 0, len(piece.array), piece.array.dtype)
@@ -114,10 +114,10 @@ def store_bucket(bucket: Bucket, store: Store) -> Bucket:
 
 
 def fetch_buckets(stored: Sequence[Handle]) -> Iterator[Bucket]:
-    """Yield stored buckets in order; one is in this process, and the next one on its way.
+    """Yield stored buckets in order, and prefetch the next one.
 
     Args:
-        stored: handles of lists of what `store_bucket` returned, as in `WeightUpdate.stored`.
+        stored: as in `WeightUpdate.stored`.
     """
     for handle in stored:
         handle.prefetch()
@@ -138,7 +138,7 @@ def _block_of(bucket: Bucket) -> ArrayBlock:
 
 
 TakeBucket = Callable[[Bucket], Awaitable[Mapping[str, int]]]
-"""Has all engines take a bucket, at once; returns the checksums they answer with, by name."""
+"""Sends a bucket to all engines, concurrently; returns their checksums by name."""
 
 
 def to_array(tensor: Tensor) -> Array:
@@ -166,8 +166,7 @@ def pack_buckets(
     """Pack an update's tensors in order; a bucket holds `bucket_bytes` at most, or one element.
 
     Args:
-        rank: of `ranks` that gather the same tensors; yields the buckets whose index is that plus a
-            multiple of `ranks`.
+        rank: of `ranks` ranks with the same tensors; each yields every `ranks`-th bucket.
     """
     pieces: list[BucketPiece] = []
     index = room = 0
@@ -195,7 +194,7 @@ def pack_buckets(
 
 
 def unpack_tensors(stored: Sequence[Handle]) -> Iterator[tuple[str, Tensor]]:
-    """Unpack the tensors of stored buckets (`fetch_buckets`), put together where they were cut."""
+    """Yield the tensors of stored buckets (`fetch_buckets`), with their pieces concatenated."""
     parts: list[Array] = []
     for piece in (piece for bucket in fetch_buckets(stored) for piece in bucket.pieces):
         parts.append(np.asarray(piece.array))
@@ -215,18 +214,18 @@ async def send_weights(
     bucket_bytes: int = BUCKET_BYTES,
     reject: Callable[[str, PublicationError], None] = _raise,
 ) -> None:
-    """Give engines an update bucket by bucket, and compare what each says it holds.
+    """Send an update to engines bucket by bucket, and compare their checksums.
 
     Args:
         update: with tensors.
-        take: reaches all engines; buckets must reach them in the order in which it is called.
-        bucket_bytes: most bytes of a bucket; two are on their way at once.
-        reject: is told of an engine that holds other bytes than were sent; unless it raises, the
-            others are sent the rest.
+        take: sends a bucket to all engines, in the order of its calls.
+        bucket_bytes: most bytes of a bucket; two are sent at a time.
+        reject: called for an engine with other bytes than were sent; unless it raises, the other
+            engines get the remaining buckets.
 
     Raises:
-        PublicationError: an engine holds other bytes than were sent. It draws no more tokens.
-            Or there is nothing to send, which no engine would notice.
+        PublicationError: an engine has other bytes than were sent, and draws no more tokens; or
+            the update has no tensors.
     """
     under_way: list[asyncio.Task[None]] = []
     bucket = None
@@ -249,13 +248,13 @@ async def send_weights(
 
 
 async def load_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[int]]) -> None:
-    """Have one engine take all stored buckets of an update, and compare what it then holds.
+    """Load all stored buckets of an update into one engine, and compare checksums.
 
     Args:
-        take: copies a bucket into the engine's model; returns the checksum of that.
+        take: copies a bucket into the engine's model; returns the checksum of the copy.
 
     Raises:
-        PublicationError: it holds other bytes than were sent, or there is nothing to send.
+        PublicationError: the model has other bytes than were sent, or there are no buckets.
     """
     bucket = None
     for bucket in fetch_buckets(update.stored or ()):
@@ -284,7 +283,7 @@ def _checksum_error(name: str, bucket: Bucket, held: int) -> PublicationError:
 async def _deliver(
     bucket: Bucket, take: TakeBucket, reject: Callable[[str, PublicationError], None]
 ) -> None:
-    # The checksum lets go of the interpreter: it is taken while the bucket travels.
+    # Computing the checksum releases the GIL: it runs while the bucket is sent.
     answers, sent = await asyncio.gather(take(bucket), asyncio.to_thread(bucket.checksum))
     for name, held in answers.items():
         if held != sent:
@@ -295,7 +294,7 @@ class WeightReceiver:
     """Copies an update into a model bucket by bucket, on the engine's side.
 
     Args:
-        only: the model's tensors that come, by the names they have on the way; None: all.
+        only: the tensors to receive, by their names in the update; None is all of the model.
     """
 
     def __init__(
@@ -313,10 +312,10 @@ class WeightReceiver:
         self._next = 0
 
     def take(self, bucket: Bucket) -> int:
-        """Copy a bucket; returns the checksum of what the model then holds.
+        """Copy a bucket into the model; return the checksum of the copy.
 
         Raises:
-            PublicationError: it is not the next one, or a piece has no place in the model.
+            PublicationError: it is not the next bucket, or a piece does not fit the model.
         """
         if (bucket.version, bucket.index) != (self.version, self._next):
             raise PublicationError(
@@ -328,7 +327,7 @@ class WeightReceiver:
         return replace(bucket, pieces=held, stored_checksum=None).checksum()
 
     def _copy_piece(self, piece: BucketPiece) -> BucketPiece:
-        """Copy a piece into its place; returns it as the model holds it now."""
+        """Check and copy a piece; return it as read back from the model."""
         own = self._own.get(piece.name)
         dtype = "" if own is None else str(own.dtype).removeprefix("torch.")
         if own is None or (tuple(own.shape), dtype) != (piece.shape, piece.dtype):
@@ -347,16 +346,16 @@ class WeightReceiver:
         return self._store_piece(piece, own)
 
     def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
-        """Copy a piece that fits into a tensor; returns it as that holds it now."""
+        """Copy a piece into a tensor; return it as read back."""
         here = own.view(-1)[piece.start : piece.start + len(piece.array)]
         here.copy_(to_tensor(piece.array, own.dtype))
         return replace(piece, array=to_array(here))
 
     def finish(self, version: int) -> None:
-        """Let the model be used again, now that all its tensors of this version have come.
+        """End the update after all tensors of this version have been received.
 
         Raises:
-            PublicationError: one did not, or they are of another version.
+            PublicationError: a tensor is missing, or the buckets are of another version.
         """
         if version != self.version:
             raise PublicationError(
@@ -373,15 +372,15 @@ class WeightReceiver:
 
 
 class StagedReceiver(WeightReceiver):
-    """A weight receiver that puts whole tensors together and hands them to vLLM.
+    """A weight receiver that assembles whole tensors and loads them into vLLM.
 
-    Checksums are of the staged tensors: vLLM fuses and repacks what it gets.
+    Checksums are of the staged tensors, since vLLM fuses and repacks weights.
 
     Args:
-        model: says which tensors must come; on the meta device.
-        load: hands tensors over.
-        finish: has vLLM use them.
-        only: as `WeightReceiver` takes it.
+        model: on the meta device; has the tensors to receive.
+        load: loads tensors into vLLM.
+        finish: ends the update in vLLM.
+        only: as for `WeightReceiver`.
     """
 
     def __init__(
@@ -394,7 +393,7 @@ class StagedReceiver(WeightReceiver):
     ) -> None:
         super().__init__(model, version, only)
         self._load, self._finish = load, finish
-        self._part: Tensor | None = None  # a tensor of which not all has come
+        self._part: Tensor | None = None  # the tensor that is being received
         self._whole: Named = []
 
     def take(self, bucket: Bucket) -> int:
@@ -405,7 +404,7 @@ class StagedReceiver(WeightReceiver):
         return checksum
 
     def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
-        # vLLM keeps a tensor until its layer is complete: each gets memory of its own.
+        # Separate memory for each tensor: vLLM refers to it until its layer is complete.
         staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
         held = super()._store_piece(piece, staged)
         is_whole = piece.start + len(piece.array) == own.numel()
