@@ -264,13 +264,13 @@ def test_others_go_on_when_one_engine_cannot_take_weights(
     doomed: VllmEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = learned()
-    receiver = doomed._receiver
+    receiver = doomed._make_receiver
 
     def interrupted(version: int) -> Any:
         doomed._llm.collective_rpc("start_weight_update")  # as one that was cut off leaves it
         return receiver(version)
 
-    monkeypatch.setattr(doomed, "_receiver", interrupted)
+    monkeypatch.setattr(doomed, "_make_receiver", interrupted)
     healthy = torch_engine(model_of("qwen3", torch.float32), live_updates=True)
 
     async def run() -> list[Any]:

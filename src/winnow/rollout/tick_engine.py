@@ -134,11 +134,11 @@ class QueueEngine(ABC, Generic[Answer]):
         return self._rows
 
     @abstractmethod
-    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+    def _newest_ids(self, rows: Sequence[int], width: int) -> list[list[int]]:
         """Return the newest ids of answers, at most `width` of each and none of the prompt."""
 
     @abstractmethod
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
+    def _segments(self, rows: Sequence[int]) -> list[Segment]:
         """Return answers so far, prefixes included; new tokens are of the current version."""
 
     def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
@@ -146,7 +146,7 @@ class QueueEngine(ABC, Generic[Answer]):
         return {}
 
     @abstractmethod
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _free_rows(self, rows: Sequence[int]) -> None:
         """Free rows."""
 
     def _check(self, group: GroupRequest) -> None:
@@ -174,16 +174,16 @@ class QueueEngine(ABC, Generic[Answer]):
 
     async def progress(self) -> Sequence[CompletionEvent]:
         events, self._events = self._events, []
-        return [*events, *self._events_of(range(len(self._running)), "running")]
+        return [*events, *self._make_events(range(len(self._running)), "running")]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         wanted = set(group_ids)
         running = [r for r, a in enumerate(self._running) if a.group.group_id in wanted]
         queued = [answer for answer in self._queue if answer.group.group_id in wanted]
-        events = self._events_of(running, "aborted")
+        events = self._make_events(running, "aborted")
         for answer in queued:
             insort(events, answer.end_event("aborted", self._tick), key=attrgetter("key"))
-        self._leave(running)
+        self._free_rows(running)
         self._queue = [a for a in self._queue if a.group.group_id not in wanted]
         self._events += events
 
@@ -206,9 +206,9 @@ class QueueEngine(ABC, Generic[Answer]):
         """Drop all answers."""
         self._queue.clear()
         self._events.clear()
-        self._leave(range(len(self._running)))
+        self._free_rows(range(len(self._running)))
 
-    def _events_of(
+    def _make_events(
         self,
         rows: Sequence[int],
         kind: Literal["finished", "aborted", "failed", "running"],
@@ -216,14 +216,14 @@ class QueueEngine(ABC, Generic[Answer]):
     ) -> list[CompletionEvent]:
         """Return events of rows, ordered by group and answer."""
         events = []
-        for row, segment in zip(rows, self._written(rows), strict=True):
+        for row, segment in zip(rows, self._segments(rows), strict=True):
             reason = "aborted" if reasons is None else reasons[row]
             key, extras = self._running[row].key, self._extras(row) if kind == "finished" else {}
             event = CompletionEvent(*key, kind, segment, reason, self._tick, extras=extras)
             events.append(event)
         return sorted(events, key=attrgetter("key"))
 
-    def _with_stop_string(self, rows: Sequence[int]) -> list[int]:
+    def _rows_at_stop(self, rows: Sequence[int]) -> list[int]:
         """Return the rows whose newest tokens contain one of their stop strings."""
         if not rows:
             return []
@@ -231,7 +231,7 @@ class QueueEngine(ABC, Generic[Answer]):
         stops = [self._running[row].group.sampling.stop for row in rows]
         # A character takes at most four byte-level tokens.
         width = 4 * max(len(stop) for each in stops for stop in each) + 4
-        texts = map(self._decode, self._tails(rows, width))
+        texts = map(self._decode, self._newest_ids(rows, width))
         found = zip(rows, stops, texts, strict=True)
         return [row for row, each, text in found if any(stop in text for stop in each)]
 
@@ -239,10 +239,10 @@ class QueueEngine(ABC, Generic[Answer]):
 class WrittenRows(QueueEngine[Written]):
     """Rows of an engine as a list of answers with their tokens."""
 
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
+    def _segments(self, rows: Sequence[int]) -> list[Segment]:
         return [self._rows[row].segment(self._version) for row in rows]
 
-    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+    def _newest_ids(self, rows: Sequence[int], width: int) -> list[list[int]]:
         return [self._rows[row].ids[-width:] for row in rows]
 
 
@@ -258,15 +258,15 @@ class TickEngine(QueueEngine[Answer]):
         """Fill free rows and run one tick; return its events, ordered by group and answer."""
 
     @abstractmethod
-    def _receiver(self, version: int) -> WeightReceiver:
+    def _make_receiver(self, version: int) -> WeightReceiver:
         """Return a receiver for an update."""
 
     @abstractmethod
-    async def _take_tensors(self, update: WeightUpdate) -> None:
+    async def _load_tensors(self, update: WeightUpdate) -> None:
         """Load the tensors of an update."""
 
     @abstractmethod
-    def _renew(self) -> None:
+    def _reset_caches(self) -> None:
         """Drop what is prefilled with older weights, except for running answers."""
 
     # -- the protocol ---------------------------------------------------------------------------
@@ -296,16 +296,16 @@ class TickEngine(QueueEngine[Answer]):
         """
         self._check_update_allowed()
         if update.tensors is not None:
-            await self._take_tensors(update)
+            await self._load_tensors(update)
         if update.stored is not None:
             await load_stored(update, self.take_bucket)
         if self._receiving is not None:
             self._receiving.finish(update.version)
             self._receiving = None
         rows = range(len(self._running))
-        for answer, segment in zip(self._running, self._written(rows), strict=True):
+        for answer, segment in zip(self._running, self._segments(rows), strict=True):
             answer.spans = segment.spans
-        self._renew()
+        self._reset_caches()
         self._version = update.version
 
     async def take_bucket(self, bucket: Bucket) -> int:
@@ -317,7 +317,7 @@ class TickEngine(QueueEngine[Answer]):
         """
         if bucket.index == 0:
             self._check_update_allowed()
-            before, self._receiving = self._receiving, self._receiver(bucket.version)
+            before, self._receiving = self._receiving, self._make_receiver(bucket.version)
             if before is not None:  # it was not completed
                 before.ready.set_result(None)
         assert self._receiving is not None, "bucket 0 comes first"

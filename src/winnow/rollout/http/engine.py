@@ -164,7 +164,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self.loading: Path | None = None
         """The folder that the server is loading; answers wait meanwhile."""
 
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _free_rows(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._rows[row].stop()
         self._rows = [answer for row, answer in enumerate(self._rows) if row not in rows]
@@ -244,10 +244,10 @@ class ServerEngine(WrittenRows[ServedAnswer]):
     def stop(self) -> list[CompletionEvent]:
         """Drop all answers of a dead server; return its events, and `running` ones of the rest."""
         rows = range(len(self._rows))
-        events = [*self._events, *self._events_of(rows, "running")]
+        events = [*self._events, *self._make_events(rows, "running")]
         self._queue.clear()
         self._events.clear()
-        self._leave(rows)
+        self._free_rows(rows)
         self._fault = self._loaded = None
         return events
 
@@ -331,9 +331,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
             answer.ids.append(token)
             answer.logprobs.append(logprob)
             self._generated += 1
-            if token in sampling.stop_token_ids or (
-                sampling.stop and self._with_stop_string([row])
-            ):
+            if token in sampling.stop_token_ids or (sampling.stop and self._rows_at_stop([row])):
                 reason = "stop"
             elif len(answer.ids) >= sampling.max_tokens:
                 reason = "length"
@@ -356,9 +354,9 @@ class ServerEngine(WrittenRows[ServedAnswer]):
 
     def _finish_answer(self, answer: ServedAnswer, reason: FinishReason, error: str = "") -> None:
         row = self._rows.index(answer)
-        (event,) = self._events_of([row], "failed" if error else "finished", {row: reason})
+        (event,) = self._make_events([row], "failed" if error else "finished", {row: reason})
         self._events.append(replace(event, error=error))
-        self._leave([row])
+        self._free_rows([row])
         self._start_requests()
 
 

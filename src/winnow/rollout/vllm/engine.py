@@ -149,7 +149,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
             self._load_adapter(
                 [(n, torch.zeros_like(t, device="cpu")) for n, t in self._expected.items()]
             )
-        self._renew()
+        self._reset_caches()
 
     def _check(self, group: GroupRequest) -> None:
         super()._check(group)
@@ -172,7 +172,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         self._check_health()
         super()._check_update_allowed()
 
-    def _receiver(self, version: int) -> WeightReceiver:
+    def _make_receiver(self, version: int) -> WeightReceiver:
         if self._expected is not None:
             return self._adapter_receiver(version)
 
@@ -205,7 +205,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
             self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         self._lora = LoRARequest("policy", 1, folder)
 
-    async def _take_tensors(self, update: WeightUpdate) -> None:
+    async def _load_tensors(self, update: WeightUpdate) -> None:
         dtype = next(self._model.parameters()).dtype
         if self._expected is not None:
             dtype = next(iter(self._expected.values())).dtype
@@ -250,14 +250,14 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         if arriving is not None and not arriving.ready.done():
             arriving.ready.set_result(None)
 
-    def _renew(self) -> None:
+    def _reset_caches(self) -> None:
         self._salt = str(next(_SALTS))
         # Those that still wait for memory, or of which not all is prefilled, begin anew: the old
         # salt would give them a prompt's keys of the old weights.
         rows = [row for row, a in enumerate(self._rows) if len(a.ids) == len(a.prefix)]
         for row in rows:
             insort(self._queue, self._rows[row], key=attrgetter("order"))
-        self._leave(rows)
+        self._free_rows(rows)
 
     async def sleep(self) -> None:
         """Give GPU memory back until `wake`; has not been run on one.
@@ -283,8 +283,8 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
             self._place(self._queue.pop(0))
         reasons = self._run_step()
         rows = list(reasons)
-        events = self._events_of(rows, "finished", reasons) if rows else []
-        self._leave(rows)
+        events = self._make_events(rows, "finished", reasons) if rows else []
+        self._free_rows(rows)
         return events
 
     def _place(self, answer: RunningAnswer) -> None:
@@ -327,7 +327,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
                 answer.routes = got.routed_experts
             if answer.group.sampling.stop:
                 with_stops.append(row)
-        return reasons | dict.fromkeys(self._with_stop_string(with_stops), "stop")
+        return reasons | dict.fromkeys(self._rows_at_stop(with_stops), "stop")
 
     def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
         answer = self._rows[row]
@@ -352,7 +352,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         routes = torch.from_numpy(here).to(shape.dtype).numpy()
         return {PROMPT_ROUTES: routes[: prompt - 1], ROUTES: routes[prompt - 1 :]}
 
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _free_rows(self, rows: Sequence[int]) -> None:
         gone = set(rows)
         if gone:  # those that are finished vLLM knows no more
             self._llm.abort_request([self._rows[row].name for row in rows])
