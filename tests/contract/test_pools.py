@@ -116,7 +116,9 @@ def test_actors_have_the_files_and_variables_of_the_recipe_and_leave_a_timeline(
 def test_an_environment_that_ray_cannot_use_is_told_in_one_line(
     cluster: str, nodes: None, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^cluster\.runtime_env has pip, which come with"):
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.runtime_env has pip, but this process is connected"
+    ):
         ray_session(cluster, runtime_env={"pip": ["six"]}).__enter__()
 
 
