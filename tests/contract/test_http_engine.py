@@ -213,7 +213,7 @@ def test_a_server_that_restarts_unseen_is_given_the_newest_weights_first(
         return await generate(engine, groups)
 
     done = asyncio.run(run())
-    assert "was restarted, or loaded other weights" in caplog.text
+    assert "was restarted or has loaded other weights" in caplog.text
     check_logprobs(other, done, groups)
     assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
 
@@ -437,8 +437,8 @@ def token(number: int, logprob: float) -> Step:
     ("step", "line"),
     [
         (reply(500, {"error": "out of memory"}), "out of memory"),
-        (token(40, -1.0), "gave ids outside the vocabulary of 40"),
-        (token(-1, -1.0), "gave ids outside the vocabulary of 40"),
+        (token(40, -1.0), "returned ids outside the vocabulary of 40"),
+        (token(-1, -1.0), "returned ids outside the vocabulary of 40"),
         (token(3, math.nan), "or non-finite log-probs"),
     ],
 )

@@ -228,7 +228,7 @@ def misnamed(update: WeightUpdate) -> WeightUpdate:
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
-    [(shortened, "1 of the model's tensors did not come"), (misnamed, "no such tensor")],
+    [(shortened, "1 of the model's tensors are missing"), (misnamed, "no such tensor")],
     ids=["a tensor is missing", "names are of another model"],
 )
 def test_an_update_that_came_in_part_ends_the_engine(
