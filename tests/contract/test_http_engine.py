@@ -387,7 +387,7 @@ def test_a_server_with_too_short_a_context_is_refused(
     servers: GenerateServers, folder: Path
 ) -> None:
     url, _ = servers.start(folder, "--longest=100")
-    with pytest.raises(ConfigError, match=r"takes 100 tokens .* --max-model-len 200"):
+    with pytest.raises(ConfigError, match=r"max_model_len 100, .* --max-model-len 200"):
         engine_over(url)
 
 
