@@ -60,10 +60,10 @@ from winnow.run.shutdown import ShutdownSignal
 from winnow.run.step_metrics import StepFlop, Throughput
 from winnow.sampling.stream import Sampler
 from winnow.types import Group, IntArray, Prompt, Score, Trajectory
-from winnow.workers.array_refs import ArrayBlock, fetch
+from winnow.workers.array_refs import ArrayBlock, fetch_arrays
 from winnow.workers.group import WorkerGroup, WorkerGroups, start_local
 from winnow.workers.host import RankInfo
-from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Pool, ray_session, reserve
 
 ANSWERS = 16
@@ -158,7 +158,7 @@ class Rank:
         self, groups: Sequence[Group], step: int
     ) -> tuple[dict[str, Any], StepReply, tuple[Any, ...]]:
         answers = [answer.trajectory for group in groups for answer in group.answers]
-        fetch(answers)
+        fetch_arrays(answers)
         for answer in answers:
             assert len(answer.token_ids) == answer.generated_tokens
             assert answer.token_ids.max() < 64
@@ -260,7 +260,7 @@ class Run:
         steps: int,
     ) -> loop.Run:
         *writing, scoring, learning = groups
-        engines = [RemoteEngine(each, each.ask("ask", "")[0]) for each in writing]
+        engines = [RemoteEngine(each, each.call_blocking("call", "")[0]) for each in writing]
         engine = EngineGroup(engines, True, quantum_for(self.limit))
         panel = RemotePipeline(scoring)
         learner = RemoteLearner(learning)

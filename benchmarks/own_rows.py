@@ -36,7 +36,7 @@ from winnow.learning.learner import Learner, LearnerSettings
 from winnow.learning.policy import Policy, PolicyObjective
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, fetch
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, fetch_arrays
 
 BUDGET = 22_528
 _ZEROS = np.zeros(1 << 15, np.int32), np.zeros(1 << 15, np.float32)
@@ -77,7 +77,7 @@ class WholeBatch(MicroBatchSharder):
     def pack(
         self, groups: Sequence[Group], max_tokens: int, overlong_filtering: bool = False
     ) -> Batch:
-        fetch(answer.trajectory for group in groups for answer in group.answers)
+        fetch_arrays(answer.trajectory for group in groups for answer in group.answers)
         return pack(groups, overlong_filtering)
 
 

@@ -32,7 +32,7 @@ from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
-from winnow.rollout.weights import WeightUpdate, array_of
+from winnow.rollout.weights import WeightUpdate, to_array
 from winnow.workers.group import start_local
 
 WORKER = "winnow.rollout.remote_engine:TorchEngineWorker"
@@ -60,7 +60,7 @@ class Turns:
     """Times of something, each beside that of a copy."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], repeats: int) -> None:
-        self._source = np.concatenate([array_of(t).view(np.uint8) for _, t in tensors])
+        self._source = np.concatenate([to_array(t).view(np.uint8) for _, t in tensors])
         self._target = np.zeros_like(self._source)
         self._repeats = repeats
         self.copies: list[float] = []
@@ -114,7 +114,7 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
 
     async def checksum() -> None:
         for _, tensor in tensors:
-            zlib.crc32(array_of(tensor).view(np.uint8))  # type: ignore[arg-type]
+            zlib.crc32(to_array(tensor).view(np.uint8))  # type: ignore[arg-type]
 
     def publish(group: EngineGroup) -> Callable[[], Awaitable[None]]:
         return lambda: group.load_weights(WeightUpdate(1, policy.export_weights(dtype)))
@@ -128,7 +128,7 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
         *(start_local("engine", WORKER, options, 1, {"OMP_NUM_THREADS": "1"}) for _ in range(2))
     )
     try:
-        engines = [RemoteEngine(each, await each.call_rank(0, "ask", "")) for each in groups]
+        engines = [RemoteEngine(each, await each.call_rank(0, "call", "")) for each in groups]
         for count, what in (
             (1, "an engine in another process"),
             (2, "two engines, a process each"),

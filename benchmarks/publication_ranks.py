@@ -93,7 +93,7 @@ def save_model(folder: Path, layers: int) -> str:
 
 def sizes(update: Any) -> tuple[int, list[int]]:
     """Buckets of an update, and bytes by rank."""
-    shares = [share.get() for share in update.shares]
+    shares = [share.get() for share in update.stored]
     own = [sum(len(p.array) * 2 for b in share for p in b.pieces) for share in shares]
     return sum(map(len, shares)), own
 
@@ -116,7 +116,9 @@ def measure(folder: str, counts: Sequence[int], engines: int, repeats: int) -> l
         own = {"folder": folder}
         starting += [start_local(f"learner {n}", RANK, own, n, one) for n in counts]
         started = groups.start(*starting)
-        members = [RemoteEngine(each, each.ask("ask", "")[0]) for each in started[:engines]]
+        members = [
+            RemoteEngine(each, each.call_blocking("call", "")[0]) for each in started[:engines]
+        ]
         group = EngineGroup(members, True)
         learners = [RemoteLearner(each) for each in started[engines:]]
         for turn in range(repeats + 1):

@@ -18,7 +18,7 @@ import numpy as np
 
 from winnow.workers.group import WorkerGroup, start_local
 from winnow.workers.host import RankInfo
-from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Pool, ray_session, reserve
 
 PATH = "worker_groups:Adder"

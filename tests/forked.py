@@ -42,7 +42,7 @@ PRELOADED = (
     *("winnow.views.curve", "winnow.views.summary"),
     *("winnow.rewards.remote_pipeline", "transformers.models.auto.tokenization_auto"),
     *("pyarrow.compute", "matplotlib.figure", "matplotlib.backends.backend_agg"),
-    *("winnow.workers.ray.group", "google.protobuf.json_format"),
+    *("winnow.workers.ray.actors", "google.protobuf.json_format"),
     *("requests", "jsonschema", "uvloop"),  # of Ray, which reads its variables when it is imported
 )
 """What runs and their workers import, at their start or when it is needed."""

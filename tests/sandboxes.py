@@ -22,7 +22,7 @@ from tests.services import running
 from winnow.cli import doctor
 from winnow.cli.doctor import Finding
 from winnow.config.reward import SandboxConfig
-from winnow.http.service import address_of, listen
+from winnow.http.service import listen, listener_url
 from winnow.sandbox.bubblewrap import Bubblewrap
 from winnow.sandbox.local import LocalSandbox
 from winnow.sandbox.process import find_interpreter
@@ -252,4 +252,4 @@ def served(
             contextlib.closing(SandboxServer(sandbox, token, **options)) as server,
             running(server.service, listener),
         ):
-            yield address_of(listener), sandbox
+            yield listener_url(listener), sandbox

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from winnow.http.service import Server, Service, address_of, listen
+from winnow.http.service import Server, Service, listen, listener_url
 
 
 @contextlib.contextmanager
@@ -29,4 +29,4 @@ def running(service: Service, listener: socket.socket) -> Iterator[None]:
 def listening(service: Service) -> Iterator[str]:
     """Run a service at a free port; its address."""
     with contextlib.closing(listen("127.0.0.1", 0, None)) as listener, running(service, listener):
-        yield address_of(listener)
+        yield listener_url(listener)

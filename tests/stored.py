@@ -11,7 +11,7 @@ class Elsewhere:
     def __init__(self, value: Any) -> None:
         self.value, self.begun, self.fetched = value, 0, 0
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         self.begun += 1
 
     def get(self) -> Any:

@@ -19,7 +19,7 @@ from winnow.learning.strategy import Strategy, run_pass
 from winnow.rollout.draw import RowParams, draw, uniform
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams, generate
-from winnow.rollout.weights import WeightReceiver, WeightUpdate, array_of, buckets
+from winnow.rollout.weights import WeightReceiver, WeightUpdate, pack_buckets, to_array
 from winnow.types import IntArray, Trajectory
 
 
@@ -82,7 +82,7 @@ def publish(bench: Bench) -> None:
 
     async def through_host() -> None:
         receiver = WeightReceiver(target, 1)
-        for bucket in buckets(WeightUpdate(1, source.named_parameters())):
+        for bucket in pack_buckets(WeightUpdate(1, source.named_parameters())):
             is_equal.append(receiver.take(bucket) == bucket.checksum())
 
     def rate(figure: str, nbytes: int, work: Callable[[], object], **values: Any) -> None:
@@ -94,7 +94,7 @@ def publish(bench: Bench) -> None:
     pairs = list(zip(target.parameters(), source.parameters(), strict=True))
     rate("copies on the device", nbytes, lambda: [to.data.copy_(of) for to, of in pairs])
     weight = next(source.parameters()).detach()
-    data: Any = array_of(weight).view(np.uint8)
+    data: Any = to_array(weight).view(np.uint8)
     pinned = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=bench.on_gpu)
     words = weight.view(torch.int32).view(-1)
     places = torch.arange(len(words), device=bench.device)

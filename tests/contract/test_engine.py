@@ -510,7 +510,7 @@ def test_new_weights_are_refused_while_answers_run(make_engine: Kind) -> None:
         await engine.submit(groups_of())
         await engine.load_weights(WeightUpdate(version=1))
 
-    with pytest.raises(ValueError, match="abort what runs"):
+    with pytest.raises(ValueError, match="abort running answers"):
         asyncio.run(run())
 
 

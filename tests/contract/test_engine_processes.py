@@ -52,13 +52,13 @@ def worker(folder: Path, run: Run) -> Iterator[WorkerGroup]:
     options |= {"live_updates": True, "tokenizer": str(folder)}
     group = run(start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0))
     yield group
-    pids = group.processes()
+    pids = group.pids()
     run(group.close())
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 async def connected(worker: WorkerGroup) -> RemoteEngine:
-    return RemoteEngine(worker, await worker.call_rank(0, "ask", ""))
+    return RemoteEngine(worker, await worker.call_rank(0, "call", ""))
 
 
 async def both(worker: WorkerGroup, folder: Path, deterministic: bool) -> EngineGroup:
@@ -148,7 +148,7 @@ def test_an_engine_that_is_killed_costs_no_answer(
 ) -> None:
     # It stands last: the process is gone afterwards.
     groups = requests(12, limit=80)
-    (victim,) = worker.processes()
+    (victim,) = worker.pids()
 
     async def killed() -> dict[Any, CompletionEvent]:
         group = await both(worker, folder, False)

@@ -38,8 +38,8 @@ from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.engine import CompletionEvent, SamplingParams, generate
-from winnow.rollout.http.client import seed_behind
 from winnow.rollout.http.engine import HttpEngine, make_http_engine
+from winnow.rollout.http.generate_client import continuation_seed
 from winnow.rollout.weights import WeightUpdate
 
 SHAPE = {"vocab_size": 40, "initializer_range": 0.3, "tie_word_embeddings": False}
@@ -161,15 +161,15 @@ def test_exact_draws_are_the_torch_engines_though_answers_are_cut_and_a_server_d
 
 
 def test_exact_draws_are_refused_by_what_a_server_writes(url: str) -> None:
-    remedy = (
-        r"exact_draws=true asks; start it with --logits-proc.* --logprobs-mode processed_logits$"
-    )
+    remedy = r"exact_draws\); start it with --logits-proc.* --logprobs-mode processed_logits$"
     with pytest.raises(ConfigError, match=remedy):
         engine_over(url, exact_draws=True)
 
 
 def test_a_prefix_is_not_drawn_on_with_the_numbers_that_drew_its_beginning() -> None:
-    seeds = [seed_behind(seed, written) for seed in (0, 1, 2**64 - 1) for written in range(50)]
+    seeds = [
+        continuation_seed(seed, written) for seed in (0, 1, 2**64 - 1) for written in range(50)
+    ]
     assert len(set(seeds)) == 150
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -213,7 +213,7 @@ def test_a_server_that_restarts_unseen_is_given_the_newest_weights_first(
         return await generate(engine, groups)
 
     done = asyncio.run(run())
-    assert "was restarted, or given other weights" in caplog.text
+    assert "was restarted or has loaded other weights" in caplog.text
     check_logprobs(other, done, groups)
     assert engine.status().generated_tokens == sum(len(t.token_ids) for t in done.values())
 
@@ -357,7 +357,7 @@ def test_a_server_that_cannot_read_the_weights_says_so(
     url: str, other: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_over(url)
-    monkeypatch.setattr("winnow.rollout.http.engine._save", lambda shard, file: None)
+    monkeypatch.setattr("winnow.rollout.http.engine._save_shard", lambda *_: None)
     with pytest.raises(PublicationError, match=r"version 1: .* 500: .*weights_folder"):
         asyncio.run(engine.load_weights(WeightUpdate(1, other.named_parameters())))
 
@@ -379,7 +379,7 @@ def test_weights_that_take_too_long_to_load_are_not_loaded_a_second_time(
         server = engine.servers[url]
         server._http._url = httpx.URL(served.url)
         with pytest.raises(RemoteError, match=r"did not answer within 0\.1 s"):
-            asyncio.run(server.reload("/folder", "1", 0.1))
+            asyncio.run(server.load_folder("/folder", "1", 0.1))
     assert len(served.requests) == 1
 
 
@@ -387,7 +387,7 @@ def test_a_server_with_too_short_a_context_is_refused(
     servers: GenerateServers, folder: Path
 ) -> None:
     url, _ = servers.start(folder, "--longest=100")
-    with pytest.raises(ConfigError, match=r"takes 100 tokens .* --max-model-len 200"):
+    with pytest.raises(ConfigError, match=r"max_model_len 100, .* --max-model-len 200"):
         engine_over(url)
 
 
@@ -398,21 +398,24 @@ GOOD = {"choices": [{"token_ids": [1], "logprobs": None, "finish_reason": "lengt
 @pytest.mark.parametrize(
     ("step", "line"),
     [
-        (reply(401, {"error": "Unauthorized"}), r"answered 401.*; export its key in the variable"),
+        (
+            reply(401, {"error": "Unauthorized"}),
+            r"answered 401.*; export its API key in the variable",
+        ),
         (reply(403, {"error": "Scale-out endpoints are disabled"}), "403.*--enable-scale-out"),
         (reply(404, {"detail": "Not Found"}), r"answered 404.*--enable-scale-out"),
-        (reply(200, raw=PAGE), r"43 bytes that are no JSON; it must speak /inference"),
+        (reply(200, raw=PAGE), r"43 bytes that are not JSON; it must offer /inference"),
         (reply(500, raw=b"Internal Server Error"), r"answered 500: Internal Server Error"),
-        (reply(503, {"error": "busy"}), r"answered 503.*3 times over; start the server"),
-        (reply(200, {"text": "hello"}), "answers without ids and a log-prob of each"),
-        (reply(200, GOOD), "answers without ids and a log-prob of each"),
-        (noise, "cannot be reached: .*; start the server, or mend the address"),
+        (reply(503, {"error": "busy"}), r"answered 503.*\(3 attempts\); start the server"),
+        (reply(200, {"text": "hello"}), "returned no token ids with a log-prob each"),
+        (reply(200, GOOD), "returned no token ids with a log-prob each"),
+        (noise, "cannot be reached: .*; start the server, or correct the URL"),
     ],
 )
 def test_what_is_no_such_server_is_one_line_with_a_remedy(
     step: Step, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("winnow.http.client.HttpJson._pause_s", lambda *_: 0.0)
+    monkeypatch.setattr("winnow.http.client.JsonClient._retry_delay_s", lambda *_: 0.0)
     before = set(threading.enumerate())
     with serving([step]) as served, pytest.raises(ConfigError, match=line) as caught:
         make_http_engine([served.url], "hush", 10.0, 40, 40, LONGEST, slots=1)
@@ -434,9 +437,9 @@ def token(number: int, logprob: float) -> Step:
     ("step", "line"),
     [
         (reply(500, {"error": "out of memory"}), "out of memory"),
-        (token(40, -1.0), "gave ids outside the vocabulary of 40"),
-        (token(-1, -1.0), "gave ids outside the vocabulary of 40"),
-        (token(3, math.nan), "or log-probs not finite"),
+        (token(40, -1.0), "returned ids outside the vocabulary of 40"),
+        (token(-1, -1.0), "returned ids outside the vocabulary of 40"),
+        (token(3, math.nan), "or non-finite log-probs"),
     ],
 )
 def test_a_request_that_always_fails_ends_as_a_failed_answer(

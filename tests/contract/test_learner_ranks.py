@@ -158,7 +158,7 @@ def check_progress_and_death(learning: Learning, learner: Any, ranks: WorkerGrou
     while learner.progress == learning.learner.progress:
         assert time.monotonic() < give_up
         time.sleep(0.05)
-    os.kill(ranks.processes()[1], signal.SIGKILL)
+    os.kill(ranks.pids()[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match=rf"^{ranks.role}\[1\] was killed by SIGKILL [^\n]*$"):
         learnt(replace(learning, learner=learner), 1)
 

@@ -32,7 +32,7 @@ from winnow.config.reward import (
     RewardManager,
     UserFunction,
 )
-from winnow.http.service import address_of, listen
+from winnow.http.service import listen, listener_url
 from winnow.rewards.manager import Manager
 from winnow.rewards.managers import make_manager
 from winnow.rewards.serve import make_service
@@ -128,7 +128,7 @@ def served(manager: Manager, stack: ExitStack, **how: Any) -> str:
     """The address of a service in a thread, before a manager."""
     listener = stack.enter_context(listen("127.0.0.1", 0, None))
     stack.enter_context(running(make_service(manager, **how), listener))
-    return address_of(listener)
+    return listener_url(listener)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from winnow.config.root import Config
 from winnow.errors import ConfigError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.group import WorkerGroups
-from winnow.workers.ray.group import start_ray
+from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Pool, ray_session, reserve
 
 PROBE = "tests.workers:Probe"
@@ -72,7 +72,7 @@ def places(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Place]
         started = (launch(engine, {}, number) for number in range(engine.count))
         groups = crew.start(launch(policy, {}, 0), *started)
         asked = "environment", "RAY_RAYLET_PID", "CUDA_VISIBLE_DEVICES"
-        ranks, *alone = [[tuple(each) for each in group.ask(*asked)] for group in groups]
+        ranks, *alone = [[tuple(each) for each in group.call_blocking(*asked)] for group in groups]
     return ranks, [each for (each,) in alone]
 
 
@@ -119,7 +119,7 @@ def test_actors_have_the_files_and_variables_of_the_recipe_and_leave_a_timeline(
     placed = answered_by("carried:Carried", config, monkeypatch)
     with closing(WorkerGroups()) as crew, launcher(config, placed, crew) as launch:
         (ranks,) = crew.start(launch(placed["policy"], {}, 0))
-        ((files, variables, unbuffered),) = ranks.ask("about")
+        ((files, variables, unbuffered),) = ranks.call_blocking("about")
     assert files == ["carried.py"]
     assert variables == ["a", "b", "7"]
     assert unbuffered == "1"  # of ours, which the recipe leaves alone
@@ -130,7 +130,9 @@ def test_actors_have_the_files_and_variables_of_the_recipe_and_leave_a_timeline(
 def test_an_environment_that_ray_cannot_use_is_told_in_one_line(
     cluster: str, nodes: None, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^cluster\.runtime_env has pip, which come with"):
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.runtime_env has pip, but this process is connected"
+    ):
         ray_session(cluster, runtime_env={"pip": ["six"]}).__enter__()
 
 
@@ -175,7 +177,7 @@ async def lose_a_node(workers: RayWorkers) -> None:
     reserved = await reserve([Pool("a", {"a": 1}, cpus=3.0), Pool("b", {"b": 1}, cpus=3.0)])
     writer = await start_ray("writer", PROBE, {}, reserved.placement("a"))
     reader = await start_ray("reader", PROBE, {}, reserved.placement("b"))
-    lost_node, other_node = (workers.node_of(each.processes()[0]) for each in (writer, reader))
+    lost_node, other_node = (workers.node_of(each.pids()[0]) for each in (writer, reader))
     assert lost_node != other_node
     try:
         kept: SplitResult = await writer.call_rank(0, "keep", count, 4)
@@ -186,7 +188,7 @@ async def lose_a_node(workers: RayWorkers) -> None:
         ((found,),) = await reader.call("read", stored)
         np.testing.assert_array_equal(found, expected)
         os.kill(lost_node, signal.SIGKILL)
-        lost = r"what writer\[0\] wrote is lost, as its node is gone"
+        lost = r"data of writer\[0\] is lost: its node is gone"
         with pytest.raises(WorkerError, match=lost):
             await reader.call("read", late)
         with pytest.raises(WorkerError, match=lost):

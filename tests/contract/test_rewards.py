@@ -354,7 +354,7 @@ def test_models_are_asked_alike_and_one_that_is_killed_ends_it(
 
 def kill_one(rewards: Rewards, answers: Answers, processes: set[int], name: str) -> None:
     """SIGKILL for one of those that score, while it does; `name` is what they are called."""
-    line = rf"^{name}\[[01]\] was killed by SIGKILL [^\n]*; the log has its last lines$"
+    line = rf"^{name}\[[01]\] was killed by SIGKILL [^\n]*; see its last lines in the log$"
     victims = [p for p in processes if Path(f"/proc/{p}/comm").read_text() == "child\n"]
     assert len(victims) == 2
 

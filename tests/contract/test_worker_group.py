@@ -22,8 +22,8 @@ from tests.ray_nodes import RayWorkers
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.group import WorkerGroup, start_local
-from winnow.workers.ray.group import start_ray
-from winnow.workers.ray.session import Placement, Pool, offers, ray_session, reserve
+from winnow.workers.ray.actors import start_ray
+from winnow.workers.ray.session import Placement, Pool, node_resources, ray_session, reserve
 
 PATH = "tests.workers:Probe"
 ENVIRONMENT = {"WINNOW_TEST_WORD": "chaff"}
@@ -104,7 +104,7 @@ async def started(
 ) -> AsyncIterator[WorkerGroup]:
     """A group of a test's own, of which no process is left."""
     group = await start(kwargs, stall_timeout_s=stall_timeout_s)
-    pids = group.processes()
+    pids = group.pids()
     try:
         yield group
     finally:
@@ -142,7 +142,7 @@ def test_workers_know_their_rank_and_run_in_one_thread(group: WorkerGroup, run: 
     assert len({(info.master_address, info.master_port) for info, _, _ in found}) == 1
     assert all(is_maker for _, _, is_maker in found)
     pids = [pid for _, pid, _ in found]
-    assert pids == group.processes()
+    assert pids == group.pids()
     assert len({*pids, os.getpid()}) == 3
 
 
@@ -227,7 +227,7 @@ def test_what_is_kept_outlives_its_worker(start: Start, run: Any) -> None:
     async def work() -> SplitResult:
         async with started(start) as group:
             kept: SplitResult = await group.call_rank(1, "keep", count, 4)
-            os.kill(group.processes()[1], signal.SIGKILL)
+            os.kill(group.pids()[1], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"policy\[1\]"):
                 await group.call("wait", "for ever")
         return kept
@@ -347,7 +347,7 @@ def test_the_rank_that_died_is_named_not_the_one_that_noticed(start: Start, run:
 def test_a_worker_that_dies_while_idle_is_met_by_the_next_call(start: Start, run: Any) -> None:
     async def work() -> None:
         async with started(start) as group:
-            os.kill(group.processes()[0], 9)
+            os.kill(group.pids()[0], 9)
             with pytest.raises(WorkerError, match=r"policy\[0\]"):
                 await asyncio.wait_for(group.call("wait", "for ever"), PATIENCE_S)
 
@@ -383,12 +383,12 @@ def test_close_lets_workers_close_and_leaves_no_process(
 ) -> None:
     async def work() -> tuple[list[int], int]:
         group = await start({"mark": str(tmp_path / "mark")})
-        pids = group.processes()
+        pids = group.pids()
         if start is local:
             pids.append(await group.call_rank(0, "start_child"))
         await asyncio.gather(group.close(), group.close())
         await group.close()
-        with pytest.raises(WorkerError, match="were ended by this run"):
+        with pytest.raises(WorkerError, match="were closed by this run"):
             await group.call("about")
         return pids, group.size
 
@@ -400,7 +400,7 @@ def test_close_lets_workers_close_and_leaves_no_process(
 def test_close_does_not_wait_for_a_call_under_way(start: Start, run: Any) -> None:
     async def work() -> list[int]:
         group = await start({}, stall_timeout_s=2.0)
-        pids = group.processes()
+        pids = group.pids()
         hung = asyncio.ensure_future(group.call("hang_on", 0, True))
         await asyncio.sleep(0)
         await group.close()
@@ -416,8 +416,8 @@ def test_a_session_leaves_signals_and_an_outer_session_alone(ray: Any) -> None:
     before = signal.signal(signal.SIGTERM, mine)
     try:
         with ray_session(None):
-            assert offers()
-        assert [node["CPU"] for node in offers().values()] == [2.0]
+            assert node_resources()
+        assert [node["CPU"] for node in node_resources().values()] == [2.0]
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -465,7 +465,7 @@ async def main():
     group = await STARTS[sys.argv[1]]({})
     hung = asyncio.ensure_future(group.call("hang_on", 0, True))
     await asyncio.sleep(0.5)  # now one holds Python's lock, and the other sleeps and works
-    print(*group.processes(), flush=True)
+    print(*group.pids(), flush=True)
     await hung
 
 with ray_for_tests() if sys.argv[1] == "ray" else nullcontext():

@@ -184,7 +184,7 @@ def test_an_option_that_an_engine_does_not_know_is_told(learnt: Path) -> None:
     chosen = [*told("An engine"), "+rollout.engine.options.spots=3"]
     outcome = train(learnt.parents[1], "spots", *BARE, "warm_start=none", model, *chosen)
     assert outcome.code == 2
-    assert re.search(r"engines\.py:Half: making the engine fails with .*'spots'; it ", outcome.err)
+    assert re.search(r"engines\.py:Half: creating the engine fails with .*'spots'; ", outcome.err)
 
 
 def steady(said: str) -> list[str]:

@@ -17,7 +17,7 @@ from tests.small_models import digits_folder
 from tests.winnow_command import in_this_process
 
 from winnow.observe.jsonl import read_metrics
-from winnow.workers.ray.group import RayHandle
+from winnow.workers.ray.actors import RayHandle
 
 pytestmark = [
     pytest.mark.slow,

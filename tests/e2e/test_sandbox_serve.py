@@ -99,11 +99,14 @@ def test_a_server_with_a_token_may_be_reached_from_outside(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--host", "0.0.0.0"], "--host is 0.0.0.0, which others can reach, and there is no token"),
-        (["--token-env", "NOT_THERE_X"], "no such environment variable; export NOT_THERE_X"),
+        (
+            ["--host", "0.0.0.0"],
+            "--host is 0.0.0.0, which other machines can reach, but there is no token",
+        ),
+        (["--token-env", "NOT_THERE_X"], "not set in the environment; export NOT_THERE_X"),
         (
             ["--host", "no.such.host.invalid", "--token-env", "PATH"],
-            "--port is 0, but no.such.host.invalid:0 cannot be listened at (",
+            "--port is 0, but cannot listen on no.such.host.invalid:0 (",
         ),
         (["--port", "65536"], "'--port'"),
         (["--python", "/nowhere/python3"], "/nowhere/python3"),

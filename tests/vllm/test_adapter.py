@@ -21,7 +21,7 @@ from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.lora import add_lora, merge
 from winnow.rollout.vllm.engine import VllmEngine, VllmEngineWorker
-from winnow.rollout.weights import WeightUpdate, buckets
+from winnow.rollout.weights import WeightUpdate, pack_buckets
 
 ADAPTER = LoraAdapter(rank=3, alpha=5.0, rslora=True)
 
@@ -65,7 +65,7 @@ def test_an_adapter_acts_from_its_version_on_though_prompts_were_cached(tmp_path
     done: dict[int, list[Any]] = {}
 
     async def publish(version: int) -> None:
-        packed = list(buckets(WeightUpdate(version, alone(adapted(version))), 2000))
+        packed = list(pack_buckets(WeightUpdate(version, alone(adapted(version))), 2000))
         assert len(packed) > 10
         for bucket in packed:
             assert await engine.take_bucket(bucket) == bucket.checksum()
@@ -113,7 +113,7 @@ def test_the_canary_hears_another_adapter(dtype: str, tmp_path: Path) -> None:
                 await canary.check(expected, 1, {"engine": engine})
         await engine.load_weights(WeightUpdate(3, alone(model)))
         found = await canary.check(expected, 3, {"engine": engine})
-        with pytest.raises(PublicationError, match="none of that name"):
+        with pytest.raises(PublicationError, match="no such tensor"):
             await engine.load_weights(WeightUpdate(4, Strategy(model).export_weights()))
         return found
 

@@ -29,7 +29,7 @@ from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
 from winnow.rollout.vllm import plugin as vllm_plugin
 from winnow.rollout.vllm.engine import VllmEngine
-from winnow.rollout.weights import Bucket, WeightUpdate, buckets
+from winnow.rollout.weights import Bucket, WeightUpdate, pack_buckets
 
 Weights = list[tuple[str, torch.Tensor]]
 
@@ -58,7 +58,7 @@ def group_of(prompt: np.ndarray, number: int, n: int = 3, limit: int = 20) -> Gr
 
 
 async def publish(engine: Any, update: WeightUpdate) -> None:
-    packed = list(buckets(update, 20_000))
+    packed = list(pack_buckets(update, 20_000))
     assert len(packed) > 10
     for bucket in packed:
         assert await engine.take_bucket(bucket) == bucket.checksum()
@@ -190,7 +190,7 @@ def test_an_engine_that_slept_writes_with_the_weights_that_wake_it() -> None:
     async def run() -> list[Any]:
         await engine.submit([group_of(prompt, 0)])
         await engine.events(until=3)
-        with pytest.raises(ValueError, match="abort what runs before the engine sleeps"):
+        with pytest.raises(ValueError, match="abort running answers before the engine sleeps"):
             await engine.sleep()
         await engine.abort([0])
         assert len(await engine.events()) == 3
@@ -230,7 +230,7 @@ def misnamed(update: WeightUpdate) -> WeightUpdate:
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
-    [(shortened, "1 of the model's tensors did not come"), (misnamed, "none of that name")],
+    [(shortened, "1 of the model's tensors are missing"), (misnamed, "no such tensor")],
     ids=["a tensor is missing", "names are of another model"],
 )
 def test_an_update_that_came_in_part_ends_the_engine(
@@ -249,7 +249,7 @@ def test_an_update_that_came_in_part_ends_the_engine(
             doomed.events(),
             doomed.submit([group_of(np.arange(3, 9), 1)]),
             doomed.logprobs_of([np.arange(3, 9)], 1.0, 2),
-            doomed.take_bucket(next(iter(buckets(update)))),
+            doomed.take_bucket(next(iter(pack_buckets(update)))),
             doomed.load_weights(WeightUpdate(2)),
         ]
         for call in calls:
@@ -266,13 +266,13 @@ def test_others_go_on_when_one_engine_cannot_take_weights(
     doomed: VllmEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = learned()
-    receiver = doomed._receiver
+    receiver = doomed._make_receiver
 
     def interrupted(version: int) -> Any:
         doomed._llm.collective_rpc("start_weight_update")  # as one that was cut off leaves it
         return receiver(version)
 
-    monkeypatch.setattr(doomed, "_receiver", interrupted)
+    monkeypatch.setattr(doomed, "_make_receiver", interrupted)
     healthy = torch_engine(model_of("qwen3", torch.float32), live_updates=True)
 
     async def run() -> list[Any]:
@@ -298,11 +298,11 @@ def test_others_go_on_when_one_engine_cannot_take_weights(
 
 
 def test_a_bucket_out_of_turn_ends_the_engine(doomed: VllmEngine) -> None:
-    first: Bucket = next(iter(buckets(WeightUpdate(1, weights_of(learned())), 20_000)))
+    first: Bucket = next(iter(pack_buckets(WeightUpdate(1, weights_of(learned())), 20_000)))
 
     async def run() -> None:
         await doomed.take_bucket(first)
-        with pytest.raises(PublicationError, match="bucket 1 of version 1 is due"):
+        with pytest.raises(PublicationError, match="expected bucket 1 of version 1"):
             await doomed.take_bucket(Bucket(1, 5, first.pieces))
         with pytest.raises(WorkerError, match="must be replaced"):
             await doomed.take_bucket(first)

@@ -70,5 +70,5 @@ def test_an_engine_that_dies_while_it_starts_ends_the_run_with_one_line(
     assert code_of(run, 120) == 1  # type: ignore[arg-type]
     (line,) = told_by_winnow(said)
     assert line.startswith("winnow: engine 0[0] was killed by SIGKILL")
-    assert line.endswith("the log has its last lines")
+    assert line.endswith("see its last lines in the log")
     assert gone({engine})

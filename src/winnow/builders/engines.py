@@ -148,13 +148,13 @@ def _http_engine(
     Raises:
         ConfigError: one of them does not answer, or does not offer what is needed.
     """
-    from winnow.http.client import token_of
+    from winnow.http.client import read_token
     from winnow.rollout.http.engine import make_http_engine
 
     folder = section.weights_folder
     return make_http_engine(
         section.url,
-        token_of(section.token_env, "rollout.engine.token_env"),
+        read_token(section.token_env, "rollout.engine.token_env"),
         section.timeout_s,
         policy.vocabulary,
         policy.model.config.vocab_size,
@@ -225,7 +225,7 @@ def make_engine(
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
-    engines = [RemoteEngine(group, group.ask("ask", "")[0]) for group in groups["rollout"]]
+    engines = [RemoteEngine(each, each.call_blocking("call", "")[0]) for each in groups["rollout"]]
     if len(engines) == 1:
         return engines[0]
     quantum = quantum_for(rollout.max_response_tokens)

@@ -192,7 +192,7 @@ class EngineJudgeClient(JudgeClient):
         group = await self._free.get()
         self.counts["requests"] += 1
         try:
-            event = await group.call_rank(0, "write", request)
+            event = await group.call_rank(0, "write_answer", request)
         finally:
             self._free.put_nowait(group)
         tokens = len(ids) + len(event.segment)

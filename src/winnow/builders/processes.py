@@ -124,8 +124,8 @@ def launcher(
 
         yield start_locally
         return
-    from winnow.workers.ray.group import start_ray
-    from winnow.workers.ray.session import offers, ray_session, reserve, write_timeline
+    from winnow.workers.ray.actors import start_ray
+    from winnow.workers.ray.session import node_resources, ray_session, reserve, write_timeline
 
     if config.model.cache_dir is not None:  # of each node; processes here inherit it
         environment[MODEL_CACHE] = config.model.cache_dir
@@ -139,14 +139,14 @@ def launcher(
         has_timeline=cluster.timeline_file is not None,
     ):
         # Not those that this process sees: its node may have none, or hide them.
-        has_devices = any(node["GPU"] for node in offers().values())
+        has_devices = any(node["GPU"] for node in node_resources().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
         reserved = groups.wait(reserve(make_pools(roles, cluster, has_devices)))
 
         def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)
             group = role.group_name(number), role.worker, arguments, place
-            on_device = place.share.get("GPU", 0) > 0
+            on_device = place.worker_resources.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)
             nsight = ray_nsight_options(config.trainer.profile, role.name)
             limits = stall_timeout_s, nsight, cluster.start_timeout_s

@@ -148,7 +148,7 @@ def make_model_scorer(
             return scores_of(strategy, sequences, microbatch_tokens)
 
     else:
-        facts = ranks.ask("facts")[0]
+        facts = ranks.call_blocking("facts")[0]
         forward = asking(ranks, 1 if deterministic else microbatch_tokens)
     if (tokens := max(tokenizer.get_vocab().values()) + 1) > facts.embedded_tokens:
         raise ModelError(

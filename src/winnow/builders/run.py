@@ -39,7 +39,7 @@ from winnow.observe.trace import TimedScorer
 from winnow.ranks.learner import kl_notes, needs_of
 from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
 from winnow.rewards.rewards import Rewards
-from winnow.rollout.engine import Engine, SamplingParams, members_of
+from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
 from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run
 from winnow.run.shutdown import ShutdownSignal
 from winnow.run.step_metrics import Throughput, gpu_peak_tflops
@@ -186,9 +186,9 @@ def build_run(
     loader = PromptLoader(source, seed, config.data.shuffle, order)
     held_out = evaluation_prompts(config.data, policy.tokenizer)
     evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.copy(), held_out)
-    for name, member in members_of(engine, "engine 0").items():
-        if hasattr(member, "tell"):  # it is in another process, which reports its calls
-            member.tell = partial(tell, name)
+    for name, member in engines_by_name(engine, "engine 0").items():
+        if hasattr(member, "on_served"):  # it is in another process, which reports its calls
+            member.on_served = partial(tell, name)
     scores, pending = TimedScorer(rewards.score, tell), PendingSteps()
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
     epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step

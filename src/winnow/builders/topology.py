@@ -141,7 +141,7 @@ def build_models(
     for role, group in (("reference", reference), ("critic", critic)):
         machine |= {f"ranks of the {role}": group.size} if group is not None else {}
     if critic is not None:
-        passes = replace(passes, **critic.ask("passes")[0])
+        passes = replace(passes, **critic.call_blocking("passes")[0])
     devices = count_devices(roles, 1 if ranks is None else ranks.size)
     return RunModels(engine, learner, states, publish, passes, machine, devices)
 

@@ -95,9 +95,9 @@ def train(
 ) -> None:
     """Train a recipe, for instance: winnow train quickstart."""
     if parent is not None:
-        from winnow.workers.child import die_with
+        from winnow.workers.child import die_with_parent
 
-        die_with(parent, signal.SIGTERM)  # which lets it save
+        die_with_parent(parent, signal.SIGTERM)  # which lets it save
     if help_config:
         _print_settings(recipe, overrides or [])
         return
@@ -456,7 +456,7 @@ def main() -> None:
     if code == _INTERRUPTED or hangs:
         from winnow.workers.threads import end_process
 
-        end_process(code, at_once=hangs)
+        end_process(code, skip_cleanup=hangs)
     sys.exit(code)
 
 

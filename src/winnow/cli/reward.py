@@ -313,17 +313,17 @@ def serve_command(
 ) -> None:
     """Serve a reward function over HTTP for runs with reward/manager=remote."""
     from winnow.config.reward import RewardConfig, UserFunction
-    from winnow.http.client import token_of
-    from winnow.http.service import address_of, listen, serve
+    from winnow.http.client import read_token
+    from winnow.http.service import listen, listener_url, serve
     from winnow.rewards.managers import make_manager
     from winnow.rewards.serve import QUEUE_S, make_service
 
-    token = token_of(token_env, "--token-env")
+    token = read_token(token_env, "--token-env")
     with contextlib.closing(listen(host, port, token)) as listener:
         section = _user_function(function, UserFunction())
         manager = make_manager(RewardConfig(function=section, workers=workers, timeout_s=timeout_s))
         with contextlib.closing(manager):
             service = make_service(manager, token, timeout_s + QUEUE_S)
-            line = f"{section.name} of {section.path} scores at {address_of(listener)}/"
+            line = f"{section.name} of {section.path} scores at {listener_url(listener)}/"
             code = serve(service, listener, line)
     raise typer.Exit(code)

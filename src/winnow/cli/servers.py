@@ -30,16 +30,16 @@ def dashboard_command(
     """Show runs in a browser, live: curves, answers, tokens, times. Never writes to them."""
     from winnow.dashboard.service import Dashboard
     from winnow.dashboard.sidecar import exit_with_parent
-    from winnow.http.client import token_of
-    from winnow.http.service import address_of, listen, serve
+    from winnow.http.client import read_token
+    from winnow.http.service import listen, listener_url, serve
 
-    token = token_of(token_env, "--token-env")
+    token = read_token(token_env, "--token-env")
     if listen_fd is not None:
         exit_with_parent()
     inherited = None if listen_fd is None else socket.socket(fileno=listen_fd)
     with closing(inherited or listen(host, port, token)) as listener:
         key = "" if token is None else f", with /?token=… as in {token_env}"
-        line = f"Dashboard: {address_of(listener)}/{key} (Ctrl-C to stop)"
+        line = f"Dashboard: {listener_url(listener)}/{key} (Ctrl-C to stop)"
         code = serve(Dashboard(runs or ["runs"], token), listener, line)
     raise typer.Exit(code)
 
@@ -70,8 +70,8 @@ def serve_sandbox(
 ) -> None:
     """Serve the local sandbox over SandboxFusion's HTTP API (for reward/sandbox=fusion)."""
     from winnow.config.reward import SandboxConfig
-    from winnow.http.client import token_of
-    from winnow.http.service import address_of, listen, serve
+    from winnow.http.client import read_token
+    from winnow.http.service import listen, listener_url, serve
     from winnow.sandbox.local import LocalSandbox
     from winnow.sandbox.server import SandboxServer
 
@@ -83,9 +83,9 @@ def serve_sandbox(
         memory_mb=memory_mb,
         output_kb=output_kb,
     )
-    token = token_of(token_env, "--token-env")
+    token = read_token(token_env, "--token-env")
     with closing(listen(host, port, token)) as listener, closing(LocalSandbox(config)) as sandbox:
-        line = f"sandbox at {address_of(listener)} ({sandbox.description})"
+        line = f"sandbox at {listener_url(listener)} ({sandbox.description})"
         with closing(SandboxServer(sandbox, token, max_body_mb << 20, max_queued)) as server:
             code = serve(server.service, listener, line)
     raise typer.Exit(code)

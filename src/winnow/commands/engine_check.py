@@ -47,8 +47,8 @@ from winnow.rollout.engine import (
     GroupRequest,
     SamplingParams,
     answer_seed,
+    engines_by_name,
     generate,
-    members_of,
 )
 from winnow.rollout.http.engine import HttpEngine
 from winnow.rollout.weights import WeightUpdate
@@ -103,7 +103,7 @@ class TrainerModel:
     async def compare(self, name: str, engine: Engine, version: int) -> EngineFinding:
         """Compare the engine's log-probs of fixed sequences."""
         try:
-            most = await self.canary.check(self.expected, version, members_of(engine))
+            most = await self.canary.check(self.expected, version, engines_by_name(engine))
         except PublicationError as error:
             return EngineFinding(name, "failed", str(error))
         summary = f"largest |Δlogp| of fixed tokens {most:.2g} nats"

@@ -76,7 +76,7 @@ from winnow.models.folders import ADAPTER_CONFIG
 from winnow.observe.files import RunFolder, explain_disk_errors, unused_path, write_atomic
 from winnow.ranks.models import LoadedPolicy, load_policy
 from winnow.rewards.routing import Router
-from winnow.rollout.engine import Engine, members_of
+from winnow.rollout.engine import Engine, engines_by_name
 from winnow.rollout.http.engine import HttpEngine
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.shutdown import ShutdownSignal, Stopped
@@ -255,7 +255,7 @@ async def _set_weights(setup: EvalSetup, policy: LoadedPolicy, engine: Engine) -
     tensors = None if is_http else trainer_model.strategy.export_weights(adapter_only=is_alone)
     await engine.load_weights(WeightUpdate(step, tensors))
     try:
-        await trainer_model.canary.check(trainer_model.expected, step, members_of(engine))
+        await trainer_model.canary.check(trainer_model.expected, step, engines_by_name(engine))
     except PublicationError as error:
         if not is_http:
             raise
@@ -270,7 +270,7 @@ async def _weight_versions(engine: Engine) -> dict[str, str]:
     names = dict[str, str]()
     for url, server in engine.servers.items() if isinstance(engine, HttpEngine) else ():
         with contextlib.suppress(RemoteError):  # one that reports none takes no new ones either
-            names[url] = await server.version()
+            names[url] = await server.weight_version()
     return names
 
 

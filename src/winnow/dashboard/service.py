@@ -35,7 +35,7 @@ from winnow.dashboard.pages import Pages, RunPages
 from winnow.dashboard.planning import MOST_BYTES, PlanForm, Planner
 from winnow.dashboard.runs import RunNotFoundError, RunSet
 from winnow.errors import WinnowError
-from winnow.http.service import connection_limit, has_token, is_local_host
+from winnow.http.service import connection_limit, has_token, is_local_host_header
 from winnow.observe.gpus import GPU_NAMES
 
 STATIC = Path(__file__).with_name("static")
@@ -66,7 +66,7 @@ class Dashboard:
     def __init__(self, places: list[str], token: str | None = None) -> None:
         self._pages = Pages(RunSet(places))
         self._closing, self._planner = asyncio.Event(), Planner()
-        self.connections = connection_limit(_RESERVE)
+        self.max_connections = connection_limit(_RESERVE)
         self._streams = 0
         pages = self._pages
 
@@ -144,7 +144,7 @@ class Dashboard:
             finally:
                 self._streams -= 1
 
-        if self._streams < self.connections // 2:
+        if self._streams < self.max_connections // 2:
             return StreamingResponse(counted(), media_type=kind)
         line = f"{self._streams} pages are open, which is the limit; close one"
         return _respond({"error": line}, 503)
@@ -246,7 +246,7 @@ class _AccessGuard:
 
     def _reject(self, request: Request) -> Response | None:
         if self._token is None:
-            if is_local_host(request.headers.get("host", "")):
+            if is_local_host_header(request.headers.get("host", "")):
                 return None
             return _respond({"error": "without a token the dashboard answers on localhost only; "
                           "start it with --token-env"}, 421)  # fmt: skip

@@ -1,12 +1,11 @@
-"""JSON over HTTP, for what runs elsewhere: sandboxes, judges, remote managers, engines.
+"""JSON over HTTP, for remote services: sandboxes, judges, reward managers, engines.
 
-One client is one limit: at most `max_concurrent` requests are under way over the whole run. Its
-requests are made on an event loop in a thread, both the client's own, so that it serves coroutines
-of any loop (`post`) and threads without one (`post_blocking`) alike.
+A client sends at most `max_concurrent` requests at a time in the whole run. It has an event loop in
+a thread, so that coroutines of any loop (`post`) and plain threads (`post_blocking`) can share it.
 
-A request that fails in passing is tried again, with a back-off that doubles and jitters: at the
-statuses 429, 502, 503 and 504, and where a connection is refused, cut or silent. Any other failure,
-and the last of these, is a `RemoteError`.
+Transient errors are retried with jittered exponential backoff: statuses 429, 502, 503 and 504, and
+connections that are refused, closed early or time out. Any other error, and the last of these, is
+raised as a `RemoteError`.
 """
 
 from __future__ import annotations
@@ -34,80 +33,78 @@ RETRY_STATUSES = frozenset({429, 502, 503, 504})
 _LONGEST_BACKOFF_S = 30.0
 LONGEST_RETRY_AFTER_S = 60.0
 _SHOWN = 200
-"""Characters of a refusal's text that are shown."""
+"""Characters of a response that an error shows."""
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
 _LOOPBACK: Mapping[str, httpx.AsyncBaseTransport | None] = {
     f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")
 }
-"""A proxy of the environment's is never asked for these."""
+"""Hosts that are reached without the environment's proxy."""
 
 
 @dataclass(eq=False)
 class RemoteError(Exception):
-    """A request that came to nothing."""
+    """A request that failed."""
 
     line: str
-    """One line for people, without secrets."""
+    """Message of one line, without secrets."""
     status: int | None = None
-    """Status of a refusal; None where no answer came, or none that is whole and JSON."""
-    after_s: float | None = None
-    """Seconds after which a refusal asks to be tried again."""
-    is_passing: bool = False
-    """True if the same request may be answered later."""
+    """HTTP status of an error; None if no response came, or none that is complete and JSON."""
+    retry_after_s: float | None = None
+    """Seconds of the response's `Retry-After`."""
+    is_transient: bool = False
+    """True if a retry may succeed."""
 
     def __str__(self) -> str:
         return self.line
 
 
 @dataclass(eq=False)
-class HttpJson:
+class JsonClient:
     """A client of one service; safe to use from any thread and any event loop.
 
     Raises:
-        RewardError: the address is none.
+        RewardError: the URL is not valid.
     """
 
     base_url: str
-    """Paths are put behind it; a section of the configuration has checked it."""
+    """Prefix of all paths."""
     token: str | None = field(default=None, repr=False)
-    """Sent as `Authorization: Bearer`, and kept out of every error."""
+    """Sent as `Authorization: Bearer`, and redacted in every error."""
     max_concurrent: int = 64
-    """Requests under way at once, their pauses between tries included."""
+    """Most requests at a time, those that wait for a retry included."""
     tries: int = 3
-    """Times that a request is sent in all."""
+    """Most attempts of a request."""
     backoff_s: float = 0.5
-    """Pause after the first try; it doubles with each."""
+    """Delay before the first retry; it doubles with each."""
     max_bytes: int = 32 << 20
-    """Longest answer that is read, unpacked."""
+    """Largest response, decompressed."""
 
     def __post_init__(self) -> None:
         try:
             self._url = httpx.URL(self.base_url.rstrip("/"))
         except httpx.InvalidURL as error:
-            raise RewardError(f"{self.base_url} is no address ({error}); mend it") from None
-        self._headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        if self.token is not None:
-            self._headers["Authorization"] = f"Bearer {self.token}"
+            line = f"{self.base_url} is not a valid URL ({error}); correct it"
+            raise RewardError(line) from None
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     async def post(self, path: str, body: Any, timeout_s: float) -> Any:
-        """Send JSON and wait for JSON.
+        """Send JSON and return the JSON of the response.
 
         Args:
-            path: behind the base address.
-            body: plain data; None asks by GET.
-            timeout_s: for each try, from its connection to the end of its answer.
+            path: relative to the base URL.
+            body: JSON data; None sends a GET.
+            timeout_s: for each attempt, from connecting to the end of the response.
 
         Raises:
-            RemoteError: no usable answer came.
-            ValueError: the body is no plain data, or holds NaN.
+            RemoteError: the request failed.
+            ValueError: the body is not JSON data, or has NaN.
         """
         return await asyncio.wrap_future(self.submit(self.request(path, body, timeout_s)))
 
     def post_blocking(self, path: str, body: Any, timeout_s: float) -> Any:
-        """Send JSON and wait for JSON, as `post` does, in a thread without an event loop."""
+        """Send JSON as `post` does, from a thread without an event loop."""
         return self.submit(self.request(path, body, timeout_s)).result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -120,34 +117,36 @@ class HttpJson:
             if self._is_closed:
                 work.close()
                 raise self._closed_error()
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._slots = asyncio.Semaphore(self.max_concurrent)
-                self._client = httpx.AsyncClient(
-                    headers=self._headers,
-                    timeout=None,
-                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
-                    mounts=_LOOPBACK,
-                )
-                run, name = self._loop.run_forever, f"http {self._url.host}"
-                self._thread = threading.Thread(target=run, name=name, daemon=True)
-                self._thread.start()
+            if self._thread is None:
+                self._thread = self._start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def _start(self) -> threading.Thread:
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(self.max_concurrent)
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=None, limits=_LIMITS, mounts=_LOOPBACK
+        )
+        run, name = self._loop.run_forever, f"http {self._url.host}"
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
     def close(self) -> None:
-        """End all requests; each then fails as unreachable. May be called twice."""
+        """Cancel all requests; each raises a RemoteError. May be called twice."""
         with self._lock:
             self._is_closed = True
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
-        asyncio.run_coroutine_threadsafe(self._end(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            asyncio.run_coroutine_threadsafe(self._cancel_requests(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
+            self._loop.close()
 
-    async def _end(self) -> None:
+    async def _cancel_requests(self) -> None:
         loop = asyncio.get_running_loop()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -157,19 +156,19 @@ class HttpJson:
         await loop.shutdown_default_executor()
 
     async def request(self, path: str, body: Any, timeout_s: float) -> Any:
-        """Send JSON and wait for JSON, as `post` does, on this client's event loop."""
+        """Send JSON as `post` does; call it on this client's event loop."""
         try:
             async with self._slots:
                 for number in range(1, self.tries + 1):
                     try:
                         return await self.attempt(path, body, timeout_s, number)
                     except RemoteError as error:
-                        if not error.is_passing:
+                        if not error.is_transient:
                             raise
                         if number == self.tries:
-                            error.line += f", {number} times over" if number > 1 else ""
+                            error.line += f" ({number} attempts)" if number > 1 else ""
                             raise error from None
-                        await asyncio.sleep(self._pause_s(number, error.after_s))
+                        await asyncio.sleep(self._retry_delay_s(number, error.retry_after_s))
         except asyncio.CancelledError:
             if self._is_closed:
                 raise self._closed_error() from None
@@ -177,47 +176,47 @@ class HttpJson:
         raise AssertionError("unreachable")
 
     async def attempt(self, path: str, body: Any, timeout_s: float, number: int) -> Any:
-        """Send a request once; `request` calls this, and again after a passing error.
+        """Send a request once; `request` calls this for each attempt.
 
         Args:
-            number: of the try, from 1.
+            number: of the attempt, from 1.
         """
-        async with self._opened(path, body, timeout_s) as response:
-            data = await self._read(response)
+        async with self._open_response(path, body, timeout_s) as response:
+            data = await self._read_body(response)
         if not response.is_success:
-            raise self._refusal(response, data)
-        return self._json(data)
+            raise self._response_error(response, data)
+        return self._parse_json(data)
 
-    async def events(self, path: str, body: Any, silence_s: float) -> AsyncGenerator[Any]:
-        """Send a request once, on this client's event loop; yield the JSON of each event it sends.
+    async def stream_events(self, path: str, body: Any, idle_s: float) -> AsyncGenerator[Any]:
+        """Send a request once and yield the JSON of each server-sent event; call it on this loop.
 
         Args:
-            silence_s: longest wait for the next part of the answer.
+            idle_s: longest wait for the next part of the response.
 
         Raises:
-            RemoteError: it was refused, is no stream of events, or ended without `[DONE]`.
+            RemoteError: the request failed, is not an event stream, or ended without `[DONE]`.
         """
-        async with self._opened(path, body, None, silence_s) as response:
+        async with self._open_response(path, body, None, idle_s) as response:
             kind = response.headers.get("Content-Type", "")
             if not response.is_success or not kind.startswith("text/event-stream"):
-                raise self._refusal(response, await self._read(response))
+                raise self._response_error(response, await self._read_body(response))
             async for line in response.aiter_lines():
                 text = line.removeprefix("data:").strip()
                 if text == "[DONE]":
                     return
                 if line.startswith("data:"):
-                    yield self._json(text)
-        raise self.error("ended its answer early", is_passing=True)
+                    yield self._parse_json(text)
+        raise self.make_error("closed the stream before [DONE]", is_transient=True)
 
     @asynccontextmanager
-    async def _opened(
-        self, path: str, body: Any, timeout_s: float | None, silence_s: float | None = None
+    async def _open_response(
+        self, path: str, body: Any, timeout_s: float | None, idle_s: float | None = None
     ) -> AsyncIterator[httpx.Response]:
-        """Send a request once and open its answer; what goes wrong meanwhile is a RemoteError.
+        """Send a request once and yield its response; network errors become RemoteErrors.
 
         Args:
-            timeout_s: from the connection to the end of the block.
-            silence_s: for each wait.
+            timeout_s: from connecting to the end of the block.
+            idle_s: for each wait.
         """
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         method, url = "GET" if body is None else "POST", f"{self._url}/{path.lstrip('/')}"
@@ -225,94 +224,95 @@ class HttpJson:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream(method, url, content=content, timeout=silence_s) as response,
+                self._client.stream(method, url, content=content, timeout=idle_s) as response,
             ):
                 yield response
         except (TimeoutError, httpx.TimeoutException):
-            reason = f"did not answer within {silence_s or timeout_s:g} s"
-            raise self.error(reason, is_passing=True) from None
+            reason = f"did not answer within {idle_s or timeout_s:g} s"
+            raise self.make_error(reason, is_transient=True) from None
         except httpx.DecodingError as error:
-            raise self.error(f"answered with what cannot be unpacked: {one_line(error)}") from None
+            reason = f"sent a body that cannot be decoded: {one_line(error)}"
+            raise self.make_error(reason) from None
         except httpx.RequestError as error:
-            reason = "cannot be reached" if response is None else "cut its answer off"
-            raise self.error(f"{reason}: {one_line(error)}", is_passing=True) from None
+            reason = "cannot be reached" if response is None else "closed the connection early"
+            raise self.make_error(f"{reason}: {one_line(error)}", is_transient=True) from None
 
-    def _refusal(self, response: httpx.Response, data: bytes) -> RemoteError:
+    def _response_error(self, response: httpx.Response, data: bytes) -> RemoteError:
         status = response.status_code
         if response.is_success:
-            return self.error(f"answered with {len(data):,} bytes that are no stream of events")
+            reason = f"answered with {len(data):,} bytes that are not an event stream"
+            return self.make_error(reason)
         text = " ".join(data[: 20 * _SHOWN].decode(errors="replace").split())
         reason = f"answered {status}{': ' if text else ''}{text}"
-        after_s = _retry_after_s(response.headers.get("Retry-After"))
-        return self.error(reason, status, after_s, status in RETRY_STATUSES)
+        retry_after_s = _parse_retry_after(response.headers.get("Retry-After"))
+        return self.make_error(reason, status, retry_after_s, status in RETRY_STATUSES)
 
-    def _json(self, data: str | bytes) -> Any:
+    def _parse_json(self, data: str | bytes) -> Any:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise self.error(f"answered with {len(data):,} bytes that are no JSON") from None
+            raise self.make_error(f"answered with {len(data):,} bytes that are not JSON") from None
 
-    async def _read(self, response: httpx.Response) -> bytes:
+    async def _read_body(self, response: httpx.Response) -> bytes:
         parts = bytearray()
         async for part in response.aiter_bytes():
             parts += part
             if len(parts) > self.max_bytes:
-                raise self.error(f"answered with more than {self.max_bytes:,} bytes")
+                raise self.make_error(f"answered with more than {self.max_bytes:,} bytes")
         return bytes(parts)
 
-    def error(
+    def make_error(
         self,
         reason: str,
         status: int | None = None,
-        after_s: float | None = None,
-        is_passing: bool = False,
+        retry_after_s: float | None = None,
+        is_transient: bool = False,
     ) -> RemoteError:
-        """Return the error for what this service did, cut to a line and without the token."""
-        reason = self.without_token(reason)
+        """Return an error of this service, shortened to one line and without the token."""
+        reason = self.redact_token(reason)
         reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}…"
-        return RemoteError(f"{self._url} {reason}", status, after_s, is_passing)
+        return RemoteError(f"{self._url} {reason}", status, retry_after_s, is_transient)
 
-    def without_token(self, text: str) -> str:
-        """Return the text with the token taken out."""
+    def redact_token(self, text: str) -> str:
+        """Return the text with the token replaced."""
         return text.replace(self.token, "(secret)") if self.token else text
 
     def _closed_error(self) -> RemoteError:
-        return self.error("is not asked any more: the client is closed")
+        return self.make_error("gets no request: the client is closed")
 
-    def _pause_s(self, tries: int, after_s: float | None) -> float:
+    def _retry_delay_s(self, tries: int, retry_after_s: float | None) -> float:
         most = min(self.backoff_s * 2.0 ** (tries - 1), _LONGEST_BACKOFF_S)
-        # Jitter is no part of a run's random numbers: it moves times, never scores.
+        # Not a run's random numbers: jitter changes times, never scores.
         backoff_s = most * random.SystemRandom().uniform(0.5, 1.0)
-        # A server that asks for no pause at all does not switch ours off.
-        return max(backoff_s, min(after_s or 0.0, LONGEST_RETRY_AFTER_S))
+        # Retry-After: 0 does not disable the backoff.
+        return max(backoff_s, min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S))
 
 
-def token_of(variable: str | None, field: str) -> str | None:
-    """The token that an environment variable holds; None where none is named.
+def read_token(variable: str | None, field: str) -> str | None:
+    """Return the token of an environment variable; None if no variable is named.
 
     Args:
-        field: that names the variable, for the error.
+        field: config key or option that names the variable, for errors.
 
     Raises:
-        RewardError: there is no such variable, it is empty, or no header can hold what it does.
+        RewardError: the variable is unset or empty, or its value cannot be sent in a header.
     """
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()
     if not token:
-        raise RewardError(
-            f"{field} is {variable}, but there is no such environment variable; export {variable}"
-        )
+        line = f"{field} is {variable}, which is not set in the environment; export {variable}"
+        raise RewardError(line)
     if not token.isascii() or not token.isprintable() or " " in token:
         raise RewardError(
-            f"{field} is {variable}, whose value must consist of ASCII characters without blanks "
-            f"and breaks; export another {variable}"
+            f"{field} is {variable}, whose value must be printable ASCII without spaces; "
+            f"export another {variable}"
         )
     return token
 
 
-def _retry_after_s(value: str | None) -> float | None:
-    """Seconds that a server asks for: a number, or a date."""
+def _parse_retry_after(value: str | None) -> float | None:
+    """Return the seconds of a `Retry-After` header: a number or a date."""
     if value is None:
         return None
     with suppress(ValueError):

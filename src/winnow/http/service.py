@@ -1,15 +1,14 @@
-"""JSON services over HTTP: one POST route with a guard before it, and the server that runs it.
+"""JSON services over HTTP: an application with one POST route, and the server that runs it.
 
-    connection ─► host or token ─► JSON ─► a place ─► the body, in bounds ─► what answers
+    connection ─► host or token ─► content type ─► request limit ─► body, bounded ─► handler
 
 `winnow reward serve` and `winnow sandbox serve` are such services. A client without the token is
-refused before its body is read. Without a token a service is asked from this machine alone, by
-one of its own names and with a JSON body: a page in a browser of the same machine can ask its
-addresses, too, under the page's name or after its own name was pointed here (DNS rebinding).
+refused before its body is read. A service without a token accepts requests for localhost with a
+JSON body only, so that pages in a local browser cannot use it, by DNS rebinding neither.
 
-What a stranger can make a service hold is bounded: connections stay below the limit of open files,
-a request's head has `_HEAD_S` seconds, its body `_BODY_S`, and a connection
-that has not sent a head makes room for a new one. None of these writes a line to the log.
+Resources that unauthenticated clients can hold are bounded: connections stay below the limit of
+open files, a request's head must arrive within `_HEAD_S` seconds and its body within `_BODY_S`, and
+idle connections are closed in favour of new ones. None of this is logged.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -43,39 +43,30 @@ _BODY_S = 30.0
 _DRAIN_S = 5.0
 _DRAIN_BYTES = 64 << 20
 _MOST_DRAINED = 32
-"""Refused clients that are let end what they send; more are cut off at once."""
+"""Most refused requests whose bodies are read to the end at a time; others are closed at once."""
 _LAST_ANSWERS_S = 5
 _BACKLOG = 100
 _KERNEL_BACKLOG = 4096
-_NOT_LOCAL = "without a token the service is asked as localhost alone; give it one by --token-env"
+_NOT_LOCAL = "a service without a token accepts requests for localhost only; set --token-env"
 
-Answer = Callable[[Any, Request], Awaitable[dict[str, Any]]]
-"""From a body to the reply's; it may raise `Refusal`."""
+Handler = Callable[[Any, Request], Awaitable[dict[str, Any]]]
+"""Returns the response body for a request body; may raise `Refusal`."""
 
 
-class Refusal(Exception):
-    """A reply other than 200.
-
-    Args:
-        status: a 503 tells the client to come back after a second.
-        line: why, for the client.
-    """
-
-    def __init__(self, status: int, line: str) -> None:
-        super().__init__(line)
-        self.status = status
+class Refusal(HTTPException):  # type: ignore[misc]
+    """An error response of a `JsonService`: status and message. 503 asks for a retry."""
 
 
 class Service(Protocol):
     """An application that `serve` runs."""
 
     app: Any
-    """By ASGI."""
-    connections: int
-    """Most connections at once."""
+    """ASGI application."""
+    max_connections: int
+    """Most open connections."""
 
     def close(self) -> None:
-        """End what is under way, before connections are closed."""
+        """End the requests in progress, before connections are closed."""
 
 
 @dataclass(eq=False)
@@ -83,31 +74,31 @@ class JsonService:
     """An ASGI application (`app`) with a JSON route and `GET /health`; for one event loop."""
 
     path: str
-    """Route to which bodies are posted."""
-    answer: Answer
-    """Makes the reply to a body."""
+    """Route of the POST requests."""
+    handle: Handler
+    """Makes the response body of a POST request."""
     health: Callable[[], dict[str, Any]]
-    """Makes the reply of `GET /health`."""
+    """Makes the response body of `GET /health`."""
     max_requests: int
-    """Requests at once, those that wait included."""
+    """Most requests in progress, queued ones included."""
     max_body_bytes: int
     token: str | None
     error_key: str
-    """Names the line in a refusal's reply."""
+    """Key of the message in an error response."""
     stop: Callable[[], None] = lambda: None
-    """Ends the work under way, before connections are closed."""
-    reserve: int = 0
-    """Files that the work under way opens."""
-    taken: int = 0
-    """Requests that have a place."""
+    """Ends the work of requests in progress, before connections are closed."""
+    reserved_files: int = 0
+    """Open files that handlers need."""
+    active_requests: int = 0
+    """Admitted requests without a response yet."""
     is_closing: bool = False
-    """True once clients are asked to retry."""
+    """True once new requests get a 503."""
     _drained: int = 0
 
     def __post_init__(self) -> None:
-        self.connections = connection_limit(self.reserve)
-        # Half: a client that is refused needs a connection, too.
-        self._places = min(self.max_requests, max(1, self.connections // 2))
+        self.max_connections = connection_limit(self.reserved_files)
+        # Half: refused requests need connections, too.
+        self._places = min(self.max_requests, max(1, self.max_connections // 2))
         self.app = Starlette(
             routes=[
                 Route(self.path, self._post, methods=["POST"]),
@@ -116,47 +107,46 @@ class JsonService:
         )
 
     def close(self) -> None:
-        """End what is under way; its clients are asked to retry."""
+        """End the requests in progress with a 503."""
         self.is_closing = True
         self.stop()
 
     async def _get_health(self, request: Request) -> Response:
-        if self.token is None and not is_local_host(request.headers.get("host", "")):
-            return self._refused(Refusal(421, _NOT_LOCAL))
-        return _json(self.health())
+        if self.token is None and not is_local_host_header(request.headers.get("host", "")):
+            return self._error_response(Refusal(421, _NOT_LOCAL))
+        return _json_response(self.health())
 
     async def _post(self, request: Request) -> Response:
         try:
             self._admit(request)
-            self.taken += 1
+            self.active_requests += 1
             try:
-                return _json(await self.answer(await self._body(request), request))
+                return _json_response(await self.handle(await self._read_json(request), request))
             finally:
-                self.taken -= 1
+                self.active_requests -= 1
         except Refusal as refusal:
-            return self._refused(refusal, is_read=await self._drain(request))
+            return self._error_response(refusal, is_read=await self._drain_body(request))
         except ClientDisconnect:
-            return self._refused(Refusal(400, "the client has gone"))
-        except asyncio.CancelledError:  # by uvicorn, after the last answers' time
-            return self._refused(Refusal(503, "the service is closing"))
+            return self._error_response(Refusal(400, "the client disconnected"))
+        except asyncio.CancelledError:  # by uvicorn, after its graceful shutdown timed out
+            return self._error_response(Refusal(503, "the service is closing"))
 
     def _admit(self, request: Request) -> None:
-        if self.token is None and not is_local_host(request.headers.get("host", "")):
+        if self.token is None and not is_local_host_header(request.headers.get("host", "")):
             raise Refusal(421, _NOT_LOCAL)
-        if self.token is not None and not has_token(
-            request.headers.get("authorization", ""), self.token
-        ):
+        authorization = request.headers.get("authorization", "")
+        if self.token is not None and not has_token(authorization, self.token):
             raise Refusal(401, "the token is missing or wrong")
         kind = request.headers.get("content-type", "")
-        # No page may send this kind to another site unasked.
+        # Browsers send this type to another origin only after a preflight request.
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, f"the body must be application/json, got {kind or 'nothing'}")
         if self.is_closing:
             raise Refusal(503, "the service is closing")
-        if self.taken >= self._places:
-            raise Refusal(503, f"{self.taken} requests are here already, which is the limit")
+        if self.active_requests >= self._places:
+            raise Refusal(503, f"{self.active_requests} requests are in progress, the limit")
 
-    async def _body(self, request: Request) -> Any:
+    async def _read_json(self, request: Request) -> Any:
         most = self.max_body_bytes
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
@@ -169,16 +159,16 @@ class JsonService:
                     if len(data) > most:
                         raise Refusal(413, f"the body must be at most {most:,} bytes")
         except TimeoutError:
-            raise Refusal(408, f"the body did not come within {_BODY_S:g} s") from None
+            raise Refusal(408, f"the body was not received within {_BODY_S:g} s") from None
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            raise Refusal(400, f"the body's {len(data):,} bytes are no JSON") from None
+            raise Refusal(400, f"the body ({len(data):,} bytes) is not JSON") from None
 
-    async def _drain(self, request: Request) -> bool:
-        """Read what a refused client still sends, for a while; return whether that was all.
+    async def _drain_body(self, request: Request) -> bool:
+        """Read the rest of a refused request for a limited time; return whether it ended.
 
-        A client that is cut off while it sends may not see why.
+        A client whose connection is closed while it sends may not see the response.
         """
         if self._drained >= _MOST_DRAINED:
             return False
@@ -190,7 +180,7 @@ class JsonService:
                     remaining -= len(part)
                     if remaining < 0:
                         return False
-        except RuntimeError:  # it had been read
+        except RuntimeError:  # it has been read already
             return True
         except (TimeoutError, ClientDisconnect):
             return False
@@ -198,88 +188,88 @@ class JsonService:
             self._drained -= 1
         return True
 
-    def _refused(self, refusal: Refusal, is_read: bool = True) -> Response:
+    def _error_response(self, refusal: Refusal, is_read: bool = True) -> Response:
         headers = {} if is_read else {"Connection": "close"}
-        if refusal.status == 503:
+        if refusal.status_code == 503:
             headers["Retry-After"] = "1"
-        if refusal.status == 401:
+        if refusal.status_code == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return _json({self.error_key: str(refusal)}, refusal.status, headers)
+        return _json_response({self.error_key: refusal.detail}, refusal.status_code, **headers)
 
 
-def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] = {}) -> Response:  # noqa: B006
-    # In ASCII: an answer may hold halves of surrogate pairs, which no UTF-8 has.
+def _json_response(body: dict[str, Any], status: int = 200, **headers: str) -> Response:
+    # In ASCII: an answer may have lone surrogates, which UTF-8 cannot encode.
     return Response(json.dumps(body), status, headers, "application/json")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is this machine's own and reaches no further."""
+    """Return whether a host name or address is of this machine's loopback interface."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
 
 
-def is_local_host(host: str) -> bool:
-    """Return whether a `Host` header, with its port or without, names a loopback address."""
+def is_local_host_header(host: str) -> bool:
+    """Return whether a `Host` header, with or without port, names a loopback address."""
     with suppress(ValueError):
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     return False
 
 
 def has_token(authorization: str, token: str) -> bool:
-    """Return whether an `Authorization` header holds the token; `Bearer` in any case."""
+    """Return whether an `Authorization` header has the token; `Bearer` in any case."""
     scheme, _, credentials = authorization.partition(" ")
     is_same = hmac.compare_digest(credentials.strip().encode(), token.encode())
     return is_same and scheme.lower() == "bearer"
 
 
 class _Connection(H11Protocol):  # type: ignore[misc]
-    """A connection that ends where a head is late, and makes room while it has sent none."""
+    """A connection with a timeout for request heads, which is closed for a new one while idle."""
 
-    _born = 0.0
-    _due: asyncio.TimerHandle | None = None
+    _connected_at = 0.0
+    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._born = self.loop.time()
-        self._await_head()
+        self._connected_at = self.loop.time()
+        self._start_head_timer()
         most = cast(int, self.limit_concurrency)
         if len(self.connections) >= most:
             clients = cast("set[_Connection]", self.connections)
             idle = [each for each in clients if each.cycle is None or each.cycle.response_complete]
-            # The newest last: it may be about to ask.
-            min(idle, key=lambda each: (each is self, each._due is None, each._born))._abort()
+            # The newest last: its request may be on the way.
+            min(idle, key=lambda c: (c is self, c._head_timer is None, c._connected_at))._abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._unset_due()
-        elif self._due is None:
-            self._await_head()
+            self._cancel_head_timer()
+        elif self._head_timer is None:
+            self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unset_due()
+        self._cancel_head_timer()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
-        self._due = self.loop.call_later(_HEAD_S, self._abort)
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_S, self._abort)
 
-    def _unset_due(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _abort(self) -> None:
-        self._unset_due()
-        self.connections.discard(self)  # now: its place is free before the loop comes round
+        self._cancel_head_timer()
+        self.connections.discard(self)  # at once, not in the loop's next iteration
         self.transport.abort()
 
 
-def connection_limit(reserve: int) -> int:
-    """Return how many connections leave `reserve` open files to others."""
+def connection_limit(reserved_files: int) -> int:
+    """Return how many connections leave `reserved_files` open files free."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # asyncio takes in three backlogs of connections before the first of them is looked at.
-    return max(16, min(soft, 1 << 16) - 3 * _backlog() - 64 - reserve)
+    # asyncio accepts three backlogs of connections before it handles the first of them.
+    return max(16, min(soft, 1 << 16) - 3 * _backlog() - 64 - reserved_files)
 
 
 def _backlog() -> int:
@@ -288,40 +278,40 @@ def _backlog() -> int:
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """Return a socket that takes connections; port 0 chooses a free one.
+    """Return a listening socket; port 0 chooses a free one.
 
     Raises:
-        RewardError: the address cannot be used, or others could reach a service without a token.
+        RewardError: the address cannot be used, or is not loopback and there is no token.
     """
     if not is_loopback(host) and token is None:
         raise RewardError(
-            f"--host is {host}, which others can reach, and there is no token; "
-            "name a variable that holds one with --token-env, or leave --host out"
+            f"--host is {host}, which other machines can reach, but there is no token; "
+            "name a variable with a token by --token-env, or omit --host"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_backlog())
     except (OSError, OverflowError, UnicodeError) as error:
         raise RewardError(
-            f"--port is {port}, but {host}:{port} cannot be listened at ({error}); choose another"
+            f"--port is {port}, but cannot listen on {host}:{port} ({error}); choose another"
         ) from error
-    # Each connection takes it over. asyncio sets it, too, but not on sockets made like this one; a
-    # reply's body then waits 40 ms until its head is acknowledged.
+    # Connections inherit it. asyncio does not set it on sockets made like this one, and then a
+    # response's body waits 40 ms for the acknowledgement of its head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
-    """Return the URL that a listening socket is reached by."""
+def listener_url(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):  # type: ignore[misc]
-    """Runs a service, from its first answer to its last.
+    """The uvicorn server of a service.
 
     Args:
-        ready: called when the service can be asked.
+        ready: called when the service accepts requests.
     """
 
     def __init__(self, service: Service, ready: Callable[[], None]) -> None:
@@ -331,11 +321,11 @@ class Server(uvicorn.Server):  # type: ignore[misc]
                 http=_Connection,
                 ws="none",
                 lifespan="off",
-                log_level="error",  # a warning a bad request would fill the disk for a stranger
+                log_level="error",  # warnings about bad requests could fill the disk
                 access_log=False,
                 server_header=False,
                 backlog=_backlog(),
-                limit_concurrency=service.connections,
+                limit_concurrency=service.max_connections,
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
             )
         )
@@ -344,7 +334,7 @@ class Server(uvicorn.Server):  # type: ignore[misc]
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # The kernel may hold more than asyncio takes at once, which is its backlog, too.
+            # More than asyncio's own backlog, which is what it accepts at a time.
             listener.listen(_KERNEL_BACKLOG)
         self._ready()
 
@@ -357,23 +347,23 @@ def serve(service: Service, listener: socket.socket, banner: str) -> int:
     """Serve until SIGTERM or Ctrl-C, in the main thread; return the exit code.
 
     Args:
-        said: printed when the service can be asked.
+        banner: printed when the service accepts requests.
     """
     arrived: list[int] = []
     server = Server(service, lambda: print(banner, flush=True))
 
-    def note(number: int, _: FrameType | None) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
         arrived.append(number)
-        server.should_exit = True  # it may not have begun to run
+        server.should_exit = True  # it may not have started yet
 
-    # The server takes these signals while it runs, and raises those that came at its end.
-    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
+    # The server handles these signals while it runs, and raises them again at its end.
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run([listener])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if not arrived:
-        raise RuntimeError("the server ended by itself")
+        raise RuntimeError("the server exited without a signal")
     print(f"winnow: stopped by {signal.Signals(arrived[0]).name}", file=sys.stderr)
     return 130 if arrived[0] == signal.SIGINT else 0

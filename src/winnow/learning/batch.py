@@ -42,7 +42,7 @@ from winnow.types import (
     Segment,
     Trajectory,
 )
-from winnow.workers.array_refs import fetch
+from winnow.workers.array_refs import fetch_arrays
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -483,7 +483,7 @@ class MicroBatchSharder:
         holders = self._share(spread, range(spread.n_groups), max_tokens).runs()
         is_local = holders == self.dp.share
         places = iter(is_local.tolist())
-        fetch(a.trajectory for g in groups for a in g.answers if next(places))
+        fetch_arrays(a.trajectory for g in groups for a in g.answers if next(places))
         local = pack(groups, overlong_filtering, is_local)
         return replace(local, dp=self.dp, holders=holders, all_lengths=lengths_B)
 

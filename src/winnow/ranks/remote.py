@@ -24,7 +24,7 @@ from winnow.learning.fsdp2 import Exported, FSDP2Strategy
 from winnow.learning.learner import AnyLearner, Learned
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.ranks.workers import RankFacts, StepReply
-from winnow.rollout.weights import WeightUpdate, tensors
+from winnow.rollout.weights import WeightUpdate, unpack_tensors
 from winnow.types import FloatArray, Group, IntArray
 from winnow.workers.array_refs import Handle, SplitResult
 from winnow.workers.group import WorkerGroup
@@ -70,7 +70,7 @@ class RemoteLearner:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on all ranks; returns rank 0's result."""
-        return self._group.ask(method, *args, **kwargs)[0]
+        return self._group.call_blocking(method, *args, **kwargs)[0]
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch, **columns: Any
@@ -82,7 +82,7 @@ class RemoteLearner:
         """
         self.begun += 1
         with watch.phase("ranks"):
-            replies = self._group.ask("learn", list(groups), step, **columns)
+            replies = self._group.call_blocking("learn", list(groups), step, **columns)
         inline = [each.inline if isinstance(each, SplitResult) else each for each in replies]
         reply: StepReply = inline[0][1]
         watch.rebook("ranks", reply.seconds)
@@ -112,21 +112,21 @@ class RemoteLearner:
 
     def trained(self, version: int) -> WeightUpdate:
         """Export the tensors that are trained, by names of parameters, for an engine over them."""
-        return WeightUpdate(version, tensors=tensors(self._shares(version, "trained")))
+        return WeightUpdate(version, tensors=unpack_tensors(self._stored(version, "trained")))
 
     def weights(self, version: int) -> WeightUpdate:
         """Export all weights, by Hugging Face names, an adapter merged, in the model's type.
 
         In buckets that lie with the ranks: they need not come to this process.
         """
-        return WeightUpdate(version, shares=self._shares(version, "all"))
+        return WeightUpdate(version, stored=self._stored(version, "all"))
 
     def adapter(self, version: int) -> WeightUpdate:
         """Export the adapter by PEFT's names, in buckets that lie with the ranks."""
-        return WeightUpdate(version, shares=self._shares(version, "adapter"))
+        return WeightUpdate(version, stored=self._stored(version, "adapter"))
 
-    def _shares(self, version: int, what: Exported) -> list[Handle]:
-        return self._group.ask("export", version, what)
+    def _stored(self, version: int, what: Exported) -> list[Handle]:
+        return self._group.call_blocking("export", version, what)
 
     def canary(self, canary: Canary) -> CanaryScores:
         scores: CanaryScores = self.call("canary", canary)
@@ -154,7 +154,7 @@ def write_on_ranks(group: WorkerGroup, checkpoint: Path) -> dict[str, FileEntry]
         WinnowError: as calls of `WorkerGroup`.
     """
     entries: dict[str, FileEntry] = {}
-    for reply in group.ask("write", str(checkpoint)):
+    for reply in group.call_blocking("write", str(checkpoint)):
         if isinstance(reply, tuple):
             number, path = reply
             raise OSError(number, os.strerror(number), path)
@@ -197,11 +197,11 @@ class AssistedLearner:
         bare, columns = [group.without_extras for group in groups], dict[str, TokenColumn]()
         if self._reference is not None:
             with watch.phase("reference"):
-                columns["ref"] = _column(self._reference.ask("logprobs", bare))
+                columns["ref"] = _column(self._reference.call_blocking("logprobs", bare))
         if self._critic is None:
             return self._learner.learn(groups, step, metrics, watch, **columns)
         with watch.phase("values"):
-            columns["values"] = _column(self._critic.ask("values", bare, step))
+            columns["values"] = _column(self._critic.call_blocking("values", bare, step))
         learned = self._learner.learn(groups, step, metrics, watch, **columns)
         assert learned.targets is not None
         holders = learned.holders
@@ -209,7 +209,7 @@ class AssistedLearner:
             holders = np.zeros(len(learned.advantages), np.int64)
         targets = [TokenColumn(holders, parts) for parts in learned.targets]
         with watch.phase("update"):
-            figures, self._skipped = self._critic.ask("learn", step, *targets)[0]
+            figures, self._skipped = self._critic.call_blocking("learn", step, *targets)[0]
         metrics.merge(figures)
         return learned
 
@@ -223,13 +223,13 @@ class AssistedLearner:
         self._learner.load_state_dict(state)
         if self._critic is not None:
             self._skipped = state["skipped_in_a_row"]["critic"]
-            self._critic.ask("load_learner", self._skipped)
+            self._critic.call_blocking("load_learner", self._skipped)
 
     def copy(self) -> Snapshot:
         if self._critic is None:
             return self._tensors.copy()
         critic = self._critic
-        critic.ask("copy")
+        critic.call_blocking("copy")
         snapshot = self._tensors.copy()
 
         def save_ranks(checkpoint: Path) -> dict[str, FileEntry]:
@@ -241,7 +241,7 @@ class AssistedLearner:
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
         self._tensors.restore(checkpoint, state)
         if self._critic is not None:
-            self._critic.ask("restore", str(checkpoint))
+            self._critic.call_blocking("restore", str(checkpoint))
 
 
 def _column(replies: Sequence[SplitResult]) -> TokenColumn:

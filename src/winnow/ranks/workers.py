@@ -65,10 +65,10 @@ from winnow.ranks.learner import (
     readout_options,
 )
 from winnow.ranks.models import check_finite, load_policy_model, release_memory
-from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, buckets, store_bucket
+from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, pack_buckets, store_bucket
 from winnow.run.step_metrics import StepFlop
 from winnow.types import FloatArray, Group, IntArray
-from winnow.workers.array_refs import Handle, SplitResult, keep_on_node
+from winnow.workers.array_refs import Handle, SplitResult, make_refs
 from winnow.workers.host import RankInfo
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ class LearnerWorker(SavingRank):
             reply = StepReply(summary, metrics, watch.seconds(), state)
         if learned.targets is None or not dp.is_first:
             return tokens, reply, ()
-        targets, block = keep_on_node(*(part for (part,) in learned.targets))
+        targets, block = make_refs(*(part for (part,) in learned.targets))
         return SplitResult((tokens, reply, targets), block)
 
     def held_out(self, groups: Sequence[Group]) -> float:
@@ -342,7 +342,7 @@ class LearnerWorker(SavingRank):
         size = 8 * math.ceil(total / parts)
         self._store.clear()
         stored = []
-        for bucket in buckets(WeightUpdate(version, weights), size, self._rank, self._ranks):
+        for bucket in pack_buckets(WeightUpdate(version, weights), size, self._rank, self._ranks):
             stored.append(store_bucket(bucket, self._store))
             self._exported += 1
         return self._store.put(stored)
@@ -432,7 +432,7 @@ class CriticWorker(SavingRank):
         sharder = self._strategies["critic"].sharder
         batch = self._batch = sharder.pack(groups, self._learner.microbatch_tokens)
         self._learner.values(batch, step)
-        (values,), block = keep_on_node(batch.columns["values"].numpy())
+        (values,), block = make_refs(batch.columns["values"].numpy())
         return SplitResult((batch.holders, values), block)
 
     def learn(self, step: int, returns: TokenColumn, loss_mask: TokenColumn) -> tuple[Metrics, int]:
@@ -487,7 +487,7 @@ class ReferenceWorker(Rank):
         batch = self._strategy.sharder.pack(groups, self._max_tokens)
         outputs = run_pass(self._strategy, batch, frozenset({"logprob"}), self._max_tokens)
         self.progress += 1
-        (logprobs,), block = keep_on_node(outputs["logprob"].numpy())
+        (logprobs,), block = make_refs(outputs["logprob"].numpy())
         return SplitResult((batch.holders, logprobs), block)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from winnow.config.judge import TEMPLATES, LanguageModelJudge, OpenAiJudge
 from winnow.errors import RewardError
-from winnow.http.client import LONGEST_RETRY_AFTER_S, HttpJson, RemoteError, token_of
+from winnow.http.client import LONGEST_RETRY_AFTER_S, JsonClient, RemoteError, read_token
 from winnow.rewards.judge_cache import JudgeReply, ReplyCache, cache_path
 from winnow.rewards.judge_prompt import JudgePrompt
 from winnow.rewards.task import Failure, ScoreFuture
@@ -138,7 +138,7 @@ class JudgeClient(Protocol):
         """Return a count that grows while the model generates, if that can be observed."""
         return 0
 
-    def without_token(self, text: str) -> str:
+    def redact_token(self, text: str) -> str:
         """Return the text without secrets."""
         return text
 
@@ -149,7 +149,7 @@ class JudgeClient(Protocol):
         """Release the model."""
 
 
-class _HttpClient(HttpJson, JudgeClient):
+class _HttpClient(JsonClient, JudgeClient):
     """Chat completions: each try passes the rate limit, and counts.
 
     `counts` are by name: `requests` sent, tries after failures included; `tokens` of prompts and
@@ -157,7 +157,7 @@ class _HttpClient(HttpJson, JudgeClient):
     """
 
     def __init__(self, config: OpenAiJudge, backoff_s: float) -> None:
-        key = token_of(config.api_key_env, "reward.judge.api_key_env")
+        key = read_token(config.api_key_env, "reward.judge.api_key_env")
         super().__init__(config.base_url, key, config.max_concurrent, config.retries + 1, backoff_s)
         self._config = config
         self.cache_scope = f"{config.base_url.rstrip('/')}/{_PATH}"
@@ -189,13 +189,13 @@ class _HttpClient(HttpJson, JudgeClient):
             data = await super().attempt(path, body, timeout_s, number)
             reply = self._completion(data, prompt_tokens)
         except RemoteError as error:
-            error.is_passing = True
+            error.is_transient = True
             if error.status is not None:  # refused, so nothing was written
                 self._limit.settle(estimated, 0.0)
-                error.is_passing = error.status in _PASSING or error.status >= 500
-            if error.after_s is not None and error.is_passing:
+                error.is_transient = error.status in _PASSING or error.status >= 500
+            if error.retry_after_s is not None and error.is_transient:
                 # The service speaks of all requests, not of this one.
-                self._limit.pause(min(error.after_s, LONGEST_RETRY_AFTER_S))
+                self._limit.pause(min(error.retry_after_s, LONGEST_RETRY_AFTER_S))
             raise
         self._limit.settle(estimated, reply.tokens)
         self.counts["tokens"] += reply.tokens
@@ -211,7 +211,7 @@ class _HttpClient(HttpJson, JudgeClient):
                 raise TypeError("content must be a text")
         except (TypeError, LookupError):
             message = f"answered with no chat completion: {json.dumps(data)}"
-            raise self.error(message) from None
+            raise self.make_error(message) from None
         text = text or ""
         usage = data.get("usage")
         tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
@@ -329,7 +329,7 @@ class Judge:
             return Failure(f"the judge: {error.line}")
         finally:
             self._scored += 1
-        shown = self._client.without_token(reply.text)
+        shown = self._client.redact_token(reply.text)
         end = f"it ends with {shown[-_SHOWN:]!r}" if shown else "it is empty"
         return Failure(
             f"the judge: reward.judge.parse matched no number in two replies; {end}"

@@ -24,7 +24,7 @@ from winnow.errors import ModelError
 from winnow.observe.files import one_line
 from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import IntArray, Prompt
-from winnow.workers.threads import settle
+from winnow.workers.threads import set_outcome
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,11 +114,11 @@ class ModelScorer:
                     values = await self.forward([ids for ids, _ in call])
                     for (_, score), value in zip(call, values, strict=True):
                         failure = Failure(f"the reward model: its score is {value}")
-                        settle(score, value if math.isfinite(value) else failure)
+                        set_outcome(score, value if math.isfinite(value) else failure)
                     self.scored += len(call)
             except Exception as error:  # belongs to those who wait, who would wait for ever
                 for _, score in waiting:
-                    settle(score, error)
+                    set_outcome(score, error)
 
     def _encode(self, prompt: Prompt, answer: str) -> IntArray:
         """Return the [L] ids up to the last that is not padding: the one whose state is scored.

@@ -47,7 +47,7 @@ from winnow.rewards.task import (
 )
 from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
-from winnow.workers.threads import settle
+from winnow.workers.threads import set_outcome
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class ScorerPool:
                     next_look = time.monotonic() + _TICK_S
                     for scorer in list(self._scorers):
                         await self._check_limits(scorer)
-                for scorer in [each for each in self._scorers if each.process.channel.is_cut]:
+                for scorer in [s for s in self._scorers if s.process.channel.is_peer_closed]:
                     await self._replace_process(scorer, None)
                 self._deliver()
         except Exception as mistake:
@@ -255,7 +255,7 @@ class ScorerPool:
         finally:
             give_up = time.monotonic() + _CLOSING_S
             for scorer in self._scorers:
-                scorer.process.channel.hang_up()
+                scorer.process.channel.shut_down()
                 if not scorer.is_idle:
                     scorer.process.kill()
             for scorer in self._scorers:
@@ -318,7 +318,7 @@ class ScorerPool:
         """Check the time and memory of a busy process."""
         if scorer.is_idle:
             return
-        if scorer.process.ending() is not None:  # what it forked may keep the connection open
+        if scorer.process.exit_reason() is not None:  # what it forked may keep the connection open
             await self._replace_process(scorer, None)
             return
         memory, most = resident_bytes(scorer.process.pid), self._memory_bytes
@@ -340,7 +340,7 @@ class ScorerPool:
         self._scorers.remove(scorer)
         if reason is not None:
             scorer.process.kill()
-        scorer.process.channel.hang_up()
+        scorer.process.channel.shut_down()
         requests, at = scorer.requests, scorer.position()
         how = await self._reap(scorer, _CLOSING_S if reason is None else 0.0)
         how = reason or how or "closed its connection"
@@ -386,10 +386,10 @@ class ScorerPool:
         Returns:
             The way in which it ended, in words; None if it did not end by itself in time.
         """
-        await scorer.process.gone(patience_s)
-        ended = scorer.process.ending()
+        await scorer.process.wait_for_exit(patience_s)
+        ended = scorer.process.exit_reason()
         scorer.process.kill()
-        await scorer.process.gone(5.0)  # longer: a process that the kernel holds on to
+        await scorer.process.wait_for_exit(5.0)  # longer: a process that the kernel holds on to
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(scorer.output_has_ended.wait(), _CLOSING_S)
         await scorer.process.release()
@@ -420,7 +420,7 @@ class ScorerPool:
             scorer.process = await LocalConnection.start(
                 "winnow.rewards.worker", _ENVIRONMENT, scorer.read_output
             )
-            scorer.process.channel.on_cut = self._wake.set
+            scorer.process.channel.on_peer_closed = self._wake.set
             self._scorers.append(scorer)
             handle = partial(self._handle_ready, scorer)
             scorer.process.send(next(scorer.numbers), pack(job), handle)
@@ -481,4 +481,4 @@ def default_workers() -> int:
 
 def _set_results(outcomes: Sequence[tuple[_Request, Outcome | Exception]]) -> None:
     for request, outcome in outcomes:
-        settle(request.future, outcome)
+        set_outcome(request.future, outcome)

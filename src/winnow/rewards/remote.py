@@ -18,7 +18,7 @@ import numpy as np
 
 from winnow.config.reward import RemoteManager, RewardConfig
 from winnow.errors import RewardError
-from winnow.http.client import HttpJson, RemoteError, token_of
+from winnow.http.client import JsonClient, RemoteError, read_token
 from winnow.rewards.manager import Manager
 from winnow.rewards.task import Failure, check_score, make_failure, parse_result
 from winnow.types import Prompt, Score
@@ -42,8 +42,8 @@ class HttpManager(Manager):
         base, _, self._path = section.url.rpartition("/")
         if base.endswith(("/", ":")):  # no path: it was the scheme's slash
             base, self._path = section.url, ""
-        token = token_of(section.token_env, "reward.manager.token_env")
-        self._http = HttpJson(base, token, section.max_concurrent, section.tries)
+        token = read_token(section.token_env, "reward.manager.token_env")
+        self._http = JsonClient(base, token, section.max_concurrent, section.tries)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
         """Check that the service listens; its sources are not known here."""

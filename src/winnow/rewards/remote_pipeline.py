@@ -21,9 +21,9 @@ from winnow.errors import WinnowError
 from winnow.rewards.pipeline import RewardPipeline, ScoredAnswer
 from winnow.rewards.task import make_portable
 from winnow.types import Prompt, Trajectory
-from winnow.workers.array_refs import begin_fetching
+from winnow.workers.array_refs import prefetch_arrays
 from winnow.workers.group import WorkerGroup
-from winnow.workers.threads import settle, spawn
+from winnow.workers.threads import set_outcome, spawn
 
 MOST_CALLS = 2
 """To one worker at once: one that waits there, and one on its way with what has come since."""
@@ -64,14 +64,14 @@ class RemotePipeline:
         self._loads: list[_WorkerLoad] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._figures: Counter[str] = Counter()
-        for figures in workers.ask("figures"):
+        for figures in workers.call_blocking("figures"):
             self._figures.update(figures)
 
     def prepare(self, data_sources: Iterable[str]) -> None:
-        self._workers.ask("prepare", sorted(data_sources))
+        self._workers.call_blocking("prepare", sorted(data_sources))
 
     def check_prompt(self, prompt: Prompt) -> None:
-        self._workers.ask("check_prompt", prompt)
+        self._workers.call_blocking("check_prompt", prompt)
 
     def takes_time(self, data_sources: Iterable[str]) -> bool:
         return True
@@ -84,7 +84,7 @@ class RemotePipeline:
         return sum(each or 0 for each in self._workers.progress)
 
     def close(self) -> None:
-        self._workers.end()
+        self._workers.close_blocking()
 
     async def score(
         self, prompt: Prompt, trajectory: Trajectory, text: str | None, training: bool
@@ -120,14 +120,14 @@ class RemotePipeline:
             reply = await self._workers.call_rank(load.rank, "exchange", requests, PATIENCE_S)
         except Exception as error:  # belongs to those who wait, who would wait for ever
             for future in load.under_way.values():
-                settle(future, error)
+                set_outcome(future, error)
             load.under_way.clear()
         else:
             done, figures = reply
             self._figures.update(figures)
             for number, scored in done:
                 if number in load.under_way:  # nobody gave it up
-                    settle(load.under_way.pop(number), scored)
+                    set_outcome(load.under_way.pop(number), scored)
         load.calls -= 1
         self._send(load)
 
@@ -159,7 +159,7 @@ class PipelineWorker:
         self._newest += 1
         number = self._newest
         self._news.set()
-        begin_fetching(trajectory for _, _, trajectory, _, _ in requests)
+        prefetch_arrays(trajectory for _, _, trajectory, _, _ in requests)
         for each in requests:
             spawn(self._score(*each), self._tasks)
         with contextlib.suppress(TimeoutError):

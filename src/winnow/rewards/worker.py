@@ -40,8 +40,8 @@ from winnow.rewards.task import (
     timeout_failure,
 )
 from winnow.types import Score
-from winnow.workers.child import die_with
-from winnow.workers.local import pack, receive, send, unpack
+from winnow.workers.child import die_with_parent
+from winnow.workers.local import pack, receive_message, send_message, unpack
 from winnow.workers.threads import spawn
 
 MESSAGE_S = 0.005
@@ -115,11 +115,11 @@ def _run_awaitable(result: Any) -> Any:
 def main() -> None:
     """Serve until the pool is gone."""
     descriptor, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    die_with_parent(parent)
     for stream in (sys.stdout, sys.stderr):
         cast(Any, stream).reconfigure(line_buffering=True, errors="backslashreplace")
     channel = socket.socket(fileno=descriptor)
-    message = receive(channel)
+    message = receive_message(channel)
     if message is None:
         return
     job: ScorerJob = unpack(message[1])
@@ -144,7 +144,7 @@ def _serve_one_by_one(
     channel: socket.socket, runtime: ScorerRuntime, batched: bool, cell: int
 ) -> None:
     """Score the answers of each message, and reply once `MESSAGE_S` is over."""
-    while (message := receive(channel)) is not None:
+    while (message := receive_message(channel)) is not None:
         items: list[ScoreItem] = unpack(message[1])
         outcomes: list[Outcome | None] = []
         give_back = time.monotonic() + MESSAGE_S
@@ -195,7 +195,7 @@ async def _serve_side_by_side(
         _send(channel, number, ScorerReply([late] * len(items)))
 
     def on_readable() -> None:
-        message = receive(channel)
+        message = receive_message(channel)
         if message is None:
             ended.set()
             return
@@ -211,7 +211,7 @@ async def _serve_side_by_side(
 def _send(channel: socket.socket, number: int, message: Ready | ScorerReply) -> None:
     """Send a message; a pool that is gone is met at the next read."""
     with suppress(BrokenPipeError, ConnectionResetError):
-        send(channel, number, pack(message))
+        send_message(channel, number, pack(message))
 
 
 if __name__ == "__main__":

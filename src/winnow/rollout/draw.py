@@ -38,7 +38,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift right without the sign, which torch's own shift keeps."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -49,10 +49,10 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     The finaliser of SplitMix64 (Steele, Lea, Flood 2014) over seed + golden * (position + 1).
     """
     z = seeds + (positions + 1) * _GOLDEN
-    z = (z ^ _shift(z, 30)) * _MIX_1
-    z = (z ^ _shift(z, 27)) * _MIX_2
-    z = z ^ _shift(z, 31)
-    return _shift(z, 11).to(torch.float64) * 2.0**-53
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).to(torch.float64) * 2.0**-53
 
 
 def draw_arguments(
@@ -102,25 +102,25 @@ class RowParams:
     """Sampling settings of rows, as tensors [R]; what no row asks for is None, and costs nothing.
 
     Args:
-        kinds: the settings that occur.
-        kind: [R] place of each row's settings among them.
+        settings: the settings that occur.
+        index: [R] place of each row's settings among them.
     """
 
-    def __init__(self, kinds: Sequence[SamplingParams], kind: Tensor) -> None:
+    def __init__(self, settings: Sequence[SamplingParams], index: Tensor) -> None:
         def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=kind.device)[kind]
+            return torch.tensor(values, device=index.device)[index]
 
         self.temperature: Tensor | None = None
-        if any(each.temperature not in (0, 1) for each in kinds):
-            self.temperature = column([float(each.temperature or 1) for each in kinds])
+        if any(each.temperature not in (0, 1) for each in settings):
+            self.temperature = column([float(each.temperature or 1) for each in settings])
         self.truncation: tuple[Tensor, Tensor, Tensor] | None = None
-        if any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in kinds):
-            top_p = column([float(each.top_p) for each in kinds])
-            top_k = column([each.top_k for each in kinds])
-            self.truncation = top_p, top_k, column([float(each.min_p) for each in kinds])
+        if any(each.top_p < 1 or each.top_k > 0 or each.min_p > 0 for each in settings):
+            top_p = column([float(each.top_p) for each in settings])
+            top_k = column([each.top_k for each in settings])
+            self.truncation = top_p, top_k, column([float(each.min_p) for each in settings])
         self.greedy: Tensor | None = None
-        if any(each.temperature == 0 for each in kinds):
-            self.greedy = column([each.temperature == 0 for each in kinds])
+        if any(each.temperature == 0 for each in settings):
+            self.greedy = column([each.temperature == 0 for each in settings])
 
 
 def draw(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
@@ -196,10 +196,10 @@ def _draw_by_blocks(logits: Tensor, u: Tensor, params: RowParams) -> tuple[Tenso
         _block_sums(shifted(chunk, here, exps[: len(here)]).exp_(), sums[chunk])
     rows = slice(None)
 
-    def read(places: Tensor) -> Tensor:
+    def probs_at(places: Tensor) -> Tensor:
         return shifted(rows, logits.gather(-1, places)).exp_()
 
-    ids, doubtful = _find(sums, u, vocabulary, read, _DOUBT)
+    ids, doubtful = _find(sums, u, vocabulary, probs_at, _DOUBT)
     for again in torch.split(doubtful.nonzero().flatten(), step):
         ids[again] = _select_in_float64(shifted(again, logits[again]).exp_(), u[again])
     if params.greedy is not None:
@@ -220,7 +220,7 @@ def _select_in_float64(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _find(
-    sums: Tensor, u: Tensor, vocabulary: int, read: Callable[[Tensor], Tensor], doubt: float
+    sums: Tensor, u: Tensor, vocabulary: int, probs_at: Callable[[Tensor], Tensor], doubt: float
 ) -> tuple[Tensor, Tensor]:
     """Return the ids [R] at which u * total is exceeded, and in which rows rounding could decide.
 
@@ -229,7 +229,7 @@ def _find(
         u: [R] float64 in [0, 1).
         vocabulary: V; the last block may be short, and its last probability is read again then,
             behind all that a target can reach.
-        read: probabilities [R, N] at places [R, N].
+        probs_at: probabilities [R, N] at places [R, N].
         doubt: share of the target by which a bound may be wrong.
     """
     sums = sums.to(torch.float64)
@@ -237,7 +237,7 @@ def _find(
     target = u[:, None] * cdf[:, -1:]
     block = torch.searchsorted(cdf, target, right=True).clamp_(max=sums.shape[-1] - 1)
     places = block * _BLOCK + torch.arange(_BLOCK, device=sums.device)
-    inside = read(places.clamp(max=vocabulary - 1)).to(torch.float64)
+    inside = probs_at(places.clamp(max=vocabulary - 1)).to(torch.float64)
     bounds = inside.cumsum(-1) + (cdf - sums).gather(-1, block)
     place = torch.searchsorted(bounds, target, right=True).clamp_(max=_BLOCK - 1)
     above = bounds.gather(-1, place) - target
@@ -259,7 +259,7 @@ def _block_sums(probs: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def logprobs_along(
+def token_logprobs(
     logits_of: Callable[[Tensor], Tensor], hidden: Tensor, ids: Tensor, temperature: float
 ) -> FloatArray:
     """Return log-probs [L] in nats of given tokens, under softmax(logits / temperature).

@@ -1,9 +1,9 @@
-"""The engine that writes answers: its protocol, its requests and its events.
+"""Protocol, requests and events of engines, which generate answers.
 
-Token ids go in, token ids and log-probs come out. An engine knows a group only as a shared prompt
-with several answers; scoring, filtering and waiting are left to the sampler. The random numbers of
-an answer depend on the run's seed, its group's turn or id and the answer's index alone, so that an
-answer is the same however often it is interrupted, and wherever it is written.
+Token ids go in, token ids and log-probs come out. To an engine a group is a shared prompt with
+several answers; the sampler does the scoring and filtering. The random numbers of an answer depend
+only on the run's seed, its group's turn or id, and the answer's index, so that an answer is the
+same however often it is interrupted, and on any engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEED_KEY = Struct("<qqq")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings by which tokens are drawn from softmax(logits / temperature)."""
+    """Settings for sampling from softmax(logits / temperature)."""
 
     max_tokens: int
     """Response limit; a prefix counts towards it."""
@@ -41,30 +41,30 @@ class SamplingParams:
     """0 keeps every token."""
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, and are kept as its last."""
+    """Tokens that end an answer; they are part of it."""
     stop: tuple[str, ...] = ()
-    """Strings that end an answer; the tokens that complete them are kept."""
+    """Strings that end an answer; the tokens that complete them are part of it."""
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerRequest:
-    """An answer to write, or to finish."""
+    """An answer to generate, or to continue."""
 
     index: int
     seed: int
     """Key of this answer's random numbers, 64 bits; the number of a token is a hash of
     (seed, position), so a prefix resumes exactly where it stopped."""
     prefix: Segment | None = None
-    """Tokens that were written before an abort; the engine goes on behind them."""
+    """Tokens generated before an abort, after which the engine continues."""
     greedy: bool = False
-    """Temperature 0 for this answer alone, whatever its group's is."""
+    """Temperature 0 for this answer, whatever its group's is."""
     trained: bool = True
-    """It may be trained on: an engine that records routes tells those of no other answer."""
+    """True if the answer may be trained on; an engine returns routes of such answers only."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
-    """A prompt and the answers wanted to it; the prompt is prefilled once for all of them."""
+    """A prompt and its answers; the prompt is prefilled once for all of them."""
 
     group_id: int
     prompt_ids: IntArray
@@ -80,39 +80,39 @@ class GroupRequest:
 
 @dataclass(frozen=True, eq=False)
 class CompletionEvent:
-    """The end of an answer or, as told by `Engine.progress`, its state so far."""
+    """The end of an answer or, in `Engine.progress`, its state so far."""
 
     group_id: int
     answer: int
     kind: Literal["finished", "aborted", "failed", "running"]
     segment: Segment
-    """Everything written, the request's prefix included; may be empty unless finished."""
+    """All tokens, the request's prefix included; may be empty unless finished."""
     finish_reason: FinishReason
     """`aborted` unless finished."""
     tick: int
-    """Decode tick of the engine at which it happened."""
+    """Decode tick of the engine at the event."""
     error: str = ""
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Arrays that a finished answer's trajectory gets."""
+    """Further arrays of a finished answer's trajectory."""
 
     def __post_init__(self) -> None:
-        """Refuse a finished answer that must not be learned from, where its engine reports it.
+        """Refuse a finished answer that must not be trained on.
 
         Raises:
-            TrainingError: a token has no log-prob that is a finite number.
+            TrainingError: a token has no finite log-prob.
         """
         ids, logprobs = self.segment.token_ids, self.segment.logprobs
-        # A reference to arrays elsewhere is one to an event that was checked there.
+        # References to stored arrays are of an event that was checked in its process.
         if self.kind != "finished" or not isinstance(logprobs, np.ndarray):
             return
         place = int(np.append(np.isfinite(logprobs), False).argmin())
         if not place == len(logprobs) == len(ids):
-            said = logprobs[place] if place < len(logprobs) else "nothing"
+            shown = logprobs[place] if place < len(logprobs) else "nothing"
             raise TrainingError(
-                f"the engine gave {said} as the log-prob of token {place} of answer {self.answer} "
-                f"of group {self.group_id}: its model's weights or logits are not finite, or it is "
-                "broken; go on from an earlier checkpoint with a lower optim.lr or another "
-                "model.dtype, or mend the engine"
+                f"the engine gave {shown} as the log-prob of token {place} of answer {self.answer} "
+                f"of group {self.group_id}: weights or logits are not finite, or the engine is "
+                "faulty; resume from an earlier checkpoint with a lower optim.lr or another "
+                "model.dtype, or fix the engine"
             )
 
     @property
@@ -123,27 +123,27 @@ class CompletionEvent:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Counters of an engine, cheap enough to be read in each turn of the sampler."""
+    """Counters of an engine, which the sampler reads in each turn."""
 
     slots: int
-    """Answers it can write at once."""
+    """Most concurrent answers."""
     running: int
     queued: int
     weight_version: int
     generated_tokens: int
-    """Tokens written since it started; the token account must agree with it."""
+    """Tokens generated since the start; the token account must agree with it."""
     tick: int
     live_updates: bool = False
-    """True if new weights may come while answers run, which then go on with the keys and values
-    they have."""
+    """True if weights may change while answers run, which then continue with their keys and
+    values."""
     buckets: int = 0
-    """Buckets of weights taken since it started."""
+    """Buckets of weights received since the start."""
 
 
 class Engine(Protocol):
-    """Writes answers.
+    """Generates answers.
 
-    A user's own engine (`rollout/engine=custom`) is a class with these methods; `EngineFactory`
+    A custom engine (`rollout/engine=custom`) is a class with these methods; `EngineFactory`
     says how it is made. The contract's tests run against it with
     `WINNOW_ENGINE=FILE.py:NAME pytest tests/contract/test_engine.py` from a checkout.
     """
@@ -152,54 +152,54 @@ class Engine(Protocol):
         """Queue groups; lowest priority number first, prefixes before fresh answers."""
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """Wait until something happened and return it, in a fixed order; [] when idle.
+        """Wait for events and return them in a fixed order; return [] when idle.
 
-        Returns at decode tick `until` at the latest, with [] if nothing happened. An engine
-        without ticks of its own takes no notice. A call that is cancelled loses no event.
+        Returns at decode tick `until` at the latest, with [] if there are none. An engine without
+        ticks ignores `until`. A cancelled call loses no event.
         """
 
     async def progress(self) -> Sequence[CompletionEvent]:
-        """Return events not reported yet, then a `running` event for each answer under way.
+        """Return events not reported yet, then a `running` event for each running answer.
 
-        Does not wait, and interrupts nothing. Answers that wait in the queue are left out.
+        Does not wait, and interrupts nothing. Queued answers are left out.
         """
 
     async def abort(self, group_ids: Collection[int]) -> None:
-        """Stop these groups; their unfinished answers come back as `aborted` events."""
+        """Stop these groups; their unfinished answers are returned as `aborted` events."""
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights.
+        """Load new weights.
 
-        Answers under way must have been aborted before, unless `status` says `live_updates`.
+        Running answers must have been aborted before, unless `status` has `live_updates`.
         """
 
     def status(self) -> EngineStatus:
         """Return slots, queue, version and counters, without waiting."""
 
     async def close(self) -> None:
-        """Release what the engine holds."""
+        """Free the engine's resources."""
 
 
 class PublishedEngine(Engine, Protocol):
-    """An `Engine` with weights of its own: in a worker's process, or one of an `EngineGroup`.
+    """An `Engine` with separate weights: in a worker's process, or a member of an `EngineGroup`.
 
-    Its `submit` returns at once, and its status counts at once what it was given.
+    Its `submit` returns at once, and its status counts submitted answers at once.
     """
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        """Copy a bucket into the model; returns the checksum of what the model then holds.
+        """Copy a bucket into the model; return the checksum of the copy.
 
-        Bucket 0 begins an update. No token is drawn until `load_weights` brings its version alone,
-        which ends it.
+        Bucket 0 starts an update. No token is drawn until `load_weights` with its version and no
+        tensors ends it.
         """
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int
     ) -> list[FloatArray]:
-        """Return log-probs in nats of the last tokens, each given all those before it.
+        """Return log-probs in nats of the last tokens, each given all tokens before it.
 
-        Under softmax(logits / temperature) over the ids that may be drawn, by the engine's own
-        code. Answers may be running; they go on unchanged, and no token counts as generated.
+        They are under softmax(logits / temperature) over the ids that may be drawn, computed by the
+        engine's code. Running answers continue unchanged, and no token counts as generated.
 
         Args:
             sequences: token ids [L] each.
@@ -229,14 +229,14 @@ class SleepingEngine(Engine, Protocol):
         """Take memory again: for weights, then for the cache, which is empty."""
 
 
-def check_may_change(is_busy: bool, live_updates: bool) -> None:
-    """Refuse new weights while answers are under way in an engine without live updates.
+def check_update_allowed(is_busy: bool, live_updates: bool) -> None:
+    """Refuse new weights while answers run in an engine without live updates.
 
     Raises:
-        ValueError: there are some.
+        ValueError: answers are running.
     """
     if is_busy and not live_updates:
-        raise ValueError("abort what runs before new weights: its cache is of the old ones")
+        raise ValueError("abort running answers first: their KV cache is of the old weights")
 
 
 def check_may_sleep(is_busy: bool) -> None:
@@ -249,18 +249,18 @@ def check_may_sleep(is_busy: bool) -> None:
         raise ValueError("abort what runs before the engine sleeps: its cache is dropped")
 
 
-def members_of(engine: Engine, alone: str = "the engine") -> Mapping[str, PublishedEngine]:
-    """Return the engines that hold weights, by name: those of a group each.
+def engines_by_name(engine: Engine, name: str = "the engine") -> Mapping[str, PublishedEngine]:
+    """Return the members of an engine group, or a single engine, by name.
 
     Args:
-        alone: name of an engine that is no group.
+        name: of a single engine.
     """
-    members = getattr(engine, "engines", {alone: engine})
+    members = getattr(engine, "engines", {name: engine})
     return cast("Mapping[str, PublishedEngine]", members)
 
 
 class EngineFactory(Protocol):
-    """The class or function that a recipe names for `rollout/engine=custom`; it makes an engine."""
+    """The class or function of `rollout/engine=custom` in a recipe; it makes an engine."""
 
     def __call__(
         self,
@@ -274,54 +274,53 @@ class EngineFactory(Protocol):
         """Make the engine, in the run's process.
 
         Args:
-            model: the policy. Where it is trained in this process its own tensors have the new
-                values when `load_weights` brings a version without tensors; where it is trained on
-                ranks, `load_weights` brings tensors by name, and the engine needs `logprobs_of` as
+            model: the policy. If it is trained in this process, its tensors have the new values
+                when `load_weights` gets a version without tensors. If it is trained on ranks,
+                `load_weights` gets tensors by name, and the engine needs `logprobs_of` as
                 `TorchEngine` has it, for the check after each publication.
             vocab_size: ids at or beyond it must never be drawn.
             decode: token ids to text, special tokens included, for stop strings.
-            live_updates: True if the run may publish while answers run; an engine that cannot
-                take that says so in its status.
+            live_updates: True if weights may be published while answers run; an engine that does
+                not support it has live_updates=False in its status.
             options: the recipe's `rollout.engine.options`.
         """
 
 
-def load_custom_engine(path: str, options: Mapping[str, Any], **given: Any) -> Engine:
-    """Make the engine that a recipe names by its place.
+def load_custom_engine(path: str, options: Mapping[str, Any], **arguments: Any) -> Engine:
+    """Make a recipe's custom engine.
 
     Args:
         path: `FILE.py:NAME` or `package.module:NAME`.
-        options: keyword arguments of the recipe.
-        given: the other arguments of `EngineFactory`.
+        options: the recipe's keyword arguments.
+        arguments: the other arguments of `EngineFactory`.
 
     Raises:
-        ConfigError: there is no such callable, it refuses its arguments, or what it makes lacks a
-            method of `Engine`.
+        ConfigError: there is no such callable, it raises, or its engine lacks a method of `Engine`.
     """
     from winnow.user_code import load_user_object
 
     field = "rollout.engine.path"
     make = cast("EngineFactory", load_user_object(path, field, ConfigError))
     try:
-        engine = make(**given, **options)
+        engine = make(**arguments, **options)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"{field} {path}: making the engine fails with {reason}; it gets "
-            f"{', '.join(sorted({*given, *options}))} as keywords"
+            f"{field} {path}: creating the engine fails with {reason}; its keyword arguments are "
+            f"{', '.join(sorted({*arguments, *options}))}"
         ) from error
     methods = ("submit", "events", "progress", "abort", "load_weights", "status", "close")
     missing = [name for name in methods if not callable(getattr(engine, name, None))]
     if missing:
         raise ConfigError(
-            f"{field} {path}: its engine has no method {', '.join(missing)}; implement "
+            f"{field} {path}: the engine has no method {', '.join(missing)}; implement "
             "winnow.rollout.engine.Engine"
         )
     return engine
 
 
 def answer_seed(run_seed: int, turn: int, answer: int) -> int:
-    """Hash three numbers to 64 bits, unsigned, alike in every process and on every machine."""
+    """Return a 64-bit hash of three numbers, the same in all processes and on all machines."""
     digest = blake2b(_SEED_KEY.pack(run_seed, turn, answer), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -339,10 +338,10 @@ def group_request(
     """Make the request for answers of a group.
 
     Args:
-        prefixes: by the answer's index, what is written of it already.
-        greedy: index of the one answer that is not sampled, if the group has one.
-        turn: seeds the answers, with the run's seed; None: the group's id.
-        trained: they may be trained on, which the greedy one is not.
+        prefixes: by the answer's index, its tokens so far.
+        greedy: index of the greedy answer, if the group has one.
+        turn: seeds the answers together with the run's seed; None is the group's id.
+        trained: True if the sampled answers may be trained on.
     """
     turn = group_id if turn is None else turn
     answers = tuple(
@@ -359,7 +358,7 @@ def group_request(
 
 
 def trajectory_of(event: CompletionEvent) -> Trajectory:
-    """Return the trajectory of one segment that a finished answer makes."""
+    """Return the trajectory of a finished answer."""
     assert event.kind == "finished"
     return Trajectory((event.segment,), event.finish_reason, event.extras)
 
@@ -367,20 +366,20 @@ def trajectory_of(event: CompletionEvent) -> Trajectory:
 async def generate(
     engine: Engine, requests: Sequence[GroupRequest]
 ) -> dict[tuple[int, int], Trajectory]:
-    """Write answers to the end; returns trajectories by (group id, answer index), without extras.
+    """Generate answers; return trajectories by (group id, answer index), without extras.
 
-    Nothing else may be running on the engine.
+    The engine must be idle before.
 
     Raises:
-        TrainingError: the engine gave an answer up, or fell idle before all were written.
+        TrainingError: an answer failed, or the engine became idle before all were finished.
     """
-    wanted = sum(len(request.answers) for request in requests)
+    expected = sum(len(request.answers) for request in requests)
     done: dict[tuple[int, int], Trajectory] = {}
     await engine.submit(requests)
-    while len(done) < wanted:
+    while len(done) < expected:
         events = await engine.events()
         if not events:
-            raise TrainingError(f"the engine fell idle with {wanted - len(done)} answers missing")
+            raise TrainingError(f"the engine is idle with {expected - len(done)} answers missing")
         for event in events:
             if event.kind != "finished":
                 raise TrainingError(

@@ -1,13 +1,13 @@
-"""Several engines as one: answers are dealt out by free slots, and outlive an engine.
+"""Several engines as one: answers are assigned by free slots, and survive the death of an engine.
 
     submit ──► queue ──place──► engine 0, engine 1, … ──events──► one stream of events
                  ▲                      │ dies
-                 └─ behind the last known prefix ◄┘
+                 └─ with the last known prefix ◄──┘
 
-Deterministic: engines advance together, in quanta of ticks. Answers are dealt out between quanta,
-and events come in the order of tick, group and answer, so that nothing depends on how fast an
-engine is. Free: each engine writes on by itself, and news are told at once; what an engine that
-died had not finished goes to the others.
+Deterministic mode: engines advance together, in quanta of ticks. Answers are assigned between
+quanta, and events are ordered by tick, group and answer, so that nothing depends on an engine's
+speed. Free mode: engines run independently, events are returned at once, and unfinished answers of
+a dead engine move to the others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from winnow.rollout.engine import (
     GroupRequest,
     MemoryPart,
     PublishedEngine,
-    check_may_change,
+    check_update_allowed,
 )
 from winnow.rollout.remote_engine import RemoteEngine
 from winnow.rollout.tick_engine import PendingAnswer
-from winnow.rollout.weights import Bucket, WeightUpdate, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
 from winnow.types import Segment
 
 log = logging.getLogger(__name__)
@@ -41,59 +41,59 @@ log = logging.getLogger(__name__)
 Key = tuple[int, int]
 """Group, answer."""
 QUANTUM_TICKS = 8
-"""Least ticks that engines advance between two looks at all of them.
+"""Least number of ticks between two polls of all engines.
 
-A look costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
+Polling costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
 ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
 nothing queued stays empty for up to a quantum, and an event is seen up to a quantum late.
 """
-_LOOKS = 32
+_POLLS = 32
 _DEATHS = 5
-"""Engines that may die in a row at an answer without a token of it, before it is given up."""
+"""Deaths of engines in a row without a new token of an answer, after which it fails."""
 
 
 @dataclass(eq=False)
-class PendingRequest(PendingAnswer):
-    """An answer that is wanted; its request's prefix is the last that an engine told of."""
+class TrackedAnswer(PendingAnswer):
+    """A submitted answer; the prefix of its request has the tokens reported so far."""
 
     aborting: bool = False
-    """True if it was asked back; it is not sent to another engine then."""
+    """True if it is being aborted, and so not sent to another engine."""
     deaths: int = 0
-    """Engines in a row that died while they had it, and wrote no token of it."""
+    """Deaths of engines in a row that had it and reported no new token."""
 
     @property
     def is_fresh(self) -> bool:
-        """True if nothing of it is written: it shares its prompt's prefill with others."""
+        """True if it has no tokens yet, so that it shares the prefill of its prompt."""
         return not self.request.prefix
 
-    def learn(self, segment: Segment) -> None:
-        """Take note that so much of it is written; the next engine begins behind it."""
+    def extend_prefix(self, segment: Segment) -> None:
+        """Set a longer prefix, from which the next engine continues."""
         if len(segment) > len(self.prefix):
             self.request, self.deaths = replace(self.request, prefix=segment), 0
 
 
-def requests_of(asks: Iterable[PendingRequest]) -> list[GroupRequest]:
-    """Make the requests for one engine, answers of a group in one request."""
-    groups: dict[int, list[PendingRequest]] = {}
-    for ask in asks:
-        groups.setdefault(id(ask.group), []).append(ask)
+def merge_requests(answers: Iterable[TrackedAnswer]) -> list[GroupRequest]:
+    """Return requests for one engine, with the answers of a group in one request."""
+    groups: dict[int, list[TrackedAnswer]] = {}
+    for answer in answers:
+        groups.setdefault(id(answer.group), []).append(answer)
     return [
-        replace(members[0].group, answers=tuple(ask.request for ask in members))
+        replace(members[0].group, answers=tuple(answer.request for answer in members))
         for members in groups.values()
     ]
 
 
 def quantum_for(max_tokens: int) -> int:
-    """Return the ticks between two looks for answers of so many tokens at most.
+    """Return the ticks between two polls for answers of at most `max_tokens`.
 
-    About `_LOOKS` looks while a longest answer is written: far fewer slots end in between than may
-    wait in an engine (`ahead`), unless nearly all answers are short.
+    About `_POLLS` polls while a longest answer is written: far fewer slots end in between than may
+    wait in an engine (`max_waiting`), unless nearly all answers are short.
     """
-    return max(QUANTUM_TICKS, max_tokens // _LOOKS)
+    return max(QUANTUM_TICKS, max_tokens // _POLLS)
 
 
-def ahead(slots: int) -> int:
-    """Return how many answers may wait in an engine for its next free slot.
+def max_waiting(slots: int) -> int:
+    """Return how many answers may wait in an engine for a free slot.
 
     A quarter of the slots: as many as end in eight ticks where answers have 32 tokens. Answers that
     wait in the queue instead can go to the engine that is free first.
@@ -102,55 +102,55 @@ def ahead(slots: int) -> int:
 
 
 class RequestQueue:
-    """Answers without an engine: prefixes first, then by priority, as engines serve them.
+    """Answers without an engine: prefixes first, then by priority, as in engines.
 
-    Fresh answers of a group stand in it as one, so that their prompt is prefilled once.
+    Fresh answers of a group are one entry, so that their prompt is prefilled once.
     """
 
     def __init__(self) -> None:
-        self._bundles: list[list[PendingRequest]] = []
+        self._bundles: list[list[TrackedAnswer]] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._bundles))
 
-    def __iter__(self) -> Iterator[PendingRequest]:
+    def __iter__(self) -> Iterator[TrackedAnswer]:
         return chain.from_iterable(self._bundles)
 
-    def add(self, asks: Iterable[PendingRequest]) -> None:
+    def add(self, answers: Iterable[TrackedAnswer]) -> None:
         """Queue answers."""
-        bundles: dict[int, list[PendingRequest]] = {}
-        for ask in asks:
-            bundles.setdefault(id(ask.group if ask.is_fresh else ask), []).append(ask)
+        bundles: dict[int, list[TrackedAnswer]] = {}
+        for answer in answers:
+            bundles.setdefault(id(answer.group if answer.is_fresh else answer), []).append(answer)
         for bundle in bundles.values():
             insort(self._bundles, bundle, key=lambda each: each[0].order)
 
-    def take(self, group_ids: Collection[int]) -> list[PendingRequest]:
-        """Take out the answers of these groups."""
+    def remove(self, group_ids: Collection[int]) -> list[TrackedAnswer]:
+        """Remove and return the answers of these groups."""
         taken = [bundle for bundle in self._bundles if bundle[0].group.group_id in group_ids]
         ids = set(map(id, taken))
         self._bundles = [bundle for bundle in self._bundles if id(bundle) not in ids]
-        return [ask for bundle in taken for ask in bundle]
+        return [answer for bundle in taken for answer in bundle]
 
-    def place(self, slots: Sequence[int], loads: Sequence[int]) -> list[list[PendingRequest]]:
-        """Take out the answers that engines should be given now, one list an engine.
+    def assign(self, slots: Sequence[int], loads: Sequence[int]) -> list[list[TrackedAnswer]]:
+        """Remove and return the answers to submit now, a list for each engine.
 
-        The first in the queue goes where most slots are free. A group is split only over slots that
-        are free at once elsewhere: that costs a prefill, and saves waiting. Beyond the slots a
-        group stays whole and joins the shortest queue, while that is shorter than `ahead`.
+        The first entry is assigned to the engine with the most free slots. A group is split only if
+        slots are free on several engines, which costs a prefill and saves waiting. Without free
+        slots a group stays whole and joins the shortest queue shorter than `max_waiting`.
 
         Args:
-            slots: answers each engine writes at once.
-            loads: answers it has already, in slots or waiting there.
+            slots: slots of each engine.
+            loads: answers of each engine, running or queued.
         """
         free = [count - load for count, load in zip(slots, loads, strict=True)]
-        placed: list[list[PendingRequest]] = [[] for _ in slots]
+        placed: list[list[TrackedAnswer]] = [[] for _ in slots]
         engines = range(len(slots))
         while self._bundles:
             bundle = self._bundles[0]
             best = max(engines, key=lambda i: (free[i], -i))
             count = min(free[best], len(bundle))
             if count <= 0:
-                open_ = [i for i in engines if -free[i] < ahead(slots[i])]
+                open_ = [i for i in engines if -free[i] < max_waiting(slots[i])]
                 if not open_:
                     break
                 group = bundle[0].group
@@ -167,40 +167,40 @@ class RequestQueue:
 
 @dataclass(eq=False)
 class EngineClient:
-    """An engine of a group, and the answers it was given."""
+    """An engine of a group, and its answers."""
 
     engine: PublishedEngine
     name: str
-    asks: dict[Key, PendingRequest] = field(default_factory=dict)
-    """Given to it, and not back yet."""
+    answers: dict[Key, TrackedAnswer] = field(default_factory=dict)
+    """Submitted to it, and not ended yet."""
     inbox: list[CompletionEvent] = field(default_factory=list)
-    offset: int = 0
-    """The group's tick less its own: an engine without work does not tick."""
+    tick_offset: int = 0
+    """The group's tick minus the engine's, which stands still without work."""
     is_dead: bool = False
-    writing: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> EngineStatus:
-        """Its status; of a dead engine the last one."""
+        """The engine's status; the last one if it is dead."""
         return self.engine.status()
 
     def receive(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
-        """Enter events; ends go to the inbox, `running` ones are returned."""
-        if self.is_dead:  # too late: its answers are others' by now
+        """Process events: put ends into the inbox, and return `running` ones."""
+        if self.is_dead:  # its answers have moved to other engines
             return []
-        running = []
+        running, offset = [], self.tick_offset
         for event in events:
-            shifted = replace(event, tick=event.tick + self.offset) if self.offset else event
+            shifted = replace(event, tick=event.tick + offset) if offset else event
             if event.kind == "running":
-                self.asks[event.key].learn(event.segment)
+                self.answers[event.key].extend_prefix(event.segment)
                 running.append(shifted)
             else:
-                del self.asks[event.key]
+                del self.answers[event.key]
                 self.inbox.append(shifted)
         return running
 
-    async def look(self, until: int | None) -> None:
-        """Enter what the engine tells next, up to its own tick `until`."""
+    async def poll(self, until: int | None) -> None:
+        """Wait for the engine's next events, up to its tick `until`, and process them."""
         try:
             if until is not None and isinstance(self.engine, RemoteEngine):
                 events = await self.engine.events(until, gather=True)
@@ -213,14 +213,14 @@ class EngineClient:
         if events or (until is not None and status.tick >= until):
             return
         if not status.running + status.queued:
-            lost, tick = self.asks.values(), status.tick + self.offset
+            lost, tick = self.answers.values(), status.tick + self.tick_offset
             error = "the engine lost the answer"
-            self.inbox += [ask.end("failed", tick, error) for ask in lost]
-            self.asks.clear()
+            self.inbox += [answer.end_event("failed", tick, error) for answer in lost]
+            self.answers.clear()
         await asyncio.sleep(0)
 
 
-async def _load(client: EngineClient, update: WeightUpdate) -> None:
+async def _load_weights(client: EngineClient, update: WeightUpdate) -> None:
     try:
         await client.engine.load_weights(update)
     except PublicationError as error:
@@ -232,10 +232,9 @@ class EngineGroup:
 
     Args:
         engines: at least one.
-        deterministic: events depend on submissions and ticks alone. The death of an engine, or
-            weights that reached it damaged, are then raised; else they are logged, and raised when
-            no engine is left.
-        quantum_ticks: ticks that deterministic engines advance between two looks at all of them.
+        deterministic: events depend on submissions and ticks alone. Deaths of engines and damaged
+            weights are then raised; else they are logged, and raised when no engine is left.
+        quantum_ticks: ticks between two polls of deterministic engines.
 
     Raises:
         ValueError: there are no engines.
@@ -248,7 +247,7 @@ class EngineGroup:
         quantum_ticks: int = QUANTUM_TICKS,
     ) -> None:
         if not engines:
-            raise ValueError("a group of engines needs at least one")
+            raise ValueError("an engine group needs at least one engine")
         self._clients = [EngineClient(engine, f"engine {i}") for i, engine in enumerate(engines)]
         self._deterministic = deterministic
         self.quantum_ticks = quantum_ticks
@@ -265,7 +264,7 @@ class EngineGroup:
 
     @property
     def engines(self) -> dict[str, PublishedEngine]:
-        """The engines that live, by name."""
+        """The live engines, by name."""
         return {client.name: client.engine for client in self._alive()}
 
     @property
@@ -274,96 +273,96 @@ class EngineGroup:
         return [client.name for client in self._clients if client.is_dead]
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
-        """Queue groups; what an engine refuses is raised here or by `events`."""
+        """Queue groups; an engine's refusal is raised here or by `events`."""
         self._queue.add(
-            PendingRequest(group, request) for group in groups for request in group.answers
+            TrackedAnswer(group, request) for group in groups for request in group.answers
         )
         if not self._deterministic:
-            await self._deal()
+            await self._dispatch()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """Wait for events; the free mode takes no notice of `until`.
+        """Wait for events; the free mode ignores `until`.
 
-        When the wait is cancelled the engines go on: to the end of their quantum, or in free mode
-        with all they were given.
+        If the wait is cancelled, engines continue to the end of their quantum, or in free mode to
+        the end of their answers.
 
         Raises:
             WorkerError: an engine died; in free mode, the last one.
         """
         self._counted, self._is_awaited = None, True
         try:
-            await (self._advance(until) if self._deterministic else self._listen())
+            await (self._advance(until) if self._deterministic else self._wait_for_news())
         finally:
             self._is_awaited = False
-        return self._take_inboxes()
+        return self._drain_inboxes()
 
     async def progress(self) -> Sequence[CompletionEvent]:
-        """Return events and answers under way; in deterministic mode a quantum ends first.
+        """Return events and running answers; in deterministic mode, at the end of the quantum.
 
-        Where no `events` waits, `status` tells the tokens of this moment until the next one, so
-        that the token account agrees with it though engines write on.
+        Unless an `events` call waits, `status` has the tokens of this moment until the next call,
+        so that the token account agrees with it while engines continue.
         """
-        await self._end_quantum()
-        told, running = self._take_inboxes(), list[CompletionEvent]()
+        await self._finish_quantum()
+        told, running = self._drain_inboxes(), list[CompletionEvent]()
         counts = {client.name: client.status.generated_tokens for client in self._clients}
 
-        async def look(client: EngineClient) -> None:
+        async def poll(client: EngineClient) -> None:
             running.extend(client.receive(await client.engine.progress()))
-            # Here, not later: an answer may end while another engine is asked.
+            # At once: an answer may end while another engine is polled.
             told.extend(client.inbox)
             client.inbox.clear()
             counts[client.name] = client.status.generated_tokens
 
-        await self._each([client for client in self._alive() if client.asks], look)
-        # Some died with their engine before it told of all that came.
-        begun = (ask for ask in self._queue if ask.deaths and not ask.is_fresh)
-        running += [ask.end("running", self._tick) for ask in begun]
+        await self._for_each([client for client in self._alive() if client.answers], poll)
+        # Answers of dead engines, which are queued again.
+        begun = (answer for answer in self._queue if answer.deaths and not answer.is_fresh)
+        running += [answer.end_event("running", self._tick) for answer in begun]
         self._counted = None if self._is_awaited else sum(counts.values())
-        return [*self._ordered(told), *sorted(running, key=attrgetter("key"))]
+        return [*self._sort_events(told), *sorted(running, key=attrgetter("key"))]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         ids = set(group_ids)
-        self._give_back(self._queue.take(ids))
-        asked = [client for client in self._alive() if any(key[0] in ids for key in client.asks)]
-        for ask in (ask for client in asked for ask in client.asks.values()):
-            ask.aborting |= ask.group.group_id in ids
+        self._report_aborted(self._queue.remove(ids))
+        asked = [client for client in self._alive() if any(key[0] in ids for key in client.answers)]
+        for answer in (answer for client in asked for answer in client.answers.values()):
+            answer.aborting |= answer.group.group_id in ids
 
         async def take_back(client: EngineClient) -> None:
             await client.engine.abort(sorted(ids))
             if self._target is None:
                 client.receive(await client.engine.events(client.status.tick))
 
-        await self._each(asked, take_back)
+        await self._for_each(asked, take_back)
         self._news.set()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights; tensors go out in buckets, stored ones are fetched by each engine.
+        """Load new weights: tensors are sent in buckets, stored ones are fetched by each engine.
 
         Raises:
-            ValueError: answers are under way, and not all engines take weights live.
-            PublicationError: an engine does not hold what was sent; in free mode, the last one.
+            ValueError: answers are running, and not all engines have live updates.
+            PublicationError: an engine has other weights than sent; in free mode, the last one.
             WorkerError: as for `events`.
         """
-        self._check_may_change()
-        await self._end_quantum()
+        self._check_update_allowed()
+        await self._finish_quantum()
         self._old_version = self._alive()[0].status.weight_version
         try:
             if update.tensors is not None:
-                await send(update, self._take_bucket, reject=self._reject)
+                await send_weights(update, self._take_bucket, reject=self._reject)
                 update = WeightUpdate(update.version)
-            await self._each(self._alive(), partial(_load, update=update))
+            await self._for_each(self._alive(), partial(_load_weights, update=update))
         finally:
             self._old_version = None
         wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]
         if wrong:
             raise PublicationError(
-                f"{', '.join(wrong)} did not take weights of version {update.version}; "
-                "look at its lines in the log"
+                f"{', '.join(wrong)} did not load weights of version {update.version}; "
+                "see its lines in the log"
             )
 
-    def _check_may_change(self) -> None:
+    def _check_update_allowed(self) -> None:
         are_live = all(client.status.live_updates for client in self._clients)
-        check_may_change(self._is_wanted(), are_live)
+        check_update_allowed(self._has_work(), are_live)
 
     async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
         held: dict[str, int] = {}
@@ -371,20 +370,20 @@ class EngineGroup:
         async def take(client: EngineClient) -> None:
             held[client.name] = await client.engine.take_bucket(bucket)
 
-        await self._each(self._alive(), take)
+        await self._for_each(self._alive(), take)
         return held
 
     async def sleep(self) -> None:
-        """Have all engines give their GPU memory back; they must be able to."""
-        await self._end_quantum()
-        await self._each(self._alive(), lambda client: cast(Any, client.engine).sleep())
+        """Have all engines free their GPU memory; all must support it."""
+        await self._finish_quantum()
+        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).sleep())
 
     async def wake(self, part: MemoryPart) -> None:
-        """Have them take it again."""
-        await self._each(self._alive(), lambda client: cast(Any, client.engine).wake(part))
+        """Have all engines allocate their GPU memory again."""
+        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).wake(part))
 
     def _reject(self, name: str, error: PublicationError) -> None:
-        """Do without an engine that took damaged weights."""
+        """Retire an engine with damaged weights; in deterministic mode, raise."""
         if self._deterministic:
             raise error
         self._retire(next(client for client in self._clients if client.name == name), error)
@@ -413,8 +412,8 @@ class EngineGroup:
         )
 
     async def close(self) -> None:
-        """Stop the engines' writing, and close those that live."""
-        tasks = (client.writing for client in self._clients)
+        """Cancel the engines' tasks, and close the live engines."""
+        tasks = (client.task for client in self._clients)
         writing = [task for task in tasks if task is not None and not task.done()]
         for task in writing:
             task.cancel()
@@ -427,46 +426,46 @@ class EngineGroup:
     # -- deterministic: all together ----------------------------------------------------------
 
     async def _advance(self, until: int | None) -> None:
-        """Run quantum after quantum until something happened, `until`, or the end of all work."""
+        """Run quantum after quantum until there are events, `until`, or no work."""
         while True:
-            await self._end_quantum()
+            await self._finish_quantum()
             late = until is not None and self._tick >= until
-            if self._has_news() or late or not self._is_wanted():
+            if self._has_events() or late or not self._has_work():
                 return
             target = (self._tick // self.quantum_ticks + 1) * self.quantum_ticks
-            await self._deal(target if until is None else min(target, until))
+            await self._dispatch(target if until is None else min(target, until))
 
-    async def _end_quantum(self) -> None:
-        """Wait until all engines are at the end of their quantum; they go on if nobody waits."""
+    async def _finish_quantum(self) -> None:
+        """Wait until all engines are at the end of the quantum."""
         if self._target is None:
             return
-        writing = [c.writing for c in self._clients if c.writing is not None]
+        writing = [c.task for c in self._clients if c.task is not None]
         under_way = [task for task in writing if not task.done()]
         if under_way and self._fault is None:
             await asyncio.wait(under_way, return_when=asyncio.FIRST_EXCEPTION)
         self._raise_fault()
-        # Also when they ran dry before: what follows then begins at a quantum, as after a resume.
+        # Also if engines became idle before: work then starts at a quantum, as after a resume.
         self._tick, self._target = self._target, None
 
     # -- free: each by itself -----------------------------------------------------------------
 
-    async def _listen(self) -> None:
-        """Wait until an engine says something, or nothing is wanted of any."""
+    async def _wait_for_news(self) -> None:
+        """Wait until an engine has events, or there is no work."""
         while True:
             self._news.clear()
-            if self._has_news():
+            if self._has_events():
                 return
             self._raise_fault()
             self._alive()
-            await self._deal()
-            if not self._is_wanted():
+            await self._dispatch()
+            if not self._has_work():
                 return
             await self._news.wait()
 
     # -- both ---------------------------------------------------------------------------------
 
-    def _is_wanted(self) -> bool:
-        return len(self._queue) > 0 or any(client.asks for client in self._clients)
+    def _has_work(self) -> bool:
+        return len(self._queue) > 0 or any(client.answers for client in self._clients)
 
     def _alive(self) -> list[EngineClient]:
         alive = [client for client in self._clients if not client.is_dead]
@@ -475,33 +474,33 @@ class EngineGroup:
             raise self._last_death
         return alive
 
-    async def _deal(self, until_tick: int | None = None) -> None:
-        """Give the engines what they have room for, and have them write, to tick `target`."""
+    async def _dispatch(self, until_tick: int | None = None) -> None:
+        """Submit queued answers to engines with room, and run all engines to a tick."""
         alive = [client for client in self._clients if not client.is_dead]
         if alive and len(self._queue):
-            slots, loads = [c.status.slots for c in alive], [len(c.asks) for c in alive]
-            for client, asks in zip(alive, self._queue.place(slots, loads), strict=True):
-                if self._deterministic and not client.asks:
-                    client.offset = self._tick - client.status.tick
-                client.asks.update((ask.key, ask) for ask in asks)
-                if asks:
-                    await client.engine.submit(requests_of(asks))
+            slots, loads = [c.status.slots for c in alive], [len(c.answers) for c in alive]
+            for client, answers in zip(alive, self._queue.assign(slots, loads), strict=True):
+                if self._deterministic and not client.answers:
+                    client.tick_offset = self._tick - client.status.tick
+                client.answers.update((answer.key, answer) for answer in answers)
+                if answers:
+                    await client.engine.submit(merge_requests(answers))
         self._target = until_tick
         for client in alive:
-            if client.asks and (client.writing is None or client.writing.done()):
-                client.writing = asyncio.create_task(self._write(client, until_tick))
-                client.writing.add_done_callback(partial(self._wrote, client))
+            if client.answers and (client.task is None or client.task.done()):
+                client.task = asyncio.create_task(self._run_client(client, until_tick))
+                client.task.add_done_callback(partial(self._on_client_done, client))
 
-    async def _write(self, client: EngineClient, until_tick: int | None) -> None:
-        """Let an engine write to the group's tick `target`, or until it has nothing left."""
-        until = None if until_tick is None else until_tick - client.offset
-        while client.asks and (until is None or client.status.tick < until):
-            await client.look(until)
+    async def _run_client(self, client: EngineClient, until_tick: int | None) -> None:
+        """Run an engine to a tick of the group, or until it has no answers."""
+        until = None if until_tick is None else until_tick - client.tick_offset
+        while client.answers and (until is None or client.status.tick < until):
+            await client.poll(until)
             if not self._deterministic:
-                await self._deal()
+                await self._dispatch()
                 self._news.set()
 
-    def _wrote(self, client: EngineClient, task: asyncio.Task[None]) -> None:
+    def _on_client_done(self, client: EngineClient, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, WorkerError) and not self._deterministic:
             self._retire(client, error)
@@ -514,10 +513,10 @@ class EngineGroup:
             fault, self._fault = self._fault, None
             raise fault
 
-    async def _each(
+    async def _for_each(
         self, clients: Sequence[EngineClient], do: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Do the same with several engines at once; one that dies of it is retired."""
+        """Run a function on several engines concurrently; in free mode, retire those that die."""
         found = await asyncio.gather(*map(do, clients), return_exceptions=True)
         for client, error in zip(clients, found, strict=True):
             if isinstance(error, WorkerError | PublicationError) and not self._deterministic:
@@ -531,45 +530,45 @@ class EngineGroup:
         error: WorkerError | PublicationError,
         begun: Collection[Key] | None = None,
     ) -> None:
-        """Leave a dead engine's answers to the others, and give back those being aborted.
+        """Queue a dead engine's answers again, and report those being aborted.
 
         Args:
-            begun: answers that the engine wrote, and did not only queue; None is all that it had.
+            begun: answers that the engine had started; None is all of them.
         """
         if client.is_dead:
             return
         client.is_dead, self._last_death = True, error
-        if client.writing is not None:
-            client.writing.cancel()
-        asks, client.asks = list(client.asks.values()), {}
-        for ask in asks:
-            ask.deaths += begun is None or ask.key in begun
-        self._give_back([ask for ask in asks if ask.aborting])
-        others = [ask for ask in asks if not ask.aborting]
-        self._queue.add(ask for ask in others if ask.deaths < _DEATHS)
-        fatal = (ask for ask in others if ask.deaths >= _DEATHS)
-        self._inbox += [ask.end("failed", self._tick, str(error)) for ask in fatal]
+        if client.task is not None:
+            client.task.cancel()
+        answers, client.answers = list(client.answers.values()), {}
+        for answer in answers:
+            answer.deaths += begun is None or answer.key in begun
+        self._report_aborted([answer for answer in answers if answer.aborting])
+        others = [answer for answer in answers if not answer.aborting]
+        self._queue.add(answer for answer in others if answer.deaths < _DEATHS)
+        fatal = (answer for answer in others if answer.deaths >= _DEATHS)
+        self._inbox += [answer.end_event("failed", self._tick, str(error)) for answer in fatal]
         left = len(self._clients) - len(self.dead)
         log.warning(
-            "%s died, %d of %d are left: %s; %d answers go on elsewhere",
+            "%s died, %d of %d engines remain: %s; %d answers continue on them",
             *(client.name, left, len(self._clients), error, len(others)),
         )
         self._news.set()
 
-    def _give_back(self, asks: Sequence[PendingRequest]) -> None:
-        self._inbox += [ask.end("aborted", self._tick) for ask in asks]
+    def _report_aborted(self, answers: Sequence[TrackedAnswer]) -> None:
+        self._inbox += [answer.end_event("aborted", self._tick) for answer in answers]
         self._news.set()
 
-    def _has_news(self) -> bool:
+    def _has_events(self) -> bool:
         return bool(self._inbox) or any(client.inbox for client in self._clients)
 
-    def _take_inboxes(self) -> list[CompletionEvent]:
+    def _drain_inboxes(self) -> list[CompletionEvent]:
         events = list[CompletionEvent]()
         for inbox in (self._inbox, *(client.inbox for client in self._clients)):
             events += inbox
             inbox.clear()
-        return self._ordered(events)
+        return self._sort_events(events)
 
-    def _ordered(self, events: list[CompletionEvent]) -> list[CompletionEvent]:
-        ticks = self._deterministic  # which engines share then
+    def _sort_events(self, events: list[CompletionEvent]) -> list[CompletionEvent]:
+        ticks = self._deterministic  # only then engines share ticks
         return sorted(events, key=lambda event: (event.tick if ticks else 0, event.key))

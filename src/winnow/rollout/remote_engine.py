@@ -1,15 +1,14 @@
-"""An engine in a process of its own: `EngineWorker` holds it there, `RemoteEngine` asks it here.
+"""An engine in a worker's process: `EngineWorker` runs it there, `RemoteEngine` calls it.
 
-    RemoteEngine ── ask(method, arguments, answers not sent yet) ──► EngineWorker ─► Engine
-                 ◄── Reply(value, events, status), tokens apart ────
+    RemoteEngine ── call(method, arguments, unsent answers) ──────► EngineWorker ─► Engine
+                 ◄── Reply(value, events, status), arrays apart ───
 
-The worker serves one call after the other; a call that comes ends a wait for events. Every reply
-carries all events until then and the engine's status, so that the driver never waits for it.
-Replies may overtake each other on their way; the driver enters them in the order of the calls, so
-that all it knows was true in the worker at one moment.
+The worker serves one call after the other; a new call ends a wait for events. Every reply has all
+events until then and the engine's status, so that the driver never waits for the status. Replies
+may arrive in any order; the driver processes them in the order of the calls, so that its state is
+one that the worker had.
 
-An engine that is to run so implements `PublishedEngine`, and has a subclass of `EngineWorker` that
-makes it.
+Such an engine implements `PublishedEngine`, and has a subclass of `EngineWorker` that makes it.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from winnow.rollout.engine import (
     GroupRequest,
     MemoryPart,
     PublishedEngine,
-    check_may_change,
     check_may_sleep,
+    check_update_allowed,
 )
-from winnow.rollout.weights import Bucket, WeightUpdate, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
 from winnow.types import FloatArray, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
@@ -49,20 +48,20 @@ _WORK = {
     **{"events": "write", "progress": "write", "": "write"},
     **{"take_bucket": "publish", "load_weights": "publish", "logprobs_of": "canary"},
 }
-"""Names of calls on a timeline."""
+"""Names of methods on a timeline."""
 
 PATIENCE_S = 1.0
-"""A call for events returns after so long without any: the status that the driver knows is then
-hardly older, and neither the sampler's watchdog nor the workers' takes a long answer for a hang."""
+"""Longest wait of a call for events: it bounds the age of the driver's status, and keeps the
+watchdogs of sampler and workers from taking a long answer for a hang."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """The value that a call returned, and what the engine has to tell at that moment."""
+    """The result of a call, with the engine's events and status at that moment."""
 
     value: Any
     events: Sequence[CompletionEvent]
-    """All since the reply before; behind them, where progress was asked for, `running` ones."""
+    """All events since the last reply; in a reply to `progress`, then `running` ones."""
     status: EngineStatus
 
 
@@ -72,21 +71,21 @@ class EngineWorker:
     def __init__(self, engine: PublishedEngine, profiler: StepProfiler | None = None) -> None:
         self._engine, self._profiler = engine, profiler
         self._calls = self._replies = 0
-        self._turn = asyncio.Lock()  # serves first who came first
+        self._turn = asyncio.Lock()  # fair
         self._patience: asyncio.Timeout | None = None  # of the wait under way
-        self._wanted: dict[int, asyncio.Future[CompletionEvent]] = {}  # by `write`, by group
+        self._wanted: dict[int, asyncio.Future[CompletionEvent]] = {}  # by `write_answer`, by group
         self._writing: asyncio.Task[None] | None = None
 
     @property
     def progress(self) -> int:
-        """A count that moves with every token, bucket of weights and reply."""
+        """A count that increases with every token, bucket of weights and reply."""
         status = self._engine.status()
         return self._replies + status.generated_tokens + status.buckets
 
-    async def ask(
+    async def call(
         self, method: str, args: tuple[Any, ...] = (), groups: Sequence[GroupRequest] = ()
     ) -> Reply | SplitResult:
-        """Submit groups, then call a method of the engine; "" asks for its status alone."""
+        """Submit groups, then call a method of the engine; "" calls none."""
         self._calls += 1
         number = self._calls
         if self._patience is not None and not self._patience.expired():
@@ -94,18 +93,18 @@ class EngineWorker:
         async with self._turn:
             if groups:
                 await self._engine.submit(
-                    [replace(g, answers=tuple(map(_readable, g.answers))) for g in groups]
+                    [replace(g, answers=tuple(map(_fetch_prefix, g.answers))) for g in groups]
                 )
             value: Any = None
             events: list[CompletionEvent] = []
             if method == "events":
                 if number == self._calls:
-                    await self._wait(events, *args)
+                    await self._wait_for_events(events, *args)
             elif method == "progress":
                 events += await self._engine.progress()
             elif method:
                 value = await getattr(self._engine, method)(*args)
-            # What else there is to tell, without another tick.
+            # Remaining events, without another tick.
             events += await self._engine.events(self._engine.status().tick)
             self._replies += 1
             reply = Reply(value, events, self._engine.status())
@@ -113,36 +112,36 @@ class EngineWorker:
                 self._profiler.move_to(reply.status.weight_version + 1)
         if not events:
             return reply
-        detached, block, extras = _detach(events)
+        detached, block, extras = _detach_arrays(events)
         return SplitResult(replace(reply, events=detached), block, extras)
 
-    async def write(self, group: GroupRequest) -> CompletionEvent:
-        """Write the one answer of a group, beside those of other calls; `ask` is not used then."""
+    async def write_answer(self, group: GroupRequest) -> CompletionEvent:
+        """Generate the only answer of a group, concurrently; not to be mixed with `call`."""
         await self._engine.submit([group])
         wanted: asyncio.Future[CompletionEvent] = asyncio.get_running_loop().create_future()
         self._wanted[group.group_id] = wanted
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write_on())
+            self._writing = asyncio.create_task(self._serve_writes())
         return await wanted
 
-    async def _write_on(self) -> None:
+    async def _serve_writes(self) -> None:
         try:
             while self._wanted:
                 events = await self._engine.events()
                 assert events, "the engine lost an answer"
                 for event in events:
                     self._wanted.pop(event.group_id).set_result(event)
-        except Exception as error:  # belongs to those that wait
+        except Exception as error:  # raised by the pending calls
             for wanted in self._wanted.values():
                 wanted.set_exception(error)
             self._wanted.clear()
 
     def close(self) -> None:
-        """Write the profile that is open."""
+        """Write the open profile."""
         if self._profiler is not None:
             self._profiler.close()
 
-    async def _wait(
+    async def _wait_for_events(
         self,
         found: list[CompletionEvent],
         until: int | None,
@@ -163,13 +162,13 @@ class EngineWorker:
             self._patience = None
 
 
-def _detach(
+def _detach_arrays(
     events: Sequence[CompletionEvent],
 ) -> tuple[list[CompletionEvent], ArrayBlock, ArrayBlock | None]:
-    """Put token ids (int32) and log-probs (fp32) of events end to end in a block, and extras apart.
+    """Concatenate token ids (int32) and log-probs (fp32) of events in a block, extras in another.
 
-    One array of each is cheaper to send than two an answer, and may stay on this node. An extra
-    that several answers share is sent once. Whoever reads tokens alone fetches no extras.
+    Two arrays are cheaper to send than two per answer, and may stay on this node. An extra that
+    several answers share is sent once. Readers of tokens fetch no extras.
     """
     segments = [event.segment for event in events]
     ids = np.concatenate([np.asarray(s.token_ids, np.int32) for s in segments])
@@ -194,20 +193,20 @@ def _detach(
 
 
 def _distinct(events: Sequence[CompletionEvent], name: str) -> list[NDArray[Any]]:
-    """Return the arrays that events have under one name, each once."""
+    """Return the distinct extras of events with one name."""
     arrays = (event.extras[name] for event in events if name in event.extras)
     return list({id(each): each for each in arrays}.values())
 
 
-def _readable(answer: AnswerRequest) -> AnswerRequest:
-    """Fetch an answer's prefix; one that was lost with its node is left out and written anew."""
+def _fetch_prefix(answer: AnswerRequest) -> AnswerRequest:
+    """Fetch an answer's prefix; drop one that was lost with its node."""
     prefix = answer.prefix
     if prefix is None or not isinstance(cast("object", prefix.token_ids), ArrayRef):
         return answer
     try:
         ids, logprobs = np.asarray(prefix.token_ids), np.asarray(prefix.logprobs)
     except WorkerError as error:
-        log.warning("an answer is begun anew: %s", error)
+        log.warning("an answer restarts without its prefix: %s", error)
         return replace(answer, prefix=None)
     return replace(answer, prefix=replace(prefix, token_ids=ids, logprobs=logprobs))
 
@@ -219,8 +218,8 @@ class TorchEngineWorker(EngineWorker):
         rank: a `workers.RankInfo`; its `device_index` names the CUDA device, None the CPU.
         model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
-        tokenizer: its folder, where requests carry stop strings.
-        adapter: to be put beside the model's weights; publications then are of it alone.
+        tokenizer: folder of the tokenizer, for stop strings.
+        adapter: adapter to add to the model; publications then have its weights only.
         profiler: of this process.
         options: of `TorchEngine`.
 
@@ -252,12 +251,12 @@ class TorchEngineWorker(EngineWorker):
             from winnow.models.lora import add_lora
 
             add_lora(made, adapter, seed=0)  # the first publication comes before the first token
-        decode = None if tokenizer is None else decode_of(tokenizer, trust_remote_code)
+        decode = None if tokenizer is None else load_decoder(tokenizer, trust_remote_code)
         super().__init__(TorchEngine(made, decode=decode, **options), profiler)
 
 
-def decode_of(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int]], str]:
-    """Return what turns token ids to text, special tokens included, of a tokenizer's folder."""
+def load_decoder(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int]], str]:
+    """Return the function of a tokenizer that decodes token ids, special tokens included."""
     from transformers import AutoTokenizer
 
     from winnow.models.fetch import local_folder
@@ -268,101 +267,96 @@ def decode_of(tokenizer: str, trust_remote_code: bool) -> Callable[[Sequence[int
 
 
 class Workers(Protocol):
-    """The part of a `workers.WorkerGroup` that an engine needs."""
+    """The part of `workers.WorkerGroup` that an engine needs."""
 
     async def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a worker; calls begin there in the order in which they are made."""
-
-
-def _tell_nobody(work: str, began_s: float, ended_s: float) -> None:
-    """Keep no timeline."""
+        """Call a method of a worker; calls start in their order."""
 
 
 class RemoteEngine:
     """Implements `PublishedEngine` over a worker that is an `EngineWorker`.
 
-    What is submitted goes with the next call, at once where a wait is under way. A call for events
-    whose wait is cancelled goes on in the worker, to the tick it was given; what it brings is kept
-    for the next one. All methods raise WorkerError when the worker fails; what the engine refuses
-    is raised by the call with which it went.
+    Submitted answers are sent with the next call, or at once if a wait is pending. If `events` is
+    cancelled, its call continues in the worker up to its tick, and its events are returned by the
+    next one. All methods raise WorkerError if the worker fails. An engine's refusal of answers is
+    raised by the call that sent them.
 
     Args:
-        workers: a group of one. A group fails as a whole: engines that may die one by one are a
-            group each.
-        first: what the worker replied to `ask("")`.
+        workers: a group of one worker; a group fails as a whole.
+        first_reply: the worker's reply to `call("")`.
     """
 
-    def __init__(self, workers: Workers, first: Reply) -> None:
-        self._workers, self._newest = workers, first
+    def __init__(self, workers: Workers, first_reply: Reply) -> None:
+        self._workers, self._newest = workers, first_reply
         self._unsent: list[GroupRequest] = []
-        self._on_way = 0  # answers submitted of which no reply has told
+        self._on_way = 0  # submitted answers that no status counts yet
         self._inbox: list[CompletionEvent] = []
         self._last: asyncio.Task[Reply] | None = None  # call
         self._listening: asyncio.Task[Reply] | None = None
         self._wanted: tuple[int | None, bool] = None, False  # what it waits for
         self._served_s = 0.0
-        self.tell: Callable[[str, float, float], None] = _tell_nobody
-        """Is told each call that the worker has served, and from when to when."""
+        self.on_served: Callable[[str, float, float], None] = lambda *_: None
+        """Called for each call that the worker has served: its kind, start and end."""
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         self._unsent += groups
         self._on_way += sum(len(group.answers) for group in groups)
-        if self._listening is not None:  # a wait that does not know of them
-            self._listen(*self._wanted)
+        if self._listening is not None:  # the pending wait has not got them
+            self._start_wait(*self._wanted)
 
     async def events(
         self, until: int | None = None, gather: bool = False
     ) -> Sequence[CompletionEvent]:
-        """Wait as `Engine.events` does; `gather` waits for all up to `until`, a while at most."""
+        """Wait as `Engine.events` does; with `gather`, for all events up to `until`."""
         while not self._inbox:
             status = self.status()
             is_idle = not status.running + status.queued
             if is_idle or (until is not None and status.tick >= until):
                 break
-            await asyncio.shield(self._listening or self._listen(until, gather))
+            await asyncio.shield(self._listening or self._start_wait(until, gather))
         events, self._inbox = self._inbox, []
         return events
 
-    def _listen(self, until: int | None, gather: bool) -> asyncio.Task[Reply]:
-        """Begin a wait; the worker ends the one before."""
+    def _start_wait(self, until: int | None, gather: bool) -> asyncio.Task[Reply]:
+        """Start a wait; the worker ends the previous one."""
         self._wanted = until, gather
-        self._listening = self._call("events", until, PATIENCE_S, gather)
+        self._listening = self._start_call("events", until, PATIENCE_S, gather)
         return self._listening
 
     async def progress(self) -> Sequence[CompletionEvent]:
         while True:
-            reply = await asyncio.shield(self._call("progress"))
+            reply = await asyncio.shield(self._start_call("progress"))
             if reply is self._newest:
                 running = [event for event in reply.events if event.kind == "running"]
                 events, self._inbox = self._inbox, []
                 return [*events, *running]
-            # Another reply was entered before this could go on: the look is out of date.
+            # Another reply was processed meanwhile: this one is out of date.
 
     async def abort(self, group_ids: Collection[int]) -> None:
-        await self._ask("abort", list(group_ids))
+        await self._call("abort", list(group_ids))
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        self._check_may_change()
+        self._check_update_allowed()
         if update.tensors is not None:
-            await send(update, self._take_bucket)
+            await send_weights(update, self._take_bucket)
             update = WeightUpdate(update.version)
-        await self._ask("load_weights", update)
+        await self._call("load_weights", update)
 
     async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
         return {"engine 0": await self.take_bucket(bucket)}
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        self._check_may_change()
-        return cast("int", await self._ask("take_bucket", bucket))
+        self._check_update_allowed()
+        return cast("int", await self._call("take_bucket", bucket))
 
-    def _check_may_change(self) -> None:
-        status = self.status()  # here, so that the worker need not fail
-        check_may_change(status.running + status.queued > 0, status.live_updates)
+    def _check_update_allowed(self) -> None:
+        status = self.status()  # checked here, so that the worker does not fail
+        check_update_allowed(status.running + status.queued > 0, status.live_updates)
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int
     ) -> list[FloatArray]:
-        found = await self._ask("logprobs_of", list(sequences), temperature, last)
+        found = await self._call("logprobs_of", list(sequences), temperature, last)
         return cast("list[FloatArray]", found)
 
     def status(self) -> EngineStatus:
@@ -370,27 +364,27 @@ class RemoteEngine:
         return replace(status, queued=status.queued + self._on_way) if self._on_way else status
 
     async def sleep(self) -> None:
-        """Have an engine that can do so give its GPU memory back."""
+        """Have the engine free its GPU memory, if it supports that."""
         status = self.status()  # here, so that the worker need not fail
         check_may_sleep(status.running + status.queued > 0)
-        await self._ask("sleep")
+        await self._call("sleep")
 
     async def wake(self, part: MemoryPart) -> None:
-        """Have it take the memory again."""
-        await self._ask("wake", part)
+        """Have the engine allocate its GPU memory again."""
+        await self._call("wake", part)
 
     async def close(self) -> None:
-        """Drop what the engine holds; the worker stays."""
-        await self._ask("close")
+        """Free the engine's resources; the worker stays."""
+        await self._call("close")
 
-    async def _ask(self, method: str, *args: Any) -> Any:
-        return (await asyncio.shield(self._call(method, *args))).value
+    async def _call(self, method: str, *args: Any) -> Any:
+        return (await asyncio.shield(self._start_call(method, *args))).value
 
-    def _call(self, method: str, *args: Any) -> asyncio.Task[Reply]:
-        """Begin a call, which takes along what was submitted; it goes on if nobody waits."""
+    def _start_call(self, method: str, *args: Any) -> asyncio.Task[Reply]:
+        """Start a call, which sends submitted answers and continues if it is not awaited."""
         groups, self._unsent = self._unsent, []
         self._last = asyncio.create_task(self._round_trip(method, args, groups, self._last))
-        # An error is raised to those that wait, and by the next call.
+        # An error is raised by this call if awaited, and by the next one.
         self._last.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._last
 
@@ -399,22 +393,22 @@ class RemoteEngine:
         method: str,
         args: tuple[Any, ...],
         groups: list[GroupRequest],
-        before: asyncio.Task[Reply] | None,
+        previous: asyncio.Task[Reply] | None,
     ) -> Reply:
         asked_s = time.perf_counter()
         try:
-            said = await self._workers.call_rank(0, "ask", method, args, groups)
-            if before is not None:
-                if not before.done():
-                    await asyncio.wait([before])
-                before.result()
+            said = await self._workers.call_rank(0, "call", method, args, groups)
+            if previous is not None:
+                if not previous.done():
+                    await asyncio.wait([previous])
+                previous.result()
         finally:
             if self._listening is asyncio.current_task():
                 self._listening = None
         reply: Reply = said.inline if isinstance(said, SplitResult) else said
         # The worker serves one call after the other.
         began_s, self._served_s = max(asked_s, self._served_s), time.perf_counter()
-        self.tell(_WORK.get(method, method), began_s, self._served_s)
+        self.on_served(_WORK.get(method, method), began_s, self._served_s)
         self._newest = reply
         self._on_way -= sum(len(group.answers) for group in groups)
         self._inbox += [event for event in reply.events if event.kind != "running"]

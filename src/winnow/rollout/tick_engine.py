@@ -1,10 +1,10 @@
-"""Queue, rows and stop strings of all engines; ticks and publications of those that decode.
+"""Base classes of engines: queue, rows and stop strings; ticks and weight updates.
 
     submit ──► queue (prefixes first, then by priority) ──► rows ── tick: one token a row ──► events
 
-Time is the decode tick. Nothing here depends on a clock, so the same submissions give the same
-tokens at the same ticks. Answers under way must be aborted before weights change, unless the engine
-was made for live updates: then answers go on with the keys and values that the older weights left.
+Time is the decode tick. Nothing depends on a clock, so the same submissions give the same tokens at
+the same ticks. Running answers must be aborted before weights change, unless the engine has live
+updates: then they continue with the keys and values of the older weights.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from winnow.rollout.engine import (
     CompletionEvent,
     EngineStatus,
     GroupRequest,
-    check_may_change,
+    check_update_allowed,
 )
-from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, take_stored
+from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, load_stored
 from winnow.types import FinishReason, IntArray, Segment, VersionSpan
 
 
 @dataclass(eq=False)
 class PendingAnswer:
-    """An answer on its way: queued, or in a row."""
+    """A queued or running answer."""
 
     group: GroupRequest
     request: AnswerRequest
     spans: tuple[VersionSpan, ...] = field(init=False)
-    """Spans of tokens that earlier weights wrote."""
+    """Spans of tokens of earlier weights."""
 
     def __post_init__(self) -> None:
         self.spans = self.prefix.spans
@@ -51,7 +51,7 @@ class PendingAnswer:
 
     @property
     def prefix(self) -> Segment:
-        """Tokens that were written before."""
+        """Tokens that were generated before."""
         return self.request.prefix or EMPTY
 
     @property
@@ -59,21 +59,21 @@ class PendingAnswer:
         """Its place in the queue: prefixes first, then by priority."""
         return not len(self.prefix), self.group.priority, self.request.index
 
-    def end(
+    def end_event(
         self, kind: Literal["aborted", "failed", "running"], tick: int, error: str = ""
     ) -> CompletionEvent:
-        """Return an event with no more of the answer than its prefix."""
+        """Return an event that has only the prefix of the answer."""
         return CompletionEvent(*self.key, kind, self.prefix, "aborted", tick, error)
 
     @property
     def context(self) -> IntArray:
-        """Prompt and prefix, from which the next token is drawn."""
+        """Prompt and prefix."""
         if self.request.prefix is None:
             return self.group.prompt_ids
         return np.concatenate([self.group.prompt_ids, self.prefix.token_ids])
 
     def spans_to(self, length: int, version: int) -> tuple[VersionSpan, ...]:
-        """Return spans of an answer of so many tokens, the newest of which `version` wrote."""
+        """Return the spans of an answer of `length` tokens, the newest of which are `version`'s."""
         spans = self.spans
         if length <= (spans[-1].stop if spans else len(self.prefix)):
             return spans
@@ -84,7 +84,7 @@ class PendingAnswer:
 
 @dataclass(eq=False)
 class WrittenAnswer(PendingAnswer):
-    """A pending answer with all of its tokens so far."""
+    """A pending answer with its tokens so far."""
 
     ids: list[int] = field(init=False)
     logprobs: list[float] = field(init=False)
@@ -95,7 +95,7 @@ class WrittenAnswer(PendingAnswer):
         self.logprobs = self.prefix.logprobs.tolist()
 
     def segment(self, version: int) -> Segment:
-        """Return all that is written; what has no span yet is of this version."""
+        """Return all tokens; those without a span are of this version."""
         ids, logprobs = np.array(self.ids, np.int64), np.array(self.logprobs, np.float32)
         return Segment(ids, logprobs, self.spans_to(len(ids), version))
 
@@ -108,10 +108,10 @@ class QueueEngine(ABC, Generic[Answer]):
     """Queue, rows and events of an engine: submission, abort, progress, status and stop strings.
 
     Args:
-        make_answer: makes what the queue holds.
-        slots: answers that it writes at once.
-        decode: token ids to text; needed only where requests carry stop strings.
-        live_updates: take new weights while answers run.
+        make_answer: makes the entries of the queue.
+        slots: most concurrent answers.
+        decode: token ids to text; needed for stop strings only.
+        live_updates: accept new weights while answers run.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class QueueEngine(ABC, Generic[Answer]):
         self._decode, self._live_updates = decode, live_updates
         self._queue: list[Answer] = []
         self._rows: list[Answer] = []
-        self._events: list[CompletionEvent] = []  # that nobody has taken yet
+        self._events: list[CompletionEvent] = []  # not returned yet
         self._version = self._tick = self._generated = self._buckets = 0
 
     @property
@@ -134,32 +134,32 @@ class QueueEngine(ABC, Generic[Answer]):
         return self._rows
 
     @abstractmethod
-    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+    def _newest_ids(self, rows: Sequence[int], width: int) -> list[list[int]]:
         """Return the newest ids of answers, at most `width` of each and none of the prompt."""
 
     @abstractmethod
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
-        """Return answers so far, prefixes included; new tokens are of the version in use."""
+    def _segments(self, rows: Sequence[int]) -> list[Segment]:
+        """Return answers so far, prefixes included; new tokens are of the current version."""
 
     def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
-        """Return what a finished answer brings beside its tokens."""
+        """Return further arrays of a finished answer."""
         return {}
 
     @abstractmethod
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _free_rows(self, rows: Sequence[int]) -> None:
         """Free rows."""
 
     def _check(self, group: GroupRequest) -> None:
-        """Refuse what this engine cannot write, by a ValueError."""
+        """Raise a ValueError for a group that this engine cannot generate."""
         if group.sampling.stop and self._decode is None:
-            raise ValueError("stop strings need a tokenizer: give the engine `decode`")
+            raise ValueError("stop strings need a tokenizer: pass `decode` to the engine")
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         """Queue groups.
 
         Raises:
-            ValueError: the engine cannot write one, there are stop strings without `decode`, or a
-                prefix leaves nothing to write.
+            ValueError: the engine cannot generate a group, there are stop strings without
+                `decode`, or a prefix has max_tokens already.
         """
         for group in groups:
             self._check(group)
@@ -167,28 +167,28 @@ class QueueEngine(ABC, Generic[Answer]):
                 answer = self._make_answer(group, request)
                 if len(answer.prefix) >= group.sampling.max_tokens:
                     raise ValueError(
-                        f"group {group.group_id}: a prefix of {len(answer.prefix)} tokens leaves "
-                        f"nothing to write within max_tokens {group.sampling.max_tokens}"
+                        f"group {group.group_id}: a prefix of {len(answer.prefix)} tokens "
+                        f"reaches max_tokens {group.sampling.max_tokens}"
                     )
                 insort(self._queue, answer, key=attrgetter("order"))
 
     async def progress(self) -> Sequence[CompletionEvent]:
         events, self._events = self._events, []
-        return [*events, *self._events_of(range(len(self._running)), "running")]
+        return [*events, *self._make_events(range(len(self._running)), "running")]
 
     async def abort(self, group_ids: Collection[int]) -> None:
         wanted = set(group_ids)
         running = [r for r, a in enumerate(self._running) if a.group.group_id in wanted]
         queued = [answer for answer in self._queue if answer.group.group_id in wanted]
-        events = self._events_of(running, "aborted")
+        events = self._make_events(running, "aborted")
         for answer in queued:
-            insort(events, answer.end("aborted", self._tick), key=attrgetter("key"))
-        self._leave(running)
+            insort(events, answer.end_event("aborted", self._tick), key=attrgetter("key"))
+        self._free_rows(running)
         self._queue = [a for a in self._queue if a.group.group_id not in wanted]
         self._events += events
 
-    def _check_may_change(self) -> None:
-        check_may_change(bool(self._running or self._queue), self._live_updates)
+    def _check_update_allowed(self) -> None:
+        check_update_allowed(bool(self._running or self._queue), self._live_updates)
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -203,123 +203,123 @@ class QueueEngine(ABC, Generic[Answer]):
         )
 
     async def close(self) -> None:
-        """Drop queue and rows."""
+        """Drop all answers."""
         self._queue.clear()
         self._events.clear()
-        self._leave(range(len(self._running)))
+        self._free_rows(range(len(self._running)))
 
-    def _events_of(
+    def _make_events(
         self,
         rows: Sequence[int],
         kind: Literal["finished", "aborted", "failed", "running"],
         reasons: Mapping[int, FinishReason] | None = None,
     ) -> list[CompletionEvent]:
-        """Return what happened to the answers of rows, by group and answer."""
+        """Return events of rows, ordered by group and answer."""
         events = []
-        for row, segment in zip(rows, self._written(rows), strict=True):
+        for row, segment in zip(rows, self._segments(rows), strict=True):
             reason = "aborted" if reasons is None else reasons[row]
             key, extras = self._running[row].key, self._extras(row) if kind == "finished" else {}
             event = CompletionEvent(*key, kind, segment, reason, self._tick, extras=extras)
             events.append(event)
         return sorted(events, key=attrgetter("key"))
 
-    def _with_stop_string(self, rows: Sequence[int]) -> list[int]:
-        """Return those of rows whose newest tokens complete one of their stop strings."""
+    def _rows_at_stop(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows whose newest tokens contain one of their stop strings."""
         if not rows:
             return []
         assert self._decode is not None
         stops = [self._running[row].group.sampling.stop for row in rows]
         # A character takes at most four byte-level tokens.
         width = 4 * max(len(stop) for each in stops for stop in each) + 4
-        texts = map(self._decode, self._tails(rows, width))
+        texts = map(self._decode, self._newest_ids(rows, width))
         found = zip(rows, stops, texts, strict=True)
         return [row for row, each, text in found if any(stop in text for stop in each)]
 
 
 class WrittenRows(QueueEngine[Written]):
-    """Answers of an engine whose rows are a list of them, with all of their tokens."""
+    """Rows of an engine as a list of answers with their tokens."""
 
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
+    def _segments(self, rows: Sequence[int]) -> list[Segment]:
         return [self._rows[row].segment(self._version) for row in rows]
 
-    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+    def _newest_ids(self, rows: Sequence[int], width: int) -> list[list[int]]:
         return [self._rows[row].ids[-width:] for row in rows]
 
 
 class TickEngine(QueueEngine[Answer]):
-    """Implements `PublishedEngine`, but for rows, ticks and weights; arguments of `QueueEngine`."""
+    """Implements `PublishedEngine`, except for rows, ticks and weights."""
 
-    _arriving: WeightReceiver | None = None
+    _receiving: WeightReceiver | None = None
 
     # -- left to each engine --------------------------------------------------------------------
 
     @abstractmethod
     def _advance(self) -> list[CompletionEvent]:
-        """Fill free rows and run one tick; returns what that finished, by group and answer."""
+        """Fill free rows and run one tick; return its events, ordered by group and answer."""
 
     @abstractmethod
-    def _receiver(self, version: int) -> WeightReceiver:
-        """Begin an update."""
+    def _make_receiver(self, version: int) -> WeightReceiver:
+        """Return a receiver for an update."""
 
     @abstractmethod
-    async def _take_tensors(self, update: WeightUpdate) -> None:
-        """Take an update's tensors, all of them."""
+    async def _load_tensors(self, update: WeightUpdate) -> None:
+        """Load the tensors of an update."""
 
     @abstractmethod
-    def _renew(self) -> None:
-        """Prepare for the next version: nothing is used of which older weights made the keys."""
+    def _reset_caches(self) -> None:
+        """Drop what is prefilled with older weights, except for running answers."""
 
     # -- the protocol ---------------------------------------------------------------------------
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """Tick until an answer is finished; returns the events since the last call."""
+        """Run ticks until an answer ends; return the events since the last call."""
         while not self._events and (self._running or self._queue):
             if until is not None and self._tick >= until:
                 break
-            if self._arriving is not None:
-                await asyncio.shield(self._arriving.settled)
+            if self._receiving is not None:
+                await asyncio.shield(self._receiving.ready)
                 continue
             self._events += self._advance()
-            # Scorers and other coroutines get their turn between ticks.
+            # Scorers and other coroutines run between ticks.
             await asyncio.sleep(0)
         events, self._events = self._events, []
         return events
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Take new weights: tensors by name, in stored buckets, or in buckets that came before.
+        """Load new weights: tensors by name, stored buckets, or the buckets received before.
 
         Raises:
-            ValueError: answers are still running in an engine without live updates, or a tensor
-                has no place or another shape.
+            ValueError: answers are running in an engine without live updates, or the model has no
+                such tensor.
             PublicationError: a tensor is missing in the buckets, they are of another version, or
-                the model holds other bytes than were sent; nothing is decoded then.
+                the model has other bytes than were sent; no token is decoded then.
         """
-        self._check_may_change()
+        self._check_update_allowed()
         if update.tensors is not None:
-            await self._take_tensors(update)
-        if update.shares is not None:
-            await take_stored(update, self.take_bucket)
-        if self._arriving is not None:
-            self._arriving.finish(update.version)
-            self._arriving = None
+            await self._load_tensors(update)
+        if update.stored is not None:
+            await load_stored(update, self.take_bucket)
+        if self._receiving is not None:
+            self._receiving.finish(update.version)
+            self._receiving = None
         rows = range(len(self._running))
-        for answer, segment in zip(self._running, self._written(rows), strict=True):
+        for answer, segment in zip(self._running, self._segments(rows), strict=True):
             answer.spans = segment.spans
-        self._renew()
+        self._reset_caches()
         self._version = update.version
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        """Copy a bucket into the model; answers under way wait until all have come.
+        """Copy a bucket into the model; running answers wait until all have been copied.
 
         Raises:
-            ValueError: there are some, in an engine without live updates.
-            PublicationError: it does not fit.
+            ValueError: answers are running in an engine without live updates.
+            PublicationError: the bucket does not fit the model.
         """
         if bucket.index == 0:
-            self._check_may_change()
-            before, self._arriving = self._arriving, self._receiver(bucket.version)
-            if before is not None:  # it never came to an end
-                before.settled.set_result(None)
-        assert self._arriving is not None, "bucket 0 comes first"
+            self._check_update_allowed()
+            before, self._receiving = self._receiving, self._make_receiver(bucket.version)
+            if before is not None:  # it was not completed
+                before.ready.set_result(None)
+        assert self._receiving is not None, "bucket 0 comes first"
         self._buckets += 1
-        return self._arriving.take(bucket)
+        return self._receiving.take(bucket)

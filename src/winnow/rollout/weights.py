@@ -72,18 +72,18 @@ class BucketPiece:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Pieces that travel together."""
+    """Pieces that are sent together."""
 
     version: int
     index: int
     pieces: tuple[BucketPiece, ...]
-    known: int | None = None
-    """Its checksum, where the rank that packed it has taken that."""
+    stored_checksum: int | None = None
+    """The checksum, if the rank that packed the bucket has computed it."""
 
     def checksum(self) -> int:
         """Return the CRC-32 of all pieces, in order."""
-        if self.known is not None:
-            return self.known
+        if self.stored_checksum is not None:
+            return self.stored_checksum
         found = self.index
         for piece in self.pieces:
             found = piece.checksum(found)
@@ -92,58 +92,56 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """New weights for an engine; the version alone where it shares the trainer's tensors, or where
-    all its buckets have come."""
+    """New weights for an engine; only the version if it shares the trainer's tensors, or has
+    received all buckets."""
 
     version: int
     tensors: Iterable[tuple[str, Tensor]] | None = None
-    shares: Sequence[Handle] | None = None
-    """The same, packed already by the ranks that hold them, and left in their stores: a handle a
-    rank, of the list of its buckets (`store_bucket`)."""
+    stored: Sequence[Handle] | None = None
+    """Weights that ranks have packed and stored: by rank, the handle of its list of buckets
+    (`store_bucket`)."""
 
 
 def store_bucket(bucket: Bucket, store: Store) -> Bucket:
-    """Leave a bucket's arrays in a store, put references in their place, and take its checksum."""
+    """Put a bucket's arrays into a store; return it with references to them and its checksum."""
     block = ArrayBlock(None, store.put(tuple(piece.array for piece in bucket.pieces)))
     refs: list[Any] = [
         ArrayRef(block, index, 0, len(piece.array), piece.array.dtype)
         for index, piece in enumerate(bucket.pieces)
     ]
     pieces = tuple(replace(p, array=ref) for p, ref in zip(bucket.pieces, refs, strict=True))
-    return replace(bucket, pieces=pieces, known=bucket.checksum())
+    return replace(bucket, pieces=pieces, stored_checksum=bucket.checksum())
 
 
-def fetched(shares: Sequence[Handle]) -> Iterator[Bucket]:
-    """Yield stored buckets in order; one is in this process, and the next one on its way.
+def fetch_buckets(stored: Sequence[Handle]) -> Iterator[Bucket]:
+    """Yield stored buckets in order, and prefetch the next one.
 
     Args:
-        shares: handles of lists of what `store_bucket` returned, as in `WeightUpdate.shares`.
+        stored: as in `WeightUpdate.stored`.
     """
-    for share in shares:
-        share.begin()
-    listed: Iterable[Bucket] = chain.from_iterable(share.get() for share in shares)
+    for handle in stored:
+        handle.prefetch()
+    listed: Iterable[Bucket] = chain.from_iterable(handle.get() for handle in stored)
     waiting = sorted(listed, key=attrgetter("index"), reverse=True)
     while waiting:
-        bucket, blocks = waiting.pop(), [_block(each) for each in waiting[-1:]]
-        for block in blocks:
-            if block is not None and block.handle is not None:
-                block.handle.begin()
+        bucket = waiting.pop()
+        if waiting and (coming := _block_of(waiting[-1]).handle) is not None:
+            coming.prefetch()
         yield bucket
-        own = _block(bucket)
-        if own is not None and own.handle is not None:
-            own.take()  # it can be fetched again
+        _block_of(bucket).pop_arrays()  # it can be fetched again
 
 
-def _block(bucket: Bucket) -> ArrayBlock | None:
-    array: object = bucket.pieces[0].array
-    return array.block if isinstance(array, ArrayRef) else None
+def _block_of(bucket: Bucket) -> ArrayBlock:
+    array: Any = bucket.pieces[0].array
+    block: ArrayBlock = getattr(array, "block", ArrayBlock())  # none if it is in this process
+    return block
 
 
-Take = Callable[[Bucket], Awaitable[Mapping[str, int]]]
-"""Has all engines take a bucket, at once; returns the checksums they answer with, by name."""
+TakeBucket = Callable[[Bucket], Awaitable[Mapping[str, int]]]
+"""Sends a bucket to all engines, concurrently; returns their checksums by name."""
 
 
-def array_of(tensor: Tensor) -> Array:
+def to_array(tensor: Tensor) -> Array:
     """Return a tensor's elements [n] on the host, a view if possible; bfloat16 as uint16."""
     flat = tensor.detach().contiguous().view(-1).cpu()
     if flat.dtype == torch.bfloat16:
@@ -152,8 +150,8 @@ def array_of(tensor: Tensor) -> Array:
     return array
 
 
-def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
-    """Return a view of an array as `array_of` made it."""
+def to_tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    """Return a view of an array as `to_array` made it."""
     array = np.asarray(array)  # it may be stored elsewhere
     if dtype == torch.bfloat16:
         array = array.view(np.int16)
@@ -162,14 +160,13 @@ def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).view(dtype)
 
 
-def buckets(
+def pack_buckets(
     update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES, rank: int = 0, ranks: int = 1
 ) -> Iterator[Bucket]:
     """Pack an update's tensors in order; a bucket holds `bucket_bytes` at most, or one element.
 
     Args:
-        rank: of `ranks` that gather the same tensors; yields the buckets whose index is that plus a
-            multiple of `ranks`.
+        rank: of `ranks` ranks with the same tensors; each yields every `ranks`-th bucket.
     """
     pieces: list[BucketPiece] = []
     index = room = 0
@@ -188,7 +185,7 @@ def buckets(
                 continue
             part = _NOTHING
             if index % ranks == rank:
-                part = array_of(elements[start : start + count])
+                part = to_array(elements[start : start + count])
             pieces.append(BucketPiece(name, dtype, tuple(tensor.shape), start, part))
             start += count
             room -= count * size
@@ -196,14 +193,14 @@ def buckets(
         yield Bucket(update.version, index, tuple(pieces))
 
 
-def tensors(shares: Sequence[Handle]) -> Iterator[tuple[str, Tensor]]:
-    """Unpack the tensors of stored buckets (`fetched`), put together where they were cut."""
+def unpack_tensors(stored: Sequence[Handle]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of stored buckets (`fetch_buckets`), with their pieces concatenated."""
     parts: list[Array] = []
-    for piece in (piece for bucket in fetched(shares) for piece in bucket.pieces):
+    for piece in (piece for bucket in fetch_buckets(stored) for piece in bucket.pieces):
         parts.append(np.asarray(piece.array))
         if piece.start + len(parts[-1]) == math.prod(piece.shape):
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            yield piece.name, tensor_of(whole, getattr(torch, piece.dtype)).view(piece.shape)
+            yield piece.name, to_tensor(whole, getattr(torch, piece.dtype)).view(piece.shape)
             parts = []
 
 
@@ -211,29 +208,29 @@ def _raise(name: str, error: PublicationError) -> None:
     raise error
 
 
-async def send(
+async def send_weights(
     update: WeightUpdate,
-    take: Take,
+    take: TakeBucket,
     bucket_bytes: int = BUCKET_BYTES,
     reject: Callable[[str, PublicationError], None] = _raise,
 ) -> None:
-    """Give engines an update bucket by bucket, and compare what each says it holds.
+    """Send an update to engines bucket by bucket, and compare their checksums.
 
     Args:
         update: with tensors.
-        take: reaches all engines; buckets must reach them in the order in which it is called.
-        bucket_bytes: most bytes of a bucket; two are on their way at once.
-        reject: is told of an engine that holds other bytes than were sent; unless it raises, the
-            others are sent the rest.
+        take: sends a bucket to all engines, in the order of its calls.
+        bucket_bytes: most bytes of a bucket; two are sent at a time.
+        reject: called for an engine with other bytes than were sent; unless it raises, the other
+            engines get the remaining buckets.
 
     Raises:
-        PublicationError: an engine holds other bytes than were sent. It draws no more tokens.
-            Or there is nothing to send, which no engine would notice.
+        PublicationError: an engine has other bytes than were sent, and draws no more tokens; or
+            the update has no tensors.
     """
     under_way: list[asyncio.Task[None]] = []
     bucket = None
     try:
-        packed = buckets(update, bucket_bytes)
+        packed = pack_buckets(update, bucket_bytes)
         while (found := await in_thread(next, packed, None)) is not None:
             bucket = found
             if len(under_way) == _UNDER_WAY:
@@ -247,64 +244,64 @@ async def send(
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
     if bucket is None:
-        raise _empty(update)
+        raise _empty_update_error(update)
 
 
-async def take_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[int]]) -> None:
-    """Have one engine take all stored buckets of an update, and compare what it then holds.
+async def load_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[int]]) -> None:
+    """Load all stored buckets of an update into one engine, and compare checksums.
 
     Args:
-        take: copies a bucket into the engine's model; returns the checksum of that.
+        take: copies a bucket into the engine's model; returns the checksum of the copy.
 
     Raises:
-        PublicationError: it holds other bytes than were sent, or there is nothing to send.
+        PublicationError: the model has other bytes than were sent, or there are no buckets.
     """
     bucket = None
-    for bucket in fetched(update.shares or ()):
+    for bucket in fetch_buckets(update.stored or ()):
         held = await take(bucket)
         if held != bucket.checksum():
-            raise _damaged("the engine", bucket, held)
+            raise _checksum_error("the engine", bucket, held)
         await asyncio.sleep(0)
     if bucket is None:
-        raise _empty(update)
+        raise _empty_update_error(update)
 
 
-def _empty(update: WeightUpdate) -> PublicationError:
+def _empty_update_error(update: WeightUpdate) -> PublicationError:
     return PublicationError(
         f"weights of version {update.version}: the update has no tensors; export all of them"
     )
 
 
-def _damaged(name: str, bucket: Bucket, held: int) -> PublicationError:
+def _checksum_error(name: str, bucket: Bucket, held: int) -> PublicationError:
     return PublicationError(
-        f"weights of version {bucket.version}: {name} holds other bytes than were sent in "
+        f"weights of version {bucket.version}: {name} has other bytes than were sent in "
         f"bucket {bucket.index} (from {bucket.pieces[0].name} on): checksum "
-        f"{held:#010x}, not {bucket.checksum():#010x}; look at that machine's memory and network"
+        f"{held:#010x}, not {bucket.checksum():#010x}; check that machine's memory and network"
     )
 
 
 async def _deliver(
-    bucket: Bucket, take: Take, reject: Callable[[str, PublicationError], None]
+    bucket: Bucket, take: TakeBucket, reject: Callable[[str, PublicationError], None]
 ) -> None:
-    # The checksum lets go of the interpreter: it is taken while the bucket travels.
+    # Computing the checksum releases the GIL: it runs while the bucket is sent.
     answers, sent = await asyncio.gather(take(bucket), asyncio.to_thread(bucket.checksum))
     for name, held in answers.items():
         if held != sent:
-            reject(name, _damaged(name, bucket, held))
+            reject(name, _checksum_error(name, bucket, held))
 
 
 class WeightReceiver:
     """Copies an update into a model bucket by bucket, on the engine's side.
 
     Args:
-        only: the model's tensors that come, by the names they have on the way; None: all.
+        only: the tensors to receive, by their names in the update; None is all of the model.
     """
 
     def __init__(
         self, model: nn.Module, version: int, only: Mapping[str, Tensor] | None = None
     ) -> None:
         self.version = version
-        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the model may be used again."""
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -315,75 +312,75 @@ class WeightReceiver:
         self._next = 0
 
     def take(self, bucket: Bucket) -> int:
-        """Copy a bucket; returns the checksum of what the model then holds.
+        """Copy a bucket into the model; return the checksum of the copy.
 
         Raises:
-            PublicationError: it is not the next one, or a piece has no place in the model.
+            PublicationError: it is not the next bucket, or a piece does not fit the model.
         """
         if (bucket.version, bucket.index) != (self.version, self._next):
             raise PublicationError(
-                f"weights: bucket {bucket.index} of version {bucket.version} came, but bucket "
-                f"{self._next} of version {self.version} is due; publish the weights again"
+                f"weights: got bucket {bucket.index} of version {bucket.version}, expected bucket "
+                f"{self._next} of version {self.version}; publish the weights again"
             )
         self._next += 1
-        held = tuple(map(self._copy, bucket.pieces))
-        return replace(bucket, pieces=held, known=None).checksum()
+        held = tuple(map(self._copy_piece, bucket.pieces))
+        return replace(bucket, pieces=held, stored_checksum=None).checksum()
 
-    def _copy(self, piece: BucketPiece) -> BucketPiece:
-        """Copy a piece into its place; returns it as the model holds it now."""
+    def _copy_piece(self, piece: BucketPiece) -> BucketPiece:
+        """Check and copy a piece; return it as read back from the model."""
         own = self._own.get(piece.name)
         dtype = "" if own is None else str(own.dtype).removeprefix("torch.")
         if own is None or (tuple(own.shape), dtype) != (piece.shape, piece.dtype):
-            has = "none of that name" if own is None else f"{list(own.shape)} {dtype}"
+            has = "no such tensor" if own is None else f"{list(own.shape)} {dtype}"
             raise PublicationError(
-                f"weights of version {self.version}: {piece.name} {list(piece.shape)} "
-                f"{piece.dtype} came, but the engine's model has {has}; give both the same model "
-                "and dtype"
+                f"weights of version {self.version}: got {piece.name} {list(piece.shape)} "
+                f"{piece.dtype}, but the engine's model has {has}; use the same model and dtype "
+                "for both"
             )
         if piece.start != self._filled[piece.name]:
             raise PublicationError(
-                f"weights of version {self.version}: a part of {piece.name} came twice or is "
+                f"weights of version {self.version}: a part of {piece.name} is duplicate or "
                 "missing; publish the weights again"
             )
         self._filled[piece.name] += len(piece.array)
-        return self._store(piece, own)
+        return self._store_piece(piece, own)
 
-    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
-        """Copy a piece that fits into a tensor; returns it as that holds it now."""
+    def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
+        """Copy a piece into a tensor; return it as read back."""
         here = own.view(-1)[piece.start : piece.start + len(piece.array)]
-        here.copy_(tensor_of(piece.array, own.dtype))
-        return replace(piece, array=array_of(here))
+        here.copy_(to_tensor(piece.array, own.dtype))
+        return replace(piece, array=to_array(here))
 
     def finish(self, version: int) -> None:
-        """Let the model be used again, now that all its tensors of this version have come.
+        """End the update after all tensors of this version have been received.
 
         Raises:
-            PublicationError: one did not, or they are of another version.
+            PublicationError: a tensor is missing, or the buckets are of another version.
         """
         if version != self.version:
             raise PublicationError(
-                f"weights of version {version}: buckets of version {self.version} came; publish "
+                f"weights of version {version}: got buckets of version {self.version}; publish "
                 "the weights again"
             )
         missing = [name for name, own in self._own.items() if self._filled[name] < own.numel()]
         if missing:
             raise PublicationError(
-                f"weights of version {self.version}: {len(missing)} of the model's tensors did not "
-                f"come, such as {missing[0]}; export all of them"
+                f"weights of version {self.version}: {len(missing)} of the model's tensors are "
+                f"missing, such as {missing[0]}; export all of them"
             )
-        self.settled.set_result(None)
+        self.ready.set_result(None)
 
 
 class StagedReceiver(WeightReceiver):
-    """A weight receiver that puts whole tensors together and hands them to vLLM.
+    """A weight receiver that assembles whole tensors and loads them into vLLM.
 
-    Checksums are of the staged tensors: vLLM fuses and repacks what it gets.
+    Checksums are of the staged tensors, since vLLM fuses and repacks weights.
 
     Args:
-        model: says which tensors must come; on the meta device.
-        load: hands tensors over.
-        finish: has vLLM use them.
-        only: as `WeightReceiver` takes it.
+        model: on the meta device; has the tensors to receive.
+        load: loads tensors into vLLM.
+        finish: ends the update in vLLM.
+        only: as for `WeightReceiver`.
     """
 
     def __init__(
@@ -396,7 +393,7 @@ class StagedReceiver(WeightReceiver):
     ) -> None:
         super().__init__(model, version, only)
         self._load, self._finish = load, finish
-        self._part: Tensor | None = None  # a tensor of which not all has come
+        self._part: Tensor | None = None  # the tensor that is being received
         self._whole: Named = []
 
     def take(self, bucket: Bucket) -> int:
@@ -406,10 +403,10 @@ class StagedReceiver(WeightReceiver):
             self._load(whole)
         return checksum
 
-    def _store(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
-        # vLLM keeps a tensor until its layer is complete: each gets memory of its own.
+    def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
+        # Separate memory for each tensor: vLLM refers to it until its layer is complete.
         staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
-        held = super()._store(piece, staged)
+        held = super()._store_piece(piece, staged)
         is_whole = piece.start + len(piece.array) == own.numel()
         self._part = None if is_whole else staged
         if is_whole:

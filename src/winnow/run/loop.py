@@ -33,7 +33,7 @@ from winnow.observe.metrics import Metrics, Number, Stopwatch, Timeline, no_time
 from winnow.observe.profile import StepProfiler
 from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import Sinks
-from winnow.rollout.engine import Engine, MemoryPart, SleepingEngine, members_of
+from winnow.rollout.engine import Engine, MemoryPart, SleepingEngine, engines_by_name
 from winnow.rollout.weights import WeightUpdate
 from winnow.run.shutdown import ShutdownSignal, Stopped
 from winnow.run.step_metrics import (
@@ -124,7 +124,7 @@ class WeightPublisher(MemoryTurns):
         await self._wake("weights")
         await engine.load_weights(await in_thread(self._weights, version))
         await self._wake("cache")
-        most = await self._canary.check(expected, version, members_of(engine))
+        most = await self._canary.check(expected, version, engines_by_name(engine))
         return {"publish/max_delta": most}
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, StrictInt, ValidationError
 from winnow.config.reward import FusionConfig
 from winnow.errors import RewardError
 from winnow.http import first_fault
-from winnow.http.client import HttpJson, RemoteError, token_of
+from winnow.http.client import JsonClient, RemoteError, read_token
 from winnow.sandbox.program import OUTPUT_LIMIT, Ending, Program, Result, SandboxError
 
 _SLACK_S = 10.0
@@ -44,9 +44,9 @@ class FusionSandbox:
     def __init__(self, config: FusionConfig) -> None:
         self.config = config
         self.slots = config.max_concurrent
-        self._http = HttpJson(
+        self._http = JsonClient(
             config.url,
-            token=token_of(config.token_env, "reward.sandbox.token_env"),
+            token=read_token(config.token_env, "reward.sandbox.token_env"),
             max_concurrent=config.max_concurrent,
             # Six characters of JSON for a byte, at worst.
             max_bytes=(config.output_kb << 10) * 8 + (1 << 20),

@@ -244,7 +244,7 @@ class SandboxServer:
             "sandbox": self._sandbox.backend,
             "max_concurrent": self._sandbox.slots,
             "running": self._running,
-            "waiting": self.service.taken - self._running,
+            "waiting": self.service.active_requests - self._running,
         }
 
     async def _answer(self, body: Any, request: Request) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""References to arrays that stay on the node that made them, for those who need only their length.
+"""References to arrays that stay on the node that made them; only their lengths are at hand.
 
     engine    segments ─► their arrays end to end, an `ArrayBlock` ───► the node's store
     driver    lengths, spans, and an `ArrayRef` each                          │
     rank, scorer     np.asarray(segment.token_ids) ◄──────────────────────────┘ fetched once a block
 
-Ray keeps a block in the store of the worker's node (`winnow.workers.ray.group`). Between processes
+Ray keeps a block in the store of the worker's node (`winnow.workers.ray.actors`). Between processes
 of one machine the arrays travel with the block, and its references arrive as arrays.
 """
 
@@ -23,42 +23,42 @@ Arrays = tuple[NDArray[Any], ...]
 
 
 class Handle(Protocol):
-    """A small stand-in for something that lies elsewhere; it may travel freely."""
+    """A picklable reference to a value that a `Store` of another process holds."""
 
-    def begin(self) -> None:
-        """Start fetching it, so that `get` waits for less."""
+    def prefetch(self) -> None:
+        """Start fetching the value, so that `get` waits for less."""
 
     def get(self) -> Any:
-        """Return what it stands for, fetched if it is not here; arrays in it are read-only.
+        """Return the value, fetched if need be; its arrays are read-only.
 
         Raises:
-            WorkerError: it is lost.
+            WorkerError: the value is lost.
         """
 
 
 class Store(Protocol):
-    """Holds what a worker has, such as arrays, where other workers of its run can fetch it."""
+    """Storage of a worker's values, such as arrays, for the other workers of its run."""
 
     def put(self, value: Any) -> Handle:
-        """Take in a copy of something that can be pickled; handles may be in it."""
+        """Store a copy of a value that can be pickled; it may contain handles."""
 
     def clear(self) -> None:
-        """Drop all that was put, unless it is dropped with the last of its handles."""
+        """Drop all values, unless each is dropped with the last of its handles."""
 
 
 class ArrayBlock:
     """Several arrays that are stored and fetched together.
 
     Args:
-        arrays: the arrays themselves, where they are in this process.
-        handle: else a handle of the tuple of them.
+        arrays: the arrays, if they are in this process.
+        handle: else the handle of their tuple.
     """
 
     def __init__(self, arrays: Arrays | None = None, handle: Handle | None = None) -> None:
         self._arrays, self.handle = arrays, handle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was fetched stays behind: the receiver fetches for itself.
+        # Fetched arrays are not pickled: the receiver fetches them itself.
         return ArrayBlock, (None if self.handle else self._arrays, self.handle)
 
     @property
@@ -66,8 +66,8 @@ class ArrayBlock:
         """True if the arrays are in this process."""
         return self._arrays is not None
 
-    def take(self) -> Arrays | None:
-        """Return the arrays and forget them, so that they can travel separately from references."""
+    def pop_arrays(self) -> Arrays | None:
+        """Return the arrays and drop them here, to send them separately from their references."""
         arrays, self._arrays = self._arrays, None
         return arrays
 
@@ -75,7 +75,7 @@ class ArrayBlock:
         """Return one of the arrays; the first call fetches all.
 
         Raises:
-            WorkerError: they are lost.
+            WorkerError: the arrays are lost.
         """
         if self._arrays is None:
             assert self.handle is not None
@@ -85,15 +85,15 @@ class ArrayBlock:
 
 
 class ArrayRef:
-    """A slice of an array of a block: its length is here, the rest is fetched when it is read.
+    """A slice of an array of a block, which is fetched when it is read; its length is known.
 
-    It takes the place of a numpy array that is only counted, sent on or given to numpy. Where the
-    block's arrays travel with it, the slice itself arrives.
+    It replaces a numpy array for code that takes its length, pickles it or gives it to numpy. It is
+    unpickled as an array if the block's arrays were pickled with it.
 
     Args:
         index: position of the array in the block.
-        start, stop: the entries of it.
-        dtype: the type as which they are read.
+        start, stop: bounds of the slice.
+        dtype: dtype of the result.
     """
 
     __slots__ = ("_dtype", "_index", "_start", "_stop", "block")
@@ -106,7 +106,7 @@ class ArrayRef:
         self._dtype = np.dtype(dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self.block, self._index, self._start, self._stop, self._dtype)
+        return _rebuild_ref, (self.block, self._index, self._start, self._stop, self._dtype)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -115,39 +115,39 @@ class ArrayRef:
         piece = self.block.array(self._index)[self._start : self._stop]
         requested = self._dtype if dtype is None else np.dtype(dtype)
         if copy is False and piece.dtype != requested:
-            raise ValueError(f"stored as {piece.dtype}: {requested} is a copy")
+            raise ValueError(f"stored as {piece.dtype}: {requested} needs a copy")
         return piece.astype(requested, copy=bool(copy))
 
 
-def _arrived(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike) -> Any:
-    """Rebuild a reference in another process: an array where the block's arrays came along."""
+def _rebuild_ref(block: ArrayBlock, index: int, start: int, stop: int, dtype: DTypeLike) -> Any:
+    """Unpickle a reference: an array if the block's arrays were pickled with it."""
     ref = ArrayRef(block, index, start, stop, dtype)
     return np.asarray(ref) if block.is_fetched else ref
 
 
 @dataclass(frozen=True, eq=False)
 class SplitResult:
-    """A worker's result of which the arrays may stay on the worker's node.
+    """A worker's result whose arrays may stay on the worker's node.
 
-    On a cluster only `inline` travels to the caller, with references to the blocks, which stay in
+    On a cluster only `inline` is sent to the caller, with references to the blocks, which stay in
     the store of the worker's node and outlive the worker.
     """
 
     inline: Any
     block: ArrayBlock
     extras: ArrayBlock | None = None
-    """Arrays that fewer receivers read, and that are fetched separately."""
+    """Arrays that fewer receivers read; fetched separately."""
 
 
-def keep_on_node(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
-    """Put arrays into a new block; returns references to them whole, and the block."""
+def make_refs(*arrays: NDArray[Any]) -> tuple[tuple[ArrayRef, ...], ArrayBlock]:
+    """Put arrays into a new block; return a reference to each, and the block."""
     block = ArrayBlock(arrays)
     refs = (ArrayRef(block, i, 0, len(each), each.dtype) for i, each in enumerate(arrays))
     return tuple(refs), block
 
 
-def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
-    """Start fetching all that is stored of these answers; returns the blocks it is in."""
+def prefetch_arrays(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
+    """Start fetching all arrays that these answers refer to; return their blocks."""
     arrays: list[object] = []
     for trajectory in trajectories:
         arrays += (segment.token_ids for segment in trajectory.segments)
@@ -156,15 +156,15 @@ def begin_fetching(trajectories: Iterable[Trajectory]) -> list[ArrayBlock]:
     blocks = {id(each.block): each.block for each in stored if not each.block.is_fetched}
     for block in blocks.values():
         if block.handle is not None:
-            block.handle.begin()
+            block.handle.prefetch()
     return list(blocks.values())
 
 
-def fetch(trajectories: Iterable[Trajectory]) -> None:
-    """Fetch all that is stored of these answers, side by side.
+def fetch_arrays(trajectories: Iterable[Trajectory]) -> None:
+    """Fetch all arrays that these answers refer to, concurrently.
 
     Raises:
-        WorkerError: some of it is lost.
+        WorkerError: an array is lost.
     """
-    for block in begin_fetching(trajectories):
+    for block in prefetch_arrays(trajectories):
         block.array(0)

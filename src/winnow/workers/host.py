@@ -1,23 +1,21 @@
-"""The worker's end: makes the object, runs its methods, and reports the outcome of each call.
+"""The worker's end of a connection: creates the worker, runs its methods, and returns the results.
 
-A worker is an object of any class, named by an import path
-(`winnow.ranks.workers:LearnerWorker`), and made in its process as
-`LearnerWorker(rank=RankInfo(…), **kwargs)` with keyword arguments that can be pickled. Its methods
-are plain or asynchronous. It may have
+A worker is an object of any class, named by an import path (`winnow.ranks.workers:LearnerWorker`)
+and created in its process as `LearnerWorker(rank=RankInfo(…), **kwargs)`, with keyword arguments
+that can be pickled. Its methods are plain or asynchronous. It may have
 
-- `progress`, an int property that changes whenever the worker gets on; it is read from another
+- `progress`, an int property that changes with the worker's progress; it is read from another
   thread, also while a plain method computes;
 - `close()`, plain or asynchronous, called before its process ends.
 
-In its process a worker has one asyncio loop. All its methods begin in that loop's thread, in the
-order of the driver's calls: a plain one has the thread to itself until it returns, an asynchronous
-one lets others in where it waits. Arrays that come to it, or from it, are read-only. A method that
-returns a `winnow.workers.array_refs.SplitResult` tells the caller a part of its result and leaves
-the rest where it is: the caller gets a handle, passes it to the receivers of its value, and
-need not hold that itself.
+A worker has one asyncio loop in its process. All methods start in that loop's thread, in the order
+of the driver's calls: a plain one blocks it until it returns, an asynchronous one runs concurrently
+with others. Arrays among arguments and results are read-only. A method may return a
+`winnow.workers.array_refs.SplitResult`, whose arrays stay where they are: the caller gets a handle
+for the receivers of the arrays.
 
-The host is the same in every kind of process. How calls come and outcomes go is left to `child` and
-`ray.group`; other traffic, logs and progress, to `logs`.
+The host is the same in all kinds of processes. `child` and `ray.actors` transport calls and
+results, `logs` transports logs and progress.
 """
 
 from __future__ import annotations
@@ -48,17 +46,17 @@ from winnow.workers.logs import LogSender
 log = logging.getLogger(__name__)
 
 DEFAULT_VARIABLES = {
-    "TOKENIZERS_PARALLELISM": "false",  # its threads and forks do not get on
+    "TOKENIZERS_PARALLELISM": "false",  # its threads are not safe with forks
     "NCCL_DEBUG": "WARN",
     "OMP_NUM_THREADS": "1",
-    "PYTHONHASHSEED": "0",  # sets of strings are in one order on all ranks
-    "PYTHONUNBUFFERED": "1",  # what was printed is read even when the process was killed
+    "PYTHONHASHSEED": "0",  # the same order of string sets on all ranks
+    "PYTHONUNBUFFERED": "1",  # output is complete even if the process is killed
 }
 _PORTS = range(20000, 32000)
-"""Ports below those that systems hand out by themselves."""
+"""Ports below the ephemeral ones."""
 _BEAT_S = 0.1
 _DUMP_AFTER = 0.9
-"""The part of the time limit after which the log says where a worker hangs: before it is killed."""
+"""Part of the stall timeout after which a worker dumps its stacks, before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -68,34 +66,34 @@ class RankInfo:
     rank: int
     size: int
     master_address: str
-    """Rank 0's address, which all ranks can reach."""
+    """Rank 0's address, reachable by all ranks."""
     master_port: int
-    """A port that was free there, for rank 0 to listen at."""
+    """A free port of rank 0's node."""
     device_index: int | None
-    """The worker's among the devices that its process sees; None: the CPU."""
+    """The worker's device among the visible ones; None is the CPU."""
     store: Store | None = None
-    """Takes arrays that other workers are to fetch."""
+    """Store for arrays that other workers fetch."""
 
 
 @dataclass(frozen=True)
-class WorkerJob:
-    """The worker that a process is to hold; it is sent to each rank before all calls."""
+class WorkerSpec:
+    """The worker to create in a process; sent to each rank before all calls."""
 
     path: str
     kwargs: Mapping[str, Any]
     info: RankInfo
     stall_timeout_s: float
     log_level: int
-    """The least that `winnow`'s loggers let through."""
+    """Level of the `winnow` loggers."""
     python_path: tuple[str, ...]
-    """The driver's, so that both find the same modules."""
+    """The driver's `sys.path`."""
     folder: str = field(default_factory=os.getcwd)
-    """The driver's, at which relative paths begin where the worker's machine has it."""
+    """The driver's working directory, which the worker enters if its machine has it."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method to run. Example: `Call("step", (3,), {"lr": 1e-6})`."""
+    """A method call. Example: `Call("step", (3,), {"lr": 1e-6})`."""
 
     method: str
     args: tuple[Any, ...] = ()
@@ -104,13 +102,13 @@ class Call:
 
 @dataclass(frozen=True)
 class CallFailure:
-    """An exception, in a form that can be read where its class is unknown."""
+    """An exception in a form that can be unpickled without its class."""
 
     line: str
     """`KeyError: 'x'`"""
     traceback: str
     error: WinnowError | None = None
-    """The exception itself, where it is one that the user sees."""
+    """The exception itself, if it is a WinnowError."""
 
 
 CLOSE = Call("close")
@@ -120,8 +118,8 @@ class Host:
     """One worker and its calls.
 
     Args:
-        sender: takes the process's log, and the worker's progress.
-        is_orphan: asked ten times a second; the process ends where the driver is gone.
+        sender: sends the process's log and the worker's progress.
+        is_orphan: returns True if the driver has exited; the process then exits, too.
     """
 
     def __init__(self, sender: LogSender, is_orphan: Callable[[], bool]) -> None:
@@ -130,44 +128,44 @@ class Host:
         self._calls_under_way = self._calls_ended = 0
         self._dump_after_s = threading.TIMEOUT_MAX
 
-    async def outcome(self, request: WorkerJob | Call) -> Any:
-        """Make the worker, or run one of its methods; returns the result or a `CallFailure`."""
+    async def handle(self, request: WorkerSpec | Call) -> Any:
+        """Create the worker or run one of its methods; return the result or a `CallFailure`."""
         self._calls_under_way += 1
-        # From here: a call that hangs in C may let no other thread run again.
-        self._dump_when_still()
+        # Before the call: one that hangs in C may never release the GIL again.
+        self._reset_stall_dump()
         try:
-            if isinstance(request, WorkerJob):
-                return self._make(request)
+            if isinstance(request, WorkerSpec):
+                return self._create_worker(request)
             if request == CLOSE and not hasattr(self._worker, "close"):
                 return None
             result = getattr(self._worker, request.method)(*request.args, **request.kwargs)
             return await result if inspect.isawaitable(result) else result
-        except BaseException as error:  # SystemExit too: a worker ends when the driver says so
-            return failure_of(error)
+        except BaseException as error:  # SystemExit, too: only the driver ends a worker
+            return describe_failure(error)
         finally:
             self._calls_under_way -= 1
             self._calls_ended += 1
 
-    def _make(self, job: WorkerJob) -> None:
+    def _create_worker(self, job: WorkerSpec) -> None:
         sys.path[:] = dict.fromkeys([*job.python_path, *sys.path])
-        if os.path.isdir(job.folder):  # else each path must be whole
+        if os.path.isdir(job.folder):  # else paths must be absolute
             os.chdir(job.folder)
-        self._sender.take_logging(job.log_level)
+        self._sender.redirect_logging(job.log_level)
         self._dump_after_s = _DUMP_AFTER * job.stall_timeout_s
-        self._dump_when_still()
-        # Each beat costs the driver time: a hundred a limit are enough, and one a second.
+        self._reset_stall_dump()
+        # Each report costs the driver time: one a second, or a hundred a timeout, are enough.
         every_s = min(job.stall_timeout_s / 100, 1.0)
-        beating = threading.Thread(target=self._beat, args=[every_s], name="winnow-beats")
-        beating.daemon = True
-        beating.start()
+        reporter = threading.Thread(target=self._report_progress, args=[every_s], daemon=True)
+        reporter.name = "winnow-beats"
+        reporter.start()
         with gc_tuning.disabled():
             worker_class = pkgutil.resolve_name(job.path)
         self._worker = worker_class(rank=job.info, **job.kwargs)
-        # For those that want to look at it, or to end it.
+        # For `py-spy` and `kill`.
         log.info("ready: process %d on %s", os.getpid(), platform.node())
 
-    def _beat(self, every_s: float) -> None:
-        """Send progress while a method computes, and put off the dump of stacks with each."""
+    def _report_progress(self, every_s: float) -> None:
+        """Send progress while a method computes, and reset the stack dump with each change."""
         seen: tuple[int | None, int, int] = None, 0, 0
         since_s = 0.0
         while True:
@@ -182,31 +180,31 @@ class Host:
             now = progress, self._calls_ended, self._calls_under_way
             if now == seen:
                 continue
-            self._dump_when_still()
+            self._reset_stall_dump()
             try:
                 if progress is not None and progress != seen[0]:
-                    self._sender.beat(int(progress))
-            except OSError:  # nobody listens any more
+                    self._sender.send_progress(int(progress))
+            except OSError:  # the driver has closed the stream
                 os._exit(1)
             seen = now
 
-    def _dump_when_still(self) -> None:
-        """Have all stacks dumped unless this is called again in time; no Python need run for it."""
+    def _reset_stall_dump(self) -> None:
+        """Schedule a dump of all stacks, unless this is called again in time; it needs no GIL."""
         if self._calls_under_way == 0:
             faulthandler.cancel_dump_traceback_later()
         elif self._dump_after_s < threading.TIMEOUT_MAX:
             faulthandler.dump_traceback_later(self._dump_after_s, file=2)
 
 
-def failure_of(error: BaseException) -> CallFailure:
+def describe_failure(error: BaseException) -> CallFailure:
     """Describe an exception for another process."""
     line = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     text = "".join(traceback.format_exception(error)).rstrip()
-    return CallFailure(line, text, _portable(error) if isinstance(error, WinnowError) else None)
+    return CallFailure(line, text, _picklable(error) if isinstance(error, WinnowError) else None)
 
 
-def _portable(error: WinnowError) -> WinnowError | None:
-    """Return an error as it arrives elsewhere; None where it cannot, as one of a local class."""
+def _picklable(error: WinnowError) -> WinnowError | None:
+    """Return an error after pickling; None if it cannot be pickled, as one of a local class."""
     try:
         copied: WinnowError = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -214,20 +212,19 @@ def _portable(error: WinnowError) -> WinnowError | None:
     return copied
 
 
-def merged_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """Choose variables for workers: the user's, then this process's, then the defaults."""
+def worker_environment(user: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of workers: the user's, else this process's, else the defaults."""
     inherited = {name: os.environ[name] for name in DEFAULT_VARIABLES if name in os.environ}
     return {**DEFAULT_VARIABLES, **inherited, **user}
 
 
 def free_port(address: str = "") -> int:
-    """Choose a port of this machine that nobody listens at now.
+    """Return a port of this machine that is free now.
 
-    Another program may take it before its user does; ports that systems hand out by themselves
-    are left out, so that this is rare.
+    Another program may bind it before it is used; to make that rare, it is no ephemeral port.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((address, port))
             return port
-    raise WinnowError(f"none of 100 ports of {address or 'this machine'} was free; end other runs")
+    raise WinnowError(f"no free port among 100 of {address or 'this machine'}; end other runs")

@@ -1,10 +1,9 @@
-"""Processes of this machine: messages to and from one, and the driver's end of it.
+"""Processes of this machine: their messages, and the driver's end of a connection.
 
-A message, such as a call or its outcome, is one packet of a SOCK_SEQPACKET socket: a number and a
-pickle, followed by the arrays' bytes as they are. What is too large for a packet lies in
-anonymous shared memory whose descriptor goes with the packet, so that several receivers read the
-same pages and nobody has a file to take away: the memory is free once the last array over it is
-gone.
+A message, such as a call or its result, is one packet of a SOCK_SEQPACKET socket: a number and a
+pickle, followed by the buffers of arrays. A message that is too large for a packet is written to
+anonymous shared memory, whose descriptor is sent with the packet. Several receivers then map the
+same pages, no file has to be removed, and the memory is freed with the last array over it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from winnow.errors import WorkerError
-from winnow.workers.host import failure_of
+from winnow.workers.host import describe_failure
 
 PACKET_BYTES = 1 << 15
 _NUMBER = struct.Struct("=Q")
@@ -39,15 +38,15 @@ Follow = Callable[[asyncio.StreamReader], Coroutine[Any, Any, None]]
 
 @dataclass(eq=False)
 class Packed:
-    """A value ready to be sent, to one receiver or to many."""
+    """A serialised value, for one or several receivers."""
 
     inline: bytes
-    """All of it; empty when it lies in shared memory."""
+    """The value; empty if it is in shared memory."""
     descriptor: int = -1
-    """The shared memory's; -1: none."""
+    """Descriptor of the shared memory; -1 if there is none."""
 
     def __del__(self) -> None:
-        """Give back what the sender holds; receivers keep theirs."""
+        """Close the sender's descriptor; receivers have their own."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
@@ -56,9 +55,9 @@ def pack(value: Any) -> Packed:
     """Serialise a value once.
 
     Raises:
-        Exception: whatever pickle raises for a value that it cannot take.
+        Exception: the value cannot be pickled.
     """
-    padded = _laid_out(value)
+    padded = _serialise(value)
     if sum(map(len, padded)) <= PACKET_BYTES:
         return Packed(b"".join(padded))
     packed = Packed(b"", os.memfd_create("winnow", os.MFD_CLOEXEC))
@@ -67,8 +66,8 @@ def pack(value: Any) -> Packed:
     return packed
 
 
-def _laid_out(value: Any) -> list[Bytes]:
-    """Serialise a value into what `unpack` reads end to end."""
+def _serialise(value: Any) -> list[Bytes]:
+    """Return the parts that `unpack` reads, concatenated: table of lengths, pickle, buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts: list[Bytes] = [stream, *(buffer.raw() for buffer in buffers)]
@@ -78,7 +77,7 @@ def _laid_out(value: Any) -> list[Bytes]:
 
 
 def unpack(data: Bytes | mmap.mmap) -> Any:
-    """Read a value from what `pack` laid out; its arrays are views of `data`, and read-only."""
+    """Deserialise a value of `pack`; its arrays are read-only views of `data`."""
     view = memoryview(data)
     (count,) = struct.unpack_from("=Q", view)
     lengths = struct.unpack_from(f"={count}Q", view, 8)
@@ -92,38 +91,38 @@ def unpack(data: Bytes | mmap.mmap) -> Any:
 
 @dataclass(frozen=True)
 class SharedHandle:
-    """A `Handle` of what lies in the anonymous memory of another process of this machine."""
+    """A `Handle` of a value in the anonymous memory of another process of this machine."""
 
     role: str
     rank: int
-    """The worker's."""
+    """Rank of the worker that stored it."""
     pid: int
-    """Its process."""
+    """Process of that worker."""
     descriptor: int
-    """The memory's in that process."""
+    """Descriptor of the memory in that process."""
     start: int
     size: int
-    """Bytes in the memory."""
+    """Bytes of the value."""
 
-    def begin(self) -> None:
-        """Do nothing: memory is shared at once."""
+    def prefetch(self) -> None:
+        """Do nothing: the memory is mapped, not copied."""
 
     def get(self) -> Any:
         try:
-            # The process is of this user; no file is left behind that somebody must take away.
+            # The process belongs to the same user. No file has to be removed later.
             with open(f"/proc/{self.pid}/fd/{self.descriptor}", "rb") as file:
                 mapping = file.fileno(), self.size, mmap.MAP_SHARED, mmap.PROT_READ
                 return unpack(mmap.mmap(*mapping, offset=self.start))
         except (OSError, ValueError) as error:
-            line = f"what {self.role}[{self.rank}] wrote is lost, as its process is gone ({error})"
+            line = f"data of {self.role}[{self.rank}] is lost: its process has exited ({error})"
             raise WorkerError(line, self.role, self.rank) from error
 
 
 class SharedStore:
     """A `Store` in anonymous memory, for workers of one machine.
 
-    It has one descriptor, whatever it holds, and the memory is free once that is closed, or the
-    process is gone, and the last array over it.
+    All values share one descriptor. The memory is freed after it is closed, or the process has
+    exited, and the last array over it is gone.
 
     Args:
         role, rank: the worker.
@@ -139,7 +138,7 @@ class SharedStore:
         start = self._end + -self._end % mmap.ALLOCATIONGRANULARITY
         with open(self._descriptor, "wb", closefd=False) as file:
             file.seek(start)
-            file.writelines(_laid_out(value))
+            file.writelines(_serialise(value))
             self._end = file.tell()
         place = self._descriptor, start, self._end - start
         return SharedHandle(self._role, self._rank, os.getpid(), *place)
@@ -151,16 +150,16 @@ class SharedStore:
 
 
 def _padding(length: int) -> bytes:
-    """Return what comes after so many bytes, so that each part begins at a multiple of 64."""
+    """Return the padding after so many bytes, with which the next part is aligned to 64."""
     return bytes(-length % _ALIGNMENT)
 
 
-def send(channel: socket.socket, number: int, packed: Packed) -> None:
-    """Send one message; it may go to several sockets.
+def send_message(channel: socket.socket, number: int, packed: Packed) -> None:
+    """Send one message; the same may be sent to several sockets.
 
     Raises:
-        BlockingIOError: the socket takes no more for now; nothing was sent.
-        OSError: the receiver is gone.
+        BlockingIOError: the socket's buffer is full; nothing was sent.
+        OSError: the receiver has closed the socket.
     """
     message = [_NUMBER.pack(number), packed.inline]
     if packed.descriptor < 0:
@@ -169,17 +168,17 @@ def send(channel: socket.socket, number: int, packed: Packed) -> None:
         socket.send_fds(channel, message, [packed.descriptor])
 
 
-def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
-    """Take the next message: its number and what `unpack` reads; None when the sender is gone.
+def receive_message(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
+    """Return the number and data of the next message; None if the sender has closed the socket.
 
     Raises:
-        BlockingIOError: none has come.
+        BlockingIOError: there is no message yet.
     """
     size = _NUMBER.size + PACKET_BYTES
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
-        # Told once, of a sender that left messages unread, and before those that it sent.
+        # Raised once if the sender left messages unread; those that it sent come after it.
         data, descriptors, _, _ = socket.recv_fds(channel, size, 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return None
@@ -193,67 +192,67 @@ def receive(channel: socket.socket) -> tuple[int, Bytes | mmap.mmap] | None:
 
 
 class Channel:
-    """One end of a socket in an event loop; messages that do not go at once wait here.
+    """One end of a socket in an event loop, with a queue of unsent messages.
 
     Args:
-        on_message: gets the number of each message, and what `unpack` reads.
-        on_cut: called once the other end is closed.
+        on_message: called with the number and data of each message.
+        on_peer_closed: called when the other end is closed.
     """
 
     def __init__(
         self,
         end: socket.socket,
         on_message: Callable[[int, Bytes | mmap.mmap], None],
-        on_cut: Callable[[], None] = lambda: None,
+        on_peer_closed: Callable[[], None] = lambda: None,
     ) -> None:
         end.setblocking(False)
-        self._socket, self._on_message, self.on_cut = end, on_message, on_cut
+        self._socket, self._on_message, self.on_peer_closed = end, on_message, on_peer_closed
         self._unsent: deque[tuple[int, Packed]] = deque()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(end, self.receive)
-        self.is_cut = False
+        self.is_peer_closed = False
         """True if the other end has closed the socket."""
 
     def send(self, number: int, packed: Packed) -> None:
-        """Send a message now or as soon as the socket takes it."""
+        """Send a message now, or as soon as the socket has room."""
         self._unsent.append((number, packed))
         self._flush()
 
     def receive(self) -> None:
-        """Take in what has come."""
-        while not self.is_cut:
+        """Handle all messages that have arrived."""
+        while not self.is_peer_closed:
             try:
-                message = receive(self._socket)
+                message = receive_message(self._socket)
             except BlockingIOError:
                 return
             if message is not None:
                 self._on_message(*message)
                 continue
-            self.is_cut = True
+            self.is_peer_closed = True
             self._loop.remove_reader(self._socket)
-            self.on_cut()
+            self.on_peer_closed()
 
-    def hang_up(self) -> None:
-        """Take and send no more; an idle process at the other end then ends by itself."""
+    def shut_down(self) -> None:
+        """Shut the socket down; an idle process at the other end then exits."""
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
-        with contextlib.suppress(OSError):  # the other process is gone
+        with contextlib.suppress(OSError):  # the other process has exited
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up, and give back what is held."""
-        self.hang_up()
+        """Shut the socket down and free all resources."""
+        self.shut_down()
         self._socket.close()
         self._unsent.clear()
 
     def _flush(self) -> None:
         while self._unsent:
             try:
-                send(self._socket, *self._unsent[0])
+                send_message(self._socket, *self._unsent[0])
             except BlockingIOError:
                 self._loop.add_writer(self._socket, self._flush)
                 return
-            except OSError:  # the other end is gone, which is about to be read
+            except OSError:  # the other end is closed, which `receive` will see
                 pass
             self._unsent.popleft()
         self._loop.remove_writer(self._socket)
@@ -262,14 +261,14 @@ class Channel:
 class LocalConnection:
     """The driver's end of one process of this machine (`group.WorkerConnection`).
 
-    The process leads a new session: a terminal's Ctrl-C does not reach it, and what it
-    started is killed with it.
+    The process leads a new session: Ctrl-C in a terminal does not reach it, and its own children
+    are killed with it.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], end: socket.socket) -> None:
         self._process = process
         self.pid = process.pid
-        self.channel = Channel(end, self._take)
+        self.channel = Channel(end, self._on_message)
         self._waiting: dict[int, Callable[[Any], None]] = {}
         self._output: asyncio.ReadTransport | None = None
         self._following: asyncio.Task[None] | None = None
@@ -280,11 +279,11 @@ class LocalConnection:
     ) -> LocalConnection:
         """Start `python -m MODULE DESCRIPTOR PARENT`, which reads calls from the socket.
 
-        Linux kills the process when the thread that calls this ends.
+        Linux kills the process when the calling thread ends.
 
         Args:
-            variables: for the process, over this process's own.
-            follow: reads what it prints, to the end.
+            variables: environment variables that override this process's.
+            follow: reads its output to the end.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -303,38 +302,38 @@ class LocalConnection:
             ours.close()
             raise
         assert process.stdout is not None
-        with contextlib.suppress(OSError):  # more than this user may have: the usual size does
+        with contextlib.suppress(OSError):  # above the user's limit; the default size will do
             fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        link = cls(process, ours)
+        connection = cls(process, ours)
         stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-        link._output, _ = await loop.connect_read_pipe(
+        connection._output, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), process.stdout
         )
-        link._following = loop.create_task(follow(stream))
-        return link
+        connection._following = loop.create_task(follow(stream))
+        return connection
 
-    def send(self, number: int, payload: Packed, tell: Callable[[Any], None]) -> None:
-        self._waiting[number] = tell
+    def send(self, number: int, payload: Packed, on_result: Callable[[Any], None]) -> None:
+        self._waiting[number] = on_result
         self.channel.send(number, payload)
 
-    def ending(self) -> str | None:
+    def exit_reason(self) -> str | None:
         if self._process.returncode is not None:
-            return _describe(self._process.returncode)
-        # It is not reaped before `release`: until then no stranger can have its number.
+            return _describe_exit(self._process.returncode)
+        # Not reaped before `release`, so that no other process can get its pid.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         sign = 1 if ended.si_code == os.CLD_EXITED else -1
-        return _describe(sign * ended.si_status)
+        return _describe_exit(sign * ended.si_status)
 
     def kill(self) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def gone(self, timeout_s: float) -> bool:
+    async def wait_for_exit(self, timeout_s: float) -> bool:
         give_up = time.monotonic() + timeout_s
-        while self.ending() is None:
+        while self.exit_reason() is None:
             if time.monotonic() > give_up:
                 return False
             await asyncio.sleep(0.002)
@@ -348,15 +347,15 @@ class LocalConnection:
         if self._following is not None:
             self._following.cancel()
 
-    def _take(self, number: int, data: Bytes | mmap.mmap) -> None:
+    def _on_message(self, number: int, data: Bytes | mmap.mmap) -> None:
         try:
             reply = unpack(data)
-        except Exception as error:  # a class that the driver cannot read
-            reply = failure_of(error)
+        except Exception as error:  # a class that the driver cannot unpickle
+            reply = describe_failure(error)
         self._waiting.pop(number)(reply)
 
 
-def _describe(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,7 +1,4 @@
-"""Blocking work beside the event loop, in a thread that nobody has to wait for at the end.
-
-Beside it: tasks and futures of an event loop that belong to no single caller.
-"""
+"""Helpers for event loops: blocking work in daemon threads, background tasks, ending a process."""
 
 from __future__ import annotations
 
@@ -20,11 +17,10 @@ _at_work: set[threading.Thread] = set()
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a daemon thread and return its result; the loop goes on meanwhile.
+    """Run `work` in a daemon thread and return its result, without blocking the event loop.
 
-    `asyncio.to_thread` has threads for which a process waits at its end, so that Ctrl-C could not
-    end an update that takes minutes. When this is cancelled the work goes on, and what comes of it
-    is dropped.
+    A process joins the threads of `asyncio.to_thread` at its end, so that Ctrl-C could not end an
+    update that takes minutes. If this is cancelled the work continues, and its result is dropped.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -33,18 +29,18 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         outcome: T | BaseException
         try:
             outcome = work(*args, **kwargs)
-        except BaseException as error:  # handed over to the one that waits
+        except BaseException as error:  # raised by the future
             outcome = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, future, outcome)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_outcome, future, outcome)
 
     start_thread(run, getattr(work, "__name__", "work"))
     return await future
 
 
-def settle(future: asyncio.Future[T], outcome: T | BaseException) -> None:
-    """Give a future its result, or the exception instead of it, unless it is done already."""
-    if future.done():  # cancelled, or of a loop that is no more
+def set_outcome(future: asyncio.Future[T], outcome: T | BaseException) -> None:
+    """Set a future's result or exception, unless it is done already."""
+    if future.done():  # cancelled, or its loop is closed
         return
     if isinstance(outcome, BaseException):
         future.set_exception(outcome)
@@ -53,14 +49,14 @@ def settle(future: asyncio.Future[T], outcome: T | BaseException) -> None:
 
 
 def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-    """Begin a task, which `tasks` holds until it is done: an event loop alone may drop it."""
+    """Start a task, and keep it in `tasks` until it is done: event loops refer to it weakly."""
     task = asyncio.get_running_loop().create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread of which `end_process` knows."""
+    """Start a daemon thread that `end_process` takes into account."""
 
     def run() -> None:
         try:
@@ -74,16 +70,16 @@ def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def end_process(code: int, at_once: bool = False) -> NoReturn:
-    """End this process with an exit code, whatever its threads are at.
+def end_process(code: int, skip_cleanup: bool = False) -> NoReturn:
+    """End this process with an exit code, even while threads of `start_thread` run.
 
-    A thread that comes back from torch's compiled code while the interpreter goes down aborts the
-    process with SIGABRT; where one is at work the system ends them all.
+    A thread that returns from torch's compiled code during interpreter shutdown aborts the process
+    with SIGABRT. So if one runs, the process ends without interpreter shutdown.
 
     Args:
-        at_once: leave out what libraries would do at the end, in any case.
+        skip_cleanup: end without interpreter shutdown in any case.
     """
-    if not _at_work and not at_once:
+    if not _at_work and not skip_cleanup:
         sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

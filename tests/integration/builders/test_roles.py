@@ -62,7 +62,7 @@ def test_it_is_started() -> None:
     ]
     with closing(WorkerGroups()) as groups, launcher(config, placed, groups, False) as launch:
         (group,) = groups.start(launch(placed["tools"], {}, 0))
-        assert [info.rank for info, _, _ in group.ask("about")] == [0, 1]
+        assert [info.rank for info, _, _ in group.call_blocking("about")] == [0, 1]
 
 
 def test_a_page_lists_the_processes_of_every_role(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_bad_words_are_one_line_each(first: Path, tmp_path: Path) -> None:
     nowhere = ("check-engine", "http://127.0.0.1:1")
     refused(in_this_process(*nowhere, folder=tmp_path), "pass --model FOLDER")
     model = ("--model", str(first), "model.dtype=float32")
-    refused(in_this_process(*nowhere, *model, folder=tmp_path), "start the server, or mend the")
+    refused(in_this_process(*nowhere, *model, folder=tmp_path), "start the server, or correct the")
     same = ("--update", str(first))
     refused(in_this_process(*nowhere, *model, *same, folder=tmp_path), "same log-probs as")
     absent = ("--model", "/absent", "model.dtype=float32")

@@ -177,7 +177,7 @@ def test_the_run_shown_first_is_live_or_has_a_record_and_others_say_why_they_hav
 
 def test_pages_that_stay_open_leave_room_for_others(make_run: MakeRun) -> None:
     dashboard = Dashboard([str(make_run("a").path)])
-    dashboard.connections = 6
+    dashboard.max_connections = 6
     with listening(dashboard) as url, httpx.Client(trust_env=False, base_url=url) as asked:
         with ExitStack() as opened:
             pages = [opened.enter_context(asked.stream("GET", "/api/events")) for _ in range(3)]

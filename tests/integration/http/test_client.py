@@ -29,7 +29,7 @@ from tests.faulty_http import (
 )
 
 from winnow.errors import RewardError
-from winnow.http.client import HttpJson, RemoteError, token_of
+from winnow.http.client import JsonClient, RemoteError, read_token
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
 
@@ -37,7 +37,7 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
 def asked(script: list[Step], timeout_s: float = 20, **options: Any) -> tuple[Any, Served]:
     """What a client gets from a server, an error included."""
     options = {"backoff_s": 0.01, **options}
-    with serving(script) as served, closing(HttpJson(served.url, **options)) as client:
+    with serving(script) as served, closing(JsonClient(served.url, **options)) as client:
         try:
             return client.post_blocking("/do", {"x": "\ud800ä"}, timeout_s), served
         except RemoteError as error:
@@ -66,18 +66,18 @@ def test_what_fails_in_passing_is_tried_again(passing: Step) -> None:
 @pytest.mark.parametrize(
     ("step", "status", "tries", "said"),
     [
-        (reply(504, raw=b""), 504, 3, "answered 504, 3 times over"),
+        (reply(504, raw=b""), 504, 3, "answered 504 (3 attempts)"),
         (reply(400, {"error": "no x"}), 400, 1, 'answered 400: {"error": "no x"}'),
         (reply(500), 500, 1, "answered 500"),
         (reply(307, headers={"Location": "/other"}), 307, 1, "answered 307"),
-        (cut, None, 3, "cut its answer off"),
+        (cut, None, 3, "closed the connection early"),
         (hang_up, None, 3, "cannot be reached: Server disconnected"),
         (noise, None, 3, "cannot be reached: "),
-        (reply(200, raw=b"<html>"), None, 1, "answered with 6 bytes that are no JSON"),
-        (reply(200, raw=b""), None, 1, "0 bytes that are no JSON"),
-        (reply(200, raw=b"\xff\xfe"), None, 1, "no JSON"),
-        (reply(200, raw=DEEP), None, 1, "no JSON"),
-        (reply(200, raw=b"{}", headers={"Content-Encoding": "gzip"}), None, 1, "unpack"),
+        (reply(200, raw=b"<html>"), None, 1, "answered with 6 bytes that are not JSON"),
+        (reply(200, raw=b""), None, 1, "0 bytes that are not JSON"),
+        (reply(200, raw=b"\xff\xfe"), None, 1, "not JSON"),
+        (reply(200, raw=DEEP), None, 1, "not JSON"),
+        (reply(200, raw=b"{}", headers={"Content-Encoding": "gzip"}), None, 1, "cannot be decoded"),
         (reply(200, raw=gzip.compress(b" " * 9_000_000), headers={"Content-Encoding": "gzip"}),
          None, 1, "more than 1,000,000 bytes"),
         (flood, None, 1, "more than 1,000,000 bytes"),
@@ -98,7 +98,7 @@ def test_what_stays_is_an_error_that_says_so(
 def test_an_answer_that_drips_beyond_the_time_is_given_up() -> None:
     error, served = asked([dripping(0.02)], timeout_s=0.3, tries=2)
     assert (error.status, len(served.requests)) == (None, 2)
-    assert "did not answer within 0.3 s, 2 times over" in error.line
+    assert "did not answer within 0.3 s (2 attempts)" in error.line
 
 
 @pytest.mark.parametrize("after", ["0.6", lambda: formatdate(time.time() + 2, usegmt=True)])
@@ -119,7 +119,10 @@ def test_a_server_cannot_switch_the_back_off_off(after: str) -> None:
 
 
 def test_one_limit_holds_for_threads_and_loops_together() -> None:
-    with serving([together(3, 1)]) as served, closing(HttpJson(served.url, max_concurrent=3)) as c:
+    with (
+        serving([together(3, 1)]) as served,
+        closing(JsonClient(served.url, max_concurrent=3)) as c,
+    ):
 
         async def many() -> list[Any]:
             return await asyncio.gather(*(c.post("a", n, 30) for n in range(6)))
@@ -136,9 +139,9 @@ def test_one_limit_holds_for_threads_and_loops_together() -> None:
 @pytest.mark.parametrize(
     ("token", "said"),
     [
-        (None, "but there is no such environment variable; export OUR_TOKEN"),
-        ("  ", "but there is no such environment variable; export OUR_TOKEN"),
-        *((token, "whose value must consist of ASCII") for token in ("a\nb", "a b", "ä")),
+        (None, "which is not set in the environment; export OUR_TOKEN"),
+        ("  ", "which is not set in the environment; export OUR_TOKEN"),
+        *((token, "whose value must be printable ASCII") for token in ("a\nb", "a b", "ä")),
     ],
 )
 def test_a_token_that_is_missing_or_no_header_holds_is_refused_without_showing_it(
@@ -148,7 +151,7 @@ def test_a_token_that_is_missing_or_no_header_holds_is_refused_without_showing_i
     if token is not None:
         monkeypatch.setenv("OUR_TOKEN", token)
     with pytest.raises(RewardError) as caught:
-        token_of("OUR_TOKEN", "reward.judge.api_key_env")
+        read_token("OUR_TOKEN", "reward.judge.api_key_env")
     assert str(caught.value).startswith(f"reward.judge.api_key_env is OUR_TOKEN, {said}")
     assert not token or token == "  " or token not in str(caught.value)
 
@@ -156,7 +159,7 @@ def test_a_token_that_is_missing_or_no_header_holds_is_refused_without_showing_i
 def test_closing_ends_what_is_under_way() -> None:
     before = set(threading.enumerate())  # a run in this process leaves its engine's to its end
     with serving([dripping(0.02)]) as served:
-        client = HttpJson(served.url)
+        client = JsonClient(served.url)
         with ThreadPoolExecutor(1) as threads:
             asking = threads.submit(client.post_blocking, "do", {}, 60)
             while not served.requests:
@@ -172,10 +175,10 @@ def test_closing_ends_what_is_under_way() -> None:
 
 
 def test_who_stops_waiting_stops_the_request() -> None:
-    async def give_up(client: HttpJson) -> None:
+    async def give_up(client: JsonClient) -> None:
         await asyncio.wait_for(client.post("do", {}, 60), 0.2)
 
-    with serving([dripping(0.02)]) as served, closing(HttpJson(served.url)) as client:
+    with serving([dripping(0.02)]) as served, closing(JsonClient(served.url)) as client:
         with pytest.raises(TimeoutError):
             asyncio.run(give_up(client))
         until = time.monotonic() + 20

@@ -22,7 +22,7 @@ from tests.services import running
 from tests.winnow_command import WINNOW
 
 from winnow.http import service
-from winnow.http.service import JsonService, address_of, listen
+from winnow.http.service import JsonService, listen, listener_url
 
 FILES = 256
 """A limit of open files that so many half-open connections exceed."""
@@ -116,7 +116,7 @@ async def echo(body: Any, _: Request) -> dict[str, Any]:
 def echoing(max_requests: int = 8, token: str | None = None) -> Iterator[tuple[JsonService, str]]:
     made = JsonService("/", echo, lambda: {}, max_requests, 1000, token, "error")
     with listen("127.0.0.1", 0, token) as listener, running(made, listener):
-        yield made, address_of(listener)
+        yield made, listener_url(listener)
 
 
 def is_closed(connection: socket.socket, within_s: float) -> bool:
@@ -162,11 +162,11 @@ def test_a_body_that_is_late_is_told_and_gives_its_place_back(
         echoing(max_requests=2) as (made, url),
         half_sent(int(url.rpartition(":")[2]), HALF_BODY, 2),
     ):
-        while made.taken < 2:
+        while made.active_requests < 2:
             time.sleep(0.01)
         full = httpx.post(url, json={}, **NO_PROXY)
         assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
-        assert "2 requests are here already" in full.json()["error"]
+        assert "2 requests are in progress" in full.json()["error"]
     monkeypatch.setattr(service, "_BODY_S", 0.3)
     with echoing(max_requests=2) as (_, url):
         with half_sent(int(url.rpartition(":")[2]), HALF_BODY, 2) as held:

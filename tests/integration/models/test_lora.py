@@ -19,7 +19,7 @@ from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
 from winnow.rollout.remote_engine import TorchEngineWorker
-from winnow.rollout.weights import WeightUpdate, buckets
+from winnow.rollout.weights import WeightUpdate, pack_buckets
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -41,13 +41,13 @@ def test_an_engine_apart_takes_the_adapter_alone(dtype: Any, tmp_path: Path) -> 
         inner = engine._engine
         with pytest.raises(PublicationError, match="does not answer as the trainer does"):
             await canary.check(expected, 1, {"engine": inner})
-        alone = list(buckets(WeightUpdate(1, policy.export_weights(adapter_only=True))))
+        alone = list(pack_buckets(WeightUpdate(1, policy.export_weights(adapter_only=True))))
         sent = sum(piece.array.nbytes for bucket in alone for piece in bucket.pieces)
         assert sent == sum(w.nbytes for n, w in model.named_parameters() if ".lora_" in n)
-        await inner.load_weights(WeightUpdate(1, shares=[Elsewhere(alone)]))
+        await inner.load_weights(WeightUpdate(1, stored=[Elsewhere(alone)]))
         assert await canary.check(expected, 1, {"engine": inner}) >= 0
-        whole = list(buckets(WeightUpdate(2, policy.export_weights())))
-        with pytest.raises(PublicationError, match="none of that name"):
-            await inner.load_weights(WeightUpdate(2, shares=[Elsewhere(whole)]))
+        whole = list(pack_buckets(WeightUpdate(2, policy.export_weights())))
+        with pytest.raises(PublicationError, match="no such tensor"):
+            await inner.load_weights(WeightUpdate(2, stored=[Elsewhere(whole)]))
 
     asyncio.run(run())

@@ -189,7 +189,7 @@ def test_a_slow_service_is_given_up_after_compile_run_and_ten_seconds(
         seen.append((path, body["run_timeout"], timeout_s))
         return answer(tried())
 
-    monkeypatch.setattr("winnow.http.client.HttpJson.post_blocking", post)
+    monkeypatch.setattr("winnow.http.client.JsonClient.post_blocking", post)
     with closing(FusionSandbox(FusionConfig(url="http://a", compile_s=3, sample_s=7))) as sandbox:
         sandbox.run_for(Program(""), 2.5)
     assert seen == [("run_code", 7, 20), ("run_code", 2.5, 15.5)]
@@ -202,7 +202,7 @@ def test_a_token_is_named_in_the_recipe_and_stays_in_the_environment(
     with served(SandboxConfig(max_concurrent=1, memory_mb=1024, time_s=30), TOKEN) as (url, _):
         config = FusionConfig(url=f"{url}/run_code", token_env="OUR_TOKEN")
         assert config.url == url
-        with pytest.raises(RewardError, match="no such environment variable; export OUR_TOKEN"):
+        with pytest.raises(RewardError, match="not set in the environment; export OUR_TOKEN"):
             FusionSandbox(config)
         monkeypatch.setenv("OUR_TOKEN", "other")
         with pytest.raises(RewardError, match="the token is missing or wrong") as caught:

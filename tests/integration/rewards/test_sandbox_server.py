@@ -14,7 +14,7 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.reward import SandboxConfig
-from winnow.http.service import Refusal, is_local_host, is_loopback
+from winnow.http.service import Refusal, is_local_host_header, is_loopback
 from winnow.sandbox.program import Result
 from winnow.sandbox.server import make_response, parse_job
 
@@ -161,11 +161,11 @@ def test_fields_are_read_as_the_protocol_has_them() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b"", 400, "0 bytes are no JSON"),
-        (b"{", 400, "no JSON"),
-        (b"\xff\xfe", 400, "no JSON"),
-        (b"[" * 100_000, 400, "no JSON"),
-        (b'{"code": ' + b"9" * 10_000 + b"}", 400, "no JSON"),
+        (b"", 400, "the body (0 bytes) is not JSON"),
+        (b"{", 400, "is not JSON"),
+        (b"\xff\xfe", 400, "is not JSON"),
+        (b"[" * 100_000, 400, "is not JSON"),
+        (b'{"code": ' + b"9" * 10_000 + b"}", 400, "is not JSON"),
         (b"[]", 422, "the body: must be a JSON object"),
         (b" " * 200_001, 413, "at most 200,000 bytes, got 200001"),
         (b" " * 30_000_000, 413, "at most 200,000 bytes, got 30000000"),
@@ -196,7 +196,7 @@ def test_a_page_in_a_browser_cannot_ask(url: str, kind: str) -> None:
 def test_a_page_whose_name_was_pointed_here_cannot_ask(url: str) -> None:
     headers = {**JSON, "Host": "evil.example:8080"}
     response = post(url, {"code": "print(1)"}, headers=headers)
-    assert (response.status_code, "asked as localhost" in response.text) == (421, True)
+    assert (response.status_code, "for localhost only" in response.text) == (421, True)
     assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 421
     assert post(url, {"code": ""}, headers={**JSON, "Host": "localhost:8080"}).status_code == 200
 
@@ -232,7 +232,7 @@ def test_the_queue_has_a_length() -> None:
                 time.sleep(0.01)
             third = post(url, slow)
         assert (third.status_code, third.headers["Retry-After"]) == (503, "1")
-        assert "2 requests are here already, which is the limit" in third.text
+        assert "2 requests are in progress, the limit" in third.text
         assert first.result().status_code == second.result().status_code == 503
         assert "closing" in first.result().text
 
@@ -258,7 +258,7 @@ def test_what_is_of_this_machine_does_without_a_token_and_may_be_asked() -> None
     ours = ["127.0.0.1:80", "localhost", "LOCALHOST:1", "[::1]:80"]
     theirs = ["127.0.0.1.evil.example", "evil.example:80", "localhost@evil.example"]
     hosts = [*ours, *theirs, "10.0.0.1:80", "[::1", ""]
-    assert [host for host in hosts if is_local_host(host)] == ours
+    assert [host for host in hosts if is_local_host_header(host)] == ours
 
 
 def test_landlock_serves_too_where_namespaces_are_blocked() -> None:

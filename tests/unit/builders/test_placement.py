@@ -63,8 +63,8 @@ def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
 def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores() -> None:
     (pool,) = pools(on_ray(*TOGETHER), True)
     assert pool == Pool("all", {"policy": 1, "rollout": 1}, 2, 2, True, 3)
-    assert pool.share == {"CPU": 3, "GPU": 0.5}
-    assert pool.needs(pool.per_node) == {"CPU": 12, "GPU": 2}
+    assert pool.worker_resources == {"CPU": 3, "GPU": 0.5}
+    assert pool.resources(pool.per_node) == {"CPU": 12, "GPU": 2}
 
 
 def test_an_engine_takes_the_slots_of_as_many_ranks_as_it_has_gpus() -> None:
@@ -198,10 +198,10 @@ def test_a_role_that_is_not_asked_for_or_not_on_a_gpu_has_no_device(
 def test_pools_of_roles_that_have_one_each() -> None:
     train, write = pools(on_ray(*FOUR, *WIDE), True)
     assert (train.devices, write.devices) == (1, 2)
-    assert (write.nodes, write.per_node, write.needs(1)) == (2, 1, {"CPU": 1, "GPU": 2})
+    assert (write.nodes, write.per_node, write.resources(1)) == (2, 1, {"CPU": 1, "GPU": 2})
     (engines,) = pools(on_ray(*WIDE, "cluster.cpus=0.5"), False)  # ranks need no pool
     assert engines == Pool("rollout", {"rollout": 1}, nodes=2, cpus=0.5)
-    assert engines.share == {"CPU": 0.5}
+    assert engines.worker_resources == {"CPU": 0.5}
     more = "cluster.pools={t:{per_node:4},j:{nodes:2}}", "cluster.roles={policy:t,reward_model:j}"
     _, judge = pools(on_ray(*FOUR, *SHARDED, *more), True)
     assert judge == Pool("j", {"reward_model": 1}, 2, 1, 1)
@@ -242,7 +242,7 @@ def test_what_scores_has_a_slot_each_and_a_gpu_for_a_reward_model_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rules, judged = (on_ray("reward.processes=3", *model) for model in ((), JUDGED))
-    shares = [pool.share for each in (rules, judged) for pool in pools(each, True)]
+    shares = [pool.worker_resources for each in (rules, judged) for pool in pools(each, True)]
     assert shares == [{"CPU": 1}, {"CPU": 1, "GPU": 1}]
     assert [pool.nodes * pool.per_node for pool in pools(rules, True)] == [3]
     see_gpus(1, monkeypatch)

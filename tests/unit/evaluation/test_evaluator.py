@@ -134,7 +134,7 @@ def idle(prompts: list[Prompt], rewards: Any, config: EvaluationConfig, **told: 
 def test_an_engine_is_told_that_no_answer_of_an_evaluation_is_trained_on() -> None:
     prompt = Prompt("f:1", np.arange(2), "?", "sums", "4")
     evaluator = idle([prompt], None, EvaluationConfig(n=3), running=0, queued=0)
-    with pytest.raises(TrainingError, match="fell idle with 3 answers missing"):
+    with pytest.raises(TrainingError, match="is idle with 3 answers missing"):
         asyncio.run(evaluator.collect_answers(0))
     (asked,) = evaluator.engine.asked
     assert [answer.trained for answer in asked.answers] == [False] * 3

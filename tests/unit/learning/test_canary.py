@@ -19,7 +19,7 @@ from winnow.learning.canary import ALLOWED, CEILING, LARGEST, LENGTHS, Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.embedded.torch_engine import TorchEngine
-from winnow.rollout.weights import Bucket, WeightUpdate, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
 
 Tensors = list[tuple[str, Tensor]]
 VOCABULARY, POSITIONS, TEMPERATURE = 120, 300, 0.8
@@ -82,7 +82,7 @@ def publish(tensors: Iterable[tuple[str, Tensor]], engine: TorchEngine) -> None:
         return {"engine 0": await engine.take_bucket(bucket)}
 
     async def run() -> None:
-        await send(WeightUpdate(5, tensors), take, 10_000)
+        await send_weights(WeightUpdate(5, tensors), take, 10_000)
         await engine.load_weights(WeightUpdate(5))
 
     asyncio.run(run())

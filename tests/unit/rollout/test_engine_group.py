@@ -31,7 +31,7 @@ from winnow.rollout.engine import (
 )
 from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
-from winnow.rollout.weights import Bucket, WeightUpdate, send
+from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
 from winnow.types import Segment
 from winnow.workers.local import SharedHandle
 
@@ -246,7 +246,7 @@ async def test_what_a_dead_engine_had_goes_on_elsewhere_behind_the_last_known_pr
         assert ids_of(event) == written(seed, 0, len(event.segment), 0).token_ids.tolist()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
-    assert lines[0].startswith("engine 1 died, 1 of 2 are left: the process was killed; ")
+    assert lines[0].startswith("engine 1 died, 1 of 2 engines remain: the process was killed; ")
 
 
 def test_what_was_asked_back_of_an_engine_that_dies_comes_back_and_is_not_written_on() -> None:
@@ -308,12 +308,12 @@ def test_an_engine_that_keeps_its_old_version_is_found() -> None:
             pass
 
     group = EngineGroup([Mortal(), Deaf(), Mortal()], False)
-    with pytest.raises(PublicationError, match="engine 1 did not take weights of version 1"):
+    with pytest.raises(PublicationError, match="engine 1 did not load weights of version 1"):
         asyncio.run(group.load_weights(WeightUpdate(1)))
 
 
 class Taking(Mortal):
-    """Takes buckets, and holds other bytes than came from bucket `damaged` on."""
+    """Takes buckets, and has other bytes than came from bucket `damaged` on."""
 
     def __init__(self, damaged: int | None = None, refused: int | None = None) -> None:
         super().__init__(live_updates=True)
@@ -331,12 +331,12 @@ def sent(*engines: Taking, deterministic: bool = False) -> tuple[EngineGroup, li
     group = EngineGroup(engines, deterministic)
     tensors = [(f"t{i}", torch.ones(1)) for i in range(20)]
     update = WeightUpdate(3, tensors)
-    small = partial(send, bucket_bytes=4)
+    small = partial(send_weights, bucket_bytes=4)
 
     async def run() -> list[str]:
         if not deterministic:
             await group.submit([request(g) for g in range(4)])
-        with patch("winnow.rollout.engine_group.send", small):
+        with patch("winnow.rollout.engine_group.send_weights", small):
             await group.load_weights(update)
         return [event.kind for event in await drained(group)]
 
@@ -353,34 +353,34 @@ def test_an_engine_that_weights_reach_damaged_is_left_out(
     assert healthy.taken == 20
     assert healthy.inner.status().weight_version == group.status().weight_version == 3
     assert ends == ["finished"] * 12
-    assert "engine 0 died, 1 of 2 are left" in caplog.text
-    assert "engine 0 holds other bytes" in caplog.text or "does not fit" in caplog.text
+    assert "engine 0 died, 1 of 2 engines remain" in caplog.text
+    assert "engine 0 has other bytes" in caplog.text or "does not fit" in caplog.text
 
 
 def test_weights_that_reach_every_engine_damaged_end_the_run() -> None:
-    with pytest.raises(PublicationError, match=r"engine 1 holds other bytes .* bucket 4"):
+    with pytest.raises(PublicationError, match=r"engine 1 has other bytes .* bucket 4"):
         sent(Taking(damaged=2), Taking(damaged=4))
     with pytest.raises(PublicationError, match="does not fit"):
         sent(Taking(refused=1), Taking(refused=1))
-    with pytest.raises(PublicationError, match="engine 0 holds other bytes"):
+    with pytest.raises(PublicationError, match="engine 0 has other bytes"):
         sent(Taking(damaged=2), Taking(), deterministic=True)
 
 
 def test_stored_weights_go_to_each_engine_in_one_call_and_a_damaged_one_is_named() -> None:
     class Refusing(Mortal):
         async def load_weights(self, update: WeightUpdate) -> None:
-            assert update.shares == [share]
+            assert update.stored == [share]
             raise PublicationError("other bytes")
 
     class Counting(Mortal):
         loaded: Sequence[Any] = ()
 
         async def load_weights(self, update: WeightUpdate) -> None:
-            self.loaded = [*self.loaded, update.shares]
+            self.loaded = [*self.loaded, update.stored]
             await super().load_weights(WeightUpdate(update.version))
 
     share, healthy = SharedHandle("learner", 0, 0, 0, 0, 0), Counting()
-    update = WeightUpdate(7, shares=[share])
+    update = WeightUpdate(7, stored=[share])
     group = EngineGroup([Refusing(), healthy], False)
     asyncio.run(group.load_weights(update))
     assert (group.dead, healthy.loaded) == (["engine 0"], [[share]])

@@ -41,9 +41,9 @@ class Wire:
         self.fatal = method
 
     async def call_rank(self, rank: int, method: str, *args: Any) -> Any:
-        assert method == "ask"
+        assert method == "call"
         self.calls.append(args[0])
-        reply = await self._worker.ask(*args)
+        reply = await self._worker.call(*args)
         if args[0] == self.fatal:
             await self.dies.wait()
             raise WorkerError("the process was killed", "engine 0", 0)
@@ -57,7 +57,7 @@ async def connected(slots: int = 8) -> tuple[RemoteEngine, Wire, TorchEngine]:
     use_layout_attention(model)
     engine = TorchEngine(model.eval(), slots=slots, prefill_tokens=64)
     wire = Wire(EngineWorker(engine))
-    return RemoteEngine(wire, await wire.call_rank(0, "ask", "")), wire, engine
+    return RemoteEngine(wire, await wire.call_rank(0, "call", "")), wire, engine
 
 
 def requests(lengths: Sequence[int]) -> list[GroupRequest]:
@@ -175,7 +175,7 @@ async def test_an_answer_whose_prefix_is_lost_is_begun_anew(
     first, second = told
     assert (len(second.segment), second.kind) == (9, "finished")
     np.testing.assert_array_equal(first.segment.token_ids, second.segment.token_ids)
-    assert "begun anew" in caplog.text
+    assert "restarts without its prefix" in caplog.text
 
 
 async def test_nothing_to_tell_from_before_an_abort_does_not_mean_idle(

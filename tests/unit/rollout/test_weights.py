@@ -26,13 +26,13 @@ from winnow.rollout.weights import (
     Bucket,
     WeightReceiver,
     WeightUpdate,
-    array_of,
-    buckets,
-    fetched,
-    send,
+    fetch_buckets,
+    load_stored,
+    pack_buckets,
+    send_weights,
     store_bucket,
-    take_stored,
-    tensor_of,
+    to_array,
+    to_tensor,
 )
 from winnow.workers.local import SharedStore
 
@@ -77,7 +77,7 @@ async def publish(
         held = await asyncio.gather(*(each.take_bucket(bucket) for each in receivers.values()))
         return dict(zip(receivers, held, strict=True))
 
-    await send(update, take, bucket_bytes)
+    await send_weights(update, take, bucket_bytes)
     for each in receivers.values():
         await each.load_weights(WeightUpdate(update.version))
 
@@ -94,7 +94,7 @@ def test_every_receiver_has_the_same_bits_whatever_the_size_of_buckets(
     for target in targets:
         for name, tensor in source.tensors().items():
             assert torch.equal(target.tensors()[name], tensor)
-    made = list(buckets(WeightUpdate(7, source.tensors().items()), size))
+    made = list(pack_buckets(WeightUpdate(7, source.tensors().items()), size))
     sizes = [sum(piece.array.nbytes for piece in bucket.pieces) for bucket in made]
     assert all(each <= max(size, 4) for each in sizes)
     assert [bucket.index for bucket in made] == list(range(len(made)))
@@ -105,8 +105,8 @@ def test_every_receiver_has_the_same_bits_whatever_the_size_of_buckets(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_array_is_the_tensors_bits(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0.1, -3.0], [1e-20, 2.5]]).to(dtype)
-    array = array_of(tensor)
-    assert torch.equal(tensor_of(array, dtype), tensor.view(-1))
+    array = to_array(tensor)
+    assert torch.equal(to_tensor(array, dtype), tensor.view(-1))
     assert array.itemsize == tensor.itemsize
     assert (array.dtype == np.uint16) == (dtype == torch.bfloat16)
 
@@ -115,20 +115,20 @@ def test_the_checksum_is_of_what_the_model_holds_not_of_what_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def careless(array: Any, dtype: torch.dtype) -> Tensor:
-        tensor = tensor_of(array, dtype).clone()
+        tensor = to_tensor(array, dtype).clone()
         tensor[-1] += 1
         return tensor
 
-    monkeypatch.setattr("winnow.rollout.weights.tensor_of", careless)
+    monkeypatch.setattr("winnow.rollout.weights.to_tensor", careless)
     source, target = Holder([(4, 4)], 0), Holder([(4, 4)], 1)
-    with pytest.raises(PublicationError, match="a holds other bytes than were sent in bucket 0"):
+    with pytest.raises(PublicationError, match="a has other bytes than were sent in bucket 0"):
         asyncio.run(publish(WeightUpdate(1, source.tensors().items()), a=Model(target)))
 
 
 def test_weights_of_another_shape_or_dtype_are_refused() -> None:
     target = Holder([(4, 4), (3,)], 1)
     for source in (Holder([(4, 5), (3,)], 0), Holder([(4, 4)], 0).bfloat16()):
-        with pytest.raises(PublicationError, match="give both the same model"):
+        with pytest.raises(PublicationError, match="use the same model"):
             asyncio.run(publish(WeightUpdate(1, source.tensors().items()), a=Model(target)))
 
 
@@ -136,7 +136,7 @@ def test_an_update_of_nothing_is_refused() -> None:
     model = Model(Holder([], 1))
     for work in (
         publish(WeightUpdate(1, []), a=model),
-        take_stored(WeightUpdate(1, shares=[Elsewhere([])]), model.take_bucket),
+        load_stored(WeightUpdate(1, stored=[Elsewhere([])]), model.take_bucket),
     ):
         with pytest.raises(PublicationError, match="version 1: the update has no tensors"):
             asyncio.run(work)
@@ -144,21 +144,21 @@ def test_an_update_of_nothing_is_refused() -> None:
 
 def test_a_tensor_that_the_engine_does_not_have_is_refused() -> None:
     tensors = [*Holder([], 0).tensors().items(), ("ghost", torch.zeros(3))]
-    with pytest.raises(PublicationError, match=r"ghost \[3\] float32 came.*none of that name"):
+    with pytest.raises(PublicationError, match=r"ghost \[3\] float32.*no such tensor"):
         asyncio.run(publish(WeightUpdate(1, tensors), a=Model(Holder([], 1))))
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1, 0), (0, 2)])
 def test_buckets_come_in_order_and_each_once(order: tuple[int, int]) -> None:
     source = Holder([(4, 4), (5, 5), (6,)], 0)
-    made = list(buckets(WeightUpdate(1, source.tensors().items()), 40))
+    made = list(pack_buckets(WeightUpdate(1, source.tensors().items()), 40))
 
     async def run() -> None:
         arriving = WeightReceiver(Holder([(4, 4), (5, 5), (6,)], 1), 1)
         for place in order:
             arriving.take(made[place])
 
-    with pytest.raises(PublicationError, match=r"bucket \d of version 1 came, but bucket \d"):
+    with pytest.raises(PublicationError, match=r"got bucket \d of version 1, expected bucket \d"):
         asyncio.run(run())
 
 
@@ -181,7 +181,7 @@ async def test_no_token_is_drawn_between_the_first_bucket_and_the_last() -> None
     await engine.submit([ask_for(20)])
     assert await engine.events(until=5) == []
     waiting: Any = None
-    for bucket in buckets(update, 4096):
+    for bucket in pack_buckets(update, 4096):
         held = await engine.take_bucket(bucket)
         waiting = waiting or asyncio.ensure_future(engine.events())
         assert held == bucket.checksum()
@@ -196,9 +196,9 @@ async def test_no_token_is_drawn_between_the_first_bucket_and_the_last() -> None
 
 async def test_weights_are_not_taken_for_those_of_another_version() -> None:
     engine = engine_of(live_updates=True)
-    for bucket in buckets(WeightUpdate(3, list(digits_model().named_parameters()))):
+    for bucket in pack_buckets(WeightUpdate(3, list(digits_model().named_parameters()))):
         await engine.take_bucket(bucket)
-    with pytest.raises(PublicationError, match="weights of version 4: buckets of version 3"):
+    with pytest.raises(PublicationError, match="weights of version 4: got buckets of version 3"):
         await engine.load_weights(WeightUpdate(4))
     assert engine.status().weight_version == 0
 
@@ -207,7 +207,7 @@ async def test_an_update_that_broke_off_can_be_begun_again_and_nothing_is_drawn_
     engine = engine_of(live_updates=True)
     tensors = list(digits_model(initializer_range=0.5).named_parameters())
     await engine.submit([ask_for(6)])
-    with pytest.raises(PublicationError, match="did not come, such as"):
+    with pytest.raises(PublicationError, match="are missing, such as"):
         await publish(WeightUpdate(1, tensors[:-1]), a=engine)
     waiting = asyncio.ensure_future(engine.events())
     for _ in range(20):
@@ -238,13 +238,13 @@ def shared(source: Holder, ranks: int, size: int, store: Any) -> WeightUpdate:
     shares = []
     for rank in range(ranks):
         named = WeightUpdate(4, source.tensors().items())
-        shares.append([store_bucket(b, store) for b in buckets(named, size, rank, ranks)])
-    return WeightUpdate(4, shares=[Elsewhere(share) for share in shares])
+        shares.append([store_bucket(b, store) for b in pack_buckets(named, size, rank, ranks)])
+    return WeightUpdate(4, stored=[Elsewhere(share) for share in shares])
 
 
 def listed(update: WeightUpdate) -> list[Bucket]:
     """The buckets of all shares, in order."""
-    shares: list[Any] = [share.get() for share in update.shares or ()]
+    shares: list[Any] = [share.get() for share in update.stored or ()]
     return sorted((bucket for share in shares for bucket in share), key=attrgetter("index"))
 
 
@@ -258,11 +258,11 @@ def test_what_ranks_share_out_is_what_one_packs(
 ) -> None:
     source, target, shelf = Holder(shapes, 0), Holder(shapes, 1), Shelf()
     update = shared(source, ranks, size, shelf)
-    whole = list(buckets(WeightUpdate(4, source.tensors().items()), size))
+    whole = list(pack_buckets(WeightUpdate(4, source.tensors().items()), size))
     assert [b.checksum() for b in listed(update)] == [b.checksum() for b in whole]
     assert not any(handle.fetched for handle in shelf.handles), "a checksum needs no bytes"
     model = Model(target)
-    asyncio.run(take_stored(update, model.take_bucket))
+    asyncio.run(load_stored(update, model.take_bucket))
     asyncio.run(model.load_weights(update))
     for name, tensor in source.tensors().items():
         assert torch.equal(target.tensors()[name], tensor)
@@ -273,7 +273,7 @@ def test_one_stored_bucket_is_here_and_the_next_on_its_way() -> None:
     shelf = Shelf()
     update = shared(Holder([(8, 8), (5,)], 3), 1, 64, shelf)
     assert len(shelf.handles) > 3
-    for index, bucket in enumerate(fetched(update.shares or ())):
+    for index, bucket in enumerate(fetch_buckets(update.stored or ())):
         np.asarray(bucket.pieces[0].array)
         blocks = [b.pieces[0].array.block for b in listed(update)]  # type: ignore[attr-defined]
         assert [block.is_fetched for block in blocks] == [i == index for i in range(len(blocks))]
@@ -286,8 +286,8 @@ def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
     update = shared(Holder([(3, 4), (5,)], 3), 1, 1000, shelf)
     shelf.handles[0].value[1].view(np.uint8)[0] ^= 1
     engine = Model(Holder([(3, 4), (5,)], 1))
-    with pytest.raises(PublicationError, match="holds other bytes than were sent in bucket 0"):
-        asyncio.run(take_stored(update, engine.take_bucket))
+    with pytest.raises(PublicationError, match="has other bytes than were sent in bucket 0"):
+        asyncio.run(load_stored(update, engine.take_bucket))
 
 
 async def test_an_engine_takes_stored_buckets_and_counts_them() -> None:
@@ -295,9 +295,9 @@ async def test_an_engine_takes_stored_buckets_and_counts_them() -> None:
     torch.nn.init.normal_(source.lm_head.weight)
     named = WeightUpdate(2, source.named_parameters())
     store = SharedStore("learner", 0)
-    packed = [store_bucket(bucket, store) for bucket in buckets(named, 1024)]
+    packed = [store_bucket(bucket, store) for bucket in pack_buckets(named, 1024)]
     share = pickle.loads(pickle.dumps(store.put(packed)))
-    await engine.load_weights(WeightUpdate(2, shares=[share]))
+    await engine.load_weights(WeightUpdate(2, stored=[share]))
     assert engine.status().weight_version == 2
     assert engine.status().buckets == len(packed) > 3
     for one, two in zip(engine._model.parameters(), source.parameters(), strict=True):
@@ -318,7 +318,7 @@ def test_a_shared_store_keeps_arrays_until_it_is_cleared(sizes: list[int]) -> No
     del found, first, second
     assert len(os.listdir("/proc/self/fd")) == open_files
     for handle in handles:
-        with pytest.raises(WorkerError, match=r"what learner\[3\] wrote is lost"):
+        with pytest.raises(WorkerError, match=r"data of learner\[3\] is lost"):
             handle.get()
     assert store.put((np.ones(1),)).get()[0].tolist() == [1.0]
     store.clear()

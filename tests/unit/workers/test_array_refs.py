@@ -16,9 +16,9 @@ from tests.stored import Elsewhere
 
 from winnow.learning.batch import pack
 from winnow.rollout.engine import CompletionEvent, trajectory_of
-from winnow.rollout.remote_engine import _detach
+from winnow.rollout.remote_engine import _detach_arrays
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
-from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult, fetch
+from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult, fetch_arrays
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 
@@ -60,8 +60,8 @@ def same(one: Segment, other: Segment) -> None:
 
 def far_events(events: list[CompletionEvent]) -> tuple[list[CompletionEvent], Elsewhere]:
     """The events as a driver gets them whose arrays stay on the worker's node."""
-    split = SplitResult(*_detach(events))
-    handle = Elsewhere(split.block.take())
+    split = SplitResult(*_detach_arrays(events))
+    handle = Elsewhere(split.block.pop_arrays())
     told = pickle.dumps(split)
     assert not any(e.segment.token_ids.tobytes() in told for e in events if len(e.segment) > 1)
     arrived: SplitResult = pickle.loads(told)
@@ -72,7 +72,9 @@ def far_events(events: list[CompletionEvent]) -> tuple[list[CompletionEvent], El
 @given(LENGTHS)
 def test_events_arrive_whole_with_their_arrays_or_references_to_them(lengths: list[int]) -> None:
     events = events_of(lengths)
-    near: list[CompletionEvent] = pickle.loads(pickle.dumps(SplitResult(*_detach(events)))).inline
+    near: list[CompletionEvent] = pickle.loads(
+        pickle.dumps(SplitResult(*_detach_arrays(events)))
+    ).inline
     far, handle = far_events(events)
     assert handle.fetched == 0
     for event, *others in zip(events, near, far, strict=True):
@@ -88,15 +90,17 @@ def test_whoever_reads_tokens_fetches_no_extras() -> None:
         replace(each, extras={"routes": np.arange(len(each.segment)) + i, "all": np.arange(3)})
         for i, each in enumerate(events_of([4, 5]))
     ]
-    split = SplitResult(*_detach(events))
+    split = SplitResult(*_detach_arrays(events))
     assert split.extras is not None
-    handles = tokens, extras = [Elsewhere(each.take()) for each in (split.block, split.extras)]
+    handles = tokens, extras = [
+        Elsewhere(each.pop_arrays()) for each in (split.block, split.extras)
+    ]
     arrived = pickle.loads(pickle.dumps(split))
     arrived.block.handle, arrived.extras.handle = handles
     far = [trajectory_of(event) for event in arrived.inline]
-    fetch(replace(each, extras={}) for each in far)
+    fetch_arrays(replace(each, extras={}) for each in far)
     assert (tokens.fetched, extras.begun, extras.fetched) == (1, 0, 0)
-    fetch(far)
+    fetch_arrays(far)
     assert (tokens.fetched, extras.begun, extras.fetched) == (1, 1, 1)
     for event, trajectory in zip(events, far, strict=True):
         for name, array in event.extras.items():
@@ -130,9 +134,9 @@ def test_all_that_a_step_needs_is_asked_for_before_anything_is_waited_for() -> N
         handles.append(handle)
         groups += groups_of(events)
     every = [*groups, *groups_of(events_of([3]))]
-    fetch(answer.trajectory for group in every for answer in group.answers)
+    fetch_arrays(answer.trajectory for group in every for answer in group.answers)
     assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
-    fetch(answer.trajectory for group in groups for answer in group.answers)
+    fetch_arrays(answer.trajectory for group in groups for answer in group.answers)
     packed = pack(groups)
     assert [(far.begun, far.fetched) for far in handles] == [(1, 1)] * 3
     whole = pack(groups_of(events_of([3, 4]) + events_of([5]) + events_of([2, 2, 1])))
@@ -160,7 +164,7 @@ def test_numpy_reads_a_stored_array_like_any_other() -> None:
     target = np.zeros(4, np.float32)
     target[:] = stored
     assert target.tolist() == [2, 3, 4, 5]
-    with pytest.raises(ValueError, match="int64 is a copy"):
+    with pytest.raises(ValueError, match="int64 needs a copy"):
         np.array(stored, copy=False)
     copied = np.array(stored, dtype=np.int32, copy=True)
     copied[0] = 99

@@ -26,13 +26,13 @@ class Refusing:
             raise TypeError("cannot pickle it")
         asyncio.get_running_loop().call_soon(tell, number)
 
-    def ending(self) -> str | None:
+    def exit_reason(self) -> str | None:
         return "was killed" if self.is_killed else None
 
     def kill(self) -> None:
         self.is_killed = True
 
-    async def gone(self, timeout_s: float) -> bool:
+    async def wait_for_exit(self, timeout_s: float) -> bool:
         return self.is_killed
 
     async def release(self) -> None:
@@ -41,7 +41,8 @@ class Refusing:
 
 async def test_a_call_that_cannot_be_sent_takes_no_number() -> None:
     receiver = LogReceiver("policy", 0)
-    group = WorkerGroup("policy", [(Refusing(), receiver)], lambda asked: asked, 5.0)
+    group = WorkerGroup("policy", lambda asked: asked, 5.0)
+    group.add(Refusing(), receiver)
     assert await group.call_rank(0, "step") == 0
     with pytest.raises(TypeError, match="cannot pickle it"):
         await group.call_rank(0, "step", object())

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from winnow.workers.host import DEFAULT_VARIABLES, free_port, merged_environment
+from winnow.workers.host import DEFAULT_VARIABLES, free_port, worker_environment
 
 
 def test_the_users_values_come_before_ours_and_ours_before_defaults(
@@ -14,11 +14,11 @@ def test_the_users_values_come_before_ours_and_ours_before_defaults(
 ) -> None:
     for name in DEFAULT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert merged_environment({}) == DEFAULT_VARIABLES
+    assert worker_environment({}) == DEFAULT_VARIABLES
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
-    assert merged_environment({"OMP_NUM_THREADS": "2", "HF_HOME": "/x"}) == {
+    assert worker_environment({"OMP_NUM_THREADS": "2", "HF_HOME": "/x"}) == {
         **DEFAULT_VARIABLES,
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "2",

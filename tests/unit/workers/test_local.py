@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from winnow.workers.local import PACKET_BYTES, pack, receive, send, unpack
+from winnow.workers.local import PACKET_BYTES, pack, receive_message, send_message, unpack
 
 ARRAYS = hnp.arrays(
     st.sampled_from([np.float32, np.int64, np.bool_, np.dtype("<U3")]),
@@ -39,9 +39,9 @@ def test_values_come_back_as_they_were(arrays: list[np.ndarray], length: int) ->
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         packed = pack({"arrays": arrays, "text": "x" * length})
-        send(ours, 7, packed)
+        send_message(ours, 7, packed)
         del packed
-        message = receive(theirs)
+        message = receive_message(theirs)
     assert message is not None
     number, found = message[0], unpack(message[1])
     assert number == 7
@@ -60,9 +60,9 @@ def test_large_arrays_share_their_memory_between_receivers_and_are_aligned(
     packed = pack(("odd length", array, array[:1000].copy()))
     assert array.nbytes < os.fstat(packed.descriptor).st_size < array.nbytes + 20_000
     for number in range(3):
-        send(ours, number, packed)
+        send_message(ours, number, packed)
     del packed
-    values = [unpack(message[1]) for _ in range(3) if (message := receive(theirs))]
+    values = [unpack(message[1]) for _ in range(3) if (message := receive_message(theirs))]
     for _, back, second in values:
         np.testing.assert_array_equal(back, array)
         assert back.ctypes.data % 64 == second.ctypes.data % 64 == 0
@@ -85,24 +85,26 @@ def test_a_full_socket_takes_nothing_in_part(pair: tuple[socket.socket, socket.s
     def fill() -> None:
         nonlocal sent
         while True:
-            send(ours, sent, packed)
+            send_message(ours, sent, packed)
             sent += 1
 
     with pytest.raises(BlockingIOError):
         fill()
-    assert [message[0] for _ in range(sent) if (message := receive(theirs))] == list(range(sent))
+    assert [message[0] for _ in range(sent) if (message := receive_message(theirs))] == list(
+        range(sent)
+    )
     with pytest.raises(BlockingIOError):
-        receive(theirs)
+        receive_message(theirs)
 
 
 def test_the_end_of_the_sender_is_told(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    send(ours, 1, pack("last"))
+    send_message(ours, 1, pack("last"))
     ours.close()
-    message = receive(theirs)
+    message = receive_message(theirs)
     assert message is not None
     assert unpack(message[1]) == "last"
-    assert receive(theirs) is None
+    assert receive_message(theirs) is None
 
 
 def test_what_cannot_be_pickled_leaves_no_descriptor() -> None:

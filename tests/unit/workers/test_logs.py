@@ -42,7 +42,7 @@ def told(events: Sequence[Said | int], folder: Path) -> bytes:
     sender = LogSender(descriptor)
     for event in events:
         if isinstance(event, int):
-            sender.beat(event)
+            sender.send_progress(event)
         elif event[0]:
             name, level, text = event
             sender.handle(logging.LogRecord(name, level, "", 0, text, (), None))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.errors import ConfigError
-from winnow.workers.ray.session import Pool, Resources, check_room
+from winnow.workers.ray.session import Pool, Resources, check_capacity
 
 POLICY = Pool("policy", {"policy": 1, "critic": 1}, 2, 4, devices=1, cpus=2)
 JUDGE = Pool("judge", {"reward": 1}, per_node=2)
@@ -36,27 +36,27 @@ def node(cpus: float, devices: float = 0.0) -> Resources:
 def test_pools_are_refused_where_a_part_or_all_of_them_do_not_fit(
     pools: list[Pool], kind: str
 ) -> None:
-    parts = [pool.needs(pool.per_node) for pool in pools for _ in range(pool.nodes)]
-    check_room(pools, parts)
+    parts = [pool.resources(pool.per_node) for pool in pools for _ in range(pool.nodes)]
+    check_capacity(pools, parts)
     largest = max(parts, key=lambda part: part.get(kind, 0.0))
     if largest.get(kind, 0.0) > 0:
         less = largest | {kind: largest[kind] - 0.05}
-        with pytest.raises(ConfigError, match="cannot hold the pools"):
-            check_room(pools, [less if part is largest else part for part in parts])
+        with pytest.raises(ConfigError, match="do not fit the nodes"):
+            check_capacity(pools, [less if part is largest else part for part in parts])
         split = [{name: value / 2 for name, value in part.items()} for part in parts * 2]
-        with pytest.raises(ConfigError, match="cannot hold the pools"):
-            check_room(pools, split)
+        with pytest.raises(ConfigError, match="do not fit the nodes"):
+            check_capacity(pools, split)
 
 
 def test_a_cluster_that_is_too_small_is_told_what_is_missing() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_room([POLICY], [node(16, 8), node(15, 4)])
+        check_capacity([POLICY], [node(16, 8), node(15, 4)])
     assert str(caught.value) == (
-        "the cluster cannot hold the pools, node by node: they need policy 2 x (4 devices and "
+        "the pools do not fit the nodes of the cluster: they need policy 2 x (4 devices and "
         "16 cores); it has 1 x (8 devices and 16 cores), 1 x (4 devices and 15 cores); "
-        "make a pool smaller, put roles together, or add nodes"
+        "make a pool smaller, colocate roles, or add nodes"
     )
     with pytest.raises(ConfigError, match="it has no node"):
-        check_room([JUDGE], [])
+        check_capacity([JUDGE], [])
     with pytest.raises(ConfigError, match=r"it has 1 x \(no core\); make"):
-        check_room([JUDGE], [node(0)])
+        check_capacity([JUDGE], [node(0)])

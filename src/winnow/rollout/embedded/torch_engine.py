@@ -25,7 +25,7 @@ from winnow.models.causal_lm import AttentionLayout, head_logits, hidden_states,
 from winnow.models.folders import has_adapter
 from winnow.models.lora import adapter_weights
 from winnow.models.routing import routing_of
-from winnow.rollout.draw import RowParams, draw, logprobs_along, uniform
+from winnow.rollout.draw import RowParams, draw, token_logprobs, uniform
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
     Layers,
@@ -117,19 +117,19 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         self._is_stop.zero_()
         self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
 
-    async def _take_tensors(self, update: WeightUpdate) -> None:
+    async def _load_tensors(self, update: WeightUpdate) -> None:
         own = dict(self._model.named_parameters())
         for name, tensor in update.tensors or ():
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
             own[name].data.copy_(tensor)
 
-    def _receiver(self, version: int) -> WeightReceiver:
+    def _make_receiver(self, version: int) -> WeightReceiver:
         # Beside an adapter the base stays.
         only = dict(adapter_weights(self._model)) if has_adapter(self._model) else None
         return WeightReceiver(self._model, version, only)
 
-    def _renew(self) -> None:
+    def _reset_caches(self) -> None:
         for answer in self._queue:
             answer.block = None  # what has not begun begins with the new weights
 
@@ -143,7 +143,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
                 hidden, _ = self._run_prefill([ids])
                 following = torch.tensor(ids[1:][-last:], device=self._device)
                 states = hidden[-len(following) :]
-                found.append(logprobs_along(self._logits, states, following, temperature))
+                found.append(token_logprobs(self._logits, states, following, temperature))
             await asyncio.sleep(0)
         return found
 
@@ -275,8 +275,8 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         reasons = self._finished(ids)
         if not reasons:
             return []
-        events = self._events_of(list(reasons), "finished", reasons)
-        self._leave(list(reasons))
+        events = self._make_events(list(reasons), "finished", reasons)
+        self._free_rows(list(reasons))
         return events
 
     def _finished(self, ids: Tensor) -> dict[int, FinishReason]:
@@ -289,19 +289,19 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             done = ended.nonzero().flatten()
             for row, stop in zip(done.tolist(), stopped[done].tolist(), strict=True):
                 reasons[row] = "stop" if stop else "length"
-        reasons |= dict.fromkeys(self._with_stop_string(self._slots.with_stop_strings), "stop")
+        reasons |= dict.fromkeys(self._rows_at_stop(self._slots.with_stop_strings), "stop")
         return reasons
 
-    def _written(self, rows: Sequence[int]) -> list[Segment]:
+    def _segments(self, rows: Sequence[int]) -> list[Segment]:
         return self._slots.written(rows, self._version)
 
     def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
         prompt = self._slots.answers[row].prompt_routes
         return {} if prompt is None else {PROMPT_ROUTES: prompt, ROUTES: self._slots.routes(row)}
 
-    def _tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+    def _newest_ids(self, rows: Sequence[int], width: int) -> list[list[int]]:
         return self._slots.tails(rows, width)
 
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _free_rows(self, rows: Sequence[int]) -> None:
         with torch.inference_mode():  # in which the cache was made
             self._slots.leave(rows)

@@ -1,23 +1,23 @@
-"""An engine over servers of the user's own, which speak `/inference/v1/generate`.
+"""An engine over external servers with `/inference/v1/generate`.
 
-    HttpEngine, a group ──deals──► ServerEngine ──► a request an answer: a stream of tokens ──► end
-         ▲                              │ cut, refused, silent, restarted
-         └──── behind what is written ◄─┘
+    HttpEngine, a group ──assigns──► ServerEngine ──► a streaming request per answer ──► event
+         ▲                              │ server closed the connection, timed out, restarted
+         └──── continues the prefix ◄───┘
 
-    load_weights ──► folder of safetensors ──► every server reads it; those that come back, too
+    load_weights ──► folder of safetensors ──► all servers load it, restarted ones later
 
-A server that cuts or refuses a connection counts as dead until it answers and has loaded the newest
-weights once more: one that was restarted cannot be told from one that was not. A restart between
-two answers breaks no connection, so each begins with a look at the name of the server's weights.
+A server that closes or refuses a connection counts as dead until it responds and has loaded the
+newest weights again, since it may have been restarted. A restart between two requests breaks no
+connection, so the version name of the server's weights is compared before each request.
 
-Answers are written free of ticks, each in a request of its own. What a server wrote has come here
-token by token, so that nothing of it is lost with the server, and new weights interrupt no more
-than a moment: an answer goes on behind its prefix, with keys and values that the new weights make.
+Each answer is a separate streaming request, without ticks. Its tokens are received one by one, so
+that none is lost with the server, and new weights interrupt an answer only for a moment: it
+continues from its prefix, with keys and values of the new weights.
 
-Random numbers are the server's: a seed goes with each request, but where an answer is cut, and
-so what follows, depends on time. With `exact_draws` the servers draw by `rollout.vllm.plugin`, and
-an answer's tokens follow from weights and seed. Which answers are asked for depends on time all the
-same: hence there is no deterministic mode.
+The server draws the random numbers: each request has a seed, but where an answer is interrupted
+depends on timing, and so do its later tokens. With `exact_draws` servers draw by
+`rollout.vllm.plugin`, and an answer's tokens depend on weights and seed alone. Which answers are
+requested still depends on timing: there is no deterministic mode.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
 from winnow.rollout.engine_group import EngineClient, EngineGroup, Key
-from winnow.rollout.http.client import Chunk, GenerateServer
+from winnow.rollout.http.generate_client import Chunk, GenerateClient
 from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
-from winnow.rollout.weights import WeightUpdate, tensors
+from winnow.rollout.weights import WeightUpdate, unpack_tensors
 from winnow.types import FinishReason, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
 _TRIES = 5
-"""Requests for an answer that bring no token, before it is given up."""
+"""Requests of an answer in a row without a token, after which it fails."""
 _PAUSE_S = 0.5
-"""Between two looks at a server that does not answer; it doubles, up to the longest."""
+"""First delay between two pings of a dead server; it doubles up to the longest."""
 _LONGEST_PAUSE_S = 10.0
 _PING_S = 10.0
-"""Longest wait for a dead server's answer to anything; its machine may be gone."""
+"""Timeout of a ping of a dead server, whose machine may be down."""
 _SHARD_BYTES = 1 << 30
 
 
 class WeightFolders:
-    """The folders of published weights, which servers see by the same path.
+    """The folders of published weights, which servers read at the same path.
 
     Args:
-        parent: place for them; None makes one.
+        parent: their parent; None creates a temporary one.
     """
 
     def __init__(self, parent: Path | None) -> None:
@@ -68,11 +68,11 @@ class WeightFolders:
         self._root: tempfile.TemporaryDirectory[str] | None = None  # ends with the process, too
         self._count = itertools.count()
         self.newest: Path | None = None
-        """The weights that servers should have; the folder's name is theirs."""
+        """Folder of the newest weights; its name is their version name."""
         self.version = 0
 
     async def write(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write tensors as safetensors of bounded size, in a folder of their own.
+        """Write tensors to safetensors files of bounded size in a new folder.
 
         Raises:
             ConfigError: the folder cannot be written.
@@ -94,16 +94,16 @@ class WeightFolders:
             size = count = 0
             for name, tensor in named:
                 if size and size + tensor.nbytes > _SHARD_BYTES:
-                    await asyncio.to_thread(_save, shard, folder / f"model-{count:05}.safetensors")
+                    await asyncio.to_thread(_save_shard, shard, folder, count)
                     shard, size, count = {}, 0, count + 1
                 shard[name] = tensor.detach().cpu().contiguous()
                 size += tensor.nbytes
-            await asyncio.to_thread(_save, shard, folder / f"model-{count:05}.safetensors")
+            await asyncio.to_thread(_save_shard, shard, folder, count)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"rollout.engine.weights_folder: cannot write weights to "
-                f"{self._parent or tempfile.gettempdir()}: {error}; name a folder with room that "
-                "the servers see, too"
+                f"{self._parent or tempfile.gettempdir()}: {error}; name a folder with free space "
+                "that the servers can read"
             ) from error
         self.newest = folder
 
@@ -114,46 +114,47 @@ class WeightFolders:
                 shutil.rmtree(older, ignore_errors=True)
 
     def close(self) -> None:
-        """Delete them all."""
+        """Delete all folders."""
         if self._root is not None:
             self._root.cleanup()
 
 
-def _save(shard: dict[str, Tensor], file: Path) -> None:
+def _save_shard(shard: dict[str, Tensor], folder: Path, number: int) -> None:
     from safetensors.torch import save_file
 
+    file = folder / f"model-{number:05}.safetensors"
     save_file(shard, file, metadata={"format": "pt"})
     file.chmod(0o644)
 
 
 @dataclass(eq=False)
 class ServedAnswer(WrittenAnswer):
-    """An answer that waits for a server, or is written by it."""
+    """A queued answer, or one that a server writes."""
 
     task: asyncio.Task[None] | None = None
-    """Its request, while that is under way and more is expected of it."""
+    """The task of its request, until it is complete or cancelled."""
 
     def stop(self) -> None:
-        """End its request; tokens on their way are not waited for."""
+        """Cancel the request; further tokens are ignored."""
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
 
 
 class ServerEngine(WrittenRows[ServedAnswer]):
-    """A member of `HttpEngine`: one server, and the answers that it writes.
+    """A member of `HttpEngine`: one server and its answers.
 
-    Its calls raise WorkerError where no answer comes from the server; what it wrote is then known
-    all the same (`stop`).
+    Its methods raise WorkerError if the server does not respond; `stop` then returns the answers'
+    tokens so far.
 
     Args:
-        weights: where publications lie.
-        reload_timeout_s: longest time in which the server loads them.
+        weights: folders of published weights.
+        reload_timeout_s: timeout for loading them.
         options: `slots`, `decode` and `live_updates` of `QueueEngine`.
     """
 
     def __init__(
-        self, server: GenerateServer, weights: WeightFolders, reload_timeout_s: float, *options: Any
+        self, server: GenerateClient, weights: WeightFolders, reload_timeout_s: float, *options: Any
     ) -> None:
         super().__init__(ServedAnswer, *options)
         self.server, self._weights, self._reload_s = server, weights, reload_timeout_s
@@ -161,28 +162,28 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._fault: tuple[ServedAnswer, BaseException] | None = None  # raised by `events`
         self._loaded: Path | None = None  # weights that it was given since it last answered anew
         self.loading: Path | None = None
-        """The folder that it reads just now; answers stand still meanwhile."""
+        """The folder that the server is loading; answers wait meanwhile."""
 
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _free_rows(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._rows[row].stop()
         self._rows = [answer for row, answer in enumerate(self._rows) if row not in rows]
         self._news.set()
 
     def status(self) -> EngineStatus:
-        # A dead server is given the newest weights before it writes again.
+        # A dead server loads the newest weights before it gets requests again.
         return replace(super().status(), weight_version=self._weights.version)
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
         await super().submit(groups)
-        self._fill()
+        self._start_requests()
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
-        """Wait until something happened; there are no ticks to wait for.
+        """Wait until there are events; `until` only means not to wait, since there are no ticks.
 
         Raises:
-            WorkerError: the server does not answer.
-            ConfigError: it refuses what it is asked.
+            WorkerError: the server does not respond.
+            ConfigError: the server refuses a request.
         """
         while not self._events and (self._rows or self._queue) and until is None:
             self._news.clear()
@@ -197,15 +198,15 @@ class ServerEngine(WrittenRows[ServedAnswer]):
 
     async def abort(self, group_ids: Collection[int]) -> None:
         await super().abort(group_ids)
-        self._fill()
+        self._start_requests()
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Have the server load the newest weights, where it has others.
+        """Have the server load the newest weights, unless it has them.
 
         Raises:
-            RemoteError: it failed.
-            WorkerError: it does not answer.
-            ConfigError: it does not offer that.
+            RemoteError: loading failed.
+            WorkerError: the server does not respond.
+            ConfigError: the server has no such endpoint.
         """
         if self._loaded != self._weights.newest:
             for answer in self._rows:
@@ -216,20 +217,20 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         except RemoteError as error:
             if error.status is not None:
                 raise
-            raise _death(error) from None
-        self._fill()
+            raise _dead_server_error(error) from None
+        self._start_requests()
 
     async def reload(self) -> None:
-        """Have the server load the newest weights, also those that come meanwhile.
+        """Have the server load the newest weights, also those that are published meanwhile.
 
         Raises:
-            RemoteError, ConfigError: as `GenerateServer.reload` raises them.
+            RemoteError, ConfigError: as `GenerateClient.load_folder` raises them.
         """
         while (folder := self._weights.newest) != self._loaded:
             assert folder is not None
             self.loading = folder
             try:
-                await self.server.reload(str(folder), folder.name, self._reload_s)
+                await self.server.load_folder(str(folder), folder.name, self._reload_s)
             finally:
                 self.loading = None
             self._loaded = folder
@@ -241,96 +242,96 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         return await self.server.logprobs_of(sequences, temperature, last)
 
     def stop(self) -> list[CompletionEvent]:
-        """Drop all answers of a dead server; returns what became of them, and `running` events."""
+        """Drop all answers of a dead server; return its events, and `running` ones of the rest."""
         rows = range(len(self._rows))
-        events = [*self._events, *self._events_of(rows, "running")]
+        events = [*self._events, *self._make_events(rows, "running")]
         self._queue.clear()
         self._events.clear()
-        self._leave(rows)
+        self._free_rows(rows)
         self._fault = self._loaded = None
         return events
 
     async def close(self) -> None:
-        """Drop all answers and end all requests."""
+        """Drop all answers and cancel all requests."""
         await super().close()
         self.server.close()
 
-    def _fill(self) -> None:
-        """Begin requests for answers that have none, as many as there is room for."""
+    def _start_requests(self) -> None:
+        """Start requests for queued and interrupted answers, as far as slots are free."""
         if self.loading is not None:
             return
         while self._queue and len(self._rows) < self._slot_count:
             self._rows.append(self._queue.pop(0))
         for answer in self._rows:
             if answer.task is None:
-                answer.task = asyncio.create_task(self._write(answer))
-                answer.task.add_done_callback(self._ended)
+                answer.task = asyncio.create_task(self._write_answer(answer))
+                answer.task.add_done_callback(self._on_request_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_request_done(self, task: asyncio.Task[None]) -> None:
         answer = next((answer for answer in self._rows if answer.task is task), None)
         if answer is not None and not task.cancelled() and (error := task.exception()) is not None:
-            self._raise_in_events(answer, error)
+            self._set_fault(answer, error)
 
-    def _raise_in_events(self, answer: ServedAnswer, error: BaseException) -> None:
+    def _set_fault(self, answer: ServedAnswer, error: BaseException) -> None:
         self._fault = self._fault or (answer, error)
         self._news.set()
 
-    async def _write(self, answer: ServedAnswer) -> None:
-        """Have the server write an answer to its end, or the server's."""
+    async def _write_answer(self, answer: ServedAnswer) -> None:
+        """Request an answer until it is complete, with retries; raise if the server is dead."""
         task, failures = answer.task, 0
         while answer.task is task:
             begun = len(answer.ids)
             try:
-                await self._request(answer)
+                await self._request_rest(answer)
             except RemoteError as error:
-                if answer.task is not task:  # it has come to its end
+                if answer.task is not task:  # it is complete
                     return
                 failures = 0 if len(answer.ids) > begun else failures + 1
                 status = error.status or 0
                 if 400 <= status < 500 and status != 429:
                     raise ConfigError(f"rollout/engine=http: {error}") from None
                 if not status:
-                    raise _death(error) from None
+                    raise _dead_server_error(error) from None
                 if failures >= _TRIES:
-                    self._end(answer, "aborted", str(error))
-                else:  # it is busy, or failed at this one
+                    self._finish_answer(answer, "aborted", str(error))
+                else:  # the server is busy, or failed at this answer
                     await asyncio.sleep(_PAUSE_S * 2**failures)
 
-    async def _request(self, answer: ServedAnswer) -> None:
-        """Ask for the rest of an answer.
+    async def _request_rest(self, answer: ServedAnswer) -> None:
+        """Request the rest of an answer.
 
         Raises:
-            RemoteError: it did not come to its end.
+            RemoteError: the answer is not complete.
         """
         task, url, group, begun = answer.task, self.server.url, answer.group, len(answer.ids)
         sampling = group.sampling_of(answer.request)
+        start, seed = len(group.prompt_ids), answer.request.seed
         settings = {
             "max_tokens": sampling.max_tokens - begun,
             "stop_token_ids": list(sampling.stop_token_ids),
-            **self.server.draws(sampling, answer.request.seed, len(group.prompt_ids), begun),
+            **self.server.draw_settings(sampling, seed, start, begun),
         }
 
         def receive(chunk: Chunk) -> None:
             if answer.task is task:
-                self._take(answer, chunk)
+                self._append_tokens(answer, chunk)
 
-        if self._loaded is not None and await self.server.version() != self._loaded.name:
-            raise RemoteError(f"{url} was restarted, or given other weights")
-        await self.server.write([*group.prompt_ids.tolist(), *answer.ids], settings, receive)
+        if self._loaded is not None and await self.server.weight_version() != self._loaded.name:
+            raise RemoteError(f"{url} was restarted or has loaded other weights")
+        context = [*group.prompt_ids.tolist(), *answer.ids]
+        await self.server.stream_answer(context, settings, receive)
         if answer.task is task:
-            raise RemoteError(f"{url} ended an answer that has not come to its end", 500)
+            raise RemoteError(f"{url} ended the stream of an unfinished answer", 500)
 
-    def _take(self, answer: ServedAnswer, chunk: Chunk) -> None:
-        """Enter tokens of an answer, up to the one that ends it."""
+    def _append_tokens(self, answer: ServedAnswer, chunk: Chunk) -> None:
+        """Append new tokens to an answer, up to the one that ends it."""
         sampling, row = answer.group.sampling, self._rows.index(answer)
         reason: FinishReason | None = None
         for token, logprob in zip(chunk.ids, chunk.logprobs, strict=True):
             answer.ids.append(token)
             answer.logprobs.append(logprob)
             self._generated += 1
-            if token in sampling.stop_token_ids or (
-                sampling.stop and self._with_stop_string([row])
-            ):
+            if token in sampling.stop_token_ids or (sampling.stop and self._rows_at_stop([row])):
                 reason = "stop"
             elif len(answer.ids) >= sampling.max_tokens:
                 reason = "length"
@@ -340,45 +341,45 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         if reason is not None:
             if chunk.finish_reason is not None:
                 answer.task = None  # its request ends by itself
-            self._end(answer, reason)
+            self._finish_answer(answer, reason)
         elif chunk.finish_reason == "length":
             length = len(answer.group.prompt_ids) + len(answer.ids)
-            self._raise_in_events(
+            self._set_fault(
                 answer,
                 ConfigError(
-                    f"{self.server.url} ends answers at {length:,} tokens with their prompts; "
+                    f"{self.server.url} stops at {length:,} tokens of prompt and answer; "
                     "start it with a larger --max-model-len"
                 ),
             )
 
-    def _end(self, answer: ServedAnswer, reason: FinishReason, error: str = "") -> None:
+    def _finish_answer(self, answer: ServedAnswer, reason: FinishReason, error: str = "") -> None:
         row = self._rows.index(answer)
-        (event,) = self._events_of([row], "failed" if error else "finished", {row: reason})
+        (event,) = self._make_events([row], "failed" if error else "finished", {row: reason})
         self._events.append(replace(event, error=error))
-        self._leave([row])
-        self._fill()
+        self._free_rows([row])
+        self._start_requests()
 
 
-def _death(error: RemoteError) -> WorkerError:
+def _dead_server_error(error: RemoteError) -> WorkerError:
     return WorkerError(str(error), "engine", 0)
 
 
 class HttpEngine(EngineGroup):
-    """Implements `Engine`: a group of servers, which may come back.
+    """Implements `Engine`: a group of servers that may die and come back.
 
     Args:
         servers: all with the same model.
-        slots: answers that are under way at each of them at once.
-        decode: token ids to text, where requests carry stop strings.
-        live_updates: take new weights while answers run.
-        folder: place for weights, which the servers see by the same path; None makes one.
-        reload_timeout_s: longest time in which a server loads weights.
-        restart_timeout_s: longest time without any server that answers.
+        slots: most concurrent answers of each server.
+        decode: token ids to text, for stop strings.
+        live_updates: accept new weights while answers run.
+        folder: parent of the weights' folders, at the same path for servers; None creates one.
+        reload_timeout_s: timeout for loading weights.
+        restart_timeout_s: longest time without any server that responds.
     """
 
     def __init__(
         self,
-        servers: Sequence[GenerateServer],
+        servers: Sequence[GenerateClient],
         slots: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
@@ -398,39 +399,39 @@ class HttpEngine(EngineGroup):
         self._silent_since = 0.0  # when the last of all servers died
 
     @property
-    def servers(self) -> Mapping[str, GenerateServer]:
-        """The servers that answer, by address."""
+    def servers(self) -> Mapping[str, GenerateClient]:
+        """The servers that respond, by URL."""
         return {client.name: self._members[client].server for client in self._alive()}
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        """Have all servers load new weights from a folder; the version alone changes none.
+        """Have all servers load new weights from a folder, if the update has tensors.
 
         Raises:
-            ValueError: answers are under way in an engine without live updates.
+            ValueError: answers are running in an engine without live updates.
             PublicationError: a server could not load them.
-            ConfigError: a server does not offer that, or the folder cannot be written.
-            WorkerError: no server answers.
+            ConfigError: a server has no such endpoint, or the folder cannot be written.
+            WorkerError: no server responds.
         """
-        self._check_may_change()
-        named = tensors(update.shares) if update.shares is not None else update.tensors
+        self._check_update_allowed()
+        named = unpack_tensors(update.stored) if update.stored is not None else update.tensors
         if named is not None:
             await self._weights.write(named, update.version)
         self._weights.version = update.version
         if named is None and not self._alive():
-            return  # who comes back has that version
+            return  # servers that come back get that version
         await self._wait_for_server()
         try:
             await super().load_weights(WeightUpdate(update.version))
         except RemoteError as error:
             raise PublicationError(
-                f"weights of version {update.version}: {error}; the servers must see the folder "
-                "of rollout.engine.weights_folder by the same path"
+                f"weights of version {update.version}: {error}; the servers must have "
+                "rollout.engine.weights_folder at the same path"
             ) from None
         await self._wait_for_server()
         self._weights.remove_older([member.loading for member in self._members.values()])
 
     async def close(self) -> None:
-        """Drop all answers, end all requests, and delete the folder of weights."""
+        """Drop all answers, cancel all requests, and delete the weights' folders."""
         await super().close()
         for member in self._members.values():
             await member.close()
@@ -451,7 +452,7 @@ class HttpEngine(EngineGroup):
         error: WorkerError | PublicationError,
         begun: Collection[Key] | None = None,
     ) -> None:
-        """Ask a server nothing until it answers again, and has the newest weights."""
+        """Stop requests to a server until it responds and has loaded the newest weights."""
         if client.is_dead:
             return
         running = self._members[client].stop()
@@ -459,11 +460,11 @@ class HttpEngine(EngineGroup):
         super()._retire(client, error, {event.key for event in running})
         if not self._alive():
             self._silent_since = time.monotonic()
-        client.writing = asyncio.create_task(self._revive(client, str(error)))
-        client.writing.add_done_callback(lambda task: self._wrote(client, task))
+        client.task = asyncio.create_task(self._revive(client, str(error)))
+        client.task.add_done_callback(lambda task: self._on_client_done(client, task))
 
     async def _revive(self, client: EngineClient, reason: str) -> None:
-        """Wait until a server answers, and give it the newest weights."""
+        """Wait until a server responds, and have it load the newest weights."""
         member, pause_s = self._members[client], _PAUSE_S
         while True:
             await asyncio.sleep(pause_s)
@@ -482,9 +483,9 @@ class HttpEngine(EngineGroup):
                     0,
                 )
                 return
-        client.is_dead, client.writing = False, None
+        client.is_dead, client.task = False, None
         log.warning("%s answers again", client.name)
-        await self._deal()
+        await self._dispatch()
         self._news.set()
 
 
@@ -498,19 +499,19 @@ def make_http_engine(
     exact_draws: bool = False,
     **options: Any,
 ) -> HttpEngine:
-    """Make the engine over servers that are up.
+    """Check the servers and make the engine over them.
 
     Args:
         vocab_size: ids at or beyond it are never drawn.
-        rows: logits that the model has.
+        rows: size of the model's logits.
         longest: most tokens of a request.
-        exact_draws: they draw by our logits processor.
+        exact_draws: the servers have Winnow's logits processor.
         options: of `HttpEngine`.
 
     Raises:
-        ConfigError: a server does not answer, or does not offer what is needed.
+        ConfigError: a server does not respond, or cannot be used.
     """
-    servers = [GenerateServer(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
+    servers = [GenerateClient(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
     try:
         for server in servers:
             server.probe_blocking(longest)

@@ -68,7 +68,7 @@ from winnow.rollout.engine import (  # noqa: E402
     SamplingParams,
     check_may_sleep,
 )
-from winnow.rollout.remote_engine import EngineWorker, decode_of  # noqa: E402
+from winnow.rollout.remote_engine import EngineWorker, load_decoder  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer, WrittenRows  # noqa: E402
 from winnow.rollout.vllm import plugin  # noqa: E402
 from winnow.rollout.vllm.refusals import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
@@ -79,7 +79,7 @@ from winnow.rollout.weights import (  # noqa: E402
     StagedReceiver,
     WeightReceiver,
     WeightUpdate,
-    buckets,
+    pack_buckets,
 )
 from winnow.types import (  # noqa: E402
     PROMPT_ROUTES,
@@ -159,7 +159,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
             self._load_adapter(
                 [(n, torch.zeros_like(t, device="cpu")) for n, t in self._expected.items()]
             )
-        self._renew()
+        self._reset_caches()
 
     def _check(self, group: GroupRequest) -> None:
         super()._check(group)
@@ -178,11 +178,11 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
 
     # -- weights ------------------------------------------------------------------------------
 
-    def _check_may_change(self) -> None:
+    def _check_update_allowed(self) -> None:
         self._check_health()
-        super()._check_may_change()
+        super()._check_update_allowed()
 
-    def _receiver(self, version: int) -> WeightReceiver:
+    def _make_receiver(self, version: int) -> WeightReceiver:
         if self._expected is not None:
             return self._adapter_receiver(version)
 
@@ -215,12 +215,12 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
             self._llm.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         self._lora = LoRARequest("policy", 1, folder)
 
-    async def _take_tensors(self, update: WeightUpdate) -> None:
+    async def _load_tensors(self, update: WeightUpdate) -> None:
         dtype = next(self._model.parameters()).dtype
         if self._expected is not None:
             dtype = next(iter(self._expected.values())).dtype
         rounded = ((name, tensor.to(dtype)) for name, tensor in update.tensors or ())
-        for bucket in buckets(WeightUpdate(update.version, rounded)):
+        for bucket in pack_buckets(WeightUpdate(update.version, rounded)):
             await self.take_bucket(bucket)
 
     async def take_bucket(self, bucket: Bucket) -> int:
@@ -256,18 +256,18 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
     def _break(self, reason: str) -> None:
         """Raise from now on, and wake those that wait for the end of the update."""
         self._broken = f"{reason}; vLLM cannot take weights again, so the engine must be replaced"
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None and not arriving.settled.done():
-            arriving.settled.set_result(None)
+        arriving, self._receiving = self._receiving, None
+        if arriving is not None and not arriving.ready.done():
+            arriving.ready.set_result(None)
 
-    def _renew(self) -> None:
+    def _reset_caches(self) -> None:
         self._salt = str(next(_SALTS))
         # Those that still wait for memory, or of which not all is prefilled, begin anew: the old
         # salt would give them a prompt's keys of the old weights.
         rows = [row for row, a in enumerate(self._rows) if len(a.ids) == len(a.prefix)]
         for row in rows:
             insort(self._queue, self._rows[row], key=attrgetter("order"))
-        self._leave(rows)
+        self._free_rows(rows)
 
     async def sleep(self) -> None:
         """Give GPU memory back until `wake`; has not been run on one. On a CPU vLLM only pauses.
@@ -294,8 +294,8 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
             self._place(self._queue.pop(0))
         reasons = self._run_step()
         rows = list(reasons)
-        events = self._events_of(rows, "finished", reasons) if rows else []
-        self._leave(rows)
+        events = self._make_events(rows, "finished", reasons) if rows else []
+        self._free_rows(rows)
         return events
 
     def _place(self, answer: RunningAnswer) -> None:
@@ -338,7 +338,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
                 answer.routes = got.routed_experts
             if answer.group.sampling.stop:
                 with_stops.append(row)
-        return reasons | dict.fromkeys(self._with_stop_string(with_stops), "stop")
+        return reasons | dict.fromkeys(self._rows_at_stop(with_stops), "stop")
 
     def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
         answer = self._rows[row]
@@ -363,7 +363,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         routes = torch.from_numpy(here).to(shape.dtype).numpy()
         return {PROMPT_ROUTES: routes[: prompt - 1], ROUTES: routes[prompt - 1 :]}
 
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _free_rows(self, rows: Sequence[int]) -> None:
         gone = set(rows)
         if gone:  # those that are finished vLLM knows no more
             self._llm.abort_request([self._rows[row].name for row in rows])
@@ -583,6 +583,6 @@ class VllmEngineWorker(EngineWorker):
         llm = start_vllm(
             model, VllmOptions(dtype=dtype, slots=slots, trust_remote_code=code, **options)
         )
-        decode = None if tokenizer is None else decode_of(tokenizer, code)
+        decode = None if tokenizer is None else load_decoder(tokenizer, code)
         engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
         super().__init__(engine, profiler)

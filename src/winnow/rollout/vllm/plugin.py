@@ -41,7 +41,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 
 from winnow.rollout.draw import DRAWS, RowParams, draw, uniform
 from winnow.rollout.engine import SamplingParams
-from winnow.workers.child import die_with
+from winnow.workers.child import die_with_parent
 
 BACKEND = "winnow"
 
@@ -199,7 +199,7 @@ class TensorTransfer(WeightTransferEngine[NoInit, NamedTensors]):  # type: ignor
     def init_transfer_engine(self, init_info: NoInit) -> None:
         # Not where this module is imported: a forked worker has it from the process that forks.
         if multiprocessing.parent_process() is not None:  # of tensor parallelism
-            die_with(os.getppid())
+            die_with_parent(os.getppid())
 
     def start_weight_update(self) -> None:
         forget_experts_kernels(self.model)

@@ -1,9 +1,9 @@
-"""Ends what a private Ray left behind: `python -m winnow.workers.ray.guardian FOLDER`.
+"""Kills remaining processes of a private Ray: `python -m winnow.workers.ray.guardian FOLDER`.
 
-Of a driver that is killed, Linux ends the processes of Ray that it started itself, and those end
-the workers; some of Ray's helpers notice it only after a minute. This process waits for its
-standard input to close, which the driver does at the end of its session, or the system when the
-driver dies. It then kills every process that belongs to FOLDER, and removes that.
+When a driver is killed, Linux kills the processes of Ray that it started, and those end the
+workers, but some of Ray's helpers notice it only after a minute. This process waits for its
+standard input to close, at the end of the driver's session or of the driver. It then kills every
+process that belongs to FOLDER, and removes the folder.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "WINNOW_RAY_FOLDER"
-"""The variable by which the processes of a private Ray are known."""
+"""Environment variable of a private Ray's processes."""
 SHUT_DOWN = b"shut down"
-"""The driver's message when it has ended Ray itself."""
+"""The driver's message after it has shut Ray down."""
 _ATTEMPTS_S = 10.0
 
 
 def main() -> None:
-    """Wait, then clean up."""
+    """Wait for the driver, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     folder = sys.argv[1]
     has_shut_down = sys.stdin.buffer.read() == SHUT_DOWN
     give_up = time.monotonic() + _ATTEMPTS_S
-    # A driver that lives on still has Ray's log of itself open.
-    find = marked if has_shut_down else belonging_to
+    # A driver that continues has its own Ray log open.
+    find = marked_processes if has_shut_down else processes_of
     while (pids := find(folder)) and time.monotonic() < give_up:
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
@@ -41,22 +41,22 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def marked(folder: str) -> list[int]:
-    """List the processes that were started with the folder's mark."""
+def marked_processes(folder: str) -> list[int]:
+    """Return the pids of processes whose environment has the folder."""
     entry = f"{MARK}={folder}".encode()
-    return _processes(lambda p: entry in (p / "environ").read_bytes().split(b"\0"))
+    return _pids(lambda p: entry in (p / "environ").read_bytes().split(b"\0"))
 
 
-def belonging_to(folder: str) -> list[int]:
-    """List those, and processes that have files open in the folder.
+def processes_of(folder: str) -> list[int]:
+    """Return those pids, and those of processes with open files in the folder.
 
-    Ray's helpers write their titles over their variables, but have their logs there.
+    Ray's helpers overwrite their environment with their titles, but have their logs there.
     """
-    inside = _processes(lambda p: any(path.startswith(f"{folder}/") for path in _open(p)))
-    return [*marked(folder), *inside]
+    inside = _pids(lambda p: any(path.startswith(f"{folder}/") for path in _open_files(p)))
+    return [*marked_processes(folder), *inside]
 
 
-def _processes(belongs: Callable[[Path], bool]) -> list[int]:
+def _pids(belongs: Callable[[Path], bool]) -> list[int]:
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or another user's
@@ -65,7 +65,7 @@ def _processes(belongs: Callable[[Path], bool]) -> list[int]:
     return pids
 
 
-def _open(process: Path) -> Iterator[str]:
+def _open_files(process: Path) -> Iterator[str]:
     for link in (process / "fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             yield os.readlink(link)

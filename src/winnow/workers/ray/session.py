@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _REACH_S = 10.0
 _LONGEST_FOLDER = 30
-"""Characters: Ray puts sockets under it, whose paths the system allows 107 bytes."""
+"""Characters: Ray has sockets in it, whose paths have at most 107 bytes."""
 
 
 def ray_module() -> Any:
@@ -57,19 +57,18 @@ def ray_session(
     runtime_env: Mapping[str, Any] | None = None,
     has_timeline: bool = False,
 ) -> Iterator[None]:
-    """Connect to a cluster, or start a small instance that ends with the block, however that ends.
+    """Connect to a cluster, or start a private instance that ends with the block.
 
-    Call it from the main thread: Linux kills a private instance's processes when the thread ends
-    that started them. Where Ray is connected already, as in a task of Ray's, it is left as it is.
+    Call it from the main thread, whose end kills a private instance. A connected Ray is used.
 
     Args:
         address: `auto`, or HOST:PORT; None starts a private instance.
-        cpus: that a private instance says it has; by default all.
-        devices: likewise accelerators.
-        store_bytes: a private instance's shared memory for what is passed around.
-        temp_dir: holds a private instance's folder.
-        runtime_env: Ray's, for all actors of the connection; folders in it are copied to the nodes.
-        has_timeline: have a private instance remember its tasks, for `write_timeline`.
+        cpus: number of CPUs of a private instance; by default all.
+        devices: number of accelerators of a private instance; by default all.
+        store_bytes: object store memory of a private instance.
+        temp_dir: parent of a private instance's folder.
+        runtime_env: Ray's, for all actors of the connection; its folders are copied to the nodes.
+        has_timeline: record the tasks of a private instance, for `write_timeline`.
 
     Raises:
         ConfigError: Ray is not installed, or cannot use `runtime_env` or `temp_dir`.
@@ -78,17 +77,17 @@ def ray_session(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = ray_module()
     if address is not None and address != "auto":
-        _reach(address)
+        _check_reachable(address)
     if ray.is_initialized():
         if runtime_env:
             raise ConfigError(
-                f"cluster.runtime_env has {', '.join(runtime_env)}, which come with a connection "
-                "to Ray, and this process has one already; give them to its ray.init"
+                f"cluster.runtime_env has {', '.join(runtime_env)}, but this process is connected "
+                "to Ray already; pass them to its ray.init"
             )
         yield
         return
     options: dict[str, Any] = {"address": address or "local", "logging_level": logging.ERROR}
-    options["log_to_driver"] = False  # lines come by `workers.logs`
+    options["log_to_driver"] = False  # `workers.logs` does that
     with contextlib.ExitStack() as after:
         if address is None:
             folder = after.enter_context(_guarded_folder(temp_dir))
@@ -100,15 +99,19 @@ def ray_session(
                 "_temp_dir": folder,
             }
             if not has_timeline:
-                # Without a dashboard nobody can look at them, and they cost part of each call.
+                # Only the dashboard shows task events, and they slow down each call.
                 options["_system_config"] = {"task_events_report_interval_ms": 0}
         after.callback(ray.shutdown)
         try:
             options["runtime_env"] = dict(ray.runtime_env.RuntimeEnv(**runtime_env or {}))
-            with _starting(options.get("_temp_dir")):
+            with _marked_start(options.get("_temp_dir")):
                 ray.init(**options)
         except Exception as error:
-            what = "a private Ray did not start" if address is None else f"no Ray at {address}"
+            what = (
+                "the private Ray instance did not start"
+                if address is None
+                else f"no Ray at {address}"
+            )
             line = " ".join(str(error).split())[:300]
             if runtime_env and isinstance(error, ValueError | TypeError):
                 raise ConfigError(f"cluster.runtime_env: {line}") from error
@@ -117,13 +120,13 @@ def ray_session(
 
 
 def write_timeline(path: Path) -> None:
-    """Write what all workers did so far, for chrome://tracing; where that fails, only say why."""
+    """Write Ray's timeline of all tasks, for chrome://tracing; log a warning if that fails."""
     ray = ray_module()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(ray.timeline()).encode())
     except (OSError, RuntimeError, WinnowError, ray.exceptions.RayError) as error:
-        log.warning("cluster.timeline_file: no timeline: %s", error)
+        log.warning("cluster.timeline_file: cannot write the timeline: %s", error)
 
 
 Resources = dict[str, float]
@@ -132,10 +135,10 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots for workers, `nodes` times `per_node` that lie on one node.
+    """Slots for workers: `nodes` parts, each of `per_node` slots on one node.
 
-    A slot has one worker of each role of the pool: those share its devices (they are colocated),
-    and roles of two pools share nothing. Example: `Pool("policy", {"policy": 1}, 2, 8, 1, cpus=4)`.
+    A slot has one worker of each role of the pool; they share its devices (are colocated). Roles of
+    two pools share nothing. Example: `Pool("policy", {"policy": 1}, 2, 8, 1, cpus=4)`.
     """
 
     name: str
@@ -144,53 +147,53 @@ class Pool:
     nodes: int = 1
     per_node: int = 1
     devices: int = 0
-    """Accelerators of each slot; 0: cores alone."""
+    """Accelerators of each slot; 0 for CPUs only."""
     cpus: float = 1.0
     """Cores of each worker."""
 
     @property
-    def share(self) -> Resources:
+    def worker_resources(self) -> Resources:
         """The part of its slot that one worker takes."""
         device = {"GPU": self.devices / len(self.roles)} if self.devices else {}
         return {"CPU": self.cpus, **device}
 
-    def needs(self, slots: int) -> Resources:
-        """Return the resources of so many slots."""
+    def resources(self, slots: int) -> Resources:
+        """Return the resources of a number of slots."""
         devices = {"GPU": float(self.devices * slots)} if self.devices else {}
         return {"CPU": self.cpus * len(self.roles) * slots, **devices}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The slots of a group's workers, and the resources that each takes."""
+    """The slots of a group's workers, and the resources of each worker."""
 
     slots: Sequence[tuple[Any, int]]
-    """By rank: a placement group of Ray's, and the bundle in it."""
-    share: Resources
+    """By rank: Ray's placement group and the index of the bundle."""
+    worker_resources: Resources
     span: int = 1
-    """Slots from that one on whose devices each takes."""
+    """Slots from that one on whose devices a worker sees."""
 
 
-class Reserved:
-    """A cluster's resources that are held free for pools, until they are released.
+class Reservation:
+    """Resources of a cluster that are reserved for pools until they are released.
 
     Args:
-        parts: by pool: a placement group of Ray's for the slots of each node.
+        parts: by pool, Ray's placement group of each part.
     """
 
     def __init__(self, pools: Sequence[Pool], parts: dict[str, list[Any]]) -> None:
         self._pools, self._parts = pools, parts
 
     def placement(self, role: str, number: int | None = None) -> Placement:
-        """Place a role's workers, each at its first slot, in order; or that of a number alone."""
+        """Return the first slot of each of a role's workers, or only of worker `number`."""
         pool = next(pool for pool in self._pools if role in pool.roles)
         slots = [(part, i) for part in self._parts[pool.name] for i in range(pool.per_node)]
         span = pool.roles[role]
         firsts = range(0, len(slots), span) if number is None else [number * span]
-        return Placement([slots[i] for i in firsts], pool.share, span)
+        return Placement([slots[i] for i in firsts], pool.worker_resources, span)
 
     def release(self) -> None:
-        """Give them back; a second time does nothing. Workers that are still there are killed."""
+        """Free the resources, and kill remaining workers. May be called twice."""
         from ray.util import remove_placement_group
 
         while self._parts:
@@ -198,8 +201,8 @@ class Reserved:
                 remove_placement_group(part)
 
 
-def offers() -> dict[str, Resources]:
-    """Return the resources of the cluster's living nodes, in use or not, by the node's id."""
+def node_resources() -> dict[str, Resources]:
+    """Return the total resources of the cluster's live nodes, by node id."""
     return {
         node["NodeID"]: {kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")}
         for node in ray_module().nodes()
@@ -207,31 +210,31 @@ def offers() -> dict[str, Resources]:
     }
 
 
-async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
-    """Reserve pools, each part on one node, the largest first.
+async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation:
+    """Reserve pools, each part on one node, the largest part first.
 
-    Ray gets the node of the least room as a hint, which keeps parts together; it takes another
-    where that is in use or gone.
+    The node with the least room is a hint for Ray, which keeps parts together; Ray takes another
+    one if that is in use or gone.
 
     Raises:
-        ConfigError: the cluster is too small, or has not enough free within the time.
+        ConfigError: the cluster is too small, or its resources are not free within the timeout.
     """
     from ray.util import placement_group
 
-    spare = offers()
+    spare = node_resources()
     nodes = list(spare.values())
-    check_room(pools, nodes)
+    check_capacity(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
-    for pool in sorted(pools, key=lambda pool: _by_size(pool.needs(pool.per_node)), reverse=True):
-        slots, part = [pool.needs(1)] * pool.per_node, pool.needs(pool.per_node)
+    for pool in sorted(pools, key=lambda p: _size_key(p.resources(p.per_node)), reverse=True):
+        slots, part = [pool.resources(1)] * pool.per_node, pool.resources(pool.per_node)
         for _ in range(pool.nodes):
             room = [node for node, free in spare.items() if _fits([part], [free])]
-            node = min(room, key=lambda node: _by_size(spare[node]), default=None)
+            node = min(room, key=lambda node: _size_key(spare[node]), default=None)
             if node is not None:
                 spare[node] = {kind: free - part.get(kind, 0) for kind, free in spare[node].items()}
             group = placement_group(slots, strategy="STRICT_PACK", _soft_target_node_id=node)
             parts[pool.name].append(group)
-    reserved = Reserved(pools, parts)
+    reserved = Reservation(pools, parts)
     waiting = [part.ready().future() for groups in parts.values() for part in groups]
     try:
         await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, waiting)), timeout_s)
@@ -239,7 +242,7 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
         reserved.release()
         raise ConfigError(
             f"the cluster had not enough free for the pools within {timeout_s:g} s: "
-            f"{_compared(pools, nodes)}; wait for its other work to end, or make the pools smaller"
+            f"{_describe_fit(pools, nodes)}; wait for other jobs to end, or make the pools smaller"
         ) from None
     except BaseException:
         reserved.release()
@@ -247,18 +250,18 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reserved:
     return reserved
 
 
-def check_room(pools: Sequence[Pool], nodes: Sequence[Resources]) -> None:
-    """Refuse pools that an idle cluster of these nodes could not hold.
+def check_capacity(pools: Sequence[Pool], nodes: Sequence[Resources]) -> None:
+    """Refuse pools that do not fit an idle cluster of these nodes.
 
     Raises:
-        ConfigError: a part has no node that is large enough, or all together are too large.
+        ConfigError: no node is large enough for a part, or all parts together are too large.
     """
-    needs = [pool.needs(pool.per_node) for pool in pools for _ in range(pool.nodes)]
+    needs = [pool.resources(pool.per_node) for pool in pools for _ in range(pool.nodes)]
     has_nodes = all(any(_fits([part], [node]) for node in nodes) for part in needs)
     if not has_nodes or not _fits(needs, nodes):
         raise ConfigError(
-            "the cluster cannot hold the pools, node by node: "
-            f"{_compared(pools, nodes)}; make a pool smaller, put roles together, or add nodes"
+            "the pools do not fit the nodes of the cluster: "
+            f"{_describe_fit(pools, nodes)}; make a pool smaller, colocate roles, or add nodes"
         )
 
 
@@ -269,48 +272,48 @@ def _fits(needs: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
     return all(total(needs, kind) <= total(nodes, kind) + 1e-6 for kind in ("CPU", "GPU"))
 
 
-def _by_size(resources: Resources) -> tuple[float, float]:
+def _size_key(resources: Resources) -> tuple[float, float]:
     return resources.get("GPU", 0.0), resources["CPU"]
 
 
-def _compared(pools: Sequence[Pool], nodes: Sequence[Resources]) -> str:
-    """Say `they need policy 2 x (4 devices and 16 cores); it has 1 x (8 devices and 16 cores)`."""
-    needs = (f"{p.name} {p.nodes} x ({_amounts(p.needs(p.per_node))})" for p in pools)
-    kinds = Counter(map(_amounts, nodes))
+def _describe_fit(pools: Sequence[Pool], nodes: Sequence[Resources]) -> str:
+    """Return `they need policy 2 x (4 devices and 16 cores); it has 1 x (8 devices and 9 cores)`"""
+    needs = (f"{p.name} {p.nodes} x ({_format_resources(p.resources(p.per_node))})" for p in pools)
+    kinds = Counter(map(_format_resources, nodes))
     offered = ", ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "no node"
     return f"they need {', '.join(needs)}; it has {offered}"
 
 
-def _amounts(resources: Resources) -> str:
+def _format_resources(resources: Resources) -> str:
     named = ((resources.get("GPU"), "device"), (resources["CPU"], "core"))
     amounts = [f"{n:g} {what}{'' if n == 1 else 's'}" for n, what in named if n]
     return " and ".join(amounts) or "no core"
 
 
-def _reach(address: str) -> None:
-    """Check that somebody listens there: Ray would wait for minutes, then end the process."""
+def _check_reachable(address: str) -> None:
+    """Refuse an address without a listener: Ray would wait for minutes, then end the process."""
     host, _, port = address.rpartition(":")
-    # The system would take a larger port modulo 2**16, and reach another listener there.
+    # The system takes a larger port modulo 2**16, and so another listener.
     if not host or not port.isdecimal() or "/" in host or int(port) >= 1 << 16:
         raise ConfigError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise WinnowError(
-            f"cluster.address: no Ray at {address}: {error}; see `ray status` on its head"
+            f"cluster.address: no Ray at {address}: {error}; see `ray status` on its head node"
         ) from error
 
 
 @contextlib.contextmanager
 def _guarded_folder(root: str | None) -> Iterator[str]:
-    """Make a folder for a private Ray, and start its guardian, which ends what is left."""
+    """Make a folder for a private Ray, and start its guardian, which kills remaining processes."""
     if root is None:
         root = tempfile.gettempdir()
         root = root if len(root) <= _LONGEST_FOLDER else "/tmp"
     elif len(root := os.path.abspath(root)) > _LONGEST_FOLDER or not os.access(root, os.W_OK):
         raise ConfigError(
-            f"cluster.init.temp_dir must be a folder that can be written to, its path at most "
-            f"{_LONGEST_FOLDER} characters (Ray's sockets lie in it), got {root}"
+            f"cluster.init.temp_dir must be a writable folder with a path of at most "
+            f"{_LONGEST_FOLDER} characters (Ray has sockets in it), got {root}"
         )
     folder = tempfile.mkdtemp(prefix="winnow-ray-", dir=root)
     guardian = subprocess.Popen(
@@ -327,8 +330,8 @@ def _guarded_folder(root: str | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _starting(folder: str | None) -> Iterator[None]:
-    """Mark what is started within the block as the folder's, and keep this program's handler."""
+def _marked_start(folder: str | None) -> Iterator[None]:
+    """Set the guardian's variable for what starts in the block, and keep the SIGTERM handler."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     if folder is not None:
@@ -337,5 +340,5 @@ def _starting(folder: str | None) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(MARK, None)
-        if is_main:  # Ray has set another
+        if is_main:  # Ray has replaced it
             signal.signal(signal.SIGTERM, before)
