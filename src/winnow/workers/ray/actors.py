@@ -122,7 +122,7 @@ def _slot_options(placement: Placement, slot: tuple[Any, int]) -> dict[str, Any]
 
 
 async def _visible_devices(placement: Placement, rank: int) -> dict[str, str]:
-    """Return the variables that show a worker the devices of all its slots; Ray shows one slot's."""
+    """Return variables that show a worker the devices of all its slots, of which Ray shows one."""
     if placement.span == 1 or not placement.worker_resources.get("GPU"):
         return {}
     group, first = placement.slots[rank]
