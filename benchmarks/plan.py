@@ -93,19 +93,19 @@ def recipe_of(name: str, folder: str) -> list[str]:
 def planned(name: str, folder: str) -> dict[str, float]:
     """Plan a configuration; returns GiB by phase."""
     from winnow.config.load import load_recipe
-    from winnow.plan.rank import PlannedStrategy, run_rank
-    from winnow.plan.tracker import DeviceTracker, Held
+    from winnow.plan.rank import TrackedFSDP2, run_rank
+    from winnow.plan.tracker import DeviceTracker, TrackedStorage
 
-    class OnCpu(PlannedStrategy):
+    class OnCpu(TrackedFSDP2):
         kernels = "cpu"
 
     class GlooTracker(DeviceTracker):  # type: ignore[no-untyped-call]
         """Gloo gathers and scatters by way of a copy of the whole."""
 
-        def _collective(self, name: str, size: int) -> None:
-            super()._collective(name, size)
+        def _count_collective(self, name: str, size: int) -> None:
+            super()._count_collective(name, size)
             if name.startswith(("allgather", "reduce_scatter")):
-                buffer = Held("buffers of gloo", name, (size,))
+                buffer = TrackedStorage("buffers of gloo", name, (size,))
                 self._events += [(buffer, 0, size), (buffer, size, 0)]
 
     config = load_recipe("dapo_qwen2.5_32b", recipe_of(name, folder))
@@ -132,7 +132,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     from winnow.config.trainer import Fsdp2
     from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
     from winnow.learning.strategy import local
-    from winnow.plan.rank import full_micro_batches, take_steps
+    from winnow.plan.rank import make_full_batches, run_phases
     from winnow.ranks.learner import make_learner
     from winnow.ranks.models import load_policy_model
 
@@ -155,7 +155,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     dist.all_reduce(torch.ones(1 << 10))
     cpu = torch.device("cpu")
     model = load_policy_model(config.model, folder, cpu, 0, hollow="shapes")
-    full = full_micro_batches(config)
+    full = make_full_batches(config)
     gc.collect()
     before = resident("VmRSS")
     learning = make_learner(config, model, model.config.vocab_size, folder, mesh, Drawn)
@@ -168,7 +168,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
         last.append(phase)
         Path("/proc/self/clear_refs").write_text("5")
 
-    take_steps(config, learning, full, begin)
+    run_phases(config, learning, full, begin)
     begin("end")
     print(json.dumps({phase: size / GIB for phase, size in found.items()}), flush=True)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""`winnow plan`: what a recipe takes on GPUs that are not here."""
+"""`winnow plan`: memory, time and cost of a recipe on given GPUs."""
 
 from __future__ import annotations
 
@@ -19,37 +19,41 @@ def plan_command(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes; ranks fill them.")] = 1,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    gpu: Annotated[str, typer.Option(help="Kind of GPU.")] = "h100-80",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
+    gpu: Annotated[str, typer.Option(help="GPU model.")] = "h100-80",
     mean_response: Annotated[
-        float | None, typer.Option(min=1, help="Mean tokens of an answer; a quarter of the limit.")
+        float | None,
+        typer.Option(min=1, help="Mean tokens of an answer; default: a quarter of the limit."),
     ] = None,
     lengths: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Lengths of this run's answers, instead of drawn ones."),
+        typer.Option(metavar="RUN", help="Use the answer lengths of this run."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="For the run's cost.")
+        float | None,
+        typer.Option(
+            "--price-per-gpu-hour", min=0.0, help="Price of a GPU hour, to print the cost."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run the code that a stranger's run names.")
+        bool, typer.Option("--trust", help="Allow code named by another user's run.")
     ] = False,
 ) -> None:
-    """Say whether a recipe fits on GPUs, what it takes and costs, and the change that fits.
+    """Check that a recipe fits on GPUs; print its memory, time and cost, and a change that fits.
 
-    For instance: winnow plan dapo_qwen2.5_32b --nodes 16 --gpus 8
+    Example: winnow plan dapo_qwen2.5_32b --nodes 16 --gpus 8
     """
     with gc_tuning.growing():
         from winnow.plan.estimate import Machine, find_gpu
-        from winnow.plan.plan import PlanRequest, as_text, make_plan
+        from winnow.plan.plan import PlanRequest, format_plan, make_plan
 
     if lengths is not None and mean_response is not None:
-        raise ConfigError("--lengths has a mean of its own; leave out --mean-response")
+        raise ConfigError("--lengths and --mean-response exclude each other; pass one of them")
     machine = Machine(*find_gpu(gpu), nodes, gpus)
-    tell = partial(typer.echo, err=True)
+    on_progress = partial(typer.echo, err=True)
     settings = tuple(overrides or ())
     plan = make_plan(
-        PlanRequest(recipe, settings, machine, mean_response, lengths, price, tell, trust)
+        PlanRequest(recipe, settings, machine, mean_response, lengths, price, on_progress, trust)
     )
-    typer.echo(json.dumps(plan, indent=2) if as_json else as_text(plan))
+    typer.echo(json.dumps(plan, indent=2) if as_json else format_plan(plan))

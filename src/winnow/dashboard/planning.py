@@ -1,4 +1,4 @@
-"""Plans of a run's recipe on other GPUs: `winnow plan` as a process of its own, one at a time."""
+"""Plans of a run's recipe on other GPUs: runs `winnow plan` in one subprocess at a time."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from winnow.observe.gpus import GPU_NAMES
 from winnow.user_code import refuse_user_code
 
 MOST_BYTES = 10_000
-"""Most bytes of a request's body."""
+"""Limit of a request's body."""
 _PROGRAM = (
-    "from winnow.dashboard.planning import confine; confine(); "
+    "from winnow.dashboard.planning import confine_process; confine_process(); "
     "from winnow.cli.main import main; raise SystemExit(main())"
 )
 _MOST_MEMORY, _MOST_SECONDS = 16 << 30, 1800
-"""Memory and CPU time of a plan: a run's folder may ask for any number of layers and answers."""
+"""Limits of memory and CPU time: a recipe may have any number of layers and answers."""
 _NEWEST = 8
-"""Steps whose lengths of answers are read."""
+"""Newest steps whose answer lengths are read."""
 
 
 class PlanForm(BaseModel):
-    """GPUs to plan on, and how long answers are; as a page posts it."""
+    """Request of the planning page: GPUs, and lengths of answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -48,11 +48,11 @@ class PlanForm(BaseModel):
     price: float | None = Field(None, ge=0, le=1e6)
 
     @classmethod
-    def read(cls, body: bytes) -> PlanForm:
-        """Read a request's body.
+    def parse(cls, body: bytes) -> PlanForm:
+        """Parse a request's body.
 
         Raises:
-            WinnowError: names the fields that are wrong.
+            WinnowError: fields are invalid.
         """
         try:
             return cls.model_validate_json(body)
@@ -60,100 +60,100 @@ class PlanForm(BaseModel):
             lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise WinnowError("; ".join(lines)[:300]) from error
 
-    def words(self, folder: Path) -> list[str]:
-        """Return the words of the command, for files that `_lay_out` wrote into a folder."""
-        words = ["plan", str(folder / CONFIG), "--json", f"--gpu={self.gpu}"]
-        words += [f"--nodes={self.nodes}", f"--gpus={self.gpus}"]
-        # A run's folder may be a stranger's, whose model's own code is not run.
-        words.append("model.trust_remote_code=false")
+    def command_args(self, folder: Path) -> list[str]:
+        """Return the arguments of the command for a folder that `_write_inputs` filled."""
+        args = ["plan", str(folder / CONFIG), "--json", f"--gpu={self.gpu}"]
+        args += [f"--nodes={self.nodes}", f"--gpus={self.gpus}"]
+        # The run may be another user's: code of its model is not executed.
+        args.append("model.trust_remote_code=false")
         if (folder / CONFIG_OF_MODEL).is_file():
-            words += [f"model.path={folder}", "warm_start=none"]
+            args += [f"model.path={folder}", "warm_start=none"]
         if self.lengths == "run":
-            words.append(f"--lengths={folder}")
+            args.append(f"--lengths={folder}")
         elif self.mean_response is not None:
-            words.append(f"--mean-response={self.mean_response}")
-        return words if self.price is None else [*words, f"--price-per-gpu-hour={self.price}"]
+            args.append(f"--mean-response={self.mean_response}")
+        return args if self.price is None else [*args, f"--price-per-gpu-hour={self.price}"]
 
 
 CONFIG_OF_MODEL = "config.json"
 
 
 class Planner:
-    """Runs one plan at a time, for one event loop."""
+    """Runs one plan at a time in an event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._turn, self._is_closing = asyncio.Lock(), False
+        self._lock, self._is_closing = asyncio.Lock(), False
 
     def close(self) -> None:
-        """End the plan that is being made, and those that wait."""
+        """Kill the running plan and cancel waiting ones."""
         self._is_closing = True
-        self._end()
+        self._kill()
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def lines(self, files: RunFiles, form: PlanForm) -> AsyncGenerator[str]:
-        """Plan a run's recipe; yields lines of JSON, and ends the process if nobody reads on.
+    async def stream(self, files: RunFiles, form: PlanForm) -> AsyncGenerator[str]:
+        """Plan a run's recipe as lines of JSON; closing the stream kills the process.
 
         Yields:
-            `{"told": …}` as it goes on, then `{"plan": …}` or `{"error": …}`.
+            `{"told": …}` for progress, then `{"plan": …}` or `{"error": …}`.
         """
-        if self._turn.locked():
-            yield _line(told="another plan is being made by this dashboard; waiting for its end")
-        async with self._turn:
+        if self._lock.locked():
+            yield _json_line(told="waiting for another plan of this dashboard")
+        async with self._lock:
             try:
                 with TemporaryDirectory(prefix="winnow-plan-") as name:
-                    async for line in self._made(files, form, Path(name)):
+                    async for line in self._run(files, form, Path(name)):
                         yield line
             except WinnowError as error:
-                yield _line(error=str(error))
+                yield _json_line(error=str(error))
             finally:
-                self._end()
+                self._kill()
 
-    async def _made(self, files: RunFiles, form: PlanForm, folder: Path) -> AsyncGenerator[str]:
-        await anyio.to_thread.run_sync(_lay_out, files, form, folder)
+    async def _run(self, files: RunFiles, form: PlanForm, folder: Path) -> AsyncGenerator[str]:
+        await anyio.to_thread.run_sync(_write_inputs, files, form, folder)
         with (folder / "plan.json").open("wb") as out:
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-c", _PROGRAM, *form.words(folder)),
+                *(sys.executable, "-P", "-c", _PROGRAM, *form.command_args(folder)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=asyncio.subprocess.PIPE,
                 limit=1 << 20,
-                start_new_session=True,  # a Ctrl-C is the dashboard's, which ends it
+                start_new_session=True,  # Ctrl-C goes to the dashboard, which kills it
             )
-        if self._is_closing:  # meanwhile
-            self._end()
+        if self._is_closing:  # closed during the start
+            self._kill()
         assert process.stderr is not None
-        told = ""
+        message = ""
         async for each in process.stderr:
-            told = each.decode("utf-8", "replace").strip().removeprefix("winnow: ")
-            yield _line(told=told)
+            message = each.decode("utf-8", "replace").strip().removeprefix("winnow: ")
+            yield _json_line(told=message)
         if await process.wait():
-            yield _line(error=told or "the plan was ended")
+            yield _json_line(error=message or "the plan was killed")
         else:
-            yield _line(plan=json.loads((folder / "plan.json").read_bytes()))
+            yield _json_line(plan=json.loads((folder / "plan.json").read_bytes()))
 
 
-def confine() -> None:
-    """Bound this process, which runs `winnow plan` and ends with the dashboard.
+def confine_process() -> None:
+    """Set the limits of this process, and end it with the dashboard.
 
-    A run's folder may be a stranger's: none of the code that it names is run.
+    The run may be another user's: code that its recipe names is refused.
     """
     end_with_parent()
-    refuse_user_code("is code that a run names, which the dashboard does not run; use winnow plan")
+    refuse_user_code("is code of the run, which the dashboard does not execute; use winnow plan")
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
 
 
-def _line(**body: Any) -> str:
+def _json_line(**body: Any) -> str:
     return json.dumps(body) + "\n"
 
 
-def _lay_out(files: RunFiles, form: PlanForm, folder: Path) -> None:
-    """Write what a plan needs of a run: its recipe, its model's config, lengths of answers."""
+def _write_inputs(files: RunFiles, form: PlanForm, folder: Path) -> None:
+    """Copy the inputs of a plan from a run: recipe, config.json of the model, answer lengths."""
     (folder / CONFIG).write_bytes(files.read(CONFIG))
     kept = [each for each in files.entries("checkpoints") if each.startswith("step-")]
     for name in (MODEL, *(f"checkpoints/{each}/model/{CONFIG_OF_MODEL}" for each in kept[-1:])):

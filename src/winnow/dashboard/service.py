@@ -122,11 +122,11 @@ class Dashboard:
         if site != "same-origin" or kind != "application/json":
             return _json({"error": "a plan is asked for by the dashboard's page, as JSON"}, 403)
         try:
-            form = PlanForm.read(await _body(request))
+            form = PlanForm.parse(await _body(request))
             runs = await anyio.to_thread.run_sync(self._pages.of, [_Query(request).text("run")])
         except WinnowError as error:
             return _refusal(error)
-        lines = self._planner.lines(runs[0].files, form)
+        lines = self._planner.stream(runs[0].files, form)
         return self._streaming(lines, "application/x-ndjson")
 
     async def _events(self, request: Request) -> Response:

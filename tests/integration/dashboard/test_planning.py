@@ -22,7 +22,7 @@ from tests.processes import descendants, is_alive
 from tests.services import listening
 
 from winnow.config.load import dump_config, load_recipe
-from winnow.dashboard.planning import PlanForm, _lay_out
+from winnow.dashboard.planning import PlanForm, _write_inputs
 from winnow.dashboard.runs import RunFiles
 from winnow.dashboard.service import Dashboard
 from winnow.observe.rollouts import RolloutGroup
@@ -64,14 +64,14 @@ def test_a_plan_is_made_of_copies_of_the_recipe_the_models_config_and_the_newest
     folder.mkdir()
     kept = RolloutGroup(group(1, "row-1", answer(3, 1.0), answer(15, 0.0)), "all_wrong")
     write_step(run, 1, [kept], "rollouts")
-    form = PlanForm.read(json.dumps({**ASKED, "lengths": "run", "price": 2.0}).encode())
-    _lay_out(RunFiles(fsspec.filesystem("file"), str(run), "copy"), form, folder)
+    form = PlanForm.parse(json.dumps({**ASKED, "lengths": "run", "price": 2.0}).encode())
+    _write_inputs(RunFiles(fsspec.filesystem("file"), str(run), "copy"), form, folder)
     assert (folder / "config.yaml").read_bytes() == (run / "config.yaml").read_bytes()
     assert json.loads((folder / "config.json").read_text()) == MODEL
     table = pq.read_table(folder / "rollouts" / "step-1.parquet")
     assert table["response_tokens"].to_pylist() == [3, 15]
     assert "prompt" not in table.column_names
-    assert form.words(folder) == [
+    assert form.command_args(folder) == [
         *("plan", str(folder / "config.yaml"), "--json", "--gpu=h100", "--nodes=1", "--gpus=2"),
         *("model.trust_remote_code=false", f"model.path={folder}", "warm_start=none"),
         *(f"--lengths={folder}", "--price-per-gpu-hour=2.0"),
@@ -85,7 +85,7 @@ def test_code_that_a_run_names_is_not_run(runs: Path, tmp_path: Path) -> None:
     (runs / "copy" / "config.yaml").write_text(dump_config(config))
     (runs / "copy" / "model.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
     lines = made(client(runs).post(PLAN, json=ASKED))
-    assert "is code that a run names, which the dashboard does not run" in lines[-1]["error"]
+    assert "is code of the run, which the dashboard does not execute" in lines[-1]["error"]
     assert "\n" not in lines[-1]["error"]
     assert not (tmp_path / "was-run").exists()
 
@@ -145,7 +145,7 @@ def test_one_plan_at_a_time_which_ends_with_its_client_and_with_the_dashboard(ru
             (first,) = planning(os.getpid())
             with ask(url) as second:
                 told = second.iter_lines()
-                assert "another plan is being made" in next(told)
+                assert "waiting for another plan" in next(told)
                 assert planning(os.getpid()) == [first]
         until(lambda: not planning(os.getpid()))
         with ask(url), ask(url):
