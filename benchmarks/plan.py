@@ -132,7 +132,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     from winnow.config.trainer import Fsdp2
     from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
     from winnow.learning.strategy import local
-    from winnow.plan.rank import make_full_batches, run_phases
+    from winnow.plan.rank import full_batches, run_phases
     from winnow.ranks.learner import make_learner
     from winnow.ranks.models import load_policy_model
 
@@ -155,7 +155,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     dist.all_reduce(torch.ones(1 << 10))
     cpu = torch.device("cpu")
     model = load_policy_model(config.model, folder, cpu, 0, hollow="shapes")
-    full = make_full_batches(config)
+    full = full_batches(config)
     gc.collect()
     before = resident("VmRSS")
     learning = make_learner(config, model, model.config.vocab_size, folder, mesh, Drawn)

@@ -35,13 +35,7 @@ from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import read_rollouts, rollout_files
-from winnow.plan.rank import (
-    PolicyRun,
-    RankRun,
-    count_microbatches,
-    count_stages,
-    microbatch_lengths,
-)
+from winnow.plan.rank import PolicyRun, RankRun, count_microbatches, full_lengths
 from winnow.plan.tracker import Peak, Phase, local_bytes
 from winnow.rollout.embedded.slots import cache_bytes
 from winnow.run.step_metrics import StepTokens
@@ -61,6 +55,7 @@ VLLM_UTILIZATION = 0.92
 HOST_ROLES = "weights", "gradients", "optimizer state"
 """Storage roles that an offloaded model keeps in host memory."""
 Figures = dict[str, Any]
+Layout = Sharded | Megatron
 
 
 @dataclass(frozen=True)
@@ -85,9 +80,7 @@ class Machine:
             for (flop, moved, is_half), times in phase.work.items()
         )
 
-    def phase_seconds(
-        self, strategy: Sharded | Megatron, phase: Phase, times: float, scale: float
-    ) -> float:
+    def phase_seconds(self, strategy: Layout, phase: Phase, times: float, scale: float) -> float:
         """Return the least seconds of a phase.
 
         Args:
@@ -100,9 +93,7 @@ class Machine:
             waiting, hidden = waiting + waits * taken, hidden + (not waits) * taken
         return max(self.roofline_seconds(phase) * scale, hidden) + waiting
 
-    def _collective(
-        self, strategy: Sharded | Megatron, kind: str, size: float
-    ) -> tuple[bool, float]:
+    def _collective(self, strategy: Layout, kind: str, size: float) -> tuple[bool, float]:
         """Return whether computation waits for a collective of `size` bytes, and its seconds."""
         if isinstance(strategy, Megatron):
             if kind in ("send", "recv"):
@@ -348,7 +339,7 @@ class RecipeEstimate:
 
     def _estimate_learning(self, rank: PolicyRun) -> Figures:
         deals = self._deal_updates(rank)
-        rounds, stages = _count_rounds(deals), count_stages(rank.strategy)
+        rounds, stages = _count_rounds(deals), getattr(rank.strategy, "pipeline", 1)
         sent, seconds, petaflop = Counter[str](), dict[str, float](), 0.0
         for name, phase, times, scale, once in self._phase_costs(rank, deals, deals):
             sent.update({kind: int(size * times) for kind, size in phase.sent.items()})
@@ -403,7 +394,7 @@ class RecipeEstimate:
             passes: deals of the step's samples in passes without gradients.
             updates: deals of the step's updates.
         """
-        full_B = np.array(microbatch_lengths(self.config, rank.max_tokens))
+        full_B = np.array(full_lengths(self.config, rank.max_tokens))
         full = work(full_B, self.rank.shape.hidden_size).sum()
         epochs, ran = self.config.trainer.epochs, count_microbatches(self.config)
         for name, phase in list(rank.tracker.phases.items())[1:]:

@@ -68,23 +68,21 @@ _CUDA: dict[str, Any] = {
 
 @contextlib.contextmanager
 def patched_megatron(
-    layout: Megatron, config: Any, tracked: type[Any], kernels_of: str
+    layout: Megatron, config: Any, tracked: type[Any], device_type: str
 ) -> Iterator[type[Any]]:
     """Yield Megatron's strategy class, patched for a simulated rank within the context.
 
     Args:
         config: configuration of the Hugging Face model.
         tracked: mixin of the strategy class.
-        kernels_of: type of device whose attention kernels are used.
+        device_type: type of device whose attention kernels are used.
 
     Raises:
         ConfigError: megatron-core is absent or too old.
     """
     shape = [0, 1, config.hidden_size]
 
-    def communicate_shapes(
-        _: Any, to_next: Any, to_previous: Any, previous: bool, following: bool
-    ) -> Any:
+    def shapes(_: Any, to_next: Any, to_previous: Any, previous: bool, following: bool) -> Any:
         return shape if previous else None, shape if following else None
 
     with contextlib.ExitStack() as patches:
@@ -104,10 +102,9 @@ def patched_megatron(
 
         from winnow.learning.megatron import MegatronStrategy
 
-        patch(
-            random, _get_cuda_rng_state=lambda **_: None, _set_cuda_rng_state=lambda *_, **__: None
-        )
-        patch(P2PCommunicator, _communicate_shapes=communicate_shapes)
+        patch(random, _get_cuda_rng_state=lambda **_: None)
+        patch(random, _set_cuda_rng_state=lambda *_, **__: None)
+        patch(P2PCommunicator, _communicate_shapes=shapes)
         patch(token_dispatcher, maybe_move_tensor_to_cpu=lambda tensor, **_: tensor)
         patch(token_dispatcher.MoEAlltoAllTokenDispatcher, preprocess=_route_evenly)
         patch(dist, broadcast_object_list=lambda *_, **__: None)
@@ -115,7 +112,7 @@ def patched_megatron(
         class TrackedMegatron(tracked, MegatronStrategy):  # type: ignore[misc]
             """Megatron's strategy on a simulated rank."""
 
-            kernels = kernels_of
+            kernels = device_type
 
             @property
             def local_modules(self) -> nn.Module:

@@ -22,7 +22,7 @@ from winnow.config.trainer import Fsdp2, Megatron
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
 from winnow.plan.estimate import Figures, Machine, RecipeEstimate
-from winnow.plan.rank import PolicyRun, count_stages, run_rank
+from winnow.plan.rank import PolicyRun, run_rank
 
 _SHAPES = Path(__file__).with_name("shapes")
 """Folders with the config.json of published models."""
@@ -76,7 +76,7 @@ def _run_stages(config: Config) -> list[PolicyRun]:
 
     Stages between hold no more than the first: at most as many layers and fewer micro-batches.
     """
-    last = count_stages(config.trainer.strategy) - 1
+    last = getattr(config.trainer.strategy, "pipeline", 1) - 1
     path = str(Path(config.model.path or "").expanduser())
     return [run_rank(config, path, stage=stage) for stage in sorted({0, last})]
 
@@ -90,9 +90,7 @@ def _load_for_machine(request: PlanRequest, change: Sequence[str] = ()) -> tuple
     given, machine = [*request.overrides, *change], request.machine
     config = load_recipe(request.recipe, given)
     if isinstance(config.sft, Demonstrations):
-        raise ConfigError(
-            "sft.train_files: SFT cannot be planned; use a recipe that samples answers"
-        )
+        raise ConfigError("sft.train_files: SFT cannot be planned; use a recipe that samples")
     other_gpus = estimate.gpus_of_other_roles(config)
     ranks = machine.nodes * machine.per_node - sum(other_gpus.values())
     if ranks < 1:

@@ -192,7 +192,7 @@ def _run_learner(
     strategy_class: Any = contextlib.nullcontext(strategy)
     if isinstance(chosen, Megatron):
         strategy_class = patched_megatron(chosen, model.config, TrackedStrategy, strategy.kernels)
-    full = make_full_batches(config)
+    full = full_batches(config)
     with _fake_group(cast("Sharded | Megatron", chosen), stage) as mesh, strategy_class as kind:
 
         def make(*args: Any, **options: Any) -> Strategy:
@@ -230,11 +230,9 @@ def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, 
     else:
         dtype = torch_dtype(section.dtype or config.model.dtype)
         model = load_reward_model(section.path, dtype, _CPU, hollow="shapes")
-    tracker, micro = (
-        DeviceTracker(_attention_flop(config, model, most)),
-        _make_full_batch(config, most),
-    )
-    fake, sharding = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), section.strategy
+    tracker = DeviceTracker(_attention_flop(config, model, most))
+    micro, sharding = _full_batch(config, most), section.strategy
+    fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_group(sharding) as mesh, fake, tracker:
         model.requires_grad_(role == "critic")
         strategy = TrackedFSDP2(model, mesh, Sharding(offload=sharding.offload), **options)
@@ -250,10 +248,7 @@ def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, 
 
 def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[int], float]:
     """Return the FLOP of packed attention over a full micro-batch, by query heads x head size."""
-    lengths, attention = (
-        np.array(microbatch_lengths(config, max_tokens)),
-        Attention.of(model.config),
-    )
+    lengths, attention = np.array(full_lengths(config, max_tokens)), Attention.of(model.config)
     whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
     return lambda width: whole * width
 
@@ -263,7 +258,7 @@ def _fake_group(strategy: Sharded | Megatron, stage: int = 0) -> Iterator[Device
     """Initialize a fake process group as the first rank of a stage."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = stage * strategy.ranks // count_stages(strategy)
+    rank = stage * strategy.ranks // getattr(strategy, "pipeline", 1)
     dist.init_process_group("fake", rank=rank, world_size=strategy.ranks, store=FakeStore())
     try:
         yield make_mesh("cpu", strategy.ranks, getattr(strategy, "replicas", 1))
@@ -271,17 +266,12 @@ def _fake_group(strategy: Sharded | Megatron, stage: int = 0) -> Iterator[Device
         dist.destroy_process_group()
 
 
-def count_stages(strategy: object) -> int:
-    """Return the number of pipeline stages."""
-    return strategy.pipeline if isinstance(strategy, Megatron) else 1
-
-
 def count_microbatches(config: Config) -> int:
     """Return the micro-batches of a simulated update: gradients accumulate, all stages are busy."""
-    return max(2, count_stages(config.trainer.strategy))
+    return max(2, getattr(config.trainer.strategy, "pipeline", 1))
 
 
-def microbatch_lengths(config: Config, max_tokens: int) -> list[int]:
+def full_lengths(config: Config, max_tokens: int) -> list[int]:
     """Return the sample lengths of a micro-batch that uses the whole token budget."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     lengths = [longest] * max(max_tokens // longest, 1)
@@ -289,16 +279,16 @@ def microbatch_lengths(config: Config, max_tokens: int) -> list[int]:
     return [*lengths, rest] if rest > 1 else lengths
 
 
-def make_full_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
+def full_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
     """Make micro-batches of policy and critic that use their whole token budgets."""
     tokens = config.trainer.microbatch_tokens
     critic_tokens = config.critic.microbatch_tokens or tokens
-    return _make_full_batch(config, tokens), _make_full_batch(config, critic_tokens)
+    return _full_batch(config, tokens), _full_batch(config, critic_tokens)
 
 
-def _make_full_batch(config: Config, max_tokens: int) -> MicroBatch:
+def _full_batch(config: Config, max_tokens: int) -> MicroBatch:
     """Make a micro-batch of `max_tokens` tokens from the longest samples."""
-    ids = [np.zeros(length, np.int64) for length in microbatch_lengths(config, max_tokens)]
+    ids = [np.zeros(length, np.int64) for length in full_lengths(config, max_tokens)]
     batch = pack_sequences(ids, last=config.rollout.max_response_tokens)
     T = len(batch.token_ids)
     batch.columns.update({name: torch.zeros(T) for name in _COLUMNS})
@@ -315,7 +305,7 @@ def run_phases(
     """Fill the optimizers, then run a step's passes and one update of each trained model.
 
     Args:
-        full: micro-batches of `make_full_batches`.
+        full: micro-batches of `full_batches`.
         begin: called with the name of each phase at its start.
     """
     learners = {**learning.others, "policy": learning.policy}

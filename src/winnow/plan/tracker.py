@@ -171,7 +171,7 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._track_storage(tensor, func)
         # Views, device queries and empty allocations move no bytes.
         if not func.is_view and func.namespace != "prim" and "empty" not in func.__name__:
-            self._count_work(func, args, kwargs or {}, out, outputs)
+            self._count(func, args, kwargs or {}, out, outputs)
         return out
 
     def _track_storage(self, tensor: Tensor, func: Any) -> None:
@@ -199,9 +199,7 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((entry, entry.bytes, size))
             entry.bytes = size
 
-    def _count_work(
-        self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]
-    ) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor]) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         name = func._overloadpacket.__name__.strip("_")
         if func.namespace == "c10d":
