@@ -22,18 +22,13 @@ def plan_command(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
     gpu: Annotated[str, typer.Option(help="GPU model.")] = "h100-80",
     mean_response: Annotated[
-        float | None,
-        typer.Option(min=1, help="Mean tokens of an answer; default: a quarter of the limit."),
+        float | None, typer.Option(min=1, help="Mean answer tokens; default: limit / 4.")
     ] = None,
     lengths: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Use the answer lengths of this run."),
+        Path | None, typer.Option(metavar="RUN", help="Use the answer lengths of this run.")
     ] = None,
     price: Annotated[
-        float | None,
-        typer.Option(
-            "--price-per-gpu-hour", min=0.0, help="Price of a GPU hour, to print the cost."
-        ),
+        float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="To print the cost.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     trust: Annotated[

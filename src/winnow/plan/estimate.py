@@ -359,10 +359,9 @@ class RecipeEstimate:
     @cached_property
     def separate(self) -> dict[str, Figures]:
         """Peak memory and seconds per step of each model on separate ranks, by role."""
-        ranks = self.rank.separate
-        return {role: self._estimate_separate(role, rank) for role, rank in ranks.items()}
+        return {role: self._separate(role, rank) for role, rank in self.rank.separate.items()}
 
-    def _estimate_separate(self, role: str, rank: RankRun) -> Figures:
+    def _separate(self, role: str, rank: RankRun) -> Figures:
         ranks, width, roles = rank.strategy.ranks, self.rank.shape.hidden_size, Roles(self.config)
         lengths_B = np.sort(self.prompts_B + self.answers_B)[::-1]
         whole = deal(lengths_B, rank.max_tokens, ranks, width)
@@ -378,11 +377,10 @@ class RecipeEstimate:
         """Deal the samples of each update of a step to the ranks."""
         strategy, sequence = rank.strategy, getattr(rank.strategy, "sequence", 1)
         shares = strategy.data if isinstance(strategy, Megatron) else strategy.ranks // sequence
-        groups, seed = self.config.sampling.groups_per_step, self.config.run.seed
-        updates = cut_updates(groups, self.config.groups_per_update, (seed, 1, 0))
+        groups, width = self.config.sampling.groups_per_step, self.rank.shape.hidden_size
+        updates = cut_updates(groups, self.config.groups_per_update, (self.config.run.seed, 1, 0))
         lengths = (self.prompts_B + self.answers_B).reshape(groups, self.config.rollout.n)
         sorted_lengths = (np.sort(lengths[update].ravel())[::-1] for update in updates)
-        width = self.rank.shape.hidden_size
         return [deal(each, rank.max_tokens, shares, width) for each in sorted_lengths]
 
     def _phase_costs(

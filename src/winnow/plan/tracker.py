@@ -53,7 +53,7 @@ class TrackedStorage:
 class Phase:
     """Operations and collectives of one phase of a step."""
 
-    first_event: int
+    start: int
     """Index of its first allocation event."""
     work: Counter[Work] = field(default_factory=Counter)
     """Number of operations of each cost."""
@@ -111,8 +111,7 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peak(self, phase: str, without: Collection[str] = ()) -> Peak:
         """Return the peak memory of a phase, excluding storages of the roles in `without`."""
-        first = self.phases[phase].first_event
-        starts = (each.first_event for each in self.phases.values())
+        first, starts = self.phases[phase].start, [each.start for each in self.phases.values()]
         end = next((start for start in starts if start > first), len(self._events))
         changes = (0 if h.role in without else after - b for h, b, after in self._events[:end])
         totals = list(itertools.accumulate(changes))
