@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from winnow.builders.preflight import lockstep_notes
 from winnow.builders.topology import Topology
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.opening import code_hashes
@@ -193,6 +194,7 @@ def build(
     gpu = str(placed.machine.get("device", ""))
     peak = config.observe.peak_tflops or device_peak(gpu, config.model.dtype)
     notes = (*_notes(source, held_out, config), *kl_notes(config), *notices(config))
+    notes += tuple(lockstep_notes(config, policy.model.config))
     base = make_base(context, evaluator, loader, parts)
     return Run(
         **vars(replace(base, notes=notes)),
