@@ -229,14 +229,69 @@ def cost_of_32b() -> str:
     )
 
 
+PUBLISHED = {
+    "0.6B, 16k, 1 x H100": ("qwen3-0.6b", 16384, 1, "h100", False, 12.53, 0.996, 1.38),
+    "0.6B, 65k, 1 x H100": ("qwen3-0.6b", 65536, 1, "h100", False, 19.56, 6.088, 6.46),
+    "0.6B LoRA, 16k, 1 x H100": ("qwen3-0.6b", 16384, 1, "h100", True, 5.1, 1.23, 1.23),
+    "4B, 16k, 8 x H100": ("qwen3-4b", 16384, 8, "h100", False, 17.10, 2.344, 5.04),
+    "4B, 65k, 8 x H200": ("qwen3-4b", 65536, 8, "h200", False, 36.10, 14.945, 17.75),
+    "4B LoRA, 65k, 1 x H100": ("qwen3-4b", 65536, 1, "h100", True, 42.0, 15.74, 15.74),
+    "30B-A3B, 16k, 8 x H100": ("qwen3-30b-a3b", 16384, 8, "h100", False, 74.59, 4.087, 21.44),
+}
+"""Rows of prime-rl's benchmarks/baselines (RL trainer, January and February 2026): model, tokens of
+the sequence of a micro-batch, GPUs, whether LoRA of rank 16; peak GiB; seconds of a micro-batch by
+step_time, and by throughput, in which full rows write their weights between steps."""
+
+
+def published() -> str:
+    """Plan what prime-rl published, and return a table of both."""
+    import winnow.plan
+    from winnow.config.load import load_recipe
+    from winnow.plan.estimate import ENGINE_GB_S, PEAK, Efficiency, Machine, find_gpu
+    from winnow.plan.rank import run_rank
+
+    lines = ["| row | GiB | published | off | s at least | expected | step_time | expected / it |"]
+    lines[0] += " with publication | throughput | expected / it |"
+    lines.append("|---" * 11 + "|")
+    for name, (model, tokens, ranks, gpu, is_lora, gib, step_s, all_s) in PUBLISHED.items():
+        folder = str(Path(winnow.plan.__file__).with_name("shapes") / model)
+        own = [f"model.path={folder}", "data.max_prompt_tokens=1024", *BASE[3:]]
+        own += [f"rollout.max_response_tokens={tokens - 1024}", "trainer.mini_batch_groups=null"]
+        own += [f"trainer.microbatch_tokens={tokens}", "trainer/strategy=fsdp2"]
+        own += [f"{STRATEGY}ranks={ranks}", *(["model/adapter=lora"] if is_lora else [])]
+        rank = run_rank(load_recipe("dapo_qwen2.5_32b", own), folder)
+        update, optimizer = (rank.tracker.phases[f"policy {x}"] for x in ("update", "optimizer"))
+        peak = rank.tracker.peak("policy update").bytes / GIB
+        # prime-rl keeps frozen weights in float32, where the plan has them in bfloat16.
+        peak += 2 * rank.parameters["policy"] * is_lora / GIB
+        both = []
+        for efficiency in (PEAK, Efficiency()):
+            machine = Machine(*find_gpu(gpu), 1, 8, efficiency)
+            times = (machine.phase_seconds(rank.strategy, x, 0.5, 0.5) for x in (update, optimizer))
+            both.append(sum(times))  # two micro-batches a step
+        least, likely = both
+        whole = likely + rank.parameters["policy"] * (not is_lora) / ENGINE_GB_S / 1e9
+        lines.append(
+            f"| {name} | {peak:.2f} | {gib:.2f} | {peak / gib - 1:+.1%} | {least:.2f} "
+            f"| {likely:.2f} | {step_s:.2f} | {likely / step_s:.2f} | {whole:.2f} | {all_s:.2f} "
+            f"| {whole / all_s:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int)
+    parser.add_argument("--published", action="store_true")
     parser.add_argument("--folder", default="")
     parser.add_argument("--store", default="")
     asked = parser.parse_args()
+    if asked.published:
+        published()
+        return
     if asked.rank is not None:
         be_rank(asked.only[0], asked.folder, asked.store, asked.rank)
     rows: list[tuple[str, float, float]] = []

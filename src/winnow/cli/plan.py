@@ -18,7 +18,9 @@ def plan_command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over the recipe's.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes; ranks fill them.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes; default: as many as the recipe takes.")
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs per node.")] = 8,
     gpu: Annotated[str, typer.Option(help="GPU model.")] = "h100-80",
     mean_response: Annotated[
@@ -30,6 +32,10 @@ def plan_command(
     price: Annotated[
         float | None, typer.Option("--price-per-gpu-hour", min=0.0, help="To print the cost.")
     ] = None,
+    efficiency: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SHARE", help="Reached share of products, attention, bandwidth."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Allow code named by another user's run.")
@@ -40,12 +46,12 @@ def plan_command(
     Example: winnow plan dapo_qwen2.5_32b --nodes 16 --gpus 8
     """
     with gc_tuning.growing():
-        from winnow.plan.estimate import Machine, find_gpu
+        from winnow.plan.estimate import Efficiency, Machine, find_gpu
         from winnow.plan.plan import PlanRequest, format_plan, make_plan
 
     if lengths is not None and mean_response is not None:
         raise ConfigError("--lengths and --mean-response exclude each other; pass one of them")
-    machine = Machine(*find_gpu(gpu), nodes, gpus)
+    machine = Machine(*find_gpu(gpu), nodes or 0, gpus, Efficiency.parse(efficiency or ()))
     on_progress = partial(typer.echo, err=True)
     settings = tuple(overrides or ())
     plan = make_plan(

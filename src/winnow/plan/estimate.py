@@ -12,10 +12,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,14 +24,14 @@ import pyarrow.compute as pc
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from winnow.builders.preflight import deal_updates, lockstep
 from winnow.config.model import NoAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import Megatron, Sharded
+from winnow.config.trainer import Megatron, RayCluster, Sharded, SyncMode
 from winnow.errors import ConfigError
 from winnow.learning.balance import Deal, deal, work
-from winnow.learning.batch import cut_updates
 from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
@@ -58,6 +59,38 @@ Figures = dict[str, Any]
 Layout = Sharded | Megatron
 
 
+class Efficiency(NamedTuple):
+    """Shares of a GPU's peaks that a run is expected to reach; docs/plan.md has their origin."""
+
+    products: float = 0.8
+    """Share of the peak arithmetic in matrix products."""
+    attention: float = 0.75
+    """Share of the peak arithmetic in attention kernels."""
+    bandwidth: float = 0.35
+    """Share of the memory bandwidth, in eager kernels and their launches."""
+
+    @classmethod
+    def parse(cls, settings: Sequence[str]) -> Efficiency:
+        """Parse settings such as `attention=0.4`.
+
+        Raises:
+            ConfigError: the name is unknown, or the value is not in (0, 1].
+        """
+        values = dict[str, float]()
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            with suppress(ValueError):
+                values[name] = float(value)
+            if name not in cls._fields or not 0 < values.get(name, 0) <= 1:
+                names = ", ".join(cls._fields)
+                raise ConfigError(f"--efficiency {setting}: use NAME=SHARE in (0, 1] of {names}")
+        return cls(**values)
+
+
+PEAK = Efficiency(1.0, 1.0, 1.0)
+"""Efficiency of lower bounds."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Nodes with GPUs of one kind."""
@@ -65,7 +98,9 @@ class Machine:
     name: str
     gpu: Gpu
     nodes: int
+    """Number of nodes; 0: as many as the recipe needs."""
     per_node: int
+    efficiency: Efficiency = PEAK
 
     @property
     def limit_gib(self) -> float:
@@ -74,11 +109,18 @@ class Machine:
 
     def roofline_seconds(self, phase: Phase) -> float:
         """Return the roofline time of a phase: the larger of FLOP and bytes of each operation."""
-        peaks, bandwidth = (self.gpu.float32, self.gpu.bfloat16), self.gpu.memory_gb_s * 1e9
+        gpu, share = self.gpu, self.efficiency
+        peaks = {"float32": gpu.float32 * share.products, "bfloat16": gpu.bfloat16 * share.products}
+        peaks["attention"] = gpu.bfloat16 * share.attention
         return sum(
-            times * max(flop / (peaks[is_half] * 1e12), moved / bandwidth)
-            for (flop, moved, is_half), times in phase.work.items()
+            times * max(flop / (peaks[unit] * 1e12), moved / self.memory_bytes_s)
+            for (flop, moved, unit), times in phase.work.items()
         )
+
+    @property
+    def memory_bytes_s(self) -> float:
+        """Memory bandwidth of a GPU that kernels reach."""
+        return self.gpu.memory_gb_s * 1e9 * self.efficiency.bandwidth
 
     def phase_seconds(self, strategy: Layout, phase: Phase, times: float, scale: float) -> float:
         """Return the least seconds of a phase.
@@ -141,20 +183,6 @@ def find_gpu(name: str) -> tuple[str, Gpu]:
     return name.lower(), by_name[name.lower()]
 
 
-def draw_lengths(config: Config, mean: float | None) -> tuple[IntArray, IntArray]:
-    """Draw lengths of prompts and answers [B], log-normal with a long tail, clipped to the limits.
-
-    Args:
-        mean: mean tokens of an answer before clipping; None: a quarter of the limit.
-    """
-    limit = config.rollout.max_response_tokens
-    count = config.sampling.groups_per_step * config.rollout.n
-    mu, deviation = np.log(mean or limit / 4), 0.8
-    answers = np.random.default_rng(0).lognormal(mu - deviation**2 / 2, deviation, count)
-    prompts = np.full(count, max(config.data.max_prompt_tokens // 8, 1))
-    return prompts, np.clip(answers, 1, limit).astype(np.int64)
-
-
 def read_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
     """Read lengths of prompts and answers [B] of a run's newest steps.
 
@@ -193,17 +221,61 @@ def gpus_of_other_roles(config: Config) -> dict[str, int]:
     return gpus
 
 
-def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, rank_gib: float) -> Figures:
+def check_placement(config: Config, machine: Machine) -> None:
+    """Check that a recipe's processes have as many GPUs as they take.
+
+    Raises:
+        ConfigError: names the keys to change.
+    """
+    roles, cluster, per_node = Roles(config), config.cluster, machine.per_node
+    ranks, others = roles["policy"].count, sum(gpus_of_other_roles(config).values())
+    gpus, given = machine.nodes * per_node, f"--nodes {machine.nodes} --gpus {per_node}"
+    if ranks + others > gpus:
+        used = [role for role in roles if role.gpus]
+        raise ConfigError(
+            f"{given} have {gpus} GPUs, and {' and '.join(role.count_text for role in used)} take "
+            f"{ranks + others}; add GPUs, or lower {', '.join(role.key for role in used)}"
+        )
+    nodes = cluster.nodes if isinstance(cluster, RayCluster) else 1
+    if not getattr(cluster, "pools", {}) and ranks > nodes * per_node:
+        raise ConfigError(
+            f"trainer.strategy.ranks={ranks} on {nodes} node{'s' * (nodes > 1)} need more than its "
+            f"{per_node} GPUs; set cluster=ray cluster.nodes={math.ceil(ranks / per_node)}"
+        )
+    for name, pool in getattr(cluster, "pools", {}).items():
+        width = min((role.width for role in roles if role.place == name and role.gpus), default=1)
+        if pool.per_node * width > per_node:
+            raise ConfigError(
+                f"cluster.pools.{name}.per_node={pool.per_node} take {pool.per_node * width} GPUs, "
+                f"and a node has {per_node}; lower it, and raise nodes of the pool"
+            )
+
+
+def count_nodes(config: Config, per_node: int) -> int:
+    """Return the number of nodes that a recipe's processes take."""
+    cluster = config.cluster
+    gpus = Roles(config)["policy"].count + sum(gpus_of_other_roles(config).values())
+    pools = sum(pool.nodes for pool in getattr(cluster, "pools", {}).values())
+    return max(getattr(cluster, "nodes", 1), pools, math.ceil(gpus / per_node))
+
+
+def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: Figures) -> Figures:
     """Estimate the memory of an engine on each of its GPUs.
 
     Args:
-        rank_gib: peak memory of a rank on the same GPU, if shared.
+        memory: figures of the ranks, which keep their peak on shared GPUs, or what is resident
+            if engines sleep while ranks learn.
     """
     engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
-    utilization = getattr(engine, "extra", {}).get("gpu_memory_utilization", VLLM_UTILIZATION)
-    alone = machine.gpu.memory_gib * float(utilization) - RESERVED_GIB
-    is_beside = engines_share_gpus(config) and not getattr(engine, "sleep", False)
-    room = min(alone, machine.limit_gib - rank_gib * is_beside)
+    share = getattr(engine, "extra", {}).get("gpu_memory_utilization", VLLM_UTILIZATION)
+    if engine.name == "vllm":
+        share = getattr(engine, "memory_share", None) or share
+    alone = machine.gpu.memory_gib * float(share) - RESERVED_GIB
+    sleeps = getattr(engine, "sleep", False)
+    if sleeps is None:  # engines and ranks of one GPU take turns
+        sleeps = isinstance(config.trainer.mode, SyncMode)
+    beside = memory["resident_gib" if sleeps else "peak_gib"] * engines_share_gpus(config)
+    room = min(alone, machine.limit_gib - beside)
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
     whole = rank.parameters["policy"] * dtype.itemsize / GIB
     row = cache_bytes(rank.shape, dtype, longest_tokens(config)) / GIB
@@ -226,22 +298,26 @@ def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, rank_gib:
     }
 
 
-def suggest_engine(engine: Figures, config: Config, machine: Machine) -> list[str] | None:
-    """Return overrides that make an engine fit; None if there are none.
+def suggest_engines(engine: Figures, config: Config) -> Iterator[list[str]]:
+    """Yield overrides that may make an engine fit, best first.
 
     A smaller cache if the longest answer fits and weights take no more than half of the GPU; else
-    tensor-parallel engines, which get half of the GPUs if they had none.
+    tensor-parallel engines, which take turns with the ranks on all GPUs, or get half of them.
     """
     free, split = engine["room_gib"] - engine["weights_gib"], engine["gpus_advised"]
     if free >= engine["longest_row_gib"] and engine["gpus_each"] >= (split or 1):
-        return [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
+        yield [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
     if split is None:
-        return None
-    given = ["rollout/engine=vllm", f"rollout.engine.tensor_parallel={split}"]
-    if engines_share_gpus(config):
-        half = machine.nodes * machine.per_node // 2
-        given.append(f"rollout.engine.processes={half // split}")
-    return [*given, "rollout.engine.cache_gib=null"]
+        return
+    at, roles = "rollout.engine", Roles(config)
+    vllm = ["rollout/engine=vllm", f"{at}.tensor_parallel={split}", f"{at}.cache_gib=null"]
+    if not engines_share_gpus(config):
+        yield [*vllm, f"{at}.processes={max(roles['rollout'].gpus // split, 1)}"]
+        return
+    yield ["cluster.share_devices=true", *vllm, f"{at}.processes=null"]
+    ranks = roles["policy"].count
+    half = ranks // 2
+    yield [f"trainer.strategy.ranks={ranks - half}", *vllm, f"{at}.processes={half // split}"]
 
 
 @dataclass(frozen=True)
@@ -271,6 +347,13 @@ class RecipeEstimate:
             "transfers": self.transfers,
             "run": self.run,
         }
+
+    def times(self) -> Figures:
+        """Return the figures that depend on the machine's efficiency."""
+        seconds = {role: {"seconds": each["seconds"]} for role, each in self.separate.items()}
+        rollout = {name: self.engine[name] for name in ("rollout_seconds",) if name in self.engine}
+        learning = {"seconds": self.learning["seconds"]}
+        return {"learning": learning, "apart": seconds, "engine": rollout, "run": self.run}
 
     def faults(self) -> Iterator[str]:
         """Yield an error text for each reason why the recipe cannot run on these GPUs."""
@@ -324,6 +407,7 @@ class RecipeEstimate:
         return {
             "peak_gib": peaks[phase].bytes / GIB,
             "peak_within": phase,
+            "resident_gib": 0.0 if offloads else tracker.live_bytes(HOST_ROLES) / GIB,
             "limit_gib": self.machine.limit_gib,
             "host_gib": tracker.live_bytes(HOST_ROLES) / GIB if offloads else 0.0,
             "peaks_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
@@ -348,7 +432,7 @@ class RecipeEstimate:
             seconds[name] = (1 + flushes * (stages - 1) / rounds) * once
             petaflop += scale * sum(flop * times for (flop, *_), times in phase.work.items()) / 1e15
         return {
-            "lockstep": sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals),
+            "lockstep": lockstep(deals),
             "micro_batches": rounds,
             **({"bubble": 1 - 1 / (1 + len(deals) * (stages - 1) / rounds)} if stages > 1 else {}),
             "petaflop": petaflop,
@@ -374,14 +458,8 @@ class RecipeEstimate:
         }
 
     def _deal_updates(self, rank: RankRun) -> list[Deal]:
-        """Deal the samples of each update of a step to the ranks."""
-        strategy, sequence = rank.strategy, getattr(rank.strategy, "sequence", 1)
-        shares = strategy.data if isinstance(strategy, Megatron) else strategy.ranks // sequence
-        groups, width = self.config.sampling.groups_per_step, self.rank.shape.hidden_size
-        updates = cut_updates(groups, self.config.groups_per_update, (self.config.run.seed, 1, 0))
-        lengths = (self.prompts_B + self.answers_B).reshape(groups, self.config.rollout.n)
-        sorted_lengths = (np.sort(lengths[update].ravel())[::-1] for update in updates)
-        return [deal(each, rank.max_tokens, shares, width) for each in sorted_lengths]
+        lengths_B, width = self.prompts_B + self.answers_B, self.rank.shape.hidden_size
+        return deal_updates(self.config, lengths_B, rank.strategy, rank.max_tokens, width)
 
     def _phase_costs(
         self, rank: RankRun, passes: list[Deal], updates: list[Deal]
@@ -410,16 +488,16 @@ class RecipeEstimate:
     def engine(self) -> Figures:
         """Memory of an engine, and the least seconds in which engines generate a step's answers."""
         rank, config, machine = self.rank, self.config, self.machine
-        engine = estimate_engine(rank, config, machine, self.memory["peak_gib"])
+        engine = estimate_engine(rank, config, machine, self.memory)
         if not engine["fits"]:
             return engine
         # Each decoding step reads the weights and half of the final KV cache of its rows.
         share = (self.prompts_B + self.answers_B).mean() / longest_tokens(config)
         row = engine["longest_row_gib"] * share
         rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
-        read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
+        read = (engine["weights_gib"] + rows * row / 2) * GIB / machine.memory_bytes_s
         computed = 2 * rank.learning.passes.parameters * rows / engine["gpus_each"]
-        computed /= machine.peak_tflop_s(config) * 1e12
+        computed /= machine.peak_tflop_s(config) * 1e12 * machine.efficiency.products
         ticks = max(self.answers_B.sum() / engine["engines"] / rows, self.answers_B.max())
         return engine | {"rollout_seconds": float(max(read, computed) * ticks)}
 

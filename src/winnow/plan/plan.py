@@ -6,19 +6,22 @@ recipe ─► ranks of the machine ─► run_rank (fake tensors) ─► figures
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
+from winnow.builders.preflight import draw_lengths, lockstep_notes
 from winnow.checkpoints.strangers import require_trusted_start
 from winnow.config.data import Demonstrations
 from winnow.config.load import load_recipe
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
-from winnow.config.trainer import Fsdp2, Megatron
+from winnow.config.trainer import Fsdp2, Megatron, RayCluster
 from winnow.errors import ConfigError, ModelError
 from winnow.plan import estimate
 from winnow.plan.estimate import Figures, Machine, RecipeEstimate
@@ -54,21 +57,44 @@ def make_plan(request: PlanRequest) -> Figures:
         ConfigError: the recipe cannot be planned.
         ModelError: a model has no config.json or an unsupported one.
     """
-    machine, (given, config) = request.machine, _load_for_machine(request)
+    settings, config = _load_for_machine(request)
+    nodes = request.machine.nodes or estimate.count_nodes(config, request.machine.per_node)
+    machine = replace(request.machine, nodes=nodes)
+    request = replace(request, machine=machine)
+    estimate.check_placement(config, machine)
     require_trusted_start(config, request.recipe, request.overrides, request.trusts_code)
     described = _find_models(config, request.on_progress)
     request.on_progress(f"running one of {Roles(config)['policy'].count} ranks on fake tensors")
     stages = _run_stages(described)
     plan: Figures = {
         "recipe": request.recipe,
-        "machine": {"gpu": machine.name, "nodes": machine.nodes, "gpus_each": machine.per_node},
-        "overrides": given,
+        "machine": {"gpu": machine.name, "nodes": nodes, "gpus_each": machine.per_node},
+        "placement": _placement(config),
+        "overrides": settings,
+        "command": _command(request.recipe, settings),
         "parameters": stages[0].parameters,
         **_estimate(request, config, stages),
     }
     if plan["faults"]:
         plan["change"] = _find_change(request, config, stages, plan)
     return plan
+
+
+def _placement(config: Config) -> str:
+    """Describe the processes of a recipe. Example: `8 ranks of the policy, 2 engines of 4 GPUs`."""
+    widths = (f" of {role.width} GPUs" * (role.width > 1) for role in Roles(config))
+    return ", ".join(r.count_text + width for r, width in zip(Roles(config), widths, strict=True))
+
+
+def _command(recipe: str, settings: Sequence[str]) -> str:
+    """Return the command that trains a recipe with settings, of which the last of a key counts."""
+    last = dict[str, str]()
+    for setting in settings:
+        key = setting.partition("=")[0]
+        if last.get(key) != setting:
+            last.pop(key, None)
+            last[key] = setting
+    return shlex.join(["winnow", "train", recipe, *last.values()])
 
 
 def _run_stages(config: Config) -> list[PolicyRun]:
@@ -81,29 +107,32 @@ def _run_stages(config: Config) -> list[PolicyRun]:
     return [run_rank(config, path, stage=stage) for stage in sorted({0, last})]
 
 
-def _load_for_machine(request: PlanRequest, change: Sequence[str] = ()) -> tuple[list[str], Config]:
-    """Load the recipe with ranks on every GPU that other roles leave; also returns its overrides.
+def _load_for_machine(request: PlanRequest) -> tuple[list[str], Config]:
+    """Load a recipe, with ranks on every free GPU if it has none; also returns its overrides.
 
     Raises:
         ConfigError: no GPU is left for ranks, or the recipe samples nothing.
     """
-    given, machine = [*request.overrides, *change], request.machine
-    config = load_recipe(request.recipe, given)
+    settings, machine = [*request.overrides], request.machine
+    config = load_recipe(request.recipe, settings)
     if isinstance(config.sft, Demonstrations):
         raise ConfigError("sft.train_files: SFT cannot be planned; use a recipe that samples")
-    other_gpus = estimate.gpus_of_other_roles(config)
-    ranks = machine.nodes * machine.per_node - sum(other_gpus.values())
+    if isinstance(config.trainer.strategy, Fsdp2 | Megatron):
+        return settings, config
+    nodes = machine.nodes or 1
+    ranks = nodes * machine.per_node - sum(estimate.gpus_of_other_roles(config).values())
     if ranks < 1:
-        neighbours = [role for role in Roles(config) if role.gpus and role.place in other_gpus]
+        neighbours = [role for role in Roles(config) if role.gpus]
         raise ConfigError(
-            f"--nodes {machine.nodes} --gpus {machine.per_node} leave no GPU for ranks after "
+            f"--nodes {nodes} --gpus {machine.per_node} leave no GPU for ranks after "
             f"{' and '.join(role.count_text for role in neighbours)}; add GPUs, or lower "
             f"{', '.join(role.key for role in neighbours)}"
         )
-    if not isinstance(config.trainer.strategy, Fsdp2 | Megatron):
-        given.append("trainer/strategy=fsdp2")
-    given.append(f"trainer.strategy.ranks={ranks}")
-    return given, load_recipe(request.recipe, given)
+    if nodes > 1 and not isinstance(config.cluster, RayCluster):
+        ranks -= ranks % nodes
+        settings += ["cluster=ray", f"cluster.nodes={nodes}"]
+    settings += ["trainer/strategy=fsdp2", f"trainer.strategy.ranks={ranks}"]
+    return settings, load_recipe(request.recipe, settings)
 
 
 def _find_models(config: Config, on_progress: Callable[[str], object] = str) -> Config:
@@ -145,38 +174,51 @@ def find_published_shape(path: str) -> Path | None:
 def _estimate(request: PlanRequest, config: Config, stages: Sequence[PolicyRun]) -> Figures:
     """Return all figures and faults of a recipe whose ranks were simulated."""
     if request.lengths is None:
-        lengths = estimate.draw_lengths(config, request.mean_response)
+        lengths = draw_lengths(config, request.mean_response)
     else:
         lengths = estimate.read_lengths(config, request.lengths)
-    return RecipeEstimate(config, request.machine, stages, *lengths, request.price).figures()
+    likely = RecipeEstimate(config, request.machine, stages, *lengths, request.price)
+    least = replace(likely, machine=replace(request.machine, efficiency=estimate.PEAK))
+    notes = list(lockstep_notes(config, stages[0].shape, sum(lengths)))
+    return {"notes": notes, **least.figures(), "expected": likely.times()}
 
 
 def _find_change(
     request: PlanRequest, config: Config, stages: list[PolicyRun], plan: Figures
 ) -> Figures | None:
     """Find the first change after which the recipe fits; None if none does."""
-    machine, is_full = request.machine, plan["memory"]["peak_gib"] > request.machine.limit_gib
-    for change in list_changes(config) if is_full or stages[0].refusal else [[]]:
-        words, ran, found, beside = [*change], config, stages, 0.0
-        for _ in range(2):  # with an engine that would fit alone, then beside what a rank takes
+    machine, simulated = request.machine, [(config, stages)]
+    is_full = plan["memory"]["peak_gib"] > machine.limit_gib or stages[0].refusal
+    for change in list_changes(config) if is_full else [[]]:
+        attempts = [change]
+        for settings in attempts:
+            whole = [*plan["overrides"], *settings]
             try:
-                _, tried = _load_for_machine(request, words)
-                engine = estimate.estimate_engine(found[0], tried, machine, beside)
-                if not engine["fits"]:
-                    words += estimate.suggest_engine(engine, tried, machine) or []
-                    _, tried = _load_for_machine(request, words)
-                if (tried.trainer, tried.model) != (ran.trainer, ran.model):
-                    request.on_progress(f"trying {' '.join(words)}")
-                    ran, found = tried, _run_stages(_find_models(tried))
+                tried = load_recipe(request.recipe, whole)
+                estimate.check_placement(tried, machine)
+                ranks = next((r for c, r in simulated if _learns_alike(c, tried)), None)
+                if ranks is None:
+                    request.on_progress(f"trying {' '.join(settings)}")
+                    ranks = _run_stages(_find_models(tried))
+                    simulated.append((tried, ranks))
             except (ConfigError, ModelError):
-                break  # heads or ranks do not divide
-            figures = _estimate(request, tried, found)
+                continue  # heads, ranks or GPUs do not divide, or roles exclude each other
+            figures = _estimate(request, tried, ranks)
             memory = {name: figures["memory"][name] for name in ("peak_gib", "host_gib")}
             if not figures["faults"]:
-                rows = figures["engine"]["rows"]
-                return {"set": words, **memory, "rows": rows, **figures["run"]}
-            beside = memory["peak_gib"]
+                rows, command = figures["engine"]["rows"], _command(request.recipe, whole)
+                parts = {"set": settings, "placement": _placement(tried), "command": command}
+                parts |= {"notes": figures["notes"], **memory, "rows": rows}
+                return parts | figures["run"] | {"expected": figures["expected"]["run"]}
+            if settings is change and memory["peak_gib"] <= machine.limit_gib:
+                engines = estimate.suggest_engines(figures["engine"], tried)
+                attempts += [[*change, *more] for more in engines]
     return None
+
+
+def _learns_alike(first: Config, second: Config) -> bool:
+    """Return whether two recipes have the same simulated ranks."""
+    return (first.trainer, first.model) == (second.trainer, second.model)
 
 
 def list_changes(config: Config) -> list[list[str]]:
@@ -203,24 +245,40 @@ def format_plan(plan: Figures) -> str:
     """Format a plan as text; figures have the names of the JSON output."""
     machine, change = plan["machine"], plan.get("change")
     size = f"{machine['nodes']} x {machine['gpus_each']} {machine['gpu']}"
-    told = [f"{plan['recipe']} on {size}: {' '.join(plan['overrides'])}"]
-    told += [f"FAULT: {fault}" for fault in plan["faults"]]
+    chosen, lines = change or plan, [f"{plan['recipe']} on {size}: {plan['placement']}"]
+    lines += [f"FAULT: {fault}" for fault in plan["faults"]]
     if change:
-        told.append(f"FITS with {' '.join(change['set'])}")
+        lines.append(f"FITS with {' '.join(change['set'])}: {change['placement']}")
     elif plan["faults"]:
-        told.append("No tried change makes it fit: use more or larger GPUs")
-    figures = {name: value for name, value in plan.items() if name not in ("recipe", "machine")}
-    lines = [(line, "  ") for line in told]
-    lines += [(line, " " * 21) for line in _format_figures(figures)]
+        lines.append("No tried change makes it fit: use more or larger GPUs")
+    else:
+        lines.append("FITS as it is")
+    lines += chosen["notes"]
     wrap = partial(fill, width=80, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(wrap(line, subsequent_indent=indent) for line, indent in lines)
+    text = [wrap(line, subsequent_indent="  ") for line in lines]
+    if change or not plan["faults"]:
+        words = (shlex.quote(word).replace(" ", "\0") for word in shlex.split(chosen["command"]))
+        command = wrap(" ".join(words), width=78, subsequent_indent="  ")
+        text += ["", command.replace("\n", " \\\n").replace("\0", " "), ""]
+    hidden = ("recipe", "machine", "expected", "command", "placement")
+    figures = {name: value for name, value in plan.items() if name not in hidden}
+    rows = [f"{'at least':>15}  {'expected':>15}", *_format_figures(figures, plan["expected"])]
+    return "\n".join([*text, *(wrap(row, subsequent_indent=" " * 38) for row in rows)])
 
 
-def _format_figures(figures: Figures) -> Iterator[str]:
+def _format_figures(figures: Figures, expected: Figures) -> Iterator[str]:
     for name, value in figures.items():
+        likely = expected.get(name, {})
         if isinstance(value, dict) and value:
+            likely = value.get("expected", likely) if name == "change" else likely
             yield f"{name}:"
-            yield from (f"  {line}" for line in _format_figures(value))
-        elif not isinstance(value, dict | list):
-            form = ",.3f" if isinstance(value, float) else "," * (type(value) is int)
-            yield f"{format(value, form):>15}  {name}"
+            rows = {key: each for key, each in value.items() if key != "expected"}
+            yield from (f"  {line}" for line in _format_figures(rows, likely))
+        elif not isinstance(value, dict | list) and name not in ("command", "placement"):
+            second = _format(likely) if expected.get(name, value) != value else ""
+            yield f"{_format(value):>15}  {second:>15}  {name}"
+
+
+def _format(value: Any) -> str:
+    form = ",.3f" if isinstance(value, float) else "," * (type(value) is int)
+    return format(value, form)

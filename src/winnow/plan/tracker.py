@@ -29,8 +29,9 @@ from winnow.learning.strategy import HALF
 BLOCK = 512
 """Bytes that sizes are rounded up to, as PyTorch's allocator for CUDA does."""
 _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default}
-Work = tuple[int, int, bool]
-"""FLOP, bytes read and written, and whether in half precision: of one operation."""
+Work = tuple[int, int, str]
+"""FLOP, bytes read and written, and unit of one operation: float32, bfloat16 or attention (which
+is in half precision, too)."""
 
 
 @dataclass(eq=False)
@@ -216,7 +217,9 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif counted := flop_registry.get(getattr(torch.ops.aten, name, func._overloadpacket)):
             flop = counted(*args, **kwargs, out_val=out)
         moved = sum(map(local_bytes, {id(t): t for t in (*inputs, *outputs)}.values()))
-        self._phase.work[flop, moved, any(t.dtype in HALF for t in inputs)] += 1
+        unit = "bfloat16" if any(t.dtype in HALF for t in inputs) else "float32"
+        is_attention = unit == "bfloat16" and ("attn" in name or "attention" in name)
+        self._phase.work[flop, moved, "attention" if is_attention else unit] += 1
 
     def _count_collective(self, name: str, size: int) -> None:
         self._phase.sent[name] += size

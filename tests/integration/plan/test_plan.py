@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from winnow.builders.preflight import draw_lengths
 from winnow.cli.main import app
 from winnow.config.files import available_recipes
 from winnow.config.load import load_recipe, resolve_recipe
@@ -25,14 +28,16 @@ from winnow.models.causal_lm import load_causal_lm
 from winnow.models.sharded_loading import saved_weights
 from winnow.plan.estimate import (
     GIB,
+    Efficiency,
     Machine,
     RecipeEstimate,
-    draw_lengths,
+    check_placement,
+    count_nodes,
     estimate_engine,
     find_gpu,
     gpus_of_other_roles,
     read_lengths,
-    suggest_engine,
+    suggest_engines,
 )
 from winnow.plan.plan import (
     PlanRequest,
@@ -43,7 +48,7 @@ from winnow.plan.plan import (
     make_plan,
 )
 from winnow.plan.rank import PolicyRun, run_rank
-from winnow.plan.tracker import DeviceTracker, TrackedStorage
+from winnow.plan.tracker import DeviceTracker, Phase, TrackedStorage
 
 REPOSITORY = Path(__file__).parents[3]
 H, M, LAYERS, HEADS, SHARED, V = 64, 128, 2, 8, 2, 1024
@@ -351,18 +356,21 @@ def test_float32_attention_and_an_engine_that_is_too_large_are_named(shallow: st
     assert max(len(line) for line in text if " " in line.strip()) <= 80  # words stay whole
 
 
+FULL = {"peak_gib": 60.0, "resident_gib": 4.0}
+
+
 def test_an_engine_has_room_for_what_its_weights_leave(plain: PolicyRun, folder: str) -> None:
     vllm = [*SHORT, "rollout/engine=vllm", f"model.path={folder}", "rollout.engine.cache_gib=null"]
     machine = Machine(*find_gpu("h100-80"), nodes=1, per_node=8)
     token = 2 * LAYERS * SHARED * (H // HEADS) * 2
     for split in (1, 2, 4):
         given = ["rollout.engine.slots=100000000", f"rollout.engine.tensor_parallel={split}"]
-        found = estimate_engine(plain, load_recipe(RECIPE, [*vllm, *given]), machine, 60.0)
+        found = estimate_engine(plain, load_recipe(RECIPE, [*vllm, *given]), machine, FULL)
         weights = plain.parameters["policy"] * 2 / split / GIB
         assert found["weights_gib"] == pytest.approx(weights)
         room = (80 * 0.92 - 2 - weights) * GIB
         assert found["rows"] == pytest.approx(room * min(split, SHARED) / (token * T), rel=1e-3)
-    beside = estimate_engine(plain, load_recipe(RECIPE, SHORT), machine, 60.0)
+    beside = estimate_engine(plain, load_recipe(RECIPE, SHORT), machine, FULL)
     assert beside["room_gib"] == pytest.approx(80 * 0.95 - 2 - 60)
     assert not beside["fits"]  # 32 GiB of cache
 
@@ -374,17 +382,39 @@ def test_an_engine_is_split_until_its_weights_take_half(
     alone = share * plain.parameters["policy"] * 2 / GIB
     small = find_gpu("l4")[1]._replace(memory_gib=(alone + 2) / 0.92)
     machine = Machine("small", small, nodes=2, per_node=8)
-    config = load_recipe(RECIPE, [*SHORT, "rollout.engine.cache_gib=1", f"model.path={folder}"])
-    engine = estimate_engine(plain, config, machine, 0.0)
+    own = [*SHORT, "trainer/strategy=fsdp2", "trainer.strategy.ranks=16", f"model.path={folder}"]
+    config = load_recipe(RECIPE, [*own, "rollout.engine.cache_gib=1"])
+    empty = {"peak_gib": 0.0, "resident_gib": 0.0}
+    engine = estimate_engine(plain, config, machine, empty)
     assert (engine["gpus_each"], engine["gpus_advised"], engine["fits"]) == (1, split, False)
-    change = suggest_engine(engine, config, machine)
-    assert change is not None
-    processes = f"rollout.engine.processes={8 // split}"
-    assert change[1:3] == [f"rollout.engine.tensor_parallel={split}", processes]
-    tried = load_recipe(RECIPE, [*SHORT, *change, f"model.path={folder}"])
-    assert estimate_engine(plain, tried, machine, 0.0)["fits"]
+    together, change = suggest_engines(engine, config)
+    width = f"rollout.engine.tensor_parallel={split}"
+    assert {width, f"rollout.engine.processes={16 // split}"} < set(together)
+    assert {"cluster.pools={gpus:{nodes:2,per_node:8}}", "rollout.engine.sleep=true"} < set(
+        together
+    )
+    assert {"trainer.strategy.ranks=8", width, f"rollout.engine.processes={8 // split}"} < {*change}
+    tried = load_recipe(RECIPE, [*own, *change])
+    assert estimate_engine(plain, tried, machine, empty)["fits"]
     if share < 1:
-        assert suggest_engine(engine | {"gpus_advised": None}, config, machine) is None
+        assert not [*suggest_engines(engine | {"gpus_advised": None}, config)]
+
+
+def test_engines_on_the_ranks_gpus_have_what_the_ranks_leave_while_they_rest(
+    plain: PolicyRun, folder: str
+) -> None:
+    machine = Machine(*find_gpu("h100-80"), nodes=1, per_node=2)
+    pool = ["cluster=ray", "cluster.pools={gpus:{nodes:1,per_node:2}}"]
+    pool += ["cluster.roles={policy:gpus,rollout:gpus}", "trainer/strategy=fsdp2"]
+    engines = ["rollout/engine=vllm", "rollout.engine.processes=2", f"model.path={folder}"]
+    rooms = []
+    for sleep, share in (("true", 0.8), ("true", 0.95), ("false", 0.8)):
+        extra = f"rollout.engine.extra={{gpu_memory_utilization:{share}}}"
+        own = [*SHORT, *pool, *engines, f"rollout.engine.sleep={sleep}", extra]
+        found = estimate_engine(plain, load_recipe(RECIPE, own), machine, FULL)
+        rooms.append(found["room_gib"])
+    # 0.8 of the GPU less 2 GiB, what a rank leaves while it rests, and at its peak.
+    assert rooms == pytest.approx([62, 70, 14])
 
 
 def test_lengths_of_a_run_are_those_of_its_newest_steps(tmp_path: Path) -> None:
@@ -473,6 +503,60 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, folder: str) -
     apart = (f"model.path={folder}", "rollout.engine.processes=2")
     with pytest.raises(ConfigError, match="leave no GPU for ranks after 2 engines; add"):
         make_plan(PlanRequest(RECIPE, apart, machine))
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "error"),
+    [
+        (["trainer.strategy.ranks=64"], 1, r"--nodes 1 --gpus 8 have 8 GPUs, and 64 ranks .* 64;"),
+        (["trainer.strategy.ranks=64"], 8, r"on 1 node need .* 8 GPUs; set cluster=ray cluster\.n"),
+        (["trainer.strategy.ranks=64", "cluster=ray", "cluster.nodes=4"], 8, r"cluster\.nodes=8"),
+        (["trainer.strategy.ranks=64", "cluster=ray", "cluster.nodes=8"], 8, None),
+        (["rollout.engine.processes=7"], 1, r"2 ranks of the policy and 7 engines take 9; add"),
+    ],
+)
+def test_a_recipes_processes_must_have_their_gpus(
+    layout: list[str], nodes: int, error: str | None
+) -> None:
+    config = load_recipe(RECIPE, ["trainer/strategy=fsdp2", *layout])
+    machine = Machine(*find_gpu("h100"), nodes, 8)
+    if error is None:
+        check_placement(config, machine)
+        assert count_nodes(config, 8) == nodes
+    else:
+        with pytest.raises(ConfigError, match=error):
+            check_placement(config, machine)
+
+
+def test_the_recipes_own_ranks_are_planned_and_the_command_can_be_pasted(shallow: str) -> None:
+    own = (f"model.path={shallow}", *SHORT, *FEW, "cluster=ray", "cluster.nodes=2")
+    own += ("trainer/strategy=fsdp2", "trainer.strategy.ranks=16", "run.name=a b")
+    machine = Machine(*find_gpu("h100"), nodes=0, per_node=8, efficiency=Efficiency(0.5, 0.5, 0.5))
+    plan = make_plan(PlanRequest(RECIPE, own, machine))
+    assert (plan["machine"]["nodes"], plan["placement"]) == (2, "16 ranks of the policy")
+    assert plan["faults"] == []
+    text = format_plan(plan)
+    command = text[text.index("winnow train") :].split("\n\n")[0]
+    program, verb, recipe, *settings = shlex.split(command.replace("\\\n", ""))
+    assert (program, verb, recipe) == ("winnow", "train", RECIPE)
+    assert load_recipe(RECIPE, settings) == load_recipe(RECIPE, own)
+    # Everything but collectives takes twice as long, at half of the peaks.
+    least, likely = plan["learning"]["seconds"], plan["expected"]["learning"]["seconds"]
+    assert likely["policy optimizer"] == pytest.approx(2 * least["policy optimizer"])
+    assert least["policy update"] < likely["policy update"] <= 2 * least["policy update"]
+    assert plan["expected"]["run"]["hours"] > plan["run"]["hours"]
+
+
+def test_efficiencies_are_set_by_name() -> None:
+    assert Efficiency.parse(["attention=0.4"]) == Efficiency()._replace(attention=0.4)
+    for wrong in ("attention", "attention=2", "attentoin=0.4", "bandwidth=nan"):
+        with pytest.raises(ConfigError, match=rf"--efficiency {wrong}: use NAME=SHARE in \(0, 1\]"):
+            Efficiency.parse([wrong])
+    work = {(10**15, 0, "bfloat16"): 1, (10**15, 0, "attention"): 1, (0, 10**12, "float32"): 1}
+    phase = Phase(0, Counter(work))
+    machine = Machine(*find_gpu("h100"), 1, 8, Efficiency(0.5, 0.25, 0.2))
+    expected = 1000 / 989 / 0.5 + 1000 / 989 / 0.25 + 1000 / 3350 / 0.2
+    assert machine.roofline_seconds(phase) == pytest.approx(expected)
 
 
 # Parameters as the models' pages count them.
