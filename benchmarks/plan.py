@@ -34,6 +34,7 @@ BASE = (
     "data.max_prompt_tokens=64",
     "rollout.max_response_tokens=448",
     "reward.overlong.enabled=false",
+    *("cluster=local", "rollout/engine=torch", "trainer/strategy=single"),
 )
 STRATEGY = "trainer.strategy."
 CHECKPOINTED = "model.gradient_checkpointing=true"

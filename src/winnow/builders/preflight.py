@@ -141,13 +141,16 @@ def lockstep_notes(config: Config, shape: Any, lengths_B: IntArray | None = None
     strategy, budget = config.trainer.strategy, config.trainer.microbatch_tokens
     if not isinstance(strategy, Fsdp2 | Megatron):
         return
-    lengths_B = sum(draw_lengths(config)) if lengths_B is None else lengths_B
+    if lengths_B is None:
+        prompts_B, answers_B = draw_lengths(config)
+        lengths_B = prompts_B + answers_B
     share = lockstep(deal_updates(config, lengths_B, strategy, budget, shape.hidden_size))
     if share >= LEAST_LOCKSTEP:
         return
     remedy = "raise trainer.mini_batch_groups, or use fewer ranks"
-    for n in (2, 4, 8) if isinstance(strategy, Fsdp2) else ():
-        if n <= strategy.sequence or strategy.ranks % n or shape.num_attention_heads % n:
+    for n in (2, 4, 8):
+        known = strategy.sequence if isinstance(strategy, Fsdp2) else n
+        if n <= known or strategy.ranks % n or shape.num_attention_heads % n:
             continue
         split = strategy.model_copy(update={"sequence": n})
         better = lockstep(deal_updates(config, lengths_B, split, budget, shape.hidden_size))

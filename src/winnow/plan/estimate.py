@@ -87,8 +87,8 @@ class Efficiency(NamedTuple):
         return cls(**values)
 
 
-PEAK = Efficiency(1.0, 1.0, 1.0)
-"""Efficiency of lower bounds."""
+PEAK, EXPECTED = Efficiency(1.0, 1.0, 1.0), Efficiency()
+"""Efficiencies of lower bounds, and of expected times."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Machine:
     nodes: int
     """Number of nodes; 0: as many as the recipe needs."""
     per_node: int
-    efficiency: Efficiency = PEAK
+    efficiency: Efficiency = EXPECTED
 
     @property
     def limit_gib(self) -> float:
@@ -255,8 +255,8 @@ def count_nodes(config: Config, per_node: int) -> int:
     """Return the number of nodes that a recipe's processes take."""
     cluster = config.cluster
     gpus = Roles(config)["policy"].count + sum(gpus_of_other_roles(config).values())
-    pools = sum(pool.nodes for pool in getattr(cluster, "pools", {}).values())
-    return max(getattr(cluster, "nodes", 1), pools, math.ceil(gpus / per_node))
+    pools: int = sum(pool.nodes for pool in getattr(cluster, "pools", {}).values())
+    return max(int(getattr(cluster, "nodes", 1)), pools, math.ceil(gpus / per_node))
 
 
 def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: Figures) -> Figures:

@@ -179,7 +179,7 @@ def _estimate(request: PlanRequest, config: Config, stages: Sequence[PolicyRun])
         lengths = estimate.read_lengths(config, request.lengths)
     likely = RecipeEstimate(config, request.machine, stages, *lengths, request.price)
     least = replace(likely, machine=replace(request.machine, efficiency=estimate.PEAK))
-    notes = list(lockstep_notes(config, stages[0].shape, sum(lengths)))
+    notes = list(lockstep_notes(config, stages[0].shape, lengths[0] + lengths[1]))
     return {"notes": notes, **least.figures(), "expected": likely.times()}
 
 
@@ -204,13 +204,19 @@ def _find_change(
             except (ConfigError, ModelError):
                 continue  # heads, ranks or GPUs do not divide, or roles exclude each other
             figures = _estimate(request, tried, ranks)
-            memory = {name: figures["memory"][name] for name in ("peak_gib", "host_gib")}
             if not figures["faults"]:
-                rows, command = figures["engine"]["rows"], _command(request.recipe, whole)
-                parts = {"set": settings, "placement": _placement(tried), "command": command}
-                parts |= {"notes": figures["notes"], **memory, "rows": rows}
-                return parts | figures["run"] | {"expected": figures["expected"]["run"]}
-            if settings is change and memory["peak_gib"] <= machine.limit_gib:
+                memory = {name: figures["memory"][name] for name in ("peak_gib", "host_gib")}
+                return {
+                    "set": settings,
+                    "placement": _placement(tried),
+                    "command": _command(request.recipe, whole),
+                    "notes": figures["notes"],
+                    **memory,
+                    "rows": figures["engine"]["rows"],
+                    **figures["run"],
+                    "expected": figures["expected"]["run"],
+                }
+            if settings is change and figures["memory"]["peak_gib"] <= machine.limit_gib:
                 engines = estimate.suggest_engines(figures["engine"], tried)
                 attempts += [[*change, *more] for more in engines]
     return None
@@ -268,7 +274,7 @@ def format_plan(plan: Figures) -> str:
 
 def _format_figures(figures: Figures, expected: Figures) -> Iterator[str]:
     for name, value in figures.items():
-        likely = expected.get(name, {})
+        likely: Any = expected.get(name, {})
         if isinstance(value, dict) and value:
             likely = value.get("expected", likely) if name == "change" else likely
             yield f"{name}:"

@@ -11,7 +11,8 @@ from winnow.builders.preflight import lockstep_notes
 from winnow.config.load import load_recipe
 
 SHAPE = SimpleNamespace(hidden_size=5120, num_attention_heads=40)
-FSDP2 = ["trainer/strategy=fsdp2"]
+FSDP2 = ["cluster=local", "rollout/engine=torch", "trainer.microbatch_tokens=22528"]
+FSDP2 += ["trainer/strategy=single", "trainer/strategy=fsdp2"]
 
 
 @pytest.mark.parametrize(
