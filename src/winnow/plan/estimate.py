@@ -67,7 +67,7 @@ class Efficiency(NamedTuple):
     attention: float = 0.75
     """Share of the peak arithmetic in attention kernels."""
     bandwidth: float = 0.35
-    """Share of the memory bandwidth, in eager kernels and their launches."""
+    """Share of the memory bandwidth, in all other operations."""
 
     @classmethod
     def parse(cls, settings: Sequence[str]) -> Efficiency:
