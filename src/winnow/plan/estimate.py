@@ -273,7 +273,8 @@ def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: F
     alone = machine.gpu.memory_gib * float(share) - RESERVED_GIB
     sleeps = getattr(engine, "sleep", False)
     if sleeps is None:  # engines and ranks of one GPU take turns
-        sleeps = isinstance(config.trainer.mode, SyncMode)
+        turns = "rollout" in Roles(config) or getattr(config.cluster, "share_devices", False)
+        sleeps = turns and isinstance(config.trainer.mode, SyncMode)
     beside = memory["resident_gib" if sleeps else "peak_gib"] * engines_share_gpus(config)
     room = min(alone, machine.limit_gib - beside)
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads

@@ -111,7 +111,7 @@ def _load_for_machine(request: PlanRequest) -> tuple[list[str], Config]:
     """Load a recipe, with ranks on every free GPU if it has none; also returns its overrides.
 
     Raises:
-        ConfigError: no GPU is left for ranks, or the recipe samples nothing.
+        ConfigError: the recipe samples nothing.
     """
     settings, machine = [*request.overrides], request.machine
     config = load_recipe(request.recipe, settings)
@@ -121,16 +121,10 @@ def _load_for_machine(request: PlanRequest) -> tuple[list[str], Config]:
         return settings, config
     nodes = machine.nodes or 1
     ranks = nodes * machine.per_node - sum(estimate.gpus_of_other_roles(config).values())
-    if ranks < 1:
-        neighbours = [role for role in Roles(config) if role.gpus]
-        raise ConfigError(
-            f"--nodes {nodes} --gpus {machine.per_node} leave no GPU for ranks after "
-            f"{' and '.join(role.count_text for role in neighbours)}; add GPUs, or lower "
-            f"{', '.join(role.key for role in neighbours)}"
-        )
     if nodes > 1 and not isinstance(config.cluster, RayCluster):
         ranks -= ranks % nodes
         settings += ["cluster=ray", f"cluster.nodes={nodes}"]
+    ranks = max(ranks, nodes)  # too many are refused with all other roles
     settings += ["trainer/strategy=fsdp2", f"trainer.strategy.ranks={ranks}"]
     return settings, load_recipe(request.recipe, settings)
 
