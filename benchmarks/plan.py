@@ -34,6 +34,7 @@ BASE = (
     "data.max_prompt_tokens=64",
     "rollout.max_response_tokens=448",
     "reward.overlong.enabled=false",
+    *("cluster=local", "rollout/engine=torch", "trainer/strategy=single"),
 )
 STRATEGY = "trainer.strategy."
 CHECKPOINTED = "model.gradient_checkpointing=true"
@@ -93,19 +94,19 @@ def recipe_of(name: str, folder: str) -> list[str]:
 def planned(name: str, folder: str) -> dict[str, float]:
     """Plan a configuration; returns GiB by phase."""
     from winnow.config.load import load_recipe
-    from winnow.plan.rank import PlannedStrategy, run_rank
-    from winnow.plan.tracker import DeviceTracker, Held
+    from winnow.plan.rank import TrackedFSDP2, run_rank
+    from winnow.plan.tracker import DeviceTracker, TrackedStorage
 
-    class OnCpu(PlannedStrategy):
+    class OnCpu(TrackedFSDP2):
         kernels = "cpu"
 
     class GlooTracker(DeviceTracker):  # type: ignore[no-untyped-call]
         """Gloo gathers and scatters by way of a copy of the whole."""
 
-        def _collective(self, name: str, size: int) -> None:
-            super()._collective(name, size)
+        def _count_collective(self, name: str, size: int) -> None:
+            super()._count_collective(name, size)
             if name.startswith(("allgather", "reduce_scatter")):
-                buffer = Held("buffers of gloo", name, (size,))
+                buffer = TrackedStorage("buffers of gloo", name, (size,))
                 self._events += [(buffer, 0, size), (buffer, size, 0)]
 
     config = load_recipe("dapo_qwen2.5_32b", recipe_of(name, folder))
@@ -132,7 +133,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     from winnow.config.trainer import Fsdp2
     from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
     from winnow.learning.strategy import local
-    from winnow.plan.rank import full_micro_batches, take_steps
+    from winnow.plan.rank import full_batches, run_phases
     from winnow.ranks.learner import make_learner
     from winnow.ranks.models import load_policy_model
 
@@ -155,7 +156,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     dist.all_reduce(torch.ones(1 << 10))
     cpu = torch.device("cpu")
     model = load_policy_model(config.model, folder, cpu, 0, hollow="shapes")
-    full = full_micro_batches(config)
+    full = full_batches(config)
     gc.collect()
     before = resident("VmRSS")
     learning = make_learner(config, model, model.config.vocab_size, folder, mesh, Drawn)
@@ -168,7 +169,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
         last.append(phase)
         Path("/proc/self/clear_refs").write_text("5")
 
-    take_steps(config, learning, full, begin)
+    run_phases(config, learning, full, begin)
     begin("end")
     print(json.dumps({phase: size / GIB for phase, size in found.items()}), flush=True)
     dist.barrier()
@@ -229,14 +230,69 @@ def cost_of_32b() -> str:
     )
 
 
+PUBLISHED = {
+    "0.6B, 16k, 1 x H100": ("qwen3-0.6b", 16384, 1, "h100", False, 12.53, 0.996, 1.38),
+    "0.6B, 65k, 1 x H100": ("qwen3-0.6b", 65536, 1, "h100", False, 19.56, 6.088, 6.46),
+    "0.6B LoRA, 16k, 1 x H100": ("qwen3-0.6b", 16384, 1, "h100", True, 5.1, 1.23, 1.23),
+    "4B, 16k, 8 x H100": ("qwen3-4b", 16384, 8, "h100", False, 17.10, 2.344, 5.04),
+    "4B, 65k, 8 x H200": ("qwen3-4b", 65536, 8, "h200", False, 36.10, 14.945, 17.75),
+    "4B LoRA, 65k, 1 x H100": ("qwen3-4b", 65536, 1, "h100", True, 42.0, 15.74, 15.74),
+    "30B-A3B, 16k, 8 x H100": ("qwen3-30b-a3b", 16384, 8, "h100", False, 74.59, 4.087, 21.44),
+}
+"""Rows of prime-rl's benchmarks/baselines (RL trainer, January and February 2026): model, tokens of
+the sequence of a micro-batch, GPUs, whether LoRA of rank 16; peak GiB; seconds of a micro-batch by
+step_time, and by throughput, in which full rows write their weights between steps."""
+
+
+def published() -> str:
+    """Plan what prime-rl published, and return a table of both."""
+    import winnow.plan
+    from winnow.config.load import load_recipe
+    from winnow.plan.estimate import ENGINE_GB_S, PEAK, Efficiency, Machine, find_gpu
+    from winnow.plan.rank import run_rank
+
+    lines = ["| row | GiB | published | off | s at least | expected | step_time | expected / it |"]
+    lines[0] += " with publication | throughput | expected / it |"
+    lines.append("|---" * 11 + "|")
+    for name, (model, tokens, ranks, gpu, is_lora, gib, step_s, all_s) in PUBLISHED.items():
+        folder = str(Path(winnow.plan.__file__).with_name("shapes") / model)
+        own = [f"model.path={folder}", "data.max_prompt_tokens=1024", *BASE[3:]]
+        own += [f"rollout.max_response_tokens={tokens - 1024}", "trainer.mini_batch_groups=null"]
+        own += [f"trainer.microbatch_tokens={tokens}", "trainer/strategy=fsdp2"]
+        own += [f"{STRATEGY}ranks={ranks}", *(["model/adapter=lora"] if is_lora else [])]
+        rank = run_rank(load_recipe("dapo_qwen2.5_32b", own), folder)
+        update, optimizer = (rank.tracker.phases[f"policy {x}"] for x in ("update", "optimizer"))
+        peak = rank.tracker.peak("policy update").bytes / GIB
+        # prime-rl keeps frozen weights in float32, where the plan has them in bfloat16.
+        peak += 2 * rank.parameters["policy"] * is_lora / GIB
+        both = []
+        for efficiency in (PEAK, Efficiency()):
+            machine = Machine(*find_gpu(gpu), 1, 8, efficiency)
+            times = (machine.phase_seconds(rank.strategy, x, 0.5, 0.5) for x in (update, optimizer))
+            both.append(sum(times))  # two micro-batches a step
+        least, likely = both
+        whole = likely + rank.parameters["policy"] * (not is_lora) / ENGINE_GB_S / 1e9
+        lines.append(
+            f"| {name} | {peak:.2f} | {gib:.2f} | {peak / gib - 1:+.1%} | {least:.2f} "
+            f"| {likely:.2f} | {step_s:.2f} | {likely / step_s:.2f} | {whole:.2f} | {all_s:.2f} "
+            f"| {whole / all_s:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int)
+    parser.add_argument("--published", action="store_true")
     parser.add_argument("--folder", default="")
     parser.add_argument("--store", default="")
     asked = parser.parse_args()
+    if asked.published:
+        published()
+        return
     if asked.rank is not None:
         be_rank(asked.only[0], asked.folder, asked.store, asked.rank)
     rows: list[tuple[str, float, float]] = []

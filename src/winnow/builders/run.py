@@ -203,6 +203,7 @@ def build_run(
         *_scorer_notes(config.reward, config.sampling.filter, source),
         *kl_notes(config),
         *config_warnings(config),
+        *lockstep_notes(config, policy.model.config),
     ]
     base = make_base_run(context, evaluator, loader, parts)
 

@@ -1,4 +1,4 @@
-"""Plans of a run's recipe on other GPUs: `winnow plan` as a process of its own, one at a time."""
+"""Plans of a run's recipe on other GPUs: runs `winnow plan` in one subprocess at a time."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from winnow.observe.gpus import GPU_NAMES
 from winnow.user_code import disable_user_code
 
 MOST_BYTES = 10_000
-"""Most bytes of a request's body."""
+"""Limit of a request's body."""
 _PROGRAM = (
     "from winnow.dashboard.planning import limit_process; limit_process(); "
     "from winnow.cli.main import main; raise SystemExit(main())"
 )
 _MOST_MEMORY, _MOST_SECONDS = 16 << 30, 1800
-"""Memory and CPU time of a plan: a run's folder may ask for any number of layers and answers."""
+"""Limits of memory and CPU time: a recipe may have any number of layers and answers."""
 _NEWEST = 8
-"""Steps whose lengths of answers are read."""
+"""Newest steps whose answer lengths are read."""
 
 
 class PlanForm(BaseModel):
-    """GPUs to plan on, and how long answers are; as a page posts it."""
+    """Request of the planning page: GPUs, and lengths of answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,10 +49,10 @@ class PlanForm(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> PlanForm:
-        """Read a request's body.
+        """Parse a request's body.
 
         Raises:
-            WinnowError: names the fields that are wrong.
+            WinnowError: fields are invalid.
         """
         try:
             return cls.model_validate_json(body)
@@ -61,32 +61,32 @@ class PlanForm(BaseModel):
             raise WinnowError("; ".join(lines)[:300]) from error
 
     def arguments(self, folder: Path) -> list[str]:
-        """Return the words of the command, for files that `_write_inputs` wrote into a folder."""
-        words = ["plan", str(folder / CONFIG), "--json", f"--gpu={self.gpu}"]
-        words += [f"--nodes={self.nodes}", f"--gpus={self.gpus}"]
-        # A run's folder may be a stranger's, whose model's own code is not run.
-        words.append("model.trust_remote_code=false")
+        """Return the arguments of the command for a folder that `_write_inputs` filled."""
+        args = ["plan", str(folder / CONFIG), "--json", f"--gpu={self.gpu}"]
+        args += [f"--nodes={self.nodes}", f"--gpus={self.gpus}"]
+        # The run may be another user's: code of its model is not executed.
+        args.append("model.trust_remote_code=false")
         if (folder / CONFIG_OF_MODEL).is_file():
-            words += [f"model.path={folder}", "warm_start=none"]
+            args += [f"model.path={folder}", "warm_start=none"]
         if self.lengths == "run":
-            words.append(f"--lengths={folder}")
+            args.append(f"--lengths={folder}")
         elif self.mean_response is not None:
-            words.append(f"--mean-response={self.mean_response}")
-        return words if self.price is None else [*words, f"--price-per-gpu-hour={self.price}"]
+            args.append(f"--mean-response={self.mean_response}")
+        return args if self.price is None else [*args, f"--price-per-gpu-hour={self.price}"]
 
 
 CONFIG_OF_MODEL = "config.json"
 
 
 class Planner:
-    """Runs one plan at a time, for one event loop."""
+    """Runs one plan at a time in an event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._turn, self._is_closing = asyncio.Lock(), False
+        self._lock, self._is_closing = asyncio.Lock(), False
 
     def close(self) -> None:
-        """End the plan that is being made, and those that wait."""
+        """Kill the running plan and cancel waiting ones."""
         self._is_closing = True
         self._kill_process()
 
@@ -96,14 +96,14 @@ class Planner:
                 self._process.kill()
 
     async def stream(self, files: RunFiles, form: PlanForm) -> AsyncGenerator[str]:
-        """Plan a run's recipe; yields lines of JSON, and ends the process if nobody reads on.
+        """Plan a run's recipe as lines of JSON; closing the stream kills the process.
 
         Yields:
-            `{"told": …}` as it goes on, then `{"plan": …}` or `{"error": …}`.
+            `{"told": …}` for progress, then `{"plan": …}` or `{"error": …}`.
         """
-        if self._turn.locked():
-            yield _json_line(told="another plan is running; waiting for it to finish")
-        async with self._turn:
+        if self._lock.locked():
+            yield _json_line(told="waiting for running; waiting for it to finish")
+        async with self._lock:
             try:
                 with TemporaryDirectory(prefix="winnow-plan-") as name:
                     async for line in self._run_plan(files, form, Path(name)):
@@ -122,28 +122,28 @@ class Planner:
                 stdout=out,
                 stderr=asyncio.subprocess.PIPE,
                 limit=1 << 20,
-                start_new_session=True,  # a Ctrl-C is the dashboard's, which ends it
+                start_new_session=True,  # Ctrl-C goes to the dashboard, which kills it
             )
-        if self._is_closing:  # meanwhile
+        if self._is_closing:  # closed during the start
             self._kill_process()
         assert process.stderr is not None
-        told = ""
+        message = ""
         async for each in process.stderr:
-            told = each.decode("utf-8", "replace").strip().removeprefix("winnow: ")
-            yield _json_line(told=told)
+            message = each.decode("utf-8", "replace").strip().removeprefix("winnow: ")
+            yield _json_line(told=message)
         if await process.wait():
-            yield _json_line(error=told or "the plan was terminated")
+            yield _json_line(error=message or "the plan was terminated")
         else:
             yield _json_line(plan=json.loads((folder / "plan.json").read_bytes()))
 
 
 def limit_process() -> None:
-    """Bound this process, which runs `winnow plan` and ends with the dashboard.
+    """Set the limits of this process, and end it with the dashboard.
 
-    A run's folder may be a stranger's: none of the code that it names is run.
+    The run may be another user's: code that its recipe names is refused.
     """
     exit_with_parent()
-    disable_user_code("is code that a run names, which the dashboard does not run; use winnow plan")
+    disable_user_code("is code of the run, which the dashboard does not execute; use winnow plan")
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_SECONDS, _MOST_SECONDS))
 
@@ -153,7 +153,7 @@ def _json_line(**body: Any) -> str:
 
 
 def _write_inputs(files: RunFiles, form: PlanForm, folder: Path) -> None:
-    """Write what a plan needs of a run: its recipe, its model's config, lengths of answers."""
+    """Copy the inputs of a plan from a run: recipe, config.json of the model, answer lengths."""
     (folder / CONFIG).write_bytes(files.read(CONFIG))
     kept = [each for each in files.entries("checkpoints") if each.startswith("step-")]
     for name in (MODEL, *(f"checkpoints/{each}/model/{CONFIG_OF_MODEL}" for each in kept[-1:])):

@@ -1,8 +1,9 @@
-"""From what a rank did on fake tensors to a step's seconds, a run's hours and what an engine holds.
+"""Estimates from a simulated rank: seconds of a step, hours of a run, memory and speed of engines.
 
-What can be executed is not computed here. What is: the roofline of operations that were seen, the
-engine's memory and speed (its code is not run), and what lies between processes. Seconds are lower
-bounds: each operation at the peak of its GPU, collectives of weights behind the arithmetic.
+Memory and operations of ranks are recorded by the simulation. Computed here are the roofline of
+the operations, the engines' memory and speed (their code is not run), and transfers between
+processes. Seconds are lower bounds: each operation at the peak of its GPU, collectives of weights
+overlapped with computation.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -22,19 +24,19 @@ import pyarrow.compute as pc
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from winnow.builders.preflight import deal_updates, lockstep
 from winnow.config.model import NoAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Megatron, Sharded
+from winnow.config.trainer import Megatron, RayCluster, Sharded, SyncMode
 from winnow.errors import ConfigError
 from winnow.learning.balance import Deal, deal, work
-from winnow.learning.batch import cut_updates
 from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
-from winnow.observe.rollouts import list_step_files, read_rollouts
-from winnow.plan.rank import RankPlan, RankRun, micro_lengths, stages_of, update_micro_batches
+from winnow.observe.rollouts import read_rollouts
+from winnow.plan.rank import PolicyRun, RankRun, count_microbatches, full_lengths
 from winnow.plan.tracker import Peak, Phase, local_bytes
 from winnow.rollout.embedded.slots import cache_bytes
 from winnow.run.step_metrics import StepTokens
@@ -42,122 +44,152 @@ from winnow.types import IntArray
 
 GIB = 2**30
 RESERVED_GIB = 2.0
-"""A CUDA context, NCCL's buffers and kernels' workspace, beside tensors; not measured."""
-USABLE = 0.95
-"""Share of a GPU's memory that tensors fill before what is free is in pieces too small."""
+"""Assumed memory of the CUDA context, NCCL buffers and workspaces; not measured."""
+USABLE_SHARE = 0.95
+"""Share of a GPU's memory that tensors can fill, allowing for fragmentation."""
 NETWORK_GB_S, DISK_GB_S = 50.0, 2.0
-"""Between nodes, for each GPU (400 Gb/s), and writing of each node."""
+"""Network bandwidth per GPU between nodes (400 Gb/s), and write bandwidth per node."""
 ENGINE_GB_S, HASH_GB_S = 1.06, 1.77
-"""An engine's fetching and checking (benchmarks/results/publication.md); sha256 of a core."""
+"""Fetching and checksumming of an engine (benchmarks/results/publication.md); sha256 of a core."""
 VLLM_UTILIZATION = 0.92
-"""Share of a GPU that vLLM takes where the recipe does not say (its gpu_memory_utilization)."""
-ON_HOST = "weights", "gradients", "optimizer state"
-"""Roles of what an offloaded model keeps in the host's memory."""
+"""Default of vLLM's `gpu_memory_utilization`."""
+HOST_ROLES = "weights", "gradients", "optimizer state"
+"""Storage roles that an offloaded model keeps in host memory."""
 Figures = dict[str, Any]
+Layout = Sharded | Megatron
+
+
+class Efficiency(NamedTuple):
+    """Shares of a GPU's peaks that a run is expected to reach; docs/plan.md has their origin."""
+
+    products: float = 0.8
+    """Share of the peak arithmetic in matrix products."""
+    attention: float = 0.75
+    """Share of the peak arithmetic in attention kernels."""
+    bandwidth: float = 0.35
+    """Share of the memory bandwidth, in all other operations."""
+
+    @classmethod
+    def parse(cls, settings: Sequence[str]) -> Efficiency:
+        """Parse settings such as `attention=0.4`.
+
+        Raises:
+            ConfigError: the name is unknown, or the value is not in (0, 1].
+        """
+        values = dict[str, float]()
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            with suppress(ValueError):
+                values[name] = float(value)
+            if name not in cls._fields or not 0 < values.get(name, 0) <= 1:
+                names = ", ".join(cls._fields)
+                raise ConfigError(f"--efficiency {setting}: use NAME=SHARE in (0, 1] of {names}")
+        return cls(**values)
+
+
+PEAK, EXPECTED = Efficiency(1.0, 1.0, 1.0), Efficiency()
+"""Efficiencies of lower bounds, and of expected times."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs of one kind."""
+    """Nodes with GPUs of one kind."""
 
     name: str
     gpu: Gpu
     nodes: int
+    """Number of nodes; 0: as many as the recipe needs."""
     per_node: int
+    efficiency: Efficiency = EXPECTED
 
     @property
     def limit_gib(self) -> float:
-        """The most that a rank's tensors may take on a GPU."""
-        return self.gpu.memory_gib * USABLE - RESERVED_GIB
+        """Memory of a GPU that tensors can use."""
+        return self.gpu.memory_gib * USABLE_SHARE - RESERVED_GIB
 
-    def seconds(self, phase: Phase) -> float:
-        """Return the roofline of a phase: of each operation its FLOP or its bytes, at peak."""
-        peaks, bandwidth = (self.gpu.float32, self.gpu.bfloat16), self.gpu.memory_gb_s * 1e9
+    def roofline_seconds(self, phase: Phase) -> float:
+        """Return the roofline time of a phase: the larger of FLOP and bytes of each operation."""
+        gpu, share = self.gpu, self.efficiency
+        peaks = {"float32": gpu.float32 * share.products, "bfloat16": gpu.bfloat16 * share.products}
+        peaks["attention"] = gpu.bfloat16 * share.attention
         return sum(
-            times * max(flop / (peaks[is_half] * 1e12), moved / bandwidth)
-            for (flop, moved, is_half), times in phase.work.items()
+            times * max(flop / (peaks[unit] * 1e12), moved / self.memory_bytes_s)
+            for (flop, moved, unit), times in phase.work.items()
         )
 
-    def phase_seconds(
-        self, strategy: Sharded | Megatron, phase: Phase, times: float, scale: float
-    ) -> float:
-        """Return the least seconds of a phase: `times` its traffic, `scale` times its work."""
-        waiting = hidden = 0.0
-        for kind, size in phase.sent.items():
-            waits, taken = self._exchange(strategy, kind, size * times)
-            waiting, hidden = waiting + waits * taken, hidden + (not waits) * taken
-        return max(self.seconds(phase) * scale, hidden) + waiting
+    @property
+    def memory_bytes_s(self) -> float:
+        """Memory bandwidth of a GPU that kernels reach."""
+        return self.gpu.memory_gb_s * 1e9 * self.efficiency.bandwidth
 
-    def _exchange(self, strategy: Sharded | Megatron, kind: str, size: float) -> tuple[bool, float]:
-        """Return whether arithmetic waits for a collective of so many bytes, and its seconds."""
-        if isinstance(strategy, Megatron):
-            if kind in ("send", "recv"):
-                return False, size / self.rate(strategy.ranks)
-            if kind in ("reduce", "broadcast"):  # of parameters, over the ranks that hold the same
-                return True, size / self.rate(strategy.ranks // strategy.pipeline)
-            over = strategy.expert if kind.startswith("alltoall") else strategy.tensor
-            return True, (1 + kind.startswith("allreduce")) * size / self.rate(over)
-        if kind.startswith("alltoall"):
-            return True, size / self.rate(getattr(strategy, "sequence", 1))
-        if kind.startswith("allreduce"):  # by all ranks of a node, over the replicas of each
-            return False, 2 * size / self.rate(strategy.ranks)
-        # In rings through whole nodes.
-        return False, size / self.rate(strategy.ranks // strategy.replicas, self.per_node)
-
-    def teraflop_s(self, config: Config) -> float:
-        """Return the TFLOP a second of a GPU in the type that a recipe's policy computes in."""
-        return self.gpu.float32 if config.model.dtype == "float32" else self.gpu.bfloat16
-
-    def saving_seconds(self, written: float, hashed: float, ranks: int) -> float:
-        """Return how long nodes of so many ranks write so many bytes, and each rank hashes its."""
-        disks = math.ceil(ranks / self.per_node) * DISK_GB_S
-        return written / (disks * 1e9) + hashed / (HASH_GB_S * 1e9)
-
-    def rate(self, ranks: int, links: int = 1) -> float:
-        """Return the bytes a second that each of some ranks exchanges with the others.
+    def phase_seconds(self, strategy: Layout, phase: Phase, times: float, scale: float) -> float:
+        """Return the least seconds of a phase.
 
         Args:
-            links: to the network of a node, that what they send goes over.
+            times: factor of its collectives.
+            scale: factor of its operations.
         """
-        within = self.gpu.link_gb_s
-        return 1e9 * (within if ranks <= self.per_node else min(within, NETWORK_GB_S * links))
+        waiting = hidden = 0.0
+        for kind, size in phase.sent.items():
+            waits, taken = self._collective(strategy, kind, size * times)
+            waiting, hidden = waiting + waits * taken, hidden + (not waits) * taken
+        return max(self.roofline_seconds(phase) * scale, hidden) + waiting
+
+    def _collective(self, strategy: Layout, kind: str, size: float) -> tuple[bool, float]:
+        """Return whether computation waits for a collective of `size` bytes, and its seconds."""
+        if isinstance(strategy, Megatron):
+            if kind in ("send", "recv"):
+                return False, size / self.link_bytes_s(strategy.ranks)
+            if kind in ("reduce", "broadcast"):  # of parameters, over ranks that share them
+                return True, size / self.link_bytes_s(strategy.ranks // strategy.pipeline)
+            over = strategy.expert if kind.startswith("alltoall") else strategy.tensor
+            return True, (1 + kind.startswith("allreduce")) * size / self.link_bytes_s(over)
+        if kind.startswith("alltoall"):
+            return True, size / self.link_bytes_s(getattr(strategy, "sequence", 1))
+        if kind.startswith("allreduce"):  # between replicas, by all ranks of a node
+            return False, 2 * size / self.link_bytes_s(strategy.ranks)
+        # Rings traverse whole nodes.
+        return False, size / self.link_bytes_s(strategy.ranks // strategy.replicas, self.per_node)
+
+    def peak_tflop_s(self, config: Config) -> float:
+        """Return the peak TFLOP/s of a GPU in the dtype of a recipe's policy."""
+        return self.gpu.float32 if config.model.dtype == "float32" else self.gpu.bfloat16
+
+    def write_seconds(self, total_bytes: float, hashed_bytes: float, ranks: int) -> float:
+        """Return the seconds in which the nodes of `ranks` ranks write and each rank hashes."""
+        disks = math.ceil(ranks / self.per_node) * DISK_GB_S
+        return total_bytes / (disks * 1e9) + hashed_bytes / (HASH_GB_S * 1e9)
+
+    def link_bytes_s(self, ranks: int, links: int = 1) -> float:
+        """Return the bandwidth of each rank in a group of ranks.
+
+        Args:
+            links: network links of a node that the group uses.
+        """
+        link = self.gpu.link_gb_s
+        return 1e9 * (link if ranks <= self.per_node else min(link, NETWORK_GB_S * links))
 
 
-def find_gpu(given: str) -> tuple[str, Gpu]:
-    """Find a GPU by its name, such as `h100`, `a100-40` or `rtx-4090`; its GiB may follow.
+def find_gpu(name: str) -> tuple[str, Gpu]:
+    """Find a GPU by name, such as `h100`, `a100-40` or `rtx-4090`, optionally with its GiB.
 
     Raises:
-        ConfigError: no such GPU is known.
+        ConfigError: the GPU is unknown.
     """
     known = dict(zip(GPU_NAMES, GPUS.values(), strict=True))
-    found = known | {f"{name}-{gpu.memory_gib:g}": gpu for name, gpu in known.items()}
-    if given.lower() not in found:
-        raise ConfigError(f"--gpu {given} is not known; choose from {', '.join(known)}")
-    return given.lower(), found[given.lower()]
+    by_name = known | {f"{key}-{gpu.memory_gib:g}": gpu for key, gpu in known.items()}
+    if name.lower() not in by_name:
+        raise ConfigError(f"--gpu {name} is unknown; choose from {', '.join(known)}")
+    return name.lower(), by_name[name.lower()]
 
 
-def drawn_lengths(config: Config, mean: float | None) -> tuple[IntArray, IntArray]:
-    """Draw tokens of prompts and answers [B]: log-normal, with the tail of reasoning, to the limit.
+def read_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
+    """Read lengths of prompts and answers [B] of a run's newest steps.
 
-    Args:
-        mean: tokens of an answer before the cut; None takes a quarter of the limit.
-    """
-    limit = config.rollout.max_response_tokens
-    count = config.sampling.groups_per_step * config.rollout.n
-    mu, deviation = np.log(mean or limit / 4), 0.8
-    answers = np.random.default_rng(0).lognormal(mu - deviation**2 / 2, deviation, count)
-    prompts = np.full(count, max(config.data.max_prompt_tokens // 8, 1))
-    return prompts, np.clip(answers, 1, limit).astype(np.int64)
-
-
-def kept_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
-    """Read tokens of prompts and answers [B] of a run's newest steps, whatever became of them.
-
-    Fewer answers than a step of the recipe takes are repeated, and longer ones than it lets be
-    written are cut.
+    Too few answers for a step of the recipe are repeated; lengths are clipped to its limits.
 
     Raises:
-        ConfigError: the run kept none.
+        ConfigError: the run has no saved answers.
         WinnowError: a file is damaged.
     """
     count, tables = config.sampling.groups_per_step * config.rollout.n, list[Any]()
@@ -167,43 +199,88 @@ def kept_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
         if sum(map(len, tables)) >= count:
             break
     if not sum(map(len, tables)):
-        raise ConfigError(f"--lengths {run} has no answers in its rollouts/; name a run's folder")
+        raise ConfigError(f"--lengths {run} has no answers in rollouts/; pass the folder of a run")
     table = pa.concat_tables(tables, promote_options="permissive")
     prompts, answers = (np.resize(table[name].to_numpy(), count) for name in table.column_names[1:])
     limits = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     return prompts.clip(1, limits[0]).astype(int), answers.clip(1, limits[1]).astype(int)
 
 
-def shares_gpus(config: Config) -> bool:
-    """Return whether an engine's GPU holds a rank as well."""
+def engines_share_gpus(config: Config) -> bool:
+    """Return whether engines run on GPUs of the policy's ranks."""
     roles = Roles(config)
-    return roles["policy"].pool_name == roles["rollout"].pool_name or "rollout" not in roles
+    return roles["policy"].place == roles["rollout"].place or "rollout" not in roles
 
 
-def gpus_beside(config: Config) -> dict[str, int]:
-    """Return the GPUs that ranks of the policy leave to others, by pool; most of its roles."""
-    roles, found = Roles(config), dict[str, int]()
+def gpus_of_other_roles(config: Config) -> dict[str, int]:
+    """Return GPUs reserved for other roles than the policy, by pool: the maximum of its roles."""
+    roles, gpus = Roles(config), dict[str, int]()
     for role in roles:
-        if role.gpus and role.pool_name != roles["policy"].pool_name:
-            found[role.pool_name] = max(found.get(role.pool_name, 0), role.gpus)
-    return found
+        if role.gpus and role.place != roles["policy"].place:
+            gpus[role.place] = max(gpus.get(role.place, 0), role.gpus)
+    return gpus
 
 
-def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: float) -> Figures:
-    """Return what an engine holds on each of its GPUs.
+def check_placement(config: Config, machine: Machine) -> None:
+    """Check that a recipe's processes have as many GPUs as they take.
+
+    Raises:
+        ConfigError: names the keys to change.
+    """
+    roles, cluster, per_node = Roles(config), config.cluster, machine.per_node
+    ranks, others = roles["policy"].count, sum(gpus_of_other_roles(config).values())
+    gpus, given = machine.nodes * per_node, f"--nodes {machine.nodes} --gpus {per_node}"
+    if ranks + others > gpus:
+        used = [role for role in roles if role.gpus]
+        raise ConfigError(
+            f"{given} have {gpus} GPUs, and {' and '.join(role.count_text for role in used)} take "
+            f"{ranks + others}; add GPUs, or lower {', '.join(role.key for role in used)}"
+        )
+    nodes = cluster.nodes if isinstance(cluster, RayCluster) else 1
+    if not getattr(cluster, "pools", {}) and ranks > nodes * per_node:
+        raise ConfigError(
+            f"trainer.strategy.ranks={ranks} on {nodes} node{'s' * (nodes > 1)} need more than its "
+            f"{per_node} GPUs; set cluster=ray cluster.nodes={math.ceil(ranks / per_node)}"
+        )
+    for name, pool in getattr(cluster, "pools", {}).items():
+        width = min((role.width for role in roles if role.place == name and role.gpus), default=1)
+        if pool.per_node * width > per_node:
+            raise ConfigError(
+                f"cluster.pools.{name}.per_node={pool.per_node} take {pool.per_node * width} GPUs, "
+                f"and a node has {per_node}; lower it, and raise nodes of the pool"
+            )
+
+
+def count_nodes(config: Config, per_node: int) -> int:
+    """Return the number of nodes that a recipe's processes take."""
+    cluster = config.cluster
+    gpus = Roles(config)["policy"].count + sum(gpus_of_other_roles(config).values())
+    pools: int = sum(pool.nodes for pool in getattr(cluster, "pools", {}).values())
+    return max(int(getattr(cluster, "nodes", 1)), pools, math.ceil(gpus / per_node))
+
+
+def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: Figures) -> Figures:
+    """Estimate the memory of an engine on each of its GPUs.
 
     Args:
-        rank_gib: what a rank takes on the same GPU, if they share one.
+        memory: figures of the ranks, which keep their peak on shared GPUs, or what is resident
+            if engines sleep while ranks learn.
     """
     engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
-    utilization = getattr(engine, "extra", {}).get("gpu_memory_utilization", VLLM_UTILIZATION)
-    alone = machine.gpu.memory_gib * float(utilization) - RESERVED_GIB
-    is_beside = shares_gpus(config) and not getattr(engine, "sleep", False)
-    room = min(alone, machine.limit_gib - rank_gib * is_beside)
+    share = getattr(engine, "extra", {}).get("gpu_memory_utilization", VLLM_UTILIZATION)
+    if engine.name == "vllm":
+        share = getattr(engine, "memory_share", None) or share
+    alone = machine.gpu.memory_gib * float(share) - RESERVED_GIB
+    sleeps = getattr(engine, "sleep", False)
+    if sleeps is None:  # engines and ranks of one GPU take turns
+        turns = "rollout" in Roles(config) or getattr(config.cluster, "share_devices", False)
+        sleeps = turns and isinstance(config.trainer.mode, SyncMode)
+    beside = memory["resident_gib" if sleeps else "peak_gib"] * engines_share_gpus(config)
+    room = min(alone, machine.limit_gib - beside)
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
     whole = rank.parameters["policy"] * dtype.itemsize / GIB
     row = cache_bytes(rank.shape, dtype, max_sequence_tokens(config)) / GIB
-    half = alone / 2  # for weights; one answer at a time would fit, but take for ever
+    half = alone / 2  # for weights, so that many answers fit
     enough = (n for n in (1, 2, 4, 8) if max(whole / n, row / min(n, heads)) <= half)
     split = getattr(engine, "tensor_parallel", 1)
     weights, row = whole / split, row / min(split, heads)
@@ -222,105 +299,118 @@ def engine_figures(rank: RankPlan, config: Config, machine: Machine, rank_gib: f
     }
 
 
-def engine_change(engine: Figures, config: Config, machine: Machine) -> list[str] | None:
-    """Return overrides after which an engine that does not fit does; None if none are known.
+def suggest_engines(engine: Figures, config: Config) -> Iterator[list[str]]:
+    """Yield overrides that may make an engine fit, best first.
 
-    A smaller cache where the longest answer fits in, and weights take no more than half; else
-    engines over several GPUs, of which a run that has none of its own gives them half.
+    A smaller cache if the longest answer fits and weights take no more than half of the GPU; else
+    tensor-parallel engines, which take turns with the ranks on all GPUs, or get half of them.
     """
     free, split = engine["room_gib"] - engine["weights_gib"], engine["gpus_advised"]
     if free >= engine["longest_row_gib"] and engine["gpus_each"] >= (split or 1):
-        return [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
+        yield [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
     if split is None:
-        return None
-    given = ["rollout/engine=vllm", f"rollout.engine.tensor_parallel={split}"]
-    if shares_gpus(config):
-        half = machine.nodes * machine.per_node // 2
-        given.append(f"rollout.engine.processes={half // split}")
-    return [*given, "rollout.engine.cache_gib=null"]
+        return
+    at, roles = "rollout.engine", Roles(config)
+    vllm = ["rollout/engine=vllm", f"{at}.tensor_parallel={split}", f"{at}.cache_gib=null"]
+    if not engines_share_gpus(config):
+        yield [*vllm, f"{at}.processes={max(roles['rollout'].gpus // split, 1)}"]
+        return
+    yield ["cluster.share_devices=true", *vllm, f"{at}.processes=null"]
+    ranks = roles["policy"].count
+    half = ranks // 2
+    yield [f"trainer.strategy.ranks={ranks - half}", *vllm, f"{at}.processes={half // split}"]
 
 
 @dataclass(frozen=True)
 class RecipeEstimate:
-    """Figures of a recipe whose ranks were run: what it takes on a machine, and why it would fail.
+    """Memory, time and cost of a recipe on a machine, from its simulated ranks.
 
-    Of several stages those of the rank that holds most, and of the one that takes longest.
+    With pipeline stages, memory is that of the fullest rank and time that of the slowest.
     """
 
     config: Config
     machine: Machine
-    stages: Sequence[RankPlan]
+    stages: Sequence[PolicyRun]
     prompts_B: IntArray
     answers_B: IntArray
-    """Tokens of a step's prompts and answers."""
+    """Tokens of each prompt and answer of a step."""
     price: float | None = None
-    """Price of a GPU for an hour."""
+    """Price of a GPU hour."""
 
     def figures(self) -> Figures:
-        """Return all figures, by the names of JSON."""
+        """Return all figures under the names of the JSON output."""
         return {
             "faults": list(self.faults()),
             "memory": self.memory,
-            **({"apart": self.apart} if self.apart else {}),
+            **({"apart": self.separate} if self.separate else {}),
             "learning": self.learning,
             "engine": self.engine,
             "transfers": self.transfers,
             "run": self.run,
         }
 
+    def times(self) -> Figures:
+        """Return the figures that depend on the machine's efficiency."""
+        seconds = {role: {"seconds": each["seconds"]} for role, each in self.separate.items()}
+        rollout = {name: self.engine[name] for name in ("rollout_seconds",) if name in self.engine}
+        learning = {"seconds": self.learning["seconds"]}
+        return {"learning": learning, "apart": seconds, "engine": rollout, "run": self.run}
+
     def faults(self) -> Iterator[str]:
-        """Yield a line for each reason why the recipe would fail on these GPUs."""
+        """Yield an error text for each reason why the recipe cannot run on these GPUs."""
         memory, engine = self.memory, self.engine
-        room = f"and a GPU has room for {self.machine.limit_gib:.1f}"
+        is_shared = engines_share_gpus(self.config)
+        limit = f"a GPU has {self.machine.limit_gib:.1f}"
         if self.rank.refusal is not None:
             yield self.rank.refusal
         if memory["peak_gib"] > self.machine.limit_gib:
             name, gib = next(iter(memory["tensors_gib"].items()))
             yield (
-                f"a rank holds {memory['peak_gib']:,.1f} GiB in the {memory['peak_within']}, most "
-                f"for {name} ({gib:,.1f}), {room}"
+                f"a rank needs {memory['peak_gib']:,.1f} GiB in the {memory['peak_within']}, most "
+                f"for {name} ({gib:,.1f}); {limit}"
             )
-        for role, each in self.apart.items():
-            # Processes that share a GPU keep what each took at its peak.
+        for role, each in self.separate.items():
+            # The allocator of each process on a shared GPU keeps its peak.
             shared = memory["peak_gib"] * each["beside_policy"]
             if each["peak_gib"] + shared > self.machine.limit_gib:
                 key = "reward.model" if role == "reward_model" else role
                 yield (
-                    f"a rank of the {role} holds {each['peak_gib']:,.1f} GiB"
-                    f"{f' beside {shared:,.1f} of the policy' if shared else ''}, {room}; raise "
+                    f"a rank of the {role} needs {each['peak_gib']:,.1f} GiB"
+                    f"{f' and the policy {shared:,.1f}' if shared else ''}; {limit}; raise "
                     f"{key}.strategy.ranks, or set {key}.strategy.offload=true"
                 )
         if not engine["fits"]:
             cache = max(engine["cache_gib"], engine["longest_row_gib"])
             yield (
-                f"an engine of {engine['gpus_each']} GPU needs {engine['weights_gib']:.1f} GiB for "
-                f"weights and {cache:.1f} for keys and values on each, and has "
-                f"{engine['room_gib']:.1f}{' beside a rank' if shares_gpus(self.config) else ''}"
+                f"an engine on {engine['gpus_each']} GPU needs {engine['weights_gib']:.1f} GiB of "
+                f"weights and {cache:.1f} of KV cache per GPU; available are "
+                f"{engine['room_gib']:.1f}{' next to a rank' if is_shared else ''}"
             )
 
     @property
-    def rank(self) -> RankPlan:
-        """The rank of the first stage."""
+    def rank(self) -> PolicyRun:
+        """Simulated rank of the first stage."""
         return self.stages[0]
 
     @cached_property
     def memory(self) -> Figures:
-        """The peak of a rank, and what it holds then."""
+        """Peak memory of a rank and its contents."""
         offloads = getattr(self.rank.strategy, "offload", False)
-        ranks = [(rank.tracker, _peaks(rank)) for rank in self.stages]
+        ranks = [(rank.tracker, _device_peaks(rank)) for rank in self.stages]
         tracker, peaks = max(ranks, key=lambda each: max(peak.bytes for peak in each[1].values()))
         phase = max(peaks, key=lambda name: peaks[name].bytes)
         roles, tensors = Counter[str](), Counter[str]()
-        for held, size in peaks[phase].held:
-            name = re.sub(r"\.\d+(?=[. ]|$)", ".*", held.made_by)
-            shape = "" if held.role in ON_HOST else f" {list(held.shape)}"
-            roles[held.role] += size
-            tensors[f"{held.role}: {name}{shape}"] += size
+        for storage, size in peaks[phase].storages:
+            name = re.sub(r"\.\d+(?=[. ]|$)", ".*", storage.made_by)
+            shape = "" if storage.role in HOST_ROLES else f" {list(storage.shape)}"
+            roles[storage.role] += size
+            tensors[f"{storage.role}: {name}{shape}"] += size
         return {
             "peak_gib": peaks[phase].bytes / GIB,
             "peak_within": phase,
+            "resident_gib": 0.0 if offloads else tracker.live_bytes(HOST_ROLES) / GIB,
             "limit_gib": self.machine.limit_gib,
-            "host_gib": tracker.held_at_end(ON_HOST) / GIB if offloads else 0.0,
+            "host_gib": tracker.live_bytes(HOST_ROLES) / GIB if offloads else 0.0,
             "peaks_gib": {name: peak.bytes / GIB for name, peak in peaks.items()},
             "roles_gib": {role: size / GIB for role, size in roles.most_common()},
             "tensors_gib": {name: size / GIB for name, size in tensors.most_common(8)},
@@ -328,22 +418,22 @@ class RecipeEstimate:
 
     @cached_property
     def learning(self) -> Figures:
-        """Lockstep of a step's samples dealt out, and a rank's FLOP, traffic and seconds a step."""
-        taken = map(self._learning_of, self.stages)
-        return max(taken, key=lambda figures: sum(figures["seconds"].values()))
+        """Load balance of a step, and a rank's FLOP, traffic and seconds per step."""
+        stages = map(self._estimate_learning, self.stages)
+        return max(stages, key=lambda figures: sum(figures["seconds"].values()))
 
-    def _learning_of(self, rank: RankPlan) -> Figures:
-        deals = self._deals(rank)
-        rounds, stages = _rounds(deals), stages_of(rank.strategy)
+    def _estimate_learning(self, rank: PolicyRun) -> Figures:
+        deals = self._deal_updates(rank)
+        rounds, stages = _count_rounds(deals), getattr(rank.strategy, "pipeline", 1)
         sent, seconds, petaflop = Counter[str](), dict[str, float](), 0.0
-        for name, phase, times, scale, once in self._phases(rank, deals, deals):
+        for name, phase, times, scale, once in self._phase_costs(rank, deals, deals):
             sent.update({kind: int(size * times) for kind, size in phase.sent.items()})
-            # Each time that it fills and drains a stage waits for all others (1F1B's bubble).
+            # 1F1B: the pipeline fills and drains once per flush.
             flushes = {"update": len(deals), "optimizer": 0}.get(name.split()[-1], 1)
             seconds[name] = (1 + flushes * (stages - 1) / rounds) * once
             petaflop += scale * sum(flop * times for (flop, *_), times in phase.work.items()) / 1e15
         return {
-            "lockstep": sum(int(d.work.sum()) for d in deals) / sum(d.capacity for d in deals),
+            "lockstep": lockstep(deals),
             "micro_batches": rounds,
             **({"bubble": 1 - 1 / (1 + len(deals) * (stages - 1) / rounds)} if stages > 1 else {}),
             "petaflop": petaflop,
@@ -352,49 +442,43 @@ class RecipeEstimate:
         }
 
     @cached_property
-    def apart(self) -> dict[str, Figures]:
-        """By role, what a rank of a model apart holds at its peak, and its seconds a step."""
-        return {role: self._separate_model(role, rank) for role, rank in self.rank.apart.items()}
+    def separate(self) -> dict[str, Figures]:
+        """Peak memory and seconds per step of each model on separate ranks, by role."""
+        return {role: self._separate(role, rank) for role, rank in self.rank.separate.items()}
 
-    def _separate_model(self, role: str, rank: RankRun) -> Figures:
+    def _separate(self, role: str, rank: RankRun) -> Figures:
         ranks, width, roles = rank.strategy.ranks, self.rank.shape.hidden_size, Roles(self.config)
         lengths_B = np.sort(self.prompts_B + self.answers_B)[::-1]
         whole = deal(lengths_B, rank.max_tokens, ranks, width)
-        phases = self._phases(rank, [whole], self._deals(rank))
+        phases = self._phase_costs(rank, [whole], self._deal_updates(rank))
         return {
             "ranks": ranks,
-            "peak_gib": max(peak.bytes for peak in _peaks(rank).values()) / GIB,
+            "peak_gib": max(peak.bytes for peak in _device_peaks(rank).values()) / GIB,
             "beside_policy": roles[role].pool_name == roles["policy"].pool_name,
             "seconds": sum(seconds for *_, seconds in phases),
         }
 
-    def _deals(self, rank: RankRun) -> list[Deal]:
-        """Deal the samples of each update of a step out to ranks."""
-        strategy, sequence = rank.strategy, getattr(rank.strategy, "sequence", 1)
-        shares = strategy.data if isinstance(strategy, Megatron) else strategy.ranks // sequence
-        groups, seed = self.config.sampling.groups_per_step, self.config.run.seed
-        updates = cut_updates(groups, self.config.groups_per_update, (seed, 1, 0))
-        lengths = (self.prompts_B + self.answers_B).reshape(groups, self.config.rollout.n)
-        own = (np.sort(lengths[update].ravel())[::-1] for update in updates)
-        return [deal(each, rank.max_tokens, shares, self.rank.shape.hidden_size) for each in own]
+    def _deal_updates(self, rank: RankRun) -> list[Deal]:
+        lengths_B, width = self.prompts_B + self.answers_B, self.rank.shape.hidden_size
+        return deal_updates(self.config, lengths_B, rank.strategy, rank.max_tokens, width)
 
-    def _phases(
+    def _phase_costs(
         self, rank: RankRun, passes: list[Deal], updates: list[Deal]
     ) -> Iterator[tuple[str, Phase, float, float, float]]:
-        """Yield a step's phases: rounds, the full micro-batches of work in these, least seconds.
+        """Yield name, phase, factors of collectives and of operations, and seconds of each phase.
 
         Args:
-            passes: the step's samples as passes without gradients take them.
-            updates: the same as updates do.
+            passes: deals of the step's samples in passes without gradients.
+            updates: deals of the step's updates.
         """
-        full_B = np.array(micro_lengths(self.config, rank.max_tokens))
+        full_B = np.array(full_lengths(self.config, rank.max_tokens))
         full = work(full_B, self.rank.shape.hidden_size).sum()
-        epochs, ran = self.config.trainer.epochs, update_micro_batches(self.config)
+        epochs, ran = self.config.trainer.epochs, count_microbatches(self.config)
         for name, phase in list(rank.tracker.phases.items())[1:]:
             deals = updates if name.endswith("update") else passes
-            times: float = _rounds(deals)
+            times: float = _count_rounds(deals)
             scale = sum(int(each.work.max(0).sum()) for each in deals) / full
-            if name.endswith("update"):  # several micro-batches were run of it, and one of a pass
+            if name.endswith("update"):  # the simulation ran several micro-batches of it
                 times, scale = times * epochs / ran, scale * epochs / ran
             elif name.endswith("optimizer"):
                 times = scale = len(updates) * epochs
@@ -403,28 +487,28 @@ class RecipeEstimate:
 
     @cached_property
     def engine(self) -> Figures:
-        """Memory of an engine, and the least seconds in which engines write a step's answers."""
+        """Memory of an engine, and the least seconds in which engines generate a step's answers."""
         rank, config, machine = self.rank, self.config, self.machine
-        engine = engine_figures(rank, config, machine, self.memory["peak_gib"])
+        engine = estimate_engine(rank, config, machine, self.memory)
         if not engine["fits"]:
             return engine
-        # At each token weights are read, and half of the rows of the answers that the cache holds.
+        # Each decoding step reads the weights and half of the final KV cache of its rows.
         share = (self.prompts_B + self.answers_B).mean() / max_sequence_tokens(config)
         row = engine["longest_row_gib"] * share
         rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
-        read = (engine["weights_gib"] + rows * row / 2) * GIB / (machine.gpu.memory_gb_s * 1e9)
+        read = (engine["weights_gib"] + rows * row / 2) * GIB / machine.memory_bytes_s
         computed = 2 * rank.learning.passes.parameters * rows / engine["gpus_each"]
-        computed /= machine.teraflop_s(config) * 1e12
+        computed /= machine.peak_tflop_s(config) * 1e12 * machine.efficiency.products
         ticks = max(self.answers_B.sum() / engine["engines"] / rows, self.answers_B.max())
         return engine | {"rollout_seconds": float(max(read, computed) * ticks)}
 
     @cached_property
     def transfers(self) -> Figures:
-        """Bytes and seconds of a publication and of a checkpoint.
+        """Bytes and seconds of a weight publication and of a checkpoint.
 
-        All ranks gather each tensor together; engines fetch and check all of them, side by side. Of
-        a checkpoint each rank writes and hashes its own rows, those of the model twice, as its
-        files are put together from them: each by one rank. The next step goes on meanwhile.
+        All ranks gather each tensor; engines fetch and verify all of them in parallel. Each rank
+        writes and hashes its shard of a checkpoint, and the model's rows again, since one rank
+        assembles each model file. The next step runs meanwhile.
         """
         rank, machine, strategy = self.rank, self.machine, self.rank.strategy
         policy, others = cast(Any, rank.learning.policy), rank.learning.others
@@ -432,20 +516,20 @@ class RecipeEstimate:
         publishes, has_adapter = getattr(adapter, "publish", ""), not isinstance(adapter, NoAdapter)
         sent = policy.exported_bytes("adapter" if publishes == "adapter" else "all")
         model = policy.exported_bytes("adapter" if has_adapter else "all")
-        if isinstance(strategy, Megatron):  # masters and two moments, of each parameter one owner's
+        if isinstance(strategy, Megatron):  # masters and two moments, without replicas
             state = 12 * sum(rank.parameters[role] for role in ("policy", *others))
         else:
             states = [each.state_dict() for each in (policy, *others.values())]
             rows = sum(local_bytes(t) for t in tree_leaves(states) if isinstance(t, Tensor))
             state = rows * strategy.ranks // strategy.replicas
-        own_files = math.ceil(model / MODEL_FILE_BYTES / strategy.ranks)
-        hashed = state / strategy.ranks + min(own_files * MODEL_FILE_BYTES, model)
-        seconds = machine.saving_seconds(state + 2 * model, hashed, strategy.ranks)
-        if "critic" in rank.apart:  # whose ranks write after the others: masters and two moments
-            saved, ranks = 12 * rank.parameters["critic"], rank.apart["critic"].strategy.ranks
+        files = math.ceil(model / MODEL_FILE_BYTES / strategy.ranks)
+        hashed = state / strategy.ranks + min(files * MODEL_FILE_BYTES, model)
+        seconds = machine.write_seconds(state + 2 * model, hashed, strategy.ranks)
+        if "critic" in rank.separate:  # written after the others: masters and two moments
+            saved, ranks = 12 * rank.parameters["critic"], rank.separate["critic"].strategy.ranks
             state += saved
-            seconds += machine.saving_seconds(saved, saved / ranks, ranks)
-        gathered = sent / machine.rate(strategy.ranks, machine.per_node)
+            seconds += machine.write_seconds(saved, saved / ranks, ranks)
+        gathered = sent / machine.link_bytes_s(strategy.ranks, machine.per_node)
         return {
             "publication_gib": sent / GIB,
             "publication_seconds": gathered + sent / (ENGINE_GB_S * 1e9),
@@ -455,36 +539,36 @@ class RecipeEstimate:
 
     @cached_property
     def run(self) -> Figures:
-        """Tokens, hours and cost of all steps; tokens alone where an engine does not fit."""
-        roles, beside = Roles(self.config), gpus_beside(self.config)
+        """Tokens, hours and cost of all steps; only tokens if the engine does not fit."""
+        roles, other_gpus = Roles(self.config), gpus_of_other_roles(self.config)
         steps, written = self.config.trainer.steps, int(self.answers_B.sum())
         run: Figures = {"mean_response": float(self.answers_B.mean()), "tokens": written * steps}
         if not self.engine["fits"]:
             return run
-        asked = Counter({role: each["seconds"] for role, each in self.apart.items()})
+        separate = Counter({role: each["seconds"] for role, each in self.separate.items()})
         step = sum(self.learning["seconds"].values()) + self.transfers["publication_seconds"]
-        # Answers are scored while others are written; reference and critic wait for all of them.
-        step += max(self.engine["rollout_seconds"], asked["reward_model"])
-        step += asked["reference"] + asked["critic"]
+        # Scoring overlaps with sampling; reference and critic wait for all answers.
+        step += max(self.engine["rollout_seconds"], separate["reward_model"])
+        step += separate["reference"] + separate["critic"]
         packed = written + int(self.prompts_B.sum())
         tokens = StepTokens(written, packed, self.prompts_B.tolist(), self.answers_B.tolist())
         learning = roles["policy"].count
         places = {roles[name].pool_name for name in ("rollout", "critic")}
-        counted = learning + sum(beside.get(place, 0) for place in places)
+        counted = learning + sum(other_gpus.get(place, 0) for place in places)
         run["step_seconds"] = step
-        computed = step * counted * self.machine.teraflop_s(self.config) * 1e12
+        computed = step * counted * self.machine.peak_tflop_s(self.config) * 1e12
         run["mfu"] = self.rank.learning.passes.flop(tokens) / computed
         run["hours"] = step * steps / 3600
-        run["gpu_hours"] = run["hours"] * (learning + sum(beside.values()))
+        run["gpu_hours"] = run["hours"] * (learning + sum(other_gpus.values()))
         return run if self.price is None else run | {"cost": run["gpu_hours"] * self.price}
 
 
-def _peaks(rank: RankRun) -> dict[str, Peak]:
-    """Return the peak of each phase on the device."""
-    tracker, without = rank.tracker, ON_HOST if getattr(rank.strategy, "offload", False) else ()
+def _device_peaks(rank: RankRun) -> dict[str, Peak]:
+    """Return the peak device memory of each phase."""
+    tracker, without = rank.tracker, HOST_ROLES if getattr(rank.strategy, "offload", False) else ()
     return {name: tracker.peak(name, without) for name in list(tracker.phases)[1:]}
 
 
-def _rounds(deals: list[Deal]) -> int:
-    """Return how many micro-batches a rank has."""
+def _count_rounds(deals: list[Deal]) -> int:
+    """Return the number of micro-batches of a rank."""
     return sum(each.work.shape[1] for each in deals)

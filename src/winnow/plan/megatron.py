@@ -1,9 +1,8 @@
-"""One rank of Megatron's parallelism on fake tensors, without neighbours and without CUDA.
+"""Patches of megatron-core for a simulated rank on fake tensors, without CUDA.
 
-megatron-core asks torch.cuda for a device, for streams and for random states, neighbours for the
-shapes of what they send, and a router's numbers for how many tokens go where. The answers given
-here: the CPU that stands for the GPU, nothing to wait for, the shapes of a full micro-batch, and as
-many tokens for each expert.
+megatron-core queries torch.cuda for a device, streams and random states, other stages for tensor
+shapes, and the router for token counts. The patches return the CPU, streams without work, the
+shapes of a full micro-batch, and an even split of tokens over experts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream(contextlib.nullcontext[None]):
-    """A queue of work that is done at once."""
+    """A stream without pending work."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -36,22 +35,22 @@ class _Stream(contextlib.nullcontext[None]):
     wait_stream = record_event = synchronize = _ignore
 
 
-def _spread(self: Any, routing_map: Tensor) -> Tensor:
-    """Count tokens of experts, in the place of a dispatcher: as many for each."""
+def _route_evenly(self: Any, routing_map: Tensor) -> Tensor:
+    """Replacement of a token dispatcher's `preprocess` that splits tokens evenly over experts."""
     n, E = routing_map.shape
     self.num_out_tokens = n * self.config.moe_router_topk
     counts_E = np.full(E, self.num_out_tokens // E) + (np.arange(E) < self.num_out_tokens % E)
-    own = counts_E[self.local_expert_indices]
+    local = counts_E[self.local_expert_indices]
     self.input_splits = counts_E.reshape(self.ep_size, -1).sum(1)
-    self.output_splits = np.full(self.ep_size, own.sum())
-    self.output_splits_tp = np.full(self.tp_size, own.sum() * self.ep_size)
-    # Arrays, which keep their numbers where tensors are fake.
-    self.num_global_tokens_per_local_expert = np.tile(own, (self.tp_size * self.ep_size, 1))
-    return routing_map.new_empty(len(own), dtype=torch.int64)
+    self.output_splits = np.full(self.ep_size, local.sum())
+    self.output_splits_tp = np.full(self.tp_size, local.sum() * self.ep_size)
+    # NumPy arrays keep their values under a fake tensor mode.
+    self.num_global_tokens_per_local_expert = np.tile(local, (self.tp_size * self.ep_size, 1))
+    return routing_map.new_empty(len(local), dtype=torch.int64)
 
 
-def _zeros(*size: Any, zeros: Any = torch.zeros, **options: Any) -> Any:
-    """Make zeros where there are devices, in the place of torch.zeros."""
+def _zeros_on_cpu(*size: Any, zeros: Any = torch.zeros, **options: Any) -> Any:
+    """Replacement of torch.zeros that allocates on the CPU."""
     return zeros(*size, **options | ({"device": _CPU} if "device" in options else {}))
 
 
@@ -64,19 +63,19 @@ _CUDA: dict[str, Any] = {
     "get_rng_state": lambda *_, **__: torch.get_rng_state(),
     "manual_seed": lambda seed: None,
 }
-"""Answers in the place of torch.cuda's."""
+"""Replacements of functions of torch.cuda."""
 
 
 @contextlib.contextmanager
-def planned_megatron(
-    chosen: Megatron, config: Any, planned: type[Any], kernels_of: str
+def patched_megatron(
+    layout: Megatron, config: Any, tracked: type[Any], device_type: str
 ) -> Iterator[type[Any]]:
-    """Import Megatron's strategy, as one that a plan can run within this context.
+    """Yield Megatron's strategy class, patched for a simulated rank within the context.
 
     Args:
-        config: of the Hugging Face model.
-        planned: whose methods the strategy takes over.
-        kernels_of: the type of device whose kernels ranks have.
+        config: configuration of the Hugging Face model.
+        tracked: mixin of the strategy class.
+        device_type: type of device whose attention kernels are used.
 
     Raises:
         ConfigError: megatron-core is absent or too old.
@@ -86,13 +85,13 @@ def planned_megatron(
     def shapes(_: Any, to_next: Any, to_previous: Any, previous: bool, following: bool) -> Any:
         return shape if previous else None, shape if following else None
 
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as patches:
 
-        def answer(owner: Any, **answers: Any) -> None:
-            undo.enter_context(mock.patch.multiple(owner, **answers))
+        def patch(owner: Any, **replacements: Any) -> None:
+            patches.enter_context(mock.patch.multiple(owner, **replacements))
 
-        answer(torch.cuda, **_CUDA)
-        answer(torch, zeros=_zeros)
+        patch(torch.cuda, **_CUDA)
+        patch(torch, zeros=_zeros_on_cpu)
         from winnow.models.megatron.mcore_import import import_megatron
 
         import_megatron(_CPU)
@@ -103,37 +102,36 @@ def planned_megatron(
 
         from winnow.learning.megatron import MegatronStrategy
 
-        answer(
-            random, _get_cuda_rng_state=lambda **_: None, _set_cuda_rng_state=lambda *_, **__: None
-        )
-        answer(P2PCommunicator, _communicate_shapes=shapes)
-        answer(token_dispatcher, maybe_move_tensor_to_cpu=lambda given, **_: given)
-        answer(token_dispatcher.MoEAlltoAllTokenDispatcher, preprocess=_spread)
-        answer(dist, broadcast_object_list=lambda *_, **__: None)
+        patch(random, _get_cuda_rng_state=lambda **_: None)
+        patch(random, _set_cuda_rng_state=lambda *_, **__: None)
+        patch(P2PCommunicator, _communicate_shapes=shapes)
+        patch(token_dispatcher, maybe_move_tensor_to_cpu=lambda tensor, **_: tensor)
+        patch(token_dispatcher.MoEAlltoAllTokenDispatcher, preprocess=_route_evenly)
+        patch(dist, broadcast_object_list=lambda *_, **__: None)
 
-        class PlannedMegatron(planned, MegatronStrategy):  # type: ignore[misc]
-            """Megatron's strategy on a rank whose neighbours are not there."""
+        class TrackedMegatron(tracked, MegatronStrategy):  # type: ignore[misc]
+            """Megatron's strategy on a simulated rank."""
 
-            kernels = kernels_of
+            kernels = device_type
 
             @property
-            def held_modules(self) -> nn.Module:
+            def local_modules(self) -> nn.Module:
                 return self._stage
 
             def gradients(self) -> Iterator[tuple[str, Tensor]]:
                 for name, parameter in self._local_params.items():
-                    found = self._sums.get(name, parameter.grad)
-                    if found is not None:
-                        yield name, found
+                    gradient = self._sums.get(name, parameter.grad)
+                    if gradient is not None:
+                        yield name, gradient
 
             def _schedule(
                 self, microbatches: Sequence[MicroBatch], *rest: Any, **options: Any
             ) -> None:
-                split = chosen.tensor if chosen.sequence_parallel else 1
+                split = layout.tensor if layout.sequence_parallel else 1
                 shape[0] = -(-len(microbatches[0].token_ids) // split)
                 super()._schedule(microbatches, *rest, **options)
 
         try:
-            yield PlannedMegatron
+            yield TrackedMegatron
         finally:
             parallel_state.destroy_model_parallel()

@@ -1,9 +1,9 @@
-"""One rank of a run's learning side, run on fake tensors in a fake process group.
+"""Simulation of one training rank on fake tensors in a fake process group.
 
-The production learner is built from its recipe and put through one update, with two full
-micro-batches: the shapes are those of the run, and nothing is allocated or sent. Models are
-described by their config.json. A CPU stands for the devices, since autograd on fake CUDA tensors
-needs PyTorch's CUDA build; kernels are chosen as on CUDA.
+The production learner is built from the recipe and runs one update with two full micro-batches:
+shapes are those of the run, but nothing is allocated or sent. Models need only a config.json. The
+device is the CPU, since autograd on fake CUDA tensors requires a CUDA build of PyTorch; kernels are
+selected as on CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from winnow.learning.strategy import LossFn, Stats, Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.folders import torch_dtype
 from winnow.models.value import load_reward_model, load_value_model
-from winnow.plan.megatron import planned_megatron
+from winnow.plan.megatron import patched_megatron
 from winnow.plan.tracker import DeviceTracker
 from winnow.ranks import learner
 from winnow.ranks.models import check_attention_memory, load_policy_model
@@ -41,35 +41,35 @@ from winnow.run.step_metrics import AttentionFlop
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
 _CPU = torch.device("cpu")
-_NEEDS_NUMBERS = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+_DATA_DEPENDENT = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
-class _PlannedRunner(SequenceRunner):
+class _TrackedRunner(SequenceRunner):
     def _places(self, sources: Tensor, n: int) -> Tensor:
-        # As many as a rank can have, whose tokens are all written by the policy.
+        # The most that a rank can have: every token is the policy's.
         return torch.arange(min(len(sources), n))
 
 
-class Planned(Strategy):
-    """A strategy on a rank whose neighbours are not there, which says what its tensors are for."""
+class TrackedStrategy(Strategy):
+    """A strategy on a simulated rank, which reports the purpose of its tensors to a tracker."""
 
     kernels: ClassVar[str] = "cuda"
     _tracker: DeviceTracker
     _role: str
 
     @property
-    def held_modules(self) -> nn.Module:
-        """The modules of the model that this rank runs."""
+    def local_modules(self) -> nn.Module:
+        """The modules of the model that this rank executes."""
         return self.model
 
-    def report_to(self, tracker: DeviceTracker, role: str) -> None:
-        """Say from now on what the tensors of this model are for."""
+    def track_with(self, tracker: DeviceTracker, role: str) -> None:
+        """Register this model's tensors with a tracker under a role."""
         self._tracker, self._role = tracker, role
-        tracker.know(self.held_modules, role)
+        tracker.register_model(self.local_modules, role)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._report("optimizer state", self.moments())
+        self._report("optimizer state", self.optimizer_tensors())
 
     def forward_backward(
         self, microbatches: Sequence[MicroBatch], outputs: frozenset[Output], loss_fn: LossFn
@@ -78,80 +78,80 @@ class Planned(Strategy):
         self._report("gradients", self.gradients())
         return figures
 
-    def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the optimizer keeps, fp32 masters of weights in half precision included."""
-        own = {id(p) for p in self.held_modules.parameters()}
+    def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's tensors, including fp32 masters of half-precision weights."""
+        weights = {id(p) for p in self.local_modules.parameters()}
         for name, master in self._masters.items():
-            if id(master) not in own:
+            if id(master) not in weights:
                 yield f"{name} master", master
             for key, moment in self._optimizer.state[master].items():
                 yield f"{name} {key}", moment
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the sums of gradients that wait for the optimizer."""
+        """Yield the accumulated gradients."""
         for name, master in self._masters.items():
             if master.grad is not None:
                 yield name, master.grad
 
     def _report(self, use: str, named: Iterator[tuple[str, Tensor]]) -> None:
-        self._tracker.assign(use, ((f"{self._role} {name}", tensor) for name, tensor in named))
+        self._tracker.assign_role(use, ((f"{self._role} {name}", tensor) for name, tensor in named))
 
     def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
         return sums | maxima
 
 
-class PlannedStrategy(Planned, FSDP2Strategy):
-    """FSDP2's strategy on a rank whose neighbours are not there."""
+class TrackedFSDP2(TrackedStrategy, FSDP2Strategy):
+    """FSDP2's strategy on a simulated rank."""
 
     def _make_runner(self, model: Any, *readout: Any) -> ModelRunner:
         if self._sequence is None:
             return super()._make_runner(model, *readout)
-        return _PlannedRunner(model, *readout, group=self._sequence)
+        return _TrackedRunner(model, *readout, group=self._sequence)
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """A rank of a model that has run."""
+    """A simulated rank of a model."""
 
     tracker: DeviceTracker
     strategy: Sharded | Megatron
     max_tokens: int
-    """Tokens that it runs at once."""
+    """Tokens of a micro-batch."""
 
 
 @dataclass(frozen=True)
-class RankPlan(RankRun):
-    """A rank of the policy that has run, and those of models on ranks of their own."""
+class PolicyRun(RankRun):
+    """A simulated rank of the policy, and of each model on separate ranks."""
 
     learning: learner.Learning
     parameters: dict[str, int]
-    """Parameters of each model, by role."""
+    """Parameters by role."""
     shape: Any
-    """Hugging Face's configuration of the policy."""
+    """Hugging Face configuration of the policy."""
     refusal: str | None
-    """Why GPUs could not compute the policy's attention."""
-    apart: dict[str, RankRun]
-    """By role, a rank of each model on ranks of its own."""
+    """Error text if no CUDA kernel can compute the policy's attention."""
+    separate: dict[str, RankRun]
+    """By role, a rank of each model on separate ranks."""
 
 
 def run_rank(
     config: Config,
     path: str,
-    strategy: type[PlannedStrategy] = PlannedStrategy,
+    strategy: type[TrackedFSDP2] = TrackedFSDP2,
     track: type[DeviceTracker] = DeviceTracker,
     stage: int = 0,
-) -> RankPlan:
-    """Run the passes and an update of a recipe with ranks, as the first rank of a stage.
+) -> PolicyRun:
+    """Simulate the first rank of a pipeline stage: a step's passes and one update.
 
     Args:
-        path: of the policy's model, a folder with a config.json at least.
-        strategy: whose `kernels` ranks have.
-        track: sees what they hold.
-        stage: of the pipeline; 0 where there is none.
+        path: folder of the policy's model; config.json is enough.
+        strategy: FSDP2's strategy class; its `kernels` selects the attention kernels.
+        track: class of the tracker.
+        stage: pipeline stage; 0 without a pipeline.
 
     Raises:
-        ConfigError: the recipe's loss cannot be run without numbers.
-        ModelError: a model cannot be described by its config.json, or shared by the ranks.
+        ConfigError: the loss has data-dependent shapes.
+        ModelError: config.json cannot describe a model, or the ranks cannot shard it.
     """
     model = load_policy_model(config.model, path, _CPU, config.run.seed, hollow="shapes")
     layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
@@ -163,61 +163,61 @@ def run_rank(
         refusal = str(error)
     tracker = track(_attention_flop(config, model, most))
     tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
-    # No kernel of CUDA takes float32 with fewer heads for keys, which `refusal` says.
+    # CUDA has no float32 kernel for grouped-query attention, as `refusal` reports.
     exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
     with exact:
-        learning, models = _learn(config, model, path, strategy, tracker, stage)
-    apart = {}
+        learning, models = _run_learner(config, model, path, strategy, tracker, stage)
+    separate = {}
     for role in Roles(config):
         if role.kind == "ranks" and role.name != "policy":
-            apart[role.name], models[role.name] = _run_apart(config, role.name, path)
-    if "critic" in apart:
+            separate[role.name], models[role.name] = _run_separate_model(config, role.name, path)
+    if "critic" in separate:
         passes = replace(learning.passes, **learner.critic_passes(models["critic"]))
         learning = replace(learning, passes=passes)
-    parameters = {role: held.parameters for role, held in models.items()}
+    parameters = {role: each.parameters for role, each in models.items()}
     ran = tracker, layout, most
-    return RankPlan(*ran, learning, parameters, model.config, refusal, apart)
+    return PolicyRun(*ran, learning, parameters, model.config, refusal, separate)
 
 
-def _learn(
+def _run_learner(
     config: Config,
     model: Any,
     path: str,
-    strategy: type[PlannedStrategy],
+    strategy: type[TrackedFSDP2],
     tracker: DeviceTracker,
     stage: int,
-) -> tuple[learner.Learning, dict[str, Planned]]:
-    """Build the learner on a rank and take its steps; also returns its models, by role."""
+) -> tuple[learner.Learning, dict[str, TrackedStrategy]]:
+    """Build the learner on a rank and run its phases; also returns the models by role."""
     chosen, fake = config.trainer.strategy, fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    planned: Any = contextlib.nullcontext(strategy)
+    strategy_class: Any = contextlib.nullcontext(strategy)
     if isinstance(chosen, Megatron):
-        planned = planned_megatron(chosen, model.config, Planned, strategy.kernels)
-    full = full_micro_batches(config)
-    with _fake_ranks(cast("Sharded | Megatron", chosen), stage) as mesh, planned as kind:
+        strategy_class = patched_megatron(chosen, model.config, TrackedStrategy, strategy.kernels)
+    full = full_batches(config)
+    with _fake_group(cast("Sharded | Megatron", chosen), stage) as mesh, strategy_class as kind:
 
-        def hold(*args: Any, **options: Any) -> Strategy:
+        def make(*args: Any, **options: Any) -> Strategy:
             with fake, tracker:
                 return cast(Strategy, kind(*args, **options))
 
-        learning = learner.make_learner(config, model, model.config.vocab_size, path, mesh, hold)
+        learning = learner.make_learner(config, model, model.config.vocab_size, path, mesh, make)
         roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
-        models = {role: cast(Planned, each) for role, each in roles.items() if each is not None}
+        models = {role: cast(TrackedStrategy, each) for role, each in roles.items() if each}
         with fake, tracker:
             for role, each in models.items():
-                each.report_to(tracker, role)
+                each.track_with(tracker, role)
             try:
-                take_steps(config, learning, full, tracker.begin)
-            except _NEEDS_NUMBERS as error:
+                run_phases(config, learning, full, tracker.begin)
+            except _DATA_DEPENDENT as error:
                 raise ConfigError(
                     f"algorithm/policy_loss={config.algorithm.policy_loss.name} or the correction "
-                    f"asks for sizes that follow from numbers ({error.func}), which a plan does "
-                    "not have; plan with algorithm/policy_loss=ppo_clip, which takes about the same"
+                    f"has data-dependent shapes ({error.func}), which cannot be planned; plan with "
+                    "algorithm/policy_loss=ppo_clip, whose memory and time are about the same"
                 ) from error
     return learning, models
 
 
-def _run_apart(config: Config, role: str, path: str) -> tuple[RankRun, Planned]:
-    """Run the passes of a model, and its update if it learns, as the first of its own ranks."""
+def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, TrackedStrategy]:
+    """Simulate the first rank of a model on separate ranks: its passes, and a critic's update."""
     section: Any = config.reward.model if role == "reward_model" else getattr(config, role)
     most = getattr(section, "microbatch_tokens", None) or config.trainer.microbatch_tokens
     options = dict[str, Any]()
@@ -230,12 +230,13 @@ def _run_apart(config: Config, role: str, path: str) -> tuple[RankRun, Planned]:
     else:
         dtype = torch_dtype(section.dtype or config.model.dtype)
         model = load_reward_model(section.path, dtype, _CPU, hollow="shapes")
-    tracker, micro = DeviceTracker(_attention_flop(config, model, most)), _full(config, most)
-    fake, sharding = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), section.strategy
-    with _fake_ranks(sharding) as mesh, fake, tracker:
+    tracker = DeviceTracker(_attention_flop(config, model, most))
+    micro, sharding = _full_batch(config, most), section.strategy
+    fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_group(sharding) as mesh, fake, tracker:
         model.requires_grad_(role == "critic")
-        strategy = PlannedStrategy(model, mesh, Sharding(offload=sharding.offload), **options)
-        strategy.report_to(tracker, role)
+        strategy = TrackedFSDP2(model, mesh, Sharding(offload=sharding.offload), **options)
+        strategy.track_with(tracker, role)
         if role == "critic":
             _fill_optimizer(strategy)
             _train_role(config, role, strategy, micro, tracker.begin)
@@ -246,18 +247,18 @@ def _run_apart(config: Config, role: str, path: str) -> tuple[RankRun, Planned]:
 
 
 def _attention_flop(config: Config, model: Any, max_tokens: int) -> Callable[[int], float]:
-    """Return the FLOP of packed attention over a full micro-batch, by heads x size of a head."""
-    lengths, attention = np.array(micro_lengths(config, max_tokens)), AttentionFlop.of(model.config)
+    """Return the FLOP of packed attention over a full micro-batch, by query heads x head size."""
+    lengths, attention = np.array(full_lengths(config, max_tokens)), AttentionFlop.of(model.config)
     whole = attention.flop(np.zeros_like(lengths), lengths) / max(sum(attention.widths.values()), 1)
     return lambda width: whole * width
 
 
 @contextlib.contextmanager
-def _fake_ranks(strategy: Sharded | Megatron, stage: int = 0) -> Iterator[DeviceMesh]:
-    """Be the first of a stage's many ranks, which are not there."""
+def _fake_group(strategy: Sharded | Megatron, stage: int = 0) -> Iterator[DeviceMesh]:
+    """Initialize a fake process group as the first rank of a stage."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = stage * strategy.ranks // stages_of(strategy)
+    rank = stage * strategy.ranks // getattr(strategy, "pipeline", 1)
     dist.init_process_group("fake", rank=rank, world_size=strategy.ranks, store=FakeStore())
     try:
         yield make_mesh("cpu", strategy.ranks, getattr(strategy, "replicas", 1))
@@ -265,33 +266,29 @@ def _fake_ranks(strategy: Sharded | Megatron, stage: int = 0) -> Iterator[Device
         dist.destroy_process_group()
 
 
-def stages_of(strategy: object) -> int:
-    """Return the stages that micro-batches pass through."""
-    return strategy.pipeline if isinstance(strategy, Megatron) else 1
+def count_microbatches(config: Config) -> int:
+    """Return the micro-batches of a simulated update: gradients accumulate, all stages are busy."""
+    return max(2, getattr(config.trainer.strategy, "pipeline", 1))
 
 
-def update_micro_batches(config: Config) -> int:
-    """Return the micro-batches of an update that is run: gradients add up, and stages are full."""
-    return max(2, stages_of(config.trainer.strategy))
-
-
-def micro_lengths(config: Config, max_tokens: int) -> list[int]:
-    """Return the samples of a micro-batch of as many tokens as one may have, in tokens."""
+def full_lengths(config: Config, max_tokens: int) -> list[int]:
+    """Return the sample lengths of a micro-batch that uses the whole token budget."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     lengths = [longest] * max(max_tokens // longest, 1)
     rest = max_tokens - sum(lengths)
     return [*lengths, rest] if rest > 1 else lengths
 
 
-def full_micro_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
-    """Make micro-batches of policy and critic, of as many tokens as one may have."""
+def full_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
+    """Make micro-batches of policy and critic that use their whole token budgets."""
     tokens = config.trainer.microbatch_tokens
-    return _full(config, tokens), _full(config, config.critic.microbatch_tokens or tokens)
+    critic_tokens = config.critic.microbatch_tokens or tokens
+    return _full_batch(config, tokens), _full_batch(config, critic_tokens)
 
 
-def _full(config: Config, max_tokens: int) -> MicroBatch:
-    """Make a micro-batch of so many tokens, of the longest samples."""
-    ids = [np.zeros(length, np.int64) for length in micro_lengths(config, max_tokens)]
+def _full_batch(config: Config, max_tokens: int) -> MicroBatch:
+    """Make a micro-batch of `max_tokens` tokens from the longest samples."""
+    ids = [np.zeros(length, np.int64) for length in full_lengths(config, max_tokens)]
     batch = pack_sequences(ids, last=config.rollout.max_response_tokens)
     T = len(batch.token_ids)
     batch.columns.update({name: torch.zeros(T) for name in _COLUMNS})
@@ -299,17 +296,17 @@ def _full(config: Config, max_tokens: int) -> MicroBatch:
     return all_micro_batches(batch, T)[0]
 
 
-def take_steps(
+def run_phases(
     config: Config,
     learning: learner.Learning,
     full: tuple[MicroBatch, MicroBatch],
     begin: Callable[[str], object],
 ) -> None:
-    """Fill the optimizers, then take a step's passes and an update of each model that learns.
+    """Fill the optimizers, then run a step's passes and one update of each trained model.
 
     Args:
-        full: of `full_micro_batches`.
-        begin: is told the name of each phase.
+        full: micro-batches of `full_batches`.
+        begin: called with the name of each phase at its start.
     """
     learners = {**learning.others, "policy": learning.policy}
     for strategy in learners.values():
@@ -325,7 +322,7 @@ def take_steps(
 
 
 def _fill_optimizer(strategy: Any) -> None:
-    """Give a model the moments that it has after a resume, for an update to step with."""
+    """Allocate the optimizer state, as a resume does."""
     moments = strategy.blank_state()["optimizer"]
     strategy.load_state_dict(strategy.state_dict() | {"optimizer": moments})
 
@@ -337,14 +334,14 @@ def _train_role(
     micro: MicroBatch,
     begin: Callable[[str], object],
 ) -> None:
-    """Take an update of a model, behind a critic's pass for its values."""
+    """Run an update of a model; for a critic, the pass for its values first."""
     loss = cast(Any, learner.make_objective(config))
     if role == "critic":
         loss = learner.make_value_objective(config)
         begin("values")
         strategy.forward([micro], loss.outputs)
     begin(f"{role} update")
-    # The same again and again: gradients of the second are added to those of the first.
-    strategy.forward_backward([micro] * update_micro_batches(config), loss.outputs, loss)
+    # The same micro-batch repeatedly: gradients accumulate from the second on.
+    strategy.forward_backward([micro] * count_microbatches(config), loss.outputs, loss)
     begin(f"{role} optimizer")
     strategy.optimizer_step(1e-6)

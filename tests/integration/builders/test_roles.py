@@ -50,7 +50,7 @@ def test_it_is_placed_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert assign_local_gpus(Roles(config), "cuda") == {"policy": range(1), "tools": range(1, 3)}
     machine = Machine(*find_gpu("h100"), nodes=1, per_node=2)
-    with pytest.raises(ConfigError, match=r"beside 2 tools; give more, or lower evaluation\.n\Z"):
+    with pytest.raises(ConfigError, match=r"policy and 2 tools take 3; .* evaluation\.n\Z"):
         make_plan(PlanRequest("quickstart", ("evaluation.n=2",), machine))
 
 

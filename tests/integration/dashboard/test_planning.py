@@ -85,7 +85,7 @@ def test_code_that_a_run_names_is_not_run(runs: Path, tmp_path: Path) -> None:
     (runs / "copy" / "config.yaml").write_text(dump_config(config))
     (runs / "copy" / "model.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
     lines = made(client(runs).post(PLAN, json=ASKED))
-    assert "is code that a run names, which the dashboard does not run" in lines[-1]["error"]
+    assert "is code of the run, which the dashboard does not execute" in lines[-1]["error"]
     assert "\n" not in lines[-1]["error"]
     assert not (tmp_path / "was-run").exists()
 
@@ -145,7 +145,7 @@ def test_one_plan_at_a_time_which_ends_with_its_client_and_with_the_dashboard(ru
             (first,) = planning(os.getpid())
             with ask(url) as second:
                 told = second.iter_lines()
-                assert "another plan is running" in next(told)
+                assert "waiting for running" in next(told)
                 assert planning(os.getpid()) == [first]
         until(lambda: not planning(os.getpid()))
         with ask(url), ask(url):

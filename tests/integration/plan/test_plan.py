@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from winnow.builders.preflight import draw_lengths
 from winnow.cli.main import app
 from winnow.config.files import available_recipes
 from winnow.config.load import load_recipe, parse_recipe
@@ -25,25 +28,27 @@ from winnow.models.causal_lm import load_causal_lm
 from winnow.models.sharded_loading import saved_weights
 from winnow.plan.estimate import (
     GIB,
+    Efficiency,
     Machine,
     RecipeEstimate,
-    drawn_lengths,
-    engine_change,
-    engine_figures,
+    check_placement,
+    count_nodes,
+    estimate_engine,
     find_gpu,
-    gpus_beside,
-    kept_lengths,
+    gpus_of_other_roles,
+    read_lengths,
+    suggest_engines,
 )
 from winnow.plan.plan import (
     PlanRequest,
-    _described,
-    as_text,
-    changes,
+    _find_models,
+    find_published_shape,
+    format_plan,
+    list_changes,
     make_plan,
-    published_shape,
 )
-from winnow.plan.rank import RankPlan, run_rank
-from winnow.plan.tracker import DeviceTracker, Held
+from winnow.plan.rank import PolicyRun, run_rank
+from winnow.plan.tracker import DeviceTracker, Phase, TrackedStorage
 
 REPOSITORY = Path(__file__).parents[3]
 H, M, LAYERS, HEADS, SHARED, V = 64, 128, 2, 8, 2, 1024
@@ -65,7 +70,10 @@ SHAPE = {
     "vocab_size": V,
 }
 RECIPE = "dapo_qwen2.5_32b"
+LOCAL = ("cluster=local", "trainer/strategy=single", "rollout/engine=torch")
 SHORT = (
+    *LOCAL,
+    "rollout.engine.cache_gib=32",
     f"data.max_prompt_tokens={PROMPT}",
     f"rollout.max_response_tokens={ANSWER}",
     "reward.overlong.enabled=false",
@@ -89,32 +97,32 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
     return described(tmp_path_factory.mktemp("shallow"), **SHAPE | {"num_hidden_layers": 1})
 
 
-def planned(folder: str, *overrides: str) -> RankPlan:
+def planned(folder: str, *overrides: str) -> PolicyRun:
     layout = ("trainer/strategy=fsdp2", f"trainer.strategy.ranks={RANKS}", f"model.path={folder}")
     layout += ("trainer.mini_batch_groups=null",)  # no pass for the old policy
     return run_rank(load_recipe(RECIPE, [*SHORT, *layout, *overrides]), folder)
 
 
 @pytest.fixture(scope="module")
-def plain(folder: str) -> RankPlan:
+def plain(folder: str) -> PolicyRun:
     return planned(folder)
 
 
 @pytest.fixture(scope="module")
-def lean(folder: str) -> RankPlan:
+def lean(folder: str) -> PolicyRun:
     """With an adapter, and layers that are computed again."""
     adapter = ("model/adapter=lora", "model.adapter.rank=4")
     return planned(folder, *adapter, "model.gradient_checkpointing=true")
 
 
-def roles_of(rank: RankPlan, phase: str = "policy update") -> dict[str, int]:
+def roles_of(rank: PolicyRun, phase: str = "policy update") -> dict[str, int]:
     roles: dict[str, int] = {}
-    for held, size in rank.tracker.peak(phase).held:
+    for held, size in rank.tracker.peak(phase).storages:
         roles[held.role] = roles.get(held.role, 0) + size
     return roles
 
 
-def test_a_rank_holds_its_share_of_masters_gradients_and_moments(plain: RankPlan) -> None:
+def test_a_rank_holds_its_share_of_masters_gradients_and_moments(plain: PolicyRun) -> None:
     each = [-(-4 * p.numel() // RANKS) for p in plain.learning.policy.model.parameters()]
     share = sum(each)
     blocks = 512 * len(each)  # sizes are rounded up
@@ -128,7 +136,7 @@ def test_a_rank_holds_its_share_of_masters_gradients_and_moments(plain: RankPlan
     assert not dist.is_initialized()
 
 
-def test_flop_are_those_of_the_products(plain: RankPlan) -> None:
+def test_flop_are_those_of_the_products(plain: PolicyRun) -> None:
     work = plain.tracker.phases["policy update"].work
     expected = 2 * (6 * LINEAR * T + HEAD + ATTENDED)
     found = sum(flop * times for (flop, _, _), times in work.items())
@@ -152,7 +160,7 @@ def test_of_experts_those_that_a_token_goes_to_are_computed(
     assert found == pytest.approx(2 * (6 * linear * T + HEAD + ATTENDED), rel=0.01)
 
 
-def test_collectives_gather_each_weight_for_each_pass(plain: RankPlan) -> None:
+def test_collectives_gather_each_weight_for_each_pass(plain: PolicyRun) -> None:
     sent = plain.tracker.phases["policy update"].sent
     size = sum(p.numel() for p in plain.learning.policy.model.parameters())
     # Of two micro-batches: layers are gathered forwards and backwards, the rest once; all in bf16.
@@ -161,9 +169,9 @@ def test_collectives_gather_each_weight_for_each_pass(plain: RankPlan) -> None:
     assert sent["reduce_scatter_base"] == pytest.approx(2 * 4 * size, rel=0.02)
 
 
-def test_checkpointing_keeps_a_layers_input_and_names_it(plain: RankPlan, lean: RankPlan) -> None:
-    def kept(rank: RankPlan) -> list[tuple[Held, int]]:
-        held = rank.tracker.peak("policy update").held
+def test_checkpointing_keeps_a_layers_input_and_names_it(plain: PolicyRun, lean: PolicyRun) -> None:
+    def kept(rank: PolicyRun) -> list[tuple[TrackedStorage, int]]:
+        held = rank.tracker.peak("policy update").storages
         return [
             each for each in held if each[0].role == "activations" and "layers." in each[0].made_by
         ]
@@ -175,7 +183,7 @@ def test_checkpointing_keeps_a_layers_input_and_names_it(plain: RankPlan, lean: 
 
 
 def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
-    folder: str, plain: RankPlan
+    folder: str, plain: PolicyRun
 ) -> None:
     shared = planned(folder, "trainer.strategy.sequence=4")
     widths = {shape_of(shared, "mlp.gate_proj mm"), shape_of(plain, "mlp.gate_proj mm")}
@@ -194,8 +202,8 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
     assert sent == pytest.approx(2 * 2 * LAYERS * T // 4 * width * 2, rel=0.01)
 
 
-def shape_of(rank: RankPlan, made_by: str) -> tuple[int, ...] | None:
-    held = (h for h, _ in rank.tracker.peak("policy update").held)
+def shape_of(rank: PolicyRun, made_by: str) -> tuple[int, ...] | None:
+    held = (h for h, _ in rank.tracker.peak("policy update").storages)
     return next((h.shape for h in held if h.made_by.endswith(made_by)), None)
 
 
@@ -245,9 +253,11 @@ def test_models_apart_have_ranks_and_gpus_of_their_own(tmp_path: Path, shallow: 
     saved = 12 * (whole["policy"] + whole["critic"]) + 2 * whole["policy"]
     assert plan["transfers"]["checkpoint_gib"] * GIB == pytest.approx(saved, rel=0.02)
     assert run["gpu_hours"] == pytest.approx(8 * run["hours"])
-    with pytest.raises(ConfigError, match=r"beside 1 rank of the .* and 1 rank of the critic; "):
+    with pytest.raises(
+        ConfigError, match=r"have 4 GPUs, and 1 rank of the .* and 1 rank of the critic take 5; "
+    ):
         make_plan(PlanRequest(RECIPE, own, Machine(*find_gpu("h100"), 1, 4)))
-    with pytest.raises(ModelError, match=r"reward\.model\.path=x is no folder with a config"):
+    with pytest.raises(ModelError, match=r"reward\.model\.path=x is not a folder with a config"):
         make_plan(PlanRequest(RECIPE, (*own, "reward.model.path=x"), machine))
 
 
@@ -257,12 +267,12 @@ def test_a_critic_apart_is_dealt_update_by_update_and_counts_in_the_mfu(shallow:
     config = load_recipe(RECIPE, [*own, "critic.strategy.replicas=2"])
     rank = run_rank(config, shallow)
     assert rank.learning.passes.critic_parameters > 0
-    machine, lengths = Machine(*find_gpu("h100"), 1, 8), drawn_lengths(config, None)
+    machine, lengths = Machine(*find_gpu("h100"), 1, 8), draw_lengths(config, None)
 
     def seconds(groups: int, links: Machine = machine) -> float:
         trainer = config.trainer.model_copy(update={"mini_batch_groups": groups})
         cut = config.model_copy(update={"trainer": trainer})
-        return float(RecipeEstimate(cut, links, [rank], *lengths).apart["critic"]["seconds"])
+        return float(RecipeEstimate(cut, links, [rank], *lengths).separate["critic"]["seconds"])
 
     whole = config.sampling.groups_per_step
     assert seconds(1) > 1.2 * seconds(whole)  # a micro-batch a rank and update at least
@@ -272,7 +282,7 @@ def test_a_critic_apart_is_dealt_update_by_update_and_counts_in_the_mfu(shallow:
     assert two > 1.05 * one
 
 
-def test_roles_of_the_policys_pool_must_fit_in_beside_it(plain: RankPlan, folder: str) -> None:
+def test_roles_of_the_policys_pool_must_fit_in_beside_it(plain: PolicyRun, folder: str) -> None:
     own = (f"model.path={folder}", *SHORT, "algorithm/kl/loss=fixed", "reference/strategy=fsdp2")
     ranks = ("trainer/strategy=fsdp2", "trainer.strategy.ranks=2", "rollout.engine.processes=2")
     pool = ("cluster=ray", "cluster.pools={all:{nodes:1,per_node:2},b:{nodes:1,per_node:2}}")
@@ -280,19 +290,19 @@ def test_roles_of_the_policys_pool_must_fit_in_beside_it(plain: RankPlan, folder
         roles = f"cluster.roles={{policy:all,rollout:all,reference:{reference}}}"
         config = load_recipe(RECIPE, [*own, *ranks, pool[0], roles, *(
             [pool[1]] if beside else ["cluster.pools={all:{nodes:1,per_node:2}}"])])  # fmt: skip
-        assert gpus_beside(config) == beside
+        assert gpus_of_other_roles(config) == beside
     machine = Machine(*find_gpu("h100"), nodes=1, per_node=8)
-    made = RecipeEstimate(config, machine, [plain], *drawn_lengths(config, None))
+    made = RecipeEstimate(config, machine, [plain], *draw_lengths(config, None))
     apart = {"reference": {"peak_gib": 35.0, "beside_policy": False}}
-    vars(made).update(memory={"peak_gib": 40.0}, engine={"fits": True}, apart=apart)
+    vars(made).update(memory={"peak_gib": 40.0}, engine={"fits": True}, separate=apart)
     assert list(made.faults()) == []
     apart["reference"]["beside_policy"] = True
     (fault,) = made.faults()
-    assert fault.startswith("a rank of the reference holds 35.0 GiB beside 40.0 of the policy")
+    assert fault.startswith("a rank of the reference needs 35.0 GiB and the policy 40.0; a GPU has")
     assert fault.endswith("or set reference.strategy.offload=true")
 
 
-def test_an_adapter_alone_has_gradients(lean: RankPlan) -> None:
+def test_an_adapter_alone_has_gradients(lean: PolicyRun) -> None:
     own = [p for n, p in lean.learning.policy.model.named_parameters() if ".lora_" in n]
     share = sum(-(-4 * p.numel() // RANKS) for p in own)
     assert share > 0
@@ -317,11 +327,12 @@ def test_what_is_freed_does_not_count_and_views_count_once() -> None:
     assert tracker.peak("first").bytes == 2 * 4096
     assert tracker.peak("second").bytes == 3 * 4096  # y with z, then y with twice its size
     assert tracker.peak("second", without={"activations"}).bytes == 0
-    assert tracker.held_at_end({"activations"}) == 2 * 4096 == out.numel() * 4
+    assert tracker.live_bytes({"activations"}) == 2 * 4096 == out.numel() * 4
 
 
 def test_float32_attention_and_an_engine_that_is_too_large_are_named(shallow: str) -> None:
     overrides = (
+        *LOCAL,
         f"model.path={shallow}",
         "model.dtype=float32",
         "data.max_prompt_tokens=2048",
@@ -331,12 +342,12 @@ def test_float32_attention_and_an_engine_that_is_too_large_are_named(shallow: st
     )
     machine = Machine("small", find_gpu("a100")[1]._replace(memory_gib=4), nodes=1, per_node=8)
     told: list[str] = []
-    plan = make_plan(PlanRequest(RECIPE, overrides, machine, tell=told.append))
+    plan = make_plan(PlanRequest(RECIPE, overrides, machine, on_progress=told.append))
     attention, memory, engine = plan["faults"]
     assert attention.startswith("model.dtype=float32 on CUDA keeps the scores of 8 heads")
     assert "GiB in the policy update" in memory
     assert "_safe_softmax" in memory
-    assert engine.startswith("an engine of 1 GPU needs 0.0 GiB for weights and 1.7 for keys")
+    assert engine.startswith("an engine on 1 GPU needs 0.0 GiB of weights and 1.7 of KV cache")
     assert "hours" not in plan["run"]  # nothing writes answers
     change = plan["change"]
     cache, least = change["set"][1].split("="), machine.limit_gib - change["peak_gib"]
@@ -345,46 +356,66 @@ def test_float32_attention_and_an_engine_that_is_too_large_are_named(shallow: st
     assert change["hours"] > 0
     assert told[0] == f"running one of {RANKS} ranks on fake tensors"
     assert told[1:] == ["trying model.dtype=bfloat16"]  # the cache is no matter of the ranks
-    text = as_text(plan).splitlines()
+    text = format_plan(plan).splitlines()
     assert text[-1].endswith("gpu_hours")
-    assert f"FITS with {' '.join(change['set'])}" in as_text(plan)
+    assert f"FITS with {' '.join(change['set'])}" in format_plan(plan)
     assert max(len(line) for line in text if " " in line.strip()) <= 80  # words stay whole
 
 
-def test_an_engine_has_room_for_what_its_weights_leave(plain: RankPlan, folder: str) -> None:
+FULL = {"peak_gib": 60.0, "resident_gib": 4.0}
+
+
+def test_an_engine_has_room_for_what_its_weights_leave(plain: PolicyRun, folder: str) -> None:
     vllm = [*SHORT, "rollout/engine=vllm", f"model.path={folder}", "rollout.engine.cache_gib=null"]
     machine = Machine(*find_gpu("h100-80"), nodes=1, per_node=8)
     token = 2 * LAYERS * SHARED * (H // HEADS) * 2
     for split in (1, 2, 4):
         given = ["rollout.engine.slots=100000000", f"rollout.engine.tensor_parallel={split}"]
-        found = engine_figures(plain, load_recipe(RECIPE, [*vllm, *given]), machine, 60.0)
+        found = estimate_engine(plain, load_recipe(RECIPE, [*vllm, *given]), machine, FULL)
         weights = plain.parameters["policy"] * 2 / split / GIB
         assert found["weights_gib"] == pytest.approx(weights)
         room = (80 * 0.92 - 2 - weights) * GIB
         assert found["rows"] == pytest.approx(room * min(split, SHARED) / (token * T), rel=1e-3)
-    beside = engine_figures(plain, load_recipe(RECIPE, SHORT), machine, 60.0)
+    beside = estimate_engine(plain, load_recipe(RECIPE, SHORT), machine, FULL)
     assert beside["room_gib"] == pytest.approx(80 * 0.95 - 2 - 60)
     assert not beside["fits"]  # 32 GiB of cache
 
 
 @pytest.mark.parametrize(("share", "split"), [(0.75, 4), (1.2, 2)])
 def test_an_engine_is_split_until_its_weights_take_half(
-    plain: RankPlan, folder: str, share: float, split: int
+    plain: PolicyRun, folder: str, share: float, split: int
 ) -> None:
     alone = share * plain.parameters["policy"] * 2 / GIB
     small = find_gpu("l4")[1]._replace(memory_gib=(alone + 2) / 0.92)
     machine = Machine("small", small, nodes=2, per_node=8)
-    config = load_recipe(RECIPE, [*SHORT, "rollout.engine.cache_gib=1", f"model.path={folder}"])
-    engine = engine_figures(plain, config, machine, 0.0)
+    own = [*SHORT, "trainer/strategy=fsdp2", "trainer.strategy.ranks=16", f"model.path={folder}"]
+    config = load_recipe(RECIPE, [*own, "rollout.engine.cache_gib=1"])
+    empty = {"peak_gib": 0.0, "resident_gib": 0.0}
+    engine = estimate_engine(plain, config, machine, empty)
     assert (engine["gpus_each"], engine["gpus_advised"], engine["fits"]) == (1, split, False)
-    change = engine_change(engine, config, machine)
-    assert change is not None
-    processes = f"rollout.engine.processes={8 // split}"
-    assert change[1:3] == [f"rollout.engine.tensor_parallel={split}", processes]
-    tried = load_recipe(RECIPE, [*SHORT, *change, f"model.path={folder}"])
-    assert engine_figures(plain, tried, machine, 0.0)["fits"]
+    together, change = suggest_engines(engine, config)
+    width = f"rollout.engine.tensor_parallel={split}"
+    assert {"cluster.share_devices=true", width, "rollout.engine.processes=null"} < {*together}
+    assert {"trainer.strategy.ranks=8", width, f"rollout.engine.processes={8 // split}"} < {*change}
+    tried = load_recipe(RECIPE, [*own, *change])
+    assert estimate_engine(plain, tried, machine, empty)["fits"]
     if share < 1:
-        assert engine_change(engine | {"gpus_advised": None}, config, machine) is None
+        assert not [*suggest_engines(engine | {"gpus_advised": None}, config)]
+
+
+def test_engines_on_the_ranks_gpus_have_what_the_ranks_leave_while_they_rest(
+    plain: PolicyRun, folder: str
+) -> None:
+    machine = Machine(*find_gpu("h100-80"), nodes=1, per_node=2)
+    pool = ["cluster=ray", "cluster.pools={gpus:{nodes:1,per_node:2}}"]
+    pool += ["cluster.roles={policy:gpus,rollout:gpus}", "trainer/strategy=fsdp2"]
+    engines = ["rollout/engine=vllm", "rollout.engine.processes=2", f"model.path={folder}"]
+    rooms = []
+    for sleep in ("true", "false"):
+        own = [*SHORT, *pool, *engines, f"rollout.engine.sleep={sleep}"]
+        found = estimate_engine(plain, load_recipe(RECIPE, own), machine, FULL)
+        rooms.append(found["room_gib"])
+    assert rooms == pytest.approx([74 - 4, 74 - 60])  # beside resting ranks, and at their peak
 
 
 def test_lengths_of_a_run_are_those_of_its_newest_steps(tmp_path: Path) -> None:
@@ -397,14 +428,14 @@ def test_lengths_of_a_run_are_those_of_its_newest_steps(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     small = ["sampling.groups_per_step=2", "rollout.n=2", "trainer.mini_batch_groups=null"]
     config = load_recipe(RECIPE, [*SHORT, *small])
-    with pytest.raises(ConfigError, match=r"--lengths .* has no answers in its rollouts/"):
-        kept_lengths(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"--lengths .* has no answers in rollouts/"):
+        read_lengths(config, tmp_path)
     step(9, ("sampled", 5, 50), ("greedy", 9, 90), ("sampled", 40, 500))
     expected = [5, PROMPT, 5, PROMPT], [50, ANSWER, 50, ANSWER]  # cut, and repeated
-    assert tuple(map(list, kept_lengths(config, tmp_path))) == expected
+    assert tuple(map(list, read_lengths(config, tmp_path))) == expected
     step(10, ("sampled", 1, 0), ("sampled", 2, 20), ("sampled", 3, 30))
     expected = [1, 2, 3, 5], [1, 20, 30, 50]
-    assert tuple(map(list, kept_lengths(config, tmp_path))) == expected
+    assert tuple(map(list, read_lengths(config, tmp_path))) == expected
     found = CliRunner().invoke(app, ["plan", RECIPE, "--lengths", "x", "--mean-response", "3"])
     assert "--lengths and --mean-response exclude" in str(found.exception)
 
@@ -416,7 +447,7 @@ def test_a_machine_is_filled_and_costs_what_its_hours_do(
     words = [RECIPE, f"model.path=not-here/{Path(folder).name}", *SHORT, *FEW]
     words += ["--nodes", "2", "--gpus", "4"]
     found = CliRunner().invoke(app, ["plan", *words, "--price-per-gpu-hour", "2", "--json"])
-    assert "is not here: planned with the published shape of" in found.stderr
+    assert "not found: using the published shape of" in found.stderr
     plan = json.loads(found.stdout)
     assert "trainer.strategy.ranks=8" in plan["overrides"]
     assert plan["faults"] == []
@@ -430,18 +461,20 @@ def test_a_machine_is_filled_and_costs_what_its_hours_do(
     # Of what the slowest ranks compute, lockstep is the mean's share: one pass and an update.
     done = plan["learning"]["petaflop"] * 1e15 * RANKS * plan["learning"]["lockstep"]
     config = load_recipe(RECIPE, [*SHORT, *FEW, f"model.path={folder}"])
-    prompts, answers = drawn_lengths(config, None)
+    prompts, answers = draw_lengths(config, None)
     lengths = prompts + answers
     attended = LAYERS * 4 * H * (lengths * (lengths + 1) / 2).sum() * 4.5
     assert done == pytest.approx(8 * (LINEAR + H * V) * lengths.sum() + attended, rel=0.1)
 
 
-def test_publications_and_checkpoints_go_the_way_of_the_ranks(plain: RankPlan, folder: str) -> None:
+def test_publications_and_checkpoints_go_the_way_of_the_ranks(
+    plain: PolicyRun, folder: str
+) -> None:
     machine = Machine(*find_gpu("h100"), nodes=2, per_node=4)
     size = sum(p.numel() for p in plain.learning.policy.model.parameters())
     layout = [*SHORT, "trainer/strategy=fsdp2", f"trainer.strategy.ranks={RANKS}"]
     config = load_recipe(RECIPE, [*layout, f"model.path={folder}"])
-    found = RecipeEstimate(config, machine, [plain], *drawn_lengths(config, None)).transfers
+    found = RecipeEstimate(config, machine, [plain], *draw_lengths(config, None)).transfers
     assert found["publication_gib"] == 2 * size / GIB
     # Each engine takes all; all ranks send over the links of four GPUs to the other node.
     assert found["publication_seconds"] == pytest.approx(2 * size / 1.06e9 + 2 * size / 200e9)
@@ -453,8 +486,8 @@ def test_publications_and_checkpoints_go_the_way_of_the_ranks(plain: RankPlan, f
 
 
 def test_changes_begin_with_the_cheapest() -> None:
-    config = load_recipe(RECIPE, ["model.gradient_checkpointing=false"])
-    found = changes(config)
+    config = load_recipe(RECIPE, SHORT)
+    found = list_changes(config)
     assert found[0] == ["model.gradient_checkpointing=true"]
     assert found[1:4] == [[f"trainer.strategy.sequence={n}"] for n in (2, 4, 8)]
     assert found[-1] == ["model.gradient_checkpointing=true", "trainer.strategy.offload=true"]
@@ -462,15 +495,69 @@ def test_changes_begin_with_the_cheapest() -> None:
 
 def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, folder: str) -> None:
     machine = Machine(*find_gpu("h100"), nodes=1, per_node=2)
-    with pytest.raises(ConfigError, match=r"--gpu h1000 is not known; choose from .*rtx-4090"):
+    with pytest.raises(ConfigError, match=r"--gpu h1000 is unknown; choose from .*rtx-4090"):
         find_gpu("h1000")
-    with pytest.raises(ModelError, match=r"is no folder with a config\.json, which is all that"):
-        make_plan(PlanRequest(RECIPE, (f"model.path={tmp_path}",), machine))
-    with pytest.raises(ConfigError, match="imitation is not planned"):
+    with pytest.raises(ModelError, match=r"is not a folder with a config\.json"):
+        make_plan(PlanRequest(RECIPE, (*SHORT, f"model.path={tmp_path}"), machine))
+    with pytest.raises(ConfigError, match="SFT cannot be planned"):
         make_plan(PlanRequest("sft", (f"model.path={folder}", "sft.train_files=[x]"), machine))
-    apart = (f"model.path={folder}", "rollout.engine.processes=2")
-    with pytest.raises(ConfigError, match="leave no GPU for ranks beside 2 engines; give"):
+    apart = (*SHORT, f"model.path={folder}", "rollout.engine.processes=2")
+    with pytest.raises(ConfigError, match="1 rank of the policy and 2 engines take 3; add"):
         make_plan(PlanRequest(RECIPE, apart, machine))
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "error"),
+    [
+        (["trainer.strategy.ranks=64"], 1, r"--nodes 1 --gpus 8 have 8 GPUs, and 64 ranks .* 64;"),
+        (["trainer.strategy.ranks=64"], 8, r"on 1 node need .* 8 GPUs; set cluster=ray cluster\.n"),
+        (["trainer.strategy.ranks=64", "cluster=ray", "cluster.nodes=4"], 8, r"cluster\.nodes=8"),
+        (["trainer.strategy.ranks=64", "cluster=ray", "cluster.nodes=8"], 8, None),
+        (["rollout.engine.processes=7"], 1, r"2 ranks of the policy and 7 engines take 9; add"),
+    ],
+)
+def test_a_recipes_processes_must_have_their_gpus(
+    layout: list[str], nodes: int, error: str | None
+) -> None:
+    config = load_recipe(RECIPE, [*SHORT, "trainer/strategy=fsdp2", *layout])
+    machine = Machine(*find_gpu("h100"), nodes, 8)
+    if error is None:
+        check_placement(config, machine)
+        assert count_nodes(config, 8) == nodes
+    else:
+        with pytest.raises(ConfigError, match=error):
+            check_placement(config, machine)
+
+
+def test_the_recipes_own_ranks_are_planned_and_the_command_can_be_pasted(shallow: str) -> None:
+    own = (f"model.path={shallow}", *SHORT, *FEW, "cluster=ray", "cluster.nodes=2")
+    own += ("trainer/strategy=fsdp2", "trainer.strategy.ranks=16", "run.name=a b")
+    machine = Machine(*find_gpu("h100"), nodes=0, per_node=8, efficiency=Efficiency(0.5, 0.5, 0.5))
+    plan = make_plan(PlanRequest(RECIPE, own, machine))
+    assert (plan["machine"]["nodes"], plan["placement"]) == (2, "16 ranks of the policy")
+    assert plan["faults"] == []
+    text = format_plan(plan)
+    command = text[text.index("winnow train") :].split("\n\n")[0]
+    program, verb, recipe, *settings = shlex.split(command.replace("\\\n", ""))
+    assert (program, verb, recipe) == ("winnow", "train", RECIPE)
+    assert load_recipe(RECIPE, settings) == load_recipe(RECIPE, own)
+    # Everything but collectives takes twice as long, at half of the peaks.
+    least, likely = plan["learning"]["seconds"], plan["expected"]["learning"]["seconds"]
+    assert likely["policy optimizer"] == pytest.approx(2 * least["policy optimizer"])
+    assert least["policy update"] < likely["policy update"] <= 2 * least["policy update"]
+    assert plan["expected"]["run"]["hours"] > plan["run"]["hours"]
+
+
+def test_efficiencies_are_set_by_name() -> None:
+    assert Efficiency.parse(["attention=0.4"]) == Efficiency()._replace(attention=0.4)
+    for wrong in ("attention", "attention=2", "attentoin=0.4", "bandwidth=nan"):
+        with pytest.raises(ConfigError, match=rf"--efficiency {wrong}: use NAME=SHARE in \(0, 1\]"):
+            Efficiency.parse([wrong])
+    work = {(10**15, 0, "bfloat16"): 1, (10**15, 0, "attention"): 1, (0, 10**12, "float32"): 1}
+    phase = Phase(0, Counter(work))
+    machine = Machine(*find_gpu("h100"), 1, 8, Efficiency(0.5, 0.25, 0.2))
+    expected = 1000 / 989 / 0.5 + 1000 / 989 / 0.25 + 1000 / 3350 / 0.2
+    assert machine.roofline_seconds(phase) == pytest.approx(expected)
 
 
 # Parameters as the models' pages count them.
@@ -500,12 +587,12 @@ def test_published_shapes_have_as_many_parameters_as_their_models() -> None:
 
 def test_every_recipe_with_a_published_model_has_its_shape() -> None:
     paths = {name: parse_recipe(name, []).model.path for name in available_recipes()}
-    named = {name: published_shape(path) for name, path in paths.items() if path}
+    named = {name: find_published_shape(path) for name, path in paths.items() if path}
     assert "dapo_qwen2.5_32b" in named
     assert [name for name, shape in named.items() if shape is None] == []
-    assert published_shape("meta-llama/Meta-Llama-3.1-8B-Instruct") is not None
+    assert find_published_shape("meta-llama/Meta-Llama-3.1-8B-Instruct") is not None
     for other in ("Qwen3-4B-Instruct-2507", "Qwen2.5-7B-Instruct-1M", "Qwen3-14B", "", ".."):
-        assert published_shape(other) is None
+        assert find_published_shape(other) is None
 
 
 def test_a_published_model_that_is_not_here_is_planned_and_a_folder_wins(
@@ -517,14 +604,13 @@ def test_a_published_model_that_is_not_here_is_planned_and_a_folder_wins(
     monkeypatch.setattr("winnow.plan.plan._SHAPES", tmp_path / "shapes")
     told: list[str] = []
     config = load_recipe(RECIPE, [f"model.path={tmp_path}/Qwen9-Tiny-Base", *SHORT])
-    assert _described(config, told.append).model.path == str(own)
+    assert _find_models(config, told.append).model.path == str(own)
     assert told == [
-        f"model.path={tmp_path}/Qwen9-Tiny-Base is not here: planned with the published shape of "
-        "qwen9-tiny"
+        f"model.path={tmp_path}/Qwen9-Tiny-Base not found: using the published shape of qwen9-tiny"
     ]
     (tmp_path / "Qwen9-Tiny-Base").mkdir()
     described(tmp_path / "Qwen9-Tiny-Base", **SHAPE)
-    assert _described(config) is config
+    assert _find_models(config) is config
 
 
 def test_a_model_is_described_by_its_config_alone(folder: str) -> None:

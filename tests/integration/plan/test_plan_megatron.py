@@ -26,8 +26,8 @@ from tests.small_models import described
 from winnow.config.load import load_recipe
 from winnow.errors import ConfigError, ModelError
 from winnow.plan.estimate import GIB, Machine, find_gpu
-from winnow.plan.plan import PlanRequest, changes, make_plan
-from winnow.plan.rank import RankPlan, run_rank
+from winnow.plan.plan import PlanRequest, list_changes, make_plan
+from winnow.plan.rank import PolicyRun, run_rank
 
 pytestmark = pytest.mark.skipif(
     find_spec("megatron") is None, reason="needs megatron-core"
@@ -49,18 +49,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return described(tmp_path_factory.mktemp("model"), **SHAPE)
 
 
-def planned(folder: str, stage: int, ranks: int, *overrides: str) -> RankPlan:
+def planned(folder: str, stage: int, ranks: int, *overrides: str) -> PolicyRun:
     given = [*LAYOUT, f"trainer.strategy.ranks={ranks}", f"model.path={folder}", *overrides]
     return run_rank(load_recipe(RECIPE, given), folder, stage=stage)
 
 
 @pytest.fixture(scope="module")
-def stages(folder: str) -> list[RankPlan]:
+def stages(folder: str) -> list[PolicyRun]:
     return [planned(folder, stage, TENSOR * STAGES) for stage in range(STAGES)]
 
 
 def test_a_rank_holds_its_part_of_weights_gradients_masters_and_moments(
-    stages: list[RankPlan],
+    stages: list[PolicyRun],
 ) -> None:
     layers = LAYERS // STAGES * (ATTENTION + 3 * H * M) // TENSOR
     norms = LAYERS // STAGES * (2 * H + 2 * H // HEADS)
@@ -89,16 +89,16 @@ def test_the_first_stage_keeps_inputs_of_as_many_micro_batches_as_there_are_stag
 ) -> None:
     deeper = described(tmp_path, **SHAPE | {"num_hidden_layers": 2 * STAGES})
 
-    def inputs(rank: RankPlan) -> int:
+    def inputs(rank: PolicyRun) -> int:
         part = (T // TENSOR, 1, H)
-        held = rank.tracker.peak("policy update").held
+        held = rank.tracker.peak("policy update").storages
         return sum(h.shape == part and h.role == "activations" for h, _ in held)
 
     first, second = (inputs(planned(deeper, stage, TENSOR * STAGES)) for stage in range(STAGES))
     assert first - second >= (STAGES - 1) * 2
 
 
-def test_flop_of_all_stages_are_those_of_the_model(stages: list[RankPlan]) -> None:
+def test_flop_of_all_stages_are_those_of_the_model(stages: list[PolicyRun]) -> None:
     work = [rank.tracker.phases["policy update"].work for rank in stages]
     found = sum(flop * times for each in work for (flop, _, _), times in each.items())
     assert found == pytest.approx(flop_of(ATTENTION + 3 * H * M), rel=0.03)
@@ -113,7 +113,7 @@ def flop_of(layer: int) -> float:
     return 2 * (8 * LAYERS * layer * T + 2 * S * H * V * 4 + attended) / TENSOR
 
 
-def test_tokens_are_gathered_before_each_matrix_pair(stages: list[RankPlan]) -> None:
+def test_tokens_are_gathered_before_each_matrix_pair(stages: list[PolicyRun]) -> None:
     sent = stages[0].tracker.phases["policy update"].sent
     # Two pairs a layer: forwards, again, and backwards for the inputs and for the outputs.
     whole = 2 * T * H * 2 * (LAYERS // STAGES) * 2
@@ -148,7 +148,7 @@ def test_a_plan_of_stages_says_what_their_bubble_takes(folder: str) -> None:
     # Masters and two moments, once, and the model.
     size = plan["parameters"]["policy"]
     assert plan["transfers"]["checkpoint_gib"] == pytest.approx(14 * size / GIB)
-    with pytest.raises(ConfigError, match=r"trainer\.strategy\.ranks=3 .* a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"have 3 GPUs, and 4 ranks of the policy take 4"):
         make_plan(PlanRequest(RECIPE, own, Machine(*find_gpu("h100"), 1, 3)))
     eight = "trainer.strategy.ranks=8"
     cut = (*own, eight, "trainer.strategy.tensor=8", "trainer.strategy.pipeline=1")
@@ -157,7 +157,9 @@ def test_a_plan_of_stages_says_what_their_bubble_takes(folder: str) -> None:
 
 
 def test_changes_of_a_layout_are_tried() -> None:
-    found = changes(load_recipe(RECIPE, [*LAYOUT, f"trainer.strategy.ranks={TENSOR * STAGES}"]))
+    found = list_changes(
+        load_recipe(RECIPE, [*LAYOUT, f"trainer.strategy.ranks={TENSOR * STAGES}"])
+    )
     assert found[:4] == [
         [f"trainer.strategy.{key}={n}"] for key in ("tensor", "pipeline") for n in (4, 8)
     ]
