@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from winnow.builders.placement import uses_gpu
+from winnow.builders.preflight import lockstep_notes
 from winnow.builders.topology import RunModels
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.opening import code_hashes

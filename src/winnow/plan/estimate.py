@@ -35,7 +35,7 @@ from winnow.learning.balance import Deal, deal, work
 from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
-from winnow.observe.rollouts import read_rollouts
+from winnow.observe.rollouts import list_step_files, read_rollouts
 from winnow.plan.rank import PolicyRun, RankRun, count_microbatches, full_lengths
 from winnow.plan.tracker import Peak, Phase, local_bytes
 from winnow.rollout.embedded.slots import cache_bytes
@@ -209,15 +209,15 @@ def read_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
 def engines_share_gpus(config: Config) -> bool:
     """Return whether engines run on GPUs of the policy's ranks."""
     roles = Roles(config)
-    return roles["policy"].place == roles["rollout"].place or "rollout" not in roles
+    return roles["policy"].pool_name == roles["rollout"].pool_name or "rollout" not in roles
 
 
 def gpus_of_other_roles(config: Config) -> dict[str, int]:
     """Return GPUs reserved for other roles than the policy, by pool: the maximum of its roles."""
     roles, gpus = Roles(config), dict[str, int]()
     for role in roles:
-        if role.gpus and role.place != roles["policy"].place:
-            gpus[role.place] = max(gpus.get(role.place, 0), role.gpus)
+        if role.gpus and role.pool_name != roles["policy"].pool_name:
+            gpus[role.pool_name] = max(gpus.get(role.pool_name, 0), role.gpus)
     return gpus
 
 
@@ -243,7 +243,9 @@ def check_placement(config: Config, machine: Machine) -> None:
             f"{per_node} GPUs; set cluster=ray cluster.nodes={math.ceil(ranks / per_node)}"
         )
     for name, pool in getattr(cluster, "pools", {}).items():
-        width = min((role.width for role in roles if role.place == name and role.gpus), default=1)
+        width = min(
+            (role.width for role in roles if role.pool_name == name and role.gpus), default=1
+        )
         if pool.per_node * width > per_node:
             raise ConfigError(
                 f"cluster.pools.{name}.per_node={pool.per_node} take {pool.per_node * width} GPUs, "
@@ -267,7 +269,7 @@ def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: F
             if engines sleep while ranks learn.
     """
     engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
-    share = getattr(engine, "extra", {}).get("gpu_memory_utilization", VLLM_UTILIZATION)
+    share = getattr(engine, "memory_share", None) or VLLM_UTILIZATION
     if engine.name == "vllm":
         share = getattr(engine, "memory_share", None) or share
     alone = machine.gpu.memory_gib * float(share) - RESERVED_GIB
