@@ -85,7 +85,9 @@ def update(bench: Bench, tokens: int, variant: str = "") -> None:
     options: Any = {"compiles": compiles, "gradient_checkpointing": recomputes}
     strategy = Strategy(model, vocab_size=bench.ids, **options)
     objective = PolicyObjective(POLICY_LOSSES["ppo_clip"], CLIP, "token-mean")
-    passes = Passes(strategy.parameters, epochs=1, forwards=0, attention=Attention.of(model.config))
+    passes = Passes(
+        strategy.n_parameters, epochs=1, forwards=0, attention=Attention.of(model.config)
+    )
     peak = device_peak(torch.cuda.get_device_name(), "bfloat16") if bench.on_gpu else None
     for samples in (1, 8):
         labels = {"samples": samples, "tokens": tokens, **options}

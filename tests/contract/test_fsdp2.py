@@ -466,7 +466,7 @@ def dealt(size: int) -> tuple[list[list[int]], Metrics, list[float]]:
     """This rank's samples, figures of how even the shares are, and what a pass finds."""
     batch = batch_of("tied", torch.float64)
     sharder = MicroBatchSharder(mesh_of((1, 4)), SHAPE["hidden_size"], size)
-    micro = sharder.update(batch, range(batch.n_groups), BUDGET)
+    micro = sharder.update_micro_batches(batch, range(batch.n_groups), BUDGET)
     found = sharder.gather(batch, micro, [each.token_ids.double() for each in micro])
     return [each.samples.tolist() for each in micro], sharder.figures(), found.tolist()
 

@@ -55,7 +55,7 @@ def correct(
     *,
     weight: Mapping[str, Any] | None = None,
     rejection: Mapping[str, Any] | None = None,
-    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Corrected:
     """Reject, then weigh whole samples: a batch's or a micro-batch's.
 
@@ -69,7 +69,7 @@ def correct(
             samples. None for no weights.
         rejection: `name`, one of `REJECTIONS`, and further arguments of `rejected`; None rejects
             nothing.
-        total: brings sums of that mean together where other processes have the rest of it.
+        all_reduce: brings sums of that mean together where other processes have the rest of it.
     """
     l_T = log_ratio(old, behav, gen_mask)
     accepted = loss_mask
@@ -94,7 +94,7 @@ def correct(
     # 1, not 0 or NaN, off the mask: 0 times a weight that is not finite would be a NaN gradient.
     weights = torch.where(accepted, values, 1.0)
     if weight.get("normalize"):
-        weights = divided_by_mean(weights, accepted, offsets, level, total)
+        weights = divided_by_mean(weights, accepted, offsets, level, all_reduce)
     return Corrected(accepted, weights, sums)
 
 
@@ -127,7 +127,7 @@ def divided_by_mean(
     mask: Tensor,
     offsets: Tensor,
     level: str,
-    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
     """Return `weights` [T] over their mean; as they are where the mean is 0 or nothing counts.
 
@@ -141,7 +141,7 @@ def divided_by_mean(
         tokens_B = samples.sums(mask)
         of_samples = (samples.sums(weights_T) / tokens_B.clamp(min=1)).sum()
         sums = of_samples, (tokens_B > 0).sum().double()
-    whole, count = total(torch.stack(sums))
+    whole, count = all_reduce(torch.stack(sums))
     return weights * torch.where(whole > 0, count / whole, 1.0).to(weights.dtype)
 
 

@@ -79,7 +79,7 @@ def canary_of(config: Config, policy: LoadedPolicy) -> Canary:
     """Draw the sequences that publications are checked with."""
     from winnow.learning.canary import Canary
 
-    return Canary.drawn(
+    return Canary.random(
         policy.vocabulary,
         getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
         policy.model.dtype,

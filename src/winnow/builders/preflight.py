@@ -16,7 +16,7 @@ from winnow.config.root import Config
 from winnow.config.trainer import Megatron, RayCluster
 from winnow.data.sources import check_files
 from winnow.errors import ConfigError, RewardError
-from winnow.models.fetch import check_place
+from winnow.models.fetch import check_model_path
 from winnow.observe.profile import check_profile
 from winnow.user_code import check_user_file
 
@@ -70,7 +70,7 @@ def check_places(config: Config, has_checkpoint: bool) -> None:
     data = config.sft if isinstance(config.sft, Demonstrations) else config.data
     check_files([*data.train_files, *data.eval_files, *config.data.eval_files])
     if config.model.path is not None and not has_checkpoint:
-        check_place(config.model.path, "model.path")
+        check_model_path(config.model.path, "model.path")
 
 
 def starting(config: Config, roles: Roles) -> list[str]:

@@ -181,7 +181,7 @@ def _local_learning(
             engine,
             lambda version: WeightUpdate(version, strategy.export_weights(adapter_only=is_alone)),
             canary_of(config, policy),
-            lambda canary: canary.expected(strategy),
+            lambda canary: canary.score(strategy),
             _sleeps(config),
         )
     return Topology(

@@ -97,7 +97,7 @@ class Witness:
             fp32_head=fp32_head,
         )
         canary = canary_of(config, policy)
-        return cls(strategy, vocabulary, fp32_head, canary, canary.expected(strategy))
+        return cls(strategy, vocabulary, fp32_head, canary, canary.score(strategy))
 
     async def compare(self, name: str, engine: Engine, version: int) -> EngineFinding:
         """Compare the engine's log-probs of fixed sequences."""

@@ -75,7 +75,7 @@ from winnow.evaluation.report import (
     watched,
 )
 from winnow.http.client import RemoteError
-from winnow.models.fetch import is_elsewhere, may_be_hub_name
+from winnow.models.fetch import is_remote, may_be_hub_name
 from winnow.models.folders import ADAPTER_CONFIG
 from winnow.observe.files import RunFolder, explain_disk_errors, free_path, write_atomic
 from winnow.ranks.models import LoadedPolicy, load_policy
@@ -404,7 +404,7 @@ def _as_recipes_ask(config: Config) -> tuple[Config, str]:
 
 def _is_run(path: Path, name: str) -> bool:
     """Tell a run from a model; a missing path is a model on the hub, or else taken for a run."""
-    if is_elsewhere(name):
+    if is_remote(name):
         return False
     if not path.exists():
         is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")

@@ -5,7 +5,7 @@ the right names, nor that the engine decodes with that memory and not with a cop
 engine keeps a stale copy of a tied output layer after every update, and reports success). So both
 sides score the same fixed sequences, each by its own code, and the log-probs must agree.
 
-    expected = canary.expected(policy)                     # the trainer's, at the new weights
+    expected = canary.score(policy)                     # the trainer's, at the new weights
     await engine.load_weights(WeightUpdate(step, policy.export_weights(dtype)))
     await canary.check(expected, step, engine.engines)     # raises when one of them differs
 
@@ -102,7 +102,7 @@ class Canary:
     """The dtype of the weights that engines hold."""
 
     @classmethod
-    def drawn(
+    def random(
         cls,
         vocabulary: int,
         positions: int,
@@ -123,12 +123,12 @@ class Canary:
         sequences = tuple(rng.integers(0, vocabulary, min(n, positions)) for n in LENGTHS)
         return cls(sequences, temperature, dtype)
 
-    def expected(self, strategy: Strategy) -> CanaryScores:
+    def score(self, strategy: Strategy) -> CanaryScores:
         """Compute the trainer's log-probs, and the limits that they set; all ranks call it."""
         exact = _logprobs(strategy, self.sequences)
         passes = [exact[:-1]]
         for place in range(_NUDGES):
-            with _nudged(strategy.model, place):
+            with _perturbed_embeddings(strategy.model, place):
                 passes.append(_logprobs(strategy, self.sequences[:-1]))
         samples = np.array(passes)  # [passes, sequences, SCORED]
         means = samples.mean(0)
@@ -193,7 +193,7 @@ def _logprobs(strategy: Strategy, sequences: Sequence[IntArray]) -> list[FloatAr
 
 
 @contextlib.contextmanager
-def _nudged(model: nn.Module, place: int) -> Iterator[None]:
+def _perturbed_embeddings(model: nn.Module, place: int) -> Iterator[None]:
     """Move every eighth number of each embedding by one rounding step, from `place` on."""
 
     def nudge(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ class Imitator:
         with watch.phase("batch"):
             sharder = self.strategy.sharder
             batch = sharder.pack(groups, self.microbatch_tokens)
-            micro = sharder.update(batch, range(batch.n_groups), self.microbatch_tokens)
+            micro = sharder.update_micro_batches(
+                batch, range(batch.n_groups), self.microbatch_tokens
+            )
         self.begun += 1
         with watch.phase("update"):
             rate = self.lr(step)

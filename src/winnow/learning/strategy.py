@@ -37,12 +37,12 @@ from winnow.learning.batch import (
 from winnow.learning.runner import ModelRunner, Output, Outputs
 from winnow.models.compiled_layers import CompiledLayers
 from winnow.models.folders import has_adapter
-from winnow.models.fused_layers import fuse
+from winnow.models.fused_layers import fuse_layers
 from winnow.models.lora import (
     adapter_dropouts,
     adapter_off,
     adapter_weights,
-    is_adapters,
+    is_adapter_weight,
     merged_weights,
 )
 from winnow.models.routing import ExpertLoad, routing_of
@@ -152,14 +152,14 @@ class Strategy:
         self._grad_clip = grad_clip
         readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
         self._runner = self._make_runner(model, *readout, self.kernels)
-        self._compiled = self._sped_up(compiles)
+        self._compiled = self._add_faster_layers(compiles)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
             self._training_only += decoder_layers(model)
         self._rounded: dict[str, torch.dtype] = {}
         """Types that exported masters are rounded to, by parameter."""
-        self._masters = self._hold()
+        self._masters = self._place_weights()
         self._optimizer = torch.optim.AdamW(
             # An optimizer of nothing wants a group, and steps it in vain.
             [{"params": list(self._masters.values())}],
@@ -173,33 +173,33 @@ class Strategy:
     def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
         return ModelRunner(model, *readout)
 
-    def _sped_up(self, compiles: bool) -> CompiledLayers | None:
+    def _add_faster_layers(self, compiles: bool) -> CompiledLayers | None:
         """Put faster layers into the model; returns those that are compiled, if they are."""
         if compiles:
             return CompiledLayers(decoder_layers(self.model), self.device)
         if (self.kernels or self.device.type) == "cpu":
-            fuse(self.model)
+            fuse_layers(self.model)
         return None
 
-    def _hold(self) -> dict[str, nn.Parameter]:
+    def _place_weights(self) -> dict[str, nn.Parameter]:
         """Place the weights, and return what the optimizer steps, by parameter name."""
         named = self.model.named_parameters()
-        return {name: _master(p) for name, p in named if p.requires_grad}
+        return {name: _fp32_master(p) for name, p in named if p.requires_grad}
 
     @contextlib.contextmanager
-    def _pass(self) -> Iterator[None]:
+    def _pass_context(self) -> Iterator[None]:
         """Surround the passes of some micro-batches."""
         yield
 
-    def _code(self) -> AbstractContextManager[None]:
+    def _compiled_blocks(self) -> AbstractContextManager[None]:
         """Have the model's blocks run compiled, where that is chosen."""
-        return nullcontext() if self._compiled is None else self._compiled.used()
+        return nullcontext() if self._compiled is None else self._compiled.active()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
         """Add up a loss's gradients; `is_last` for the last micro-batch of a call."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
+    def _reduce_figures(self, sums: Stats, maxima: Stats) -> Stats:
         """Join the figures of all ranks."""
         stats: Stats = {}
         # A rank of empty micro-batches has no names.
@@ -220,11 +220,11 @@ class Strategy:
         """Copy a tensor of a state into one of this strategy's."""
         target.copy_(source)
 
-    def _summed(self, counts: Tensor) -> Tensor:
+    def _all_reduce(self, counts: Tensor) -> Tensor:
         """Add up integers on the device over all ranks."""
         return counts
 
-    def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _gather_tensors(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Bring each tensor's parts together."""
         return named
 
@@ -240,10 +240,10 @@ class Strategy:
         Ranks that share the model bring the same number of micro-batches.
         """
         results = []
-        with torch.no_grad(), self._pass(), self._code():
+        with torch.no_grad(), self._pass_context(), self._compiled_blocks():
             for micro in microbatches:
                 inputs = self._prepare(micro)
-                with self._routed(inputs):
+                with self._routing_context(inputs):
                     values = self._run(inputs, outputs)
                 results.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
         return results
@@ -256,11 +256,14 @@ class Strategy:
         Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
         figures = Figures()
-        with self._pass(), self._code():
+        with self._pass_context(), self._compiled_blocks():
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 inputs = self._prepare(micro)
-                with in_training(self._training_only), self._routed(inputs, bool(micro.lengths)):
+                with (
+                    training_mode(self._training_only),
+                    self._routing_context(inputs, bool(micro.lengths)),
+                ):
                     values = self._run(inputs, outputs)
                     if not micro.lengths:
                         # A loss of 0 reaches every weight: sums over ranks need all their parts.
@@ -270,19 +273,21 @@ class Strategy:
                     result = loss_fn(inputs, values)
                     self._backward(result.loss, is_last)
                 figures.add(result)
-        return self._over_ranks(*figures.numbers())
+        return self._reduce_figures(*figures.numbers())
 
     def _prepare(self, micro: MicroBatch) -> MicroBatch:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""
         return (micro if micro.lengths else _filler()).to(self.device)
 
-    def _routed(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
+    def _routing_context(
+        self, micro: MicroBatch, counts: bool = False
+    ) -> AbstractContextManager[None]:
         """Replay the micro-batch's routes, and count expert loads unless it is a filler."""
         if self._routing is None:
             return nullcontext()
         routes = micro.columns.get(ROUTES) if self.replayed else None
         local, tokens = self._runner.local_tokens(micro.token_ids if routes is None else routes, -1)
-        return self._routing.used(None if routes is None else local, tokens * counts)
+        return self._routing.replaying(None if routes is None else local, tokens * counts)
 
     def expert_load(self) -> ExpertLoad | None:
         """Return where tokens went in `forward_backward` since the last call, over all ranks.
@@ -291,7 +296,7 @@ class Strategy:
         """
         if self._routing is None:
             return None
-        return ExpertLoad.of(self._summed(self._routing.take_counts(self.device)))
+        return ExpertLoad.of(self._all_reduce(self._routing.take_counts(self.device)))
 
     def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
         return cast(dict[Output, Tensor], self._runner(micro, outputs))
@@ -310,7 +315,7 @@ class Strategy:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
-            self._round_masters()
+            self._copy_masters_to_model()
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "skipped": float(skipped)}
 
@@ -344,7 +349,7 @@ class Strategy:
     def _exported(
         self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        return self._whole(self._cast(named, dtype))
+        return self._gather_tensors(self._cast(named, dtype))
 
     def _cast(
         self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
@@ -363,21 +368,21 @@ class Strategy:
         yield from self._masters.items()
 
     @property
-    def parameters(self) -> int:
+    def n_parameters(self) -> int:
         """The number of its model's weights, over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
-    def active_parameters(self) -> int:
+    def n_active_parameters(self) -> int:
         """The number of weights that a token meets: of a layer's experts those that it goes to."""
         config = cast(Any, self.model).config.get_text_config()
         experts = getattr(config, "num_experts", getattr(config, "num_local_experts", None))
         if not experts:
-            return self.parameters
+            return self.n_parameters
         named = [(".experts." in name, p.numel()) for name, p in self.model.named_parameters()]
         stacked = sum(number for is_expert, number in named if is_expert)
         chosen: int = config.num_experts_per_tok
-        return self.parameters - stacked + stacked * chosen // int(experts)
+        return self.n_parameters - stacked + stacked * chosen // int(experts)
 
     @property
     def has_adapter(self) -> bool:
@@ -400,7 +405,7 @@ class Strategy:
         """
         learns = tensors_of(self.model)
         if self.has_adapter:
-            learns = {name: tensor for name, tensor in learns.items() if is_adapters(name)}
+            learns = {name: tensor for name, tensor in learns.items() if is_adapter_weight(name)}
         weights = {name: self._masters.get(name, t).detach() for name, t in learns.items()}
         states = self._optimizer.state
         moments = {n: dict(states[m]) for n, m in self._masters.items() if m in states}
@@ -416,7 +421,7 @@ class Strategy:
         check_state(state, weights, self._masters)
         for name, tensor in weights.items():
             self._fill(tensor, state["weights"][name])
-        self._round_masters()
+        self._copy_masters_to_model()
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
         for name, moments in state["optimizer"].items():
@@ -429,7 +434,7 @@ class Strategy:
                     taken[key] = torch.zeros_like(master.detach())
                     self._fill(taken[key], value)
 
-    def _round_masters(self) -> None:
+    def _copy_masters_to_model(self) -> None:
         """Bring masters into the model, where the two are not the same tensors."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -449,7 +454,7 @@ def run_pass(
     All ranks that hold the model call it.
     """
     sharder = strategy.sharder
-    micro = sharder.everything(batch, max_tokens)
+    micro = sharder.all_micro_batches(batch, max_tokens)
     results = strategy.forward(micro, outputs)
     names = sorted(outputs)  # ranks gather in step, and a set's order differs between processes
     return {n: sharder.gather(batch, micro, [values[n] for values in results]) for n in names}
@@ -486,7 +491,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
+def training_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Let layers recompute their activations, or drop inputs, within the block and nowhere else.
 
     The flag is set on the layers alone, not on what they hold, so that dropout stays off.
@@ -532,7 +537,7 @@ def check_state(
         )
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
+def _fp32_master(parameter: nn.Parameter) -> nn.Parameter:
     """Return what the optimizer steps: the parameter itself, or for half precision an fp32 copy.
 
     The copy takes over each gradient as soon as backward has it.

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import is_elsewhere, local_folder
+from winnow.models.fetch import is_remote, local_folder
 from winnow.models.folders import (
     ADAPTER_CONFIG,
     LOADING,
     Loaded,
-    Source,
+    ModelSource,
     Writer,
-    add_files,
     explain_load_errors,
     quiet_transformers,
     read_config,
     tokenizer_files,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -118,19 +118,19 @@ def load_causal_lm(
     config = read_config(where, trust_remote_code)
     trust = {"trust_remote_code": trust_remote_code}
     build = partial(AutoModelForCausalLM.from_config, config, **trust)
-    model, loading = load(AutoModelForCausalLM, build, where, config, dtype, hollow, **trust)
+    model, loading = load_model(AutoModelForCausalLM, build, where, config, dtype, hollow, **trust)
     check_weights(where, loading)
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"{where}: its config sets {name}, which the log-prob kernel lacks")
-    if is_elsewhere(path):  # an adapter of it names its place, not the copy's
+    if is_remote(path):  # an adapter of it names its place, not the copy's
         model.name_or_path = path
-    return settled(model, where, device)
+    return finish_loading(model, where, device)
 
 
 def find_model(
     path: str, field: str, dtype: torch.dtype, trust_remote_code: bool = False
-) -> Source:
+) -> ModelSource:
     """Return the place of a Hugging Face folder, URL or hub name; it must have a config.json.
 
     Args:
@@ -146,17 +146,17 @@ def find_model(
 
         cpu, trust = torch.device("cpu"), trust_remote_code
         merged = merged_folder(folder, dtype, lambda base: load_causal_lm(base, dtype, cpu, trust))
-        return Source(str(merged), field, path)
-    where = Source(str(folder) if folder.is_dir() else local_path, field, path)
+        return ModelSource(str(merged), field, path)
+    where = ModelSource(str(folder) if folder.is_dir() else local_path, field, path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
     return where
 
 
-def load(
+def load_model(
     kind: Any,
     build: Callable[[], Any],
-    where: Source,
+    where: ModelSource,
     config: Any,
     dtype: torch.dtype,
     hollow: Hollow,
@@ -177,7 +177,9 @@ def load(
         return cast(Loaded, kind.from_pretrained(where.path, **options))
 
 
-def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:
+def finish_loading(
+    model: PreTrainedModel, where: ModelSource, device: torch.device
+) -> PreTrainedModel:
     """Give the model Winnow's attention, evaluation mode and its device.
 
     Raises:
@@ -198,7 +200,7 @@ def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreT
     return cast("PreTrainedModel", model.eval())
 
 
-def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None:
+def check_weights(where: ModelSource, loading: Mapping[str, Collection[Any]]) -> None:
     """Refuse weights that are missing or of another shape: they would be drawn at random.
 
     Raises:
@@ -297,7 +299,7 @@ def model_writer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Writer
     def write(weights: dict[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         cast(Any, model).save_pretrained(folder, state_dict=weights)
-        add_files(files, folder)
+        write_files(files, folder)
 
     return write
 

@@ -39,7 +39,7 @@ class CompiledLayers:
         ]
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Have the blocks run by their compiled code, in forward and backward passes."""
         from transformers import AttentionInterface
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import brief, remedy_of
+from winnow.models.fetch import remedy_of, short_line
 from winnow.observe.files import system_error
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model's place, and the key of the recipe that names it."""
 
     path: str
@@ -41,7 +41,7 @@ class Source:
         return f"{self.field} {self.reference}"
 
 
-def read_config(where: Source, trust_remote_code: bool) -> Any:
+def read_config(where: ModelSource, trust_remote_code: bool) -> Any:
     """Read a model's config.json.
 
     Raises:
@@ -74,12 +74,12 @@ def explain_load_errors(
         yield
     except ImportError as error:
         remedy = "install that, or give weights that are not quantized"
-        raise ModelError(f"{fault}: {brief(error)}; {remedy}") from error
+        raise ModelError(f"{fault}: {short_line(error)}; {remedy}") from error
     except (
         *(OSError, ValueError, KeyError, RuntimeError),
         *(SafetensorError, UnpicklingError),
     ) as error:
-        raise ModelError(f"{fault}: {brief(error)}; {remedy_of(error, remedy)}") from error
+        raise ModelError(f"{fault}: {short_line(error)}; {remedy_of(error, remedy)}") from error
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
         ) from error
 
 
-def add_files(files: Mapping[Path, bytes], folder: Path) -> None:
+def write_files(files: Mapping[Path, bytes], folder: Path) -> None:
     """Write a tokenizer's files beside a model's, by their paths within `folder`.
 
     The weights get the mode of a new file, as the umask has it: safetensors lets only their owner

@@ -27,11 +27,11 @@ from winnow.models.fetch import cache_root, local_folder
 from winnow.models.folders import (
     ADAPTER_CONFIG,
     Writer,
-    add_files,
     explain_load_errors,
     has_adapter,
     quiet_transformers,
     tokenizer_files,
+    write_files,
 )
 from winnow.observe.files import atomic_folder, explain_disk_errors
 
@@ -219,7 +219,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     if not has_adapter(model):
         raise ModelError("the adapter is to be switched off, but the model has none")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    layers = [module for module, _ in _layers(model)]
+    layers = [module for module, _ in _adapted_modules(model)]
     try:
         for layer in layers:
             layer.enable_adapters(False)
@@ -233,26 +233,26 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def is_adapters(name: str) -> bool:
+def is_adapter_weight(name: str) -> bool:
     """Return whether a parameter of this name is the adapter's."""
     return ".lora_" in name
 
 
-def plain_name(name: str) -> str:
+def name_without_adapter(name: str) -> str:
     """Return the name that a parameter of an adapted model has without the adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
     """Return the adapter's dropout layers, which act when `training` is set on them."""
-    dropouts = (layer.lora_dropout[_NAME] for layer, _ in _layers(model))
+    dropouts = (layer.lora_dropout[_NAME] for layer, _ in _adapted_modules(model))
     return [dropout for dropout in dropouts if isinstance(dropout, nn.Dropout)]
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's tensors by PEFT's names; they are live."""
     for name, parameter in model.named_parameters():
-        if is_adapters(name):
+        if is_adapter_weight(name):
             yield _PEFT_PREFIX + name.replace(f".{_NAME}", ""), parameter.detach()
 
 
@@ -261,18 +261,18 @@ def merged_weights(tensors: dict[str, Tensor], model: nn.Module) -> Iterator[tup
 
     The sum is taken in fp32 (or fp64) and rounded to the weight's dtype; all others are live.
     """
-    updated = {f"{name}.base_layer.weight": layer for layer, name in _layers(model)}
+    updated = {f"{name}.base_layer.weight": layer for layer, name in _adapted_modules(model)}
     for name, tensor in tensors.items():
-        if is_adapters(name):
+        if is_adapter_weight(name):
             continue
-        plain = plain_name(name)
+        plain = name_without_adapter(name)
         layer = updated.get(name)
         yield plain, tensor.detach() if layer is None else _merged(layer, tensor.detach())
 
 
 def merge(model: PreTrainedModel) -> None:
     """Add the update to the weights and take the adapter out, in place."""
-    for layer, name in list(_layers(model)):
+    for layer, name in list(_adapted_modules(model)):
         base = layer.base_layer
         base.weight.data = _merged(layer, base.weight.detach())
         parent, _, attribute = name.rpartition(".")
@@ -282,7 +282,7 @@ def merge(model: PreTrainedModel) -> None:
 
 def adapted_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that have the adapter."""
-    return [name for _, name in _layers(model)]
+    return [name for _, name in _adapted_modules(model)]
 
 
 def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Writer:
@@ -302,7 +302,7 @@ def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
         config.save_pretrained(str(folder))
         plain = {name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(plain, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        add_files(files, folder)
+        write_files(files, folder)
 
     return write
 
@@ -325,7 +325,7 @@ def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
         torch.manual_seed(seed)
         _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
     for name, parameter in model.named_parameters():
-        if is_adapters(name):
+        if is_adapter_weight(name):
             # As PeftModel does, so that what is saved here answers alike there.
             parameter.data = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).data
     model.to(device).eval()
@@ -369,7 +369,7 @@ def _linear_names(model: PreTrainedModel) -> set[str]:
     return {name.rpartition(".")[2] for name in chosen}
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[Any, str]]:
+def _adapted_modules(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield the layers that have the adapter, with their names."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):

@@ -69,7 +69,7 @@ class PackedLayout:
         T, N, D = q.shape
         width = N * D
         if width not in self._blocks:
-            self._blocks[width] = _plan(self.lengths, width, self.device)
+            self._blocks[width] = _plan_blocks(self.lengths, width, self.device)
         blocks = self._blocks[width]
         sizes = [n * length for n, length in blocks.shapes]
         to_rows = cast(Any, _ToRows).apply
@@ -80,7 +80,7 @@ class PackedLayout:
         outs = []
         for (n, length), *qkv in zip(blocks.shapes, *parts, strict=True):
             q_b, k_b, v_b = (x.view(n, length, -1, D).transpose(1, 2) for x in qkv)
-            band = self._band(window, length)
+            band = self._window_mask(window, length)
             out = F.scaled_dot_product_attention(
                 q_b,
                 k_b,
@@ -94,7 +94,7 @@ class PackedLayout:
         packed = cast(Any, _ToTokens).apply(torch.cat(outs), blocks.row_of_token)
         return cast(Tensor, packed).view(T, N, D)
 
-    def _band(self, window: int | None, length: int) -> Tensor | None:
+    def _window_mask(self, window: int | None, length: int) -> Tensor | None:
         """Return [length, length], true where a query sees a key; None if causality is enough."""
         if window is None or window >= length:
             return None
@@ -165,7 +165,7 @@ class _ToTokens(torch.autograd.Function):
         return rows.index_copy_(0, row_of_token, grad), None
 
 
-def _plan(lengths: IntArray, width: int, device: torch.device) -> _Blocks:
+def _plan_blocks(lengths: IntArray, width: int, device: torch.device) -> _Blocks:
     """Cut the sequences, sorted by length, into blocks whose padding costs less than a call."""
     order = np.argsort(lengths, kind="stable")
     members: list[list[int]] = [[]]

@@ -28,8 +28,8 @@ from winnow.config.root import Config
 from winnow.config.rules import longest_tokens
 from winnow.config.trainer import Megatron, Sharded
 from winnow.errors import ConfigError
-from winnow.learning.balance import Deal, deal, work
-from winnow.learning.batch import cut_updates
+from winnow.learning.balance import Assignment, assign, estimate_work
+from winnow.learning.batch import split_updates
 from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
@@ -359,7 +359,7 @@ class RecipeEstimate:
     def _separate_model(self, role: str, rank: RankRun) -> Figures:
         ranks, width, roles = rank.strategy.ranks, self.rank.shape.hidden_size, Roles(self.config)
         lengths_B = np.sort(self.prompts_B + self.answers_B)[::-1]
-        whole = deal(lengths_B, rank.max_tokens, ranks, width)
+        whole = assign(lengths_B, rank.max_tokens, ranks, width)
         phases = self._phases(rank, [whole], self._deals(rank))
         return {
             "ranks": ranks,
@@ -368,18 +368,18 @@ class RecipeEstimate:
             "seconds": sum(seconds for *_, seconds in phases),
         }
 
-    def _deals(self, rank: RankRun) -> list[Deal]:
+    def _deals(self, rank: RankRun) -> list[Assignment]:
         """Deal the samples of each update of a step out to ranks."""
         strategy, sequence = rank.strategy, getattr(rank.strategy, "sequence", 1)
         shares = strategy.data if isinstance(strategy, Megatron) else strategy.ranks // sequence
         groups, seed = self.config.sampling.groups_per_step, self.config.run.seed
-        updates = cut_updates(groups, self.config.groups_per_update, (seed, 1, 0))
+        updates = split_updates(groups, self.config.groups_per_update, (seed, 1, 0))
         lengths = (self.prompts_B + self.answers_B).reshape(groups, self.config.rollout.n)
         own = (np.sort(lengths[update].ravel())[::-1] for update in updates)
-        return [deal(each, rank.max_tokens, shares, self.rank.shape.hidden_size) for each in own]
+        return [assign(each, rank.max_tokens, shares, self.rank.shape.hidden_size) for each in own]
 
     def _phases(
-        self, rank: RankRun, passes: list[Deal], updates: list[Deal]
+        self, rank: RankRun, passes: list[Assignment], updates: list[Assignment]
     ) -> Iterator[tuple[str, Phase, float, float, float]]:
         """Yield a step's phases: rounds, the full micro-batches of work in these, least seconds.
 
@@ -388,7 +388,7 @@ class RecipeEstimate:
             updates: the same as updates do.
         """
         full_B = np.array(micro_lengths(self.config, rank.max_tokens))
-        full = work(full_B, self.rank.shape.hidden_size).sum()
+        full = estimate_work(full_B, self.rank.shape.hidden_size).sum()
         epochs, ran = self.config.trainer.epochs, update_micro_batches(self.config)
         for name, phase in list(rank.tracker.phases.items())[1:]:
             deals = updates if name.endswith("update") else passes
@@ -485,6 +485,6 @@ def _peaks(rank: RankRun) -> dict[str, Peak]:
     return {name: tracker.peak(name, without) for name in list(tracker.phases)[1:]}
 
 
-def _rounds(deals: list[Deal]) -> int:
+def _rounds(deals: list[Assignment]) -> int:
     """Return how many micro-batches a rank has."""
     return sum(each.work.shape[1] for each in deals)

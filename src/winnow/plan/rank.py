@@ -96,7 +96,7 @@ class Planned(Strategy):
     def _report(self, use: str, named: Iterator[tuple[str, Tensor]]) -> None:
         self._tracker.assign(use, ((f"{self._role} {name}", tensor) for name, tensor in named))
 
-    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
+    def _reduce_figures(self, sums: Stats, maxima: Stats) -> Stats:
         return sums | maxima
 
 
@@ -174,7 +174,7 @@ def run_rank(
     if "critic" in apart:
         passes = replace(learning.passes, **learner.critic_passes(models["critic"]))
         learning = replace(learning, passes=passes)
-    parameters = {role: held.parameters for role, held in models.items()}
+    parameters = {role: held.n_parameters for role, held in models.items()}
     ran = tracker, layout, most
     return RankPlan(*ran, learning, parameters, model.config, refusal, apart)
 

@@ -114,7 +114,7 @@ def make_learner(
     if imitates:
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
-        return Learning(imitator, policy, Passes(policy.active_parameters, epochs=1, forwards=0))
+        return Learning(imitator, policy, Passes(policy.n_active_parameters, epochs=1, forwards=0))
     critic, roles = None, Roles(config)
     if "values" in needs_of(config) and "critic" not in roles:
         critic = make_critic(config, start, policy.device, hollow, hold)
@@ -134,7 +134,7 @@ def make_learner(
         correction=_correction_options(config.algorithm.correction, recomputed=True),
     )
     passes = Passes(
-        policy.active_parameters,
+        policy.n_active_parameters,
         config.trainer.epochs,
         forwards=(old_source(config) == "pass") + (reference is not None),
         attention=Attention.of(model.config),
@@ -172,7 +172,7 @@ def critic_options(config: Config) -> dict[str, Any]:
 def critic_passes(strategy: Strategy) -> dict[str, Any]:
     """Return the fields of `Passes` that are a critic's."""
     attention = Attention.of(strategy.model.config)
-    return {"critic_parameters": strategy.active_parameters, "critic_attention": attention}
+    return {"critic_parameters": strategy.n_active_parameters, "critic_attention": attention}
 
 
 def make_settings(config: Config) -> LearnerSettings:

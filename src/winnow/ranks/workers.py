@@ -47,7 +47,7 @@ from winnow.learning.imitation import Imitator
 from winnow.learning.learner import CriticLearner, Learned
 from winnow.learning.shards import (
     State,
-    on_host,
+    copy_to_host,
     raise_on_all,
     read_shards,
     write_model,
@@ -160,7 +160,7 @@ class SavingRank(Rank):
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
         states = {role: s.state_dict() for role, s in self._strategies.items()}
-        self._copied = on_host(states, self._host_mesh)
+        self._copied = copy_to_host(states, self._host_mesh)
 
     async def write(self, checkpoint: str) -> dict[str, FileEntry] | tuple[int, str]:
         """Write what was copied into a checkpoint's folder, beside whatever else the ranks do.
@@ -204,7 +204,7 @@ class SavingRank(Rank):
             fault = error
         raise_on_all(fault, self._saving)
         mesh, strategies = self._host_mesh, self._strategies
-        blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
+        blank = {role: copy_to_host(s.blank_state(), mesh) for role, s in strategies.items()}
         read_shards(blank, Path(checkpoint) / self._folder, self._saving)
         for role, strategy in strategies.items():
             strategy.load_state_dict(blank[role])
@@ -324,7 +324,7 @@ class LearnerWorker(SavingRank):
 
     def canary(self, canary: Canary) -> CanaryScores:
         """Compute the policy's log-probs of fixed sequences, shared out over the ranks."""
-        return canary.expected(self._learning.policy)
+        return canary.score(self._learning.policy)
 
     def export(self, version: int, what: Exported) -> Handle:
         """Leave this rank's share of the policy's weights, or of some of them, in its store.
@@ -354,7 +354,7 @@ class LearnerWorker(SavingRank):
         super().copy()
         policy = self._strategies["policy"]
         if not policy.has_adapter:
-            self._model = on_host(policy.export_shards(), self._host_mesh)
+            self._model = copy_to_host(policy.export_shards(), self._host_mesh)
             return
         for name, tensor in policy.export_weights(adapter_only=True):
             if self._is_first:

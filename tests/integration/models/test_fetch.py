@@ -104,7 +104,7 @@ def test_a_folder_in_memory_on_disk_and_on_a_web_server_is_copied_whole(
     disk = write(tmp_path / "disk" / "model", FILES)
     said: list[str] = []
     for url in ("memory://bucket/model", f"file://{disk}", served[1]):
-        assert read(local_folder(url, tell=said.append)) == FILES, url
+        assert read(local_folder(url, report=said.append)) == FILES, url
     assert len(said) == 3
     assert "in 3 files" in said[0]
     assert local_folder(str(disk)) == str(disk), "a folder is read where it lies"

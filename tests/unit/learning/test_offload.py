@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.shards import on_host
+from winnow.learning.shards import copy_to_host
 from winnow.models.causal_lm import load_causal_lm
 
 RANKS, RANK = 4, 1
@@ -79,9 +79,9 @@ def test_offloaded_shards_stay_on_the_host_and_are_stepped_there(
         rows = originals[name].detach().chunk(RANKS)[RANK].float()
         torch.testing.assert_close(own(weights[name]), rows - 1e-3)
 
-        state = on_host(strategy.state_dict(), host)
+        state = copy_to_host(strategy.state_dict(), host)
         assert {t.device_mesh for t in state["weights"].values()} == {host}
-        blank = on_host(strategy.blank_state(), host)
+        blank = copy_to_host(strategy.blank_state(), host)
         strategy.load_state_dict(blank)
         assert not any(own(weight).any() for weight in weights.values())
         strategy.load_state_dict(state)

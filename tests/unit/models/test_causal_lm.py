@@ -22,7 +22,7 @@ from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.models.causal_lm import load_causal_lm, save_model
-from winnow.models.folders import add_files, tokenizer_files
+from winnow.models.folders import tokenizer_files, write_files
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora
 
 
@@ -39,7 +39,7 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_tokenizer_is_written_as_it_saves_itself(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     files = tokenizer_files(tokenizer)
-    add_files(files, tmp_path / "ours")
+    write_files(files, tmp_path / "ours")
     tokenizer.save_pretrained(tmp_path / "its")
     names = {path.name for path in (tmp_path / "its").iterdir()}
     assert {path.name for path in (tmp_path / "ours").iterdir()} == names >= {"tokenizer.json"}
