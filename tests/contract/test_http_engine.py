@@ -340,7 +340,7 @@ def test_a_canary_tells_whether_new_weights_took_effect(
     if illness is None:
         assert asyncio.run(run()) < 1e-4
     else:
-        with pytest.raises(PublicationError, match="does not answer as the trainer does"):
+        with pytest.raises(PublicationError, match="disagrees with the trainer"):
             asyncio.run(run())
 
 

@@ -253,7 +253,7 @@ def learn_on_rank(shape: tuple[int, int], size: int, checkpointing: bool) -> Any
     batch.columns["advantages"] = batch.local_part(weights_of(int(batch.lengths.sum())))
     batch.columns[ROUTES] = token_routes(groups, batch, strategy.replayed)
     for group in range(batch.n_groups):
-        micro = sharder.update_micro_batches(batch, [group], 60)
+        micro = sharder.cut_update(batch, [group], 60)
         strategy.forward_backward(micro, LOGPROB, weighted)
     gradients = {name: g.numpy() for name, g in gradients_of(strategy).items()}
     return gradients, strategy.expert_load()

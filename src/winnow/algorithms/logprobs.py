@@ -348,7 +348,7 @@ def _grad_logits(
     """The loss's gradient with respect to z [C, V]; uses up `logp_CV`, and `p_CV` as room.
 
     Args:
-        places_C1: of the labels, as `_Head.places` gives them.
+        places_C1: of the labels, as `_Head.label_columns` gives them.
     """
     torch.exp(logp_CV, out=p_CV)
     if grad_entropy_C1 is None:

@@ -34,9 +34,8 @@ from winnow.algorithms.covariance import (
     selection_size,
     smallest_draws,
 )
+from winnow.algorithms.kl import LOG_RATIO_BOUND
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +-20 nats: exp stays finite, and beyond it the gradient is 0."""
 LOG_SEQUENCE_RATIO_MAX = 10.0
 """GSPO's log-ratio is clamped below 10 nats; beyond it the gradient is 0."""
 KL_COV_NOISE = 1e-4
@@ -404,14 +403,14 @@ def explained_variance(
     errors_T = returns_T - torch.where(mask, values, 0.0).double()
     sums = [each.sum() for x in (returns_T, errors_T) for each in (x.square(), x)]
     square, plain, error_square, error = all_reduce(torch.stack(sums)).tolist()
-    spread, residual = _variance(square, plain, tokens), _variance(error_square, error, tokens)
+    spread, residual = variance(square, plain, tokens), variance(error_square, error, tokens)
     if spread == 0.0:
         # A constant error is noise beside the returns that it was taken from.
         return float(residual <= FLAT_TOLERANCE * square / tokens)
     return 1 - residual / spread
 
 
-def _variance(square: float, plain: float, n: int) -> float:
+def variance(square: float, plain: float, n: int) -> float:
     """The population's variance of n numbers by their sums; 0 where it is float noise."""
     mean_square = square / n
     variance = mean_square - (plain / n) ** 2

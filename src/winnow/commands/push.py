@@ -16,7 +16,7 @@ from winnow.config.files import to_yaml
 from winnow.config.root import Config
 from winnow.data.hub import is_on_hub
 from winnow.errors import WinnowError
-from winnow.models.fetch import may_be_hub_name, short_line
+from winnow.models.fetch import brief, may_be_hub_name
 from winnow.observe.metrics import HELD_OUT_LOSS, Record
 from winnow.version import __version__
 
@@ -130,7 +130,7 @@ def _reason(error: Exception) -> str:
         return "the hub wants a valid token; set HF_TOKEN, or log in with `hf auth login`"
     if status == 403:
         return "the token may not write there; take one with the right to, or another OWNER/NAME"
-    message = short_line(error)
+    message = brief(error)
     if isinstance(error, ValueError) and status is None:
         return f"{message}; give OWNER/NAME"
     return f"the hub refuses: {message}" if status else f"the hub cannot be reached: {message}"

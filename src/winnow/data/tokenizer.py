@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.errors import ModelError
-from winnow.models.fetch import check_hub, check_model_path, local_folder, remedy_of, short_line
+from winnow.models.fetch import brief, check_hub, check_model_path, local_folder, remedy_of
 from winnow.types import IntArray
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def load_tokenizer(
     except Exception as error:
         remedy = "mend its files" if is_folder else "check the name and your access to it"
         raise ModelError(
-            f"{field} {path}: cannot load its tokenizer: {short_line(error)}; "
-            f"{remedy_of(error, remedy)}"
+            f"{field} {path}: cannot load its tokenizer: {brief(error)}; {remedy_of(error, remedy)}"
         ) from error
     if ends_answers and tokenizer.eos_token_id is None:
         raise ModelError(

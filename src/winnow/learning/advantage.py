@@ -153,9 +153,8 @@ class AdvantageStage:
             rewards_B = rewards_B - sum_samples(penalty_T, batch)
         if not bool(rewards_B.square().isfinite().all()):
             raise TrainingError(
-                f"a reward of {float(rewards_B.abs().max()):g} is too large: its square overflows, "
-                "and no advantage is left; lower the scale of the score, or its weight "
-                "(reward.weights.task)"
+                f"reward {float(rewards_B.abs().max()):g} is too large: its square overflows; "
+                "lower the scale of the score, or its weight (reward.weights.task)"
             )
         columns, needs = batch.columns, self.needs
         inputs = AdvantageInputs(

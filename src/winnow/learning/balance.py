@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,7 +147,7 @@ def _pack_rounds(
         forms = [partial(np.maximum, longest), partial(np.append, full)]
         candidates = [_lowest_level(form, most, pack) for form in forms[:rounds]]
         if packed := [each for each in candidates if each is not None]:
-            best = min(packed, key=_time)
+            best = min(packed, key=attrgetter("time"))
             even = pack(best.levels, fullest=False)
             return best.slots if even is None or even.time > best.time else even.slots
     raise AssertionError("one sample a micro-batch fits")
@@ -157,10 +158,6 @@ class _Packed(NamedTuple):
     lockstep: float
     levels: IntArray
     slots: IntArray
-
-
-def _time(packed: _Packed) -> int:
-    return packed.time
 
 
 def _lowest_level(
@@ -174,7 +171,7 @@ def _lowest_level(
         if tried is None:
             low = level
         else:
-            best, high = min(best, tried, key=_time), level
+            best, high = min(best, tried, key=attrgetter("time")), level
     return best
 
 

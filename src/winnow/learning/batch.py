@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -198,14 +198,13 @@ class MicroBatch:
         """Return a copy with every tensor on `device`; itself when it is there already."""
         if self.token_ids.device == device:
             return self
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.to(device, non_blocking=True)
-        values["columns"] = {
-            name: value.to(device, non_blocking=True) for name, value in self.columns.items()
-        }
-        return MicroBatch(**values)
+
+        def moved(value: Any) -> Any:
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        values = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
+        columns = {name: moved(value) for name, value in self.columns.items()}
+        return MicroBatch(**values | {"columns": columns})
 
 
 def pack(
@@ -487,9 +486,7 @@ class MicroBatchSharder:
         local = pack(groups, overlong_filtering, is_local)
         return replace(local, dp=self.dp, holders=holders, all_lengths=lengths_B)
 
-    def update_micro_batches(
-        self, batch: Batch, groups: Iterable[int], max_tokens: int
-    ) -> list[MicroBatch]:
+    def cut_update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
         shares = self._share(batch, groups, max_tokens)
         if self.dp.mesh is not None:
@@ -511,7 +508,7 @@ class MicroBatchSharder:
         """Return the outputs of all ranks' micro-batches for the local tokens, [T] on the CPU.
 
         Args:
-            microbatches: those that `everything` cut last.
+            microbatches: those that `all_micro_batches` cut last.
         """
         local_values = gather_tokens(batch, microbatches, values)
         if batch.holders is None:

@@ -151,7 +151,7 @@ class Canary:
         """Compare the engines' log-probs; returns the largest difference in nats.
 
         Args:
-            expected: the result of `expected` with these weights.
+            expected: the result of `score` with these weights.
             version: of the weights, for the message.
             engines: by name.
 
@@ -175,10 +175,10 @@ class Canary:
             most, mean = float(gaps.max()), float(gaps.mean())
             if not (most <= limits.largest and mean <= limits.mean):
                 raise PublicationError(
-                    f"weights of version {version}: {name} does not answer as the trainer does: "
-                    f"|Δlogp| of {len(gaps)} fixed tokens is {most:.3g} nats at most and "
-                    f"{mean:.3g} on average, allowed are {limits.largest:.3g} and "
-                    f"{limits.mean:.3g}; it decodes with other weights, or computes otherwise"
+                    f"weights of version {version}: {name} disagrees with the trainer: |Δlogp| of "
+                    f"{len(gaps)} fixed tokens is at most {most:.3g} nats and {mean:.3g} on "
+                    f"average, the limits are {limits.largest:.3g} and {limits.mean:.3g}; its "
+                    "weights are stale or its arithmetic differs"
                 )
             largest = max(largest, most)
         return largest

@@ -103,7 +103,7 @@ def _call_loss(function: Callable[..., Any], where: str, x: LossTerms, **options
 def _checked_figure(where: str, name: Any, value: Any) -> Tensor:
     if not isinstance(name, str) or "/" in name or name in RESERVED:
         raise TrainingError(
-            f"{where}: a figure is called {name!r}; give it a name without / and other than "
+            f"{where}: invalid figure name {name!r}; use one without / and other than "
             f"{', '.join(sorted(RESERVED))}"
         )
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
@@ -192,8 +192,8 @@ def _try_loss(loss: PolicyLoss, where: str, options: Mapping[str, Any]) -> None:
         if not abs(sum(parts) - total) <= SPLIT_TOLERANCE * max(abs(total), 1.0):
             raise TrainingError(
                 f"{where}: figure {name} must be a sum over the counted tokens, which adds up "
-                f"over micro-batches, got {total:g} of a whole whose halves give "
-                f"{' and '.join(f'{part:g}' for part in parts)}"
+                f"over micro-batches, got {total:g} for all samples and "
+                f"{' and '.join(f'{part:g}' for part in parts)} for its halves"
             )
 
 

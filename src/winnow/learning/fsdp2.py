@@ -42,11 +42,7 @@ from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import HALF, Strategy, decoder_layers, local, tensors_of
 from winnow.models.causal_lm import is_reward_model, is_value_model
 from winnow.models.lora import is_adapter_weight, name_without_adapter
-from winnow.models.sharded_loading import (
-    SavedWeights,
-    replace_parameters,
-    saved_weights,
-)
+from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
 from winnow.models.value import scalar_head
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
@@ -171,7 +167,8 @@ class FSDP2Strategy(Strategy):
         Tensors are whole on every rank, rounded to the type the model computes in; all ranks must
         take all of them.
         """
-        return self._exported((name, p.detach()) for name, p in self._masters.items())
+        named = ((name, p.detach()) for name, p in self._masters.items())
+        return self._gather_tensors(self._cast(named))
 
     def export_shards(self) -> dict[str, Tensor]:
         """Return the tensors of `export_weights`, sharded; an adapter's model has others."""

@@ -239,9 +239,7 @@ class Learner:
         keys, has_moved = _sample_keys(groups), False
         for seed, update in settings.updates(batch.n_groups, step):
             policy.select_tokens(batch, update, keys, _draw_seed(*seed))
-            micro = policy.strategy.sharder.update_micro_batches(
-                batch, update, settings.microbatch_tokens
-            )
+            micro = policy.strategy.sharder.cut_update(batch, update, settings.microbatch_tokens)
             stats = policy.update(micro, settings.lr(step), has_moved)
             metrics.merge(stats)
             has_moved |= self._skips.count(stats, step)
@@ -288,7 +286,7 @@ class CriticLearner:
         assert rate is not None
         has_moved = False
         for _, update in self._settings.updates(batch.n_groups, step):
-            micro = strategy.sharder.update_micro_batches(batch, update, self.microbatch_tokens)
+            micro = strategy.sharder.cut_update(batch, update, self.microbatch_tokens)
             stats = self._critic.update(micro, rate(step))
             metrics.merge(stats)
             has_moved |= self.skips.count(stats, step)
@@ -339,7 +337,7 @@ def _check_weights(moved: Strategy, field: str, step: int) -> None:
     """
     if not moved.weights_are_finite():
         raise TrainingError(
-            f"step {step}: the weights overflow after its updates, and are not saved; lower {field}"
+            f"step {step}: the weights overflowed in its updates and are not saved; lower {field}"
         )
 
 

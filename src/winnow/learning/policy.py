@@ -23,7 +23,6 @@ from winnow.algorithms.correction import (
     max_delta,
     mismatch_figures,
     mismatch_sums,
-    mismatch_sums_by_age,
 )
 from winnow.algorithms.covariance import keyed_draws
 from winnow.algorithms.kl import token_kl
@@ -150,7 +149,7 @@ class PolicyObjective:
         if self.old == "pass" or not self.reports_mismatch:
             return {}, {}
         pair = (now, micro.behav, micro.gen_mask)
-        mismatch = _mismatch_sums(*pair, micro.columns.get("age"))
+        mismatch = mismatch_sums(*pair, micro.columns.get("age"))
         sums = {f"{_MISMATCH}{name}": total for name, total in mismatch.items()}
         return sums, {f"{_MISMATCH}max_delta": max_delta(*pair)}
 
@@ -212,7 +211,7 @@ class Policy:
         old = batch.columns["old"] = columns.pop("logprob")
         batch.columns.update({str(name): values for name, values in columns.items()})
         pair, dp = (old, batch.behav, batch.gen_mask), batch.dp
-        totals = _mismatch_sums(*pair, batch.columns.get("age"))
+        totals = mismatch_sums(*pair, batch.columns.get("age"))
         sums = dp.reduce_figures({name: float(total) for name, total in totals.items()})
         _record_mismatch(metrics, sums, float(torch.tensor(dp.all_gather(max_delta(*pair))).max()))
         return metrics
@@ -301,13 +300,6 @@ def _pop_prefix(sums: dict[str, float], prefix: str) -> dict[str, float]:
     """Take out the sums whose names begin with `prefix`, and drop the prefix."""
     names = [name for name in sums if name.startswith(prefix)]
     return {name.removeprefix(prefix): sums.pop(name) for name in names}
-
-
-def _mismatch_sums(
-    old: Tensor, behav: Tensor, mask: Tensor, age: Tensor | None
-) -> dict[str, Tensor]:
-    by_age = {} if age is None else mismatch_sums_by_age(old, behav, mask, age)
-    return {**mismatch_sums(old, behav, mask), **by_age}
 
 
 def _record_mismatch(metrics: Metrics, sums: Mapping[str, float], largest: float) -> None:

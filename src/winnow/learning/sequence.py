@@ -67,7 +67,7 @@ def check_model(model: nn.Module, size: int) -> None:
     for kinds, what in ((layers, "layers"), (ropes, "rotary embedding")):
         if size > 1 and kinds:
             raise ModelError(
-                f"{setting} gives a rank a part of each sequence, and the {what} of "
+                f"{setting} splits each sequence over ranks, and the {what} of "
                 f"{config.name_or_path} ({', '.join(kinds)}) need all of it; set {FIELD}=1"
             )
 

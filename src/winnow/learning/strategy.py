@@ -243,7 +243,7 @@ class Strategy:
         with torch.no_grad(), self._pass_context(), self._compiled_blocks():
             for micro in microbatches:
                 inputs = self._prepare(micro)
-                with self._routing_context(inputs):
+                with self._replaying(inputs):
                     values = self._run(inputs, outputs)
                 results.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
         return results
@@ -260,10 +260,8 @@ class Strategy:
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 inputs = self._prepare(micro)
-                with (
-                    training_mode(self._training_only),
-                    self._routing_context(inputs, bool(micro.lengths)),
-                ):
+                counts = bool(micro.lengths)
+                with training_mode(self._training_only), self._replaying(inputs, counts):
                     values = self._run(inputs, outputs)
                     if not micro.lengths:
                         # A loss of 0 reaches every weight: sums over ranks need all their parts.
@@ -279,9 +277,7 @@ class Strategy:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""
         return (micro if micro.lengths else _filler()).to(self.device)
 
-    def _routing_context(
-        self, micro: MicroBatch, counts: bool = False
-    ) -> AbstractContextManager[None]:
+    def _replaying(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
         """Replay the micro-batch's routes, and count expert loads unless it is a filler."""
         if self._routing is None:
             return nullcontext()
@@ -343,12 +339,9 @@ class Strategy:
             else:
                 named = merged_weights(tensors_of(self.model), self.model)
         elif adapter_only:
-            raise ModelError("the adapter alone was asked for, but the model has none; export all")
-        return self._exported(named, dtype)
-
-    def _exported(
-        self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+            raise ModelError(
+                "cannot export the adapter alone: the model has none; export all weights"
+            )
         return self._gather_tensors(self._cast(named, dtype))
 
     def _cast(
@@ -531,9 +524,10 @@ def check_state(
     differ = sorted(n for n in saved.keys() | expected.keys() if saved.get(n) != expected.get(n))
     if differ:
         raise CheckpointError(
-            f"the checkpoint is not of this model: {len(differ)} tensors differ, such as "
-            f"{differ[0]}: {saved.get(differ[0], 'none')} there, {expected.get(differ[0], 'none')} "
-            "here; resume with the model and the trained parameters of the run that saved it"
+            f"the checkpoint does not match this model: {len(differ)} tensors differ, such as "
+            f"{differ[0]}: {saved.get(differ[0], 'none')} in the checkpoint, "
+            f"{expected.get(differ[0], 'none')} in the model; resume with the model and the "
+            "trained parameters of the run that saved it"
         )
 
 

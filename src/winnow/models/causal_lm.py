@@ -27,7 +27,7 @@ from winnow.models.folders import (
     ADAPTER_CONFIG,
     LOADING,
     Loaded,
-    ModelSource,
+    ModelRef,
     Writer,
     explain_load_errors,
     quiet_transformers,
@@ -122,15 +122,15 @@ def load_causal_lm(
     check_weights(where, loading)
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ModelError(f"{where}: its config sets {name}, which the log-prob kernel lacks")
+            raise ModelError(f"{where}: its config sets {name}, which is not supported")
     if is_remote(path):  # an adapter of it names its place, not the copy's
         model.name_or_path = path
-    return finish_loading(model, where, device)
+    return prepare(model, where, device)
 
 
 def find_model(
     path: str, field: str, dtype: torch.dtype, trust_remote_code: bool = False
-) -> ModelSource:
+) -> ModelRef:
     """Return the place of a Hugging Face folder, URL or hub name; it must have a config.json.
 
     Args:
@@ -146,8 +146,8 @@ def find_model(
 
         cpu, trust = torch.device("cpu"), trust_remote_code
         merged = merged_folder(folder, dtype, lambda base: load_causal_lm(base, dtype, cpu, trust))
-        return ModelSource(str(merged), field, path)
-    where = ModelSource(str(folder) if folder.is_dir() else local_path, field, path)
+        return ModelRef(str(merged), field, path)
+    where = ModelRef(str(folder) if folder.is_dir() else local_path, field, path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
     return where
@@ -156,7 +156,7 @@ def find_model(
 def load_model(
     kind: Any,
     build: Callable[[], Any],
-    where: ModelSource,
+    where: ModelRef,
     config: Any,
     dtype: torch.dtype,
     hollow: Hollow,
@@ -177,9 +177,7 @@ def load_model(
         return cast(Loaded, kind.from_pretrained(where.path, **options))
 
 
-def finish_loading(
-    model: PreTrainedModel, where: ModelSource, device: torch.device
-) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, where: ModelRef, device: torch.device) -> PreTrainedModel:
     """Give the model Winnow's attention, evaluation mode and its device.
 
     Raises:
@@ -187,8 +185,8 @@ def finish_loading(
     """
     if not model._supports_attention_backend:
         raise ModelError(
-            f"{where}: the attention of {type(model).__name__} cannot be replaced, which "
-            "packing and the embedded engine need; use a model of another architecture"
+            f"{where}: packing and the embedded engine must replace the attention, and "
+            f"{type(model).__name__} does not allow it; use a model of another architecture"
         )
     use_layout_attention(model)
     if not hasattr(model, "saved_weights"):
@@ -200,7 +198,7 @@ def finish_loading(
     return cast("PreTrainedModel", model.eval())
 
 
-def check_weights(where: ModelSource, loading: Mapping[str, Collection[Any]]) -> None:
+def check_weights(where: ModelRef, loading: Mapping[str, Collection[Any]]) -> None:
     """Refuse weights that are missing or of another shape: they would be drawn at random.
 
     Raises:
@@ -210,8 +208,8 @@ def check_weights(where: ModelSource, loading: Mapping[str, Collection[Any]]) ->
     for names, fault in ((misshapen, "of another shape"), (loading["missing_keys"], "missing")):
         if names:
             raise ModelError(
-                f"{where}: weights are {fault} ({len(names)}, such as {min(names)}); "
-                "give a folder whose weights belong to its config.json"
+                f"{where}: weights are {fault} ({len(names)}, such as {min(names)}); give a "
+                "folder whose weights match its config.json"
             )
     unused = loading["unexpected_keys"]
     if unused:
@@ -273,9 +271,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for parameter in chosen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise ModelError(
-            f"model.freeze={list(patterns)} leaves nothing to train; take a pattern out of it"
-        )
+        raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train; remove a pattern")
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -68,8 +68,8 @@ def _check_compiler(device: torch.device) -> None:
         needs = "a C++ compiler (g++, or CXX) and Python's headers"
         needs = needs if device.type == "cpu" else f"Triton, {needs}"
         raise ConfigError(
-            f"trainer.strategy.compile=true needs {needs} where models learn, and torch cannot "
-            f"compile there: {cause}; install them, or set it to false"
+            f"trainer.strategy.compile=true needs {needs} on the training machine, and torch "
+            f"cannot compile: {cause}; install them or set it to false"
         ) from error
 
 

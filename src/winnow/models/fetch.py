@@ -93,7 +93,7 @@ class _RemoteModel:
         for name, info in listing.items():
             path = str(PurePosixPath(name).relative_to(PurePosixPath(self.root)))
             if ".." in PurePosixPath(path).parts:
-                raise ValueError(f"the key {name} leads out of the model's folder")
+                raise ValueError(f"the key {name} points outside the model's folder")
             # Object stores mark folders by keys of no bytes that end in a slash.
             if name.endswith("/") or any(fnmatchcase(path, pattern) for pattern in _SKIPPED):
                 continue
@@ -102,9 +102,7 @@ class _RemoteModel:
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
             entries[path] = _Entry(name, int(info["size"]), version)
         if not entries.keys() & {"config.json", "adapter_config.json", "tokenizer_config.json"}:
-            raise ValueError(
-                f"no Hugging Face folder lies there ({len(entries)} files, no config.json)"
-            )
+            raise ValueError(f"not a Hugging Face folder ({len(entries)} files, no config.json)")
         is_safe = any(name.endswith(".safetensors") for name in entries)
         return {n: e for n, e in entries.items() if not (is_safe and fnmatchcase(n, _PICKLED))}
 
@@ -135,7 +133,7 @@ class _RemoteModel:
             list(pool.map(get, missing))
         if self.entries() != entries:
             shutil.rmtree(draft, ignore_errors=True)
-            raise ValueError("it changed meanwhile; start again once it rests")
+            raise ValueError("its files changed during the download; start again")
         draft.rename(target)
 
 
@@ -241,12 +239,12 @@ def explain_hub_error(error: Exception) -> str:
             "HF_TOKEN"
         )
     return (
-        f"cannot be had from {constants.ENDPOINT} ({short_line(error)}); check the network, "
-        "HF_ENDPOINT, HF_HUB_OFFLINE and the disk under HF_HOME"
+        f"cannot be downloaded from {constants.ENDPOINT} ({brief(error)}); check the "
+        "network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk under HF_HOME"
     )
 
 
-def short_line(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """Cut another library's message to one short line without its full stop."""
     return shorten(one_line(error), 200, placeholder=" …").rstrip(".")
 
@@ -307,11 +305,11 @@ def _from_url(url: str, field: str, report: Callable[[str], None]) -> Path:
         if getattr(error, "errno", None) in _FULL or is_cache_fault:
             reason = cast(OSError, error).strerror
             raise ModelError(
-                f"{where}: cannot be kept in {cache}: {reason}; free some space, or choose another "
-                "folder in model.cache_dir"
+                f"{where}: cannot be stored in {cache}: {reason}; free some space, or choose "
+                "another folder in model.cache_dir"
             ) from error
         raise ModelError(
-            f"{where}: cannot be fetched: {short_line(error)}; check the URL and your access to it"
+            f"{where}: cannot be fetched: {brief(error)}; check the URL and your access to it"
         ) from error
     return target
 

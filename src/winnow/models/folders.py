@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import remedy_of, short_line
+from winnow.models.fetch import brief, remedy_of
 from winnow.observe.files import system_error
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelRef:
     """A model's place, and the key of the recipe that names it."""
 
     path: str
@@ -41,7 +41,7 @@ class ModelSource:
         return f"{self.field} {self.reference}"
 
 
-def read_config(where: ModelSource, trust_remote_code: bool) -> Any:
+def read_config(where: ModelRef, trust_remote_code: bool) -> Any:
     """Read a model's config.json.
 
     Raises:
@@ -74,12 +74,12 @@ def explain_load_errors(
         yield
     except ImportError as error:
         remedy = "install that, or give weights that are not quantized"
-        raise ModelError(f"{fault}: {short_line(error)}; {remedy}") from error
+        raise ModelError(f"{fault}: {brief(error)}; {remedy}") from error
     except (
         *(OSError, ValueError, KeyError, RuntimeError),
         *(SafetensorError, UnpicklingError),
     ) as error:
-        raise ModelError(f"{fault}: {short_line(error)}; {remedy_of(error, remedy)}") from error
+        raise ModelError(f"{fault}: {brief(error)}; {remedy_of(error, remedy)}") from error
 
 
 @contextlib.contextmanager
@@ -99,6 +99,18 @@ def quiet_transformers() -> Iterator[None]:
 def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
     """Return the dtype that a recipe names."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def check_vocabulary(where: str, tokens: int, rows: int, remedy: str) -> None:
+    """Refuse a tokenizer that has more tokens than the model's embedding has rows.
+
+    Raises:
+        ModelError: it has.
+    """
+    if tokens > rows:
+        raise ModelError(
+            f"{where}: the tokenizer has {tokens} tokens, the model only {rows}; {remedy}"
+        )
 
 
 Writer = Callable[[dict[str, Tensor], Path], None]

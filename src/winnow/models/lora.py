@@ -95,8 +95,8 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
         different = {n for n in weights.keys() | saved.keys() if n not in weights or n not in saved}
         names = sorted(different) or [n for n in weights if saved[n].shape != weights[n].shape]
         raise ModelError(
-            f"{folder}: its adapter is not this model's ({len(names)} weights differ, such as "
-            f"{names[0]}); give the base model and the adapter that belong together"
+            f"{folder}: the adapter does not match this model ({len(names)} weights differ, such "
+            f"as {names[0]}); give the base model and the adapter that belong together"
         )
     with torch.no_grad():
         for name, tensor in weights.items():
@@ -112,19 +112,15 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     Raises:
         ModelError: the folder does not say, or its base is gone.
     """
-    path = folder.expanduser() / ADAPTER_CONFIG
-    if not path.is_file():
+    if (config := _read_adapter_config(folder)) is None:
         return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is damaged: {error}; use another checkpoint") from error
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not base:
-        raise ModelError(f"{path} names no base_model_name_or_path; write the base model's there")
+        path = folder / ADAPTER_CONFIG
+        raise ModelError(f"{path} has no base_model_name_or_path; set it to the base model")
     if Path(base).is_absolute() and not Path(base).is_dir():
         if instead is None:
-            raise ModelError(f"{folder} is an adapter of {base}, which is gone; put it back there")
+            raise ModelError(f"{folder} is an adapter of {base}, which does not exist; restore it")
         return instead
     if revision and "://" not in base and not Path(base).is_dir():
         return f"{base}@{revision}"
@@ -137,18 +133,27 @@ def saved_adapter(folder: Path, configured: LoraAdapter) -> LoraAdapter:
     Raises:
         ModelError: the folder is damaged.
     """
-    path = folder.expanduser() / ADAPTER_CONFIG
-    if not path.is_file():
+    if (config := _read_adapter_config(folder)) is None:
         return configured
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
         shape = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
         shape["rslora"] = bool(config.get("use_rslora", False))
         if isinstance(config["target_modules"], list):
             shape["target_modules"] = tuple(sorted(config["target_modules"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
+        path = folder / ADAPTER_CONFIG
         raise ModelError(f"{path} is damaged: {error!r}; use another checkpoint") from error
     return configured.model_copy(update=shape)
+
+
+def _read_adapter_config(folder: Path) -> dict[str, Any] | None:
+    path = folder.expanduser() / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} is damaged: {error}; use another checkpoint") from error
 
 
 def merged_folder(
@@ -197,15 +202,15 @@ def _check_kind(folder: Path) -> None:
     Raises:
         ModelError: this one does.
     """
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = _read_adapter_config(folder) or {}
     kind = config.get("peft_type")
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     unsupported += ["bias"] if config.get("bias", "none") != "none" else []
     if kind != "LORA" or unsupported:
         what = ", ".join(unsupported) if kind == "LORA" else f"peft_type={kind}"
         raise ModelError(
-            f"{folder}: its adapter has {what}, and only LoRA of linear layers can be trained or "
-            "merged here; merge it with peft (merge_and_unload), and give that folder"
+            f"{folder}: the adapter has {what}, only LoRA of linear layers is supported; merge it "
+            "with peft (merge_and_unload) and give that folder"
         )
 
 
@@ -217,7 +222,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         ModelError: it has none.
     """
     if not has_adapter(model):
-        raise ModelError("the adapter is to be switched off, but the model has none")
+        raise ModelError("cannot disable the adapter: the model has none")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     layers = [module for module, _ in _adapted_modules(model)]
     try:
@@ -343,8 +348,8 @@ def _outside_experts(model: PreTrainedModel, targets: str | Collection[str]) -> 
     if isinstance(targets, str) or {name.rpartition(".")[2] for name in names} & _IN_EXPERTS:
         fitting = ", ".join(sorted(_linear_names(model) - _IN_EXPERTS))
         raise ModelError(
-            f"model.adapter.target_modules: {', '.join(sorted(names))} of a mixture would put the "
-            f"adapter into its experts, and only linear layers get one; choose from {fitting}"
+            f"model.adapter.target_modules: {', '.join(sorted(names))} of a mixture are experts, "
+            f"which take no adapter; choose from {fitting}"
         )
     return names
 

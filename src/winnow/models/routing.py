@@ -235,9 +235,8 @@ def check_replay(model: nn.Module) -> None:
     routers = routers_of(model)
     if not routers:
         raise ModelError(
-            f"{FIELD}=true replays the experts that tokens went to, and {type(model).__name__} has "
-            "no routers that choose them, or keeps them where they cannot be given a choice; set "
-            "it to false"
+            f"{FIELD}=true needs routers whose choice of experts can be replaced, and "
+            f"{type(model).__name__} has none; set it to false"
         )
     for router in routers:
         _sums_to_one(router)
@@ -268,7 +267,7 @@ def _sums_to_one(router: Any) -> bool:
             return fitting[0]
     raise ModelError(
         f"{FIELD}=true needs routers that weigh experts by the softmax of their logits, as "
-        f"Qwen3-MoE's do, and {type(router).__name__} computes otherwise; set it to false"
+        f"Qwen3-MoE's do, and {type(router).__name__} does not; set it to false"
     )
 
 

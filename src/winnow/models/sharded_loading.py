@@ -17,13 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.folders import (
-    LOADING,
-    Loaded,
-    ModelSource,
-    explain_load_errors,
-    quiet_transformers,
-)
+from winnow.models.folders import LOADING, Loaded, ModelRef, explain_load_errors, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +30,7 @@ plan."""
 
 def load_hollow(
     build: Callable[[], Any],
-    where: ModelSource,
+    where: ModelRef,
     config: Any,
     dtype: torch.dtype,
     hollow: Hollow = True,
@@ -86,7 +80,7 @@ class SavedWeights:
     misfits: dict[str, Collection[Any]]
     """Names that do not fit, in the lists in which transformers reports them."""
 
-    def __init__(self, where: ModelSource, blank: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, where: ModelRef, blank: PreTrainedModel, dtype: torch.dtype) -> None:
         self._where = where
         self._weight_files: dict[str, Any] = {}
         for path in _weight_files(where):
@@ -115,7 +109,11 @@ class SavedWeights:
                 misshapen.append(name)
         lacking = self.stand_ins.keys() - self._saved.keys() - self._stacked.keys()
         absent |= self._read_buffers(blank)
-        _refuse_experts(where, lacking)
+        if any(".experts." in name for name in lacking):
+            raise ModelError(
+                f"{where} has experts whose weights are saved neither stacked nor one by one, so "
+                "loading in shards cannot read them; set trainer/strategy=single"
+            )
         expected = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
         expected |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
         expected |= {part for rows in self._stacked.values() for row in rows for part in row}
@@ -190,10 +188,10 @@ class ShapeOnlyWeights(SavedWeights):
 
     Args:
         blank: the model on no device.
-        dtype: of the stand-ins, and of what `part` gives.
+        dtype: of the stand-ins, and of what `part` reads.
     """
 
-    def __init__(self, where: ModelSource, blank: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, where: ModelRef, blank: PreTrainedModel, dtype: torch.dtype) -> None:
         self.stand_ins = {n: _stand_in(p, dtype) for n, p in blank.named_parameters()}
         self.misfits = dict.fromkeys(("missing_keys", "mismatched_keys", "unexpected_keys"), ())
 
@@ -205,15 +203,6 @@ class ShapeOnlyWeights(SavedWeights):
         stand_in = self.stand_ins[name]
         sizes = [len(range(n)[cut]) for n, cut in zip(stand_in.shape, slices, strict=False)]
         return torch.empty(*sizes, *stand_in.shape[len(slices) :], dtype=stand_in.dtype)
-
-
-def _refuse_experts(where: ModelSource, lacking: Collection[str]) -> None:
-    if any(".experts." in name for name in lacking):
-        raise ModelError(
-            f"{where} is a mixture of experts whose weights are neither in its files as in the "
-            "model, nor expert by expert, so that they cannot be loaded in shards; set "
-            "trainer/strategy=single"
-        )
 
 
 def _stacked_rows(blank: PreTrainedModel, names: Collection[str]) -> dict[str, list[list[str]]]:
@@ -273,12 +262,12 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.
             setattr(module, name, replaced[id(parameter)][1])
 
 
-def _weight_files(where: ModelSource) -> list[Path]:
+def _weight_files(where: ModelRef) -> list[Path]:
     folder = Path(where.path)
     if not folder.is_dir():
         raise ModelError(
-            f"{where} is no folder of this machine, as loading in shards needs it; "
-            "download the model, and give its folder"
+            f"{where} is not a local folder, which loading in shards needs; download the model "
+            "and give its folder"
         )
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():  # which transformers takes first, too

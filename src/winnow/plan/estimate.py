@@ -34,7 +34,7 @@ from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import read_rollouts, rollout_files
-from winnow.plan.rank import RankPlan, RankRun, micro_lengths, stages_of, update_micro_batches
+from winnow.plan.rank import RankPlan, RankRun, cut_update, micro_lengths, stages_of
 from winnow.plan.tracker import Peak, Phase, local_bytes
 from winnow.rollout.embedded.slots import cache_bytes
 from winnow.run.step_metrics import StepTokens
@@ -389,7 +389,7 @@ class RecipeEstimate:
         """
         full_B = np.array(micro_lengths(self.config, rank.max_tokens))
         full = estimate_work(full_B, self.rank.shape.hidden_size).sum()
-        epochs, ran = self.config.trainer.epochs, update_micro_batches(self.config)
+        epochs, ran = self.config.trainer.epochs, cut_update(self.config)
         for name, phase in list(rank.tracker.phases.items())[1:]:
             deals = updates if name.endswith("update") else passes
             times: float = _rounds(deals)

@@ -270,7 +270,7 @@ def stages_of(strategy: object) -> int:
     return strategy.pipeline if isinstance(strategy, Megatron) else 1
 
 
-def update_micro_batches(config: Config) -> int:
+def cut_update(config: Config) -> int:
     """Return the micro-batches of an update that is run: gradients add up, and stages are full."""
     return max(2, stages_of(config.trainer.strategy))
 
@@ -345,6 +345,6 @@ def _train_role(
         strategy.forward([micro], loss.outputs)
     begin(f"{role} update")
     # The same again and again: gradients of the second are added to those of the first.
-    strategy.forward_backward([micro] * update_micro_batches(config), loss.outputs, loss)
+    strategy.forward_backward([micro] * cut_update(config), loss.outputs, loss)
     begin(f"{role} optimizer")
     strategy.optimizer_step(1e-6)

@@ -24,7 +24,7 @@ from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_t
 from winnow.errors import ConfigError, ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.fetch import local_folder
-from winnow.models.folders import ADAPTER_CONFIG, torch_dtype
+from winnow.models.folders import ADAPTER_CONFIG, check_vocabulary, torch_dtype
 from winnow.models.lora import adapter_base, add_lora, load_lora
 from winnow.models.routing import check_replay
 from winnow.observe.files import one_line
@@ -162,11 +162,8 @@ def load_policy(
         model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
-    if vocabulary > embedded:
-        raise ModelError(
-            f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
-            "give the tokenizer that belongs to the model in model.tokenizer"
-        )
+    remedy = "give the tokenizer that belongs to the model in model.tokenizer"
+    check_vocabulary(f"model.path {path}", vocabulary, embedded, remedy)
     if not hollow:
         check_finite(path, model.named_parameters())
     check_positions(config, path, model)

@@ -186,7 +186,7 @@ def test_what_cannot_be_fetched_costs_one_line(
         (line,) = str(told.value).splitlines()
         return line
 
-    assert "no Hugging Face folder lies there (0 files" in refused("memory://nothing")
+    assert "not a Hugging Face folder (0 files" in refused("memory://nothing")
     assert refused("nosuch://a/b").startswith("critic.path nosuch://a/b: cannot be fetched: Prot")
     assert "cannot be fetched" in refused("http://127.0.0.1:9/model")
     disk = write(tmp_path / "model", FILES)
@@ -217,7 +217,7 @@ def test_keys_that_lead_out_of_the_folder_are_refused(
     fetch._local_folders.clear()
     evil = {f"{disk}/../../etc/x": {"size": 1}, **found}
     monkeypatch.setattr(type(local), "find", lambda *_, **__: evil)
-    with pytest.raises(ModelError, match="leads out of the model's folder"):
+    with pytest.raises(ModelError, match="points outside the model's folder"):
         local_folder(f"file://{disk}")
 
 

@@ -39,7 +39,7 @@ def test_an_engine_apart_takes_the_adapter_alone(dtype: Any, tmp_path: Path) -> 
 
     async def run() -> None:
         inner = engine._engine
-        with pytest.raises(PublicationError, match="does not answer as the trainer does"):
+        with pytest.raises(PublicationError, match="disagrees with the trainer"):
             await canary.check(expected, 1, {"engine": inner})
         alone = list(buckets(WeightUpdate(1, policy.export_weights(adapter_only=True))))
         sent = sum(piece.array.nbytes for bucket in alone for piece in bucket.pieces)

@@ -136,9 +136,9 @@ def test_figures_weigh_each_update_by_its_time() -> None:
     batch = batch_of([[8, 4], [40, 20, 20]])
     with fake_ranks(2, rank=1):
         sharder = MicroBatchSharder(init_device_mesh("cpu", (2,)), 10**6)
-        first = sharder.update_micro_batches(batch, [0], 100)
+        first = sharder.cut_update(batch, [0], 100)
         assert [micro.lengths for micro in first] == [(6,)]
-        sharder.update_micro_batches(batch, [1], 100)
+        sharder.cut_update(batch, [1], 100)
         figures = sharder.figures().record()
         assert sharder.figures().record() == {}
     # With prompts of 2 tokens: 10 and 6; 42, and 22 with 22.

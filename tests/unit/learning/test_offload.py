@@ -103,7 +103,7 @@ def own(weight: Any) -> torch.Tensor:
 
 def check_as_before_the_first_pass(strategy: FSDP2Strategy) -> None:
     """FSDP2's own checks of parameters, without its streams."""
-    for unit in strategy._units():
+    for unit in strategy._fsdp_units():
         group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
         if group is not None:
             for parameter in group.fsdp_params:

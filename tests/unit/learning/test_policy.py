@@ -42,7 +42,7 @@ def record(policy: Policy, batch: Batch, budget: int = 100) -> Mapping[str, floa
 
 def test_old_log_probs_come_back_in_the_order_of_the_batch() -> None:
     batch = batch_of([[1], [2, 3, 4], [5, 6]])
-    metrics = policy_of(policy_objective("ppo_clip"))[0].old_logprobs(batch, 4)
+    metrics = policy_of(policy_objective("ppo_clip"))[0].fill_old_logprobs(batch, 4)
     old = batch.columns["old"]
     torch.testing.assert_close(old[batch.gen_mask], -torch.arange(1, 7) / 10)
     assert not old[~batch.gen_mask].any()

@@ -125,7 +125,7 @@ def test_experts_that_no_name_leads_to_are_told(tmp_path: Path) -> None:
     others = {name.replace("_proj.weight", ".w"): tensor for name, tensor in weights.items()}
     save_file(others, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"is a mixture of experts .*; set trainer/strategy=single"
+        ModelError, match=r"has experts whose weights .*; set trainer/strategy=single"
     ):
         load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
 

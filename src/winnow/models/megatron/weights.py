@@ -175,13 +175,13 @@ class Dimensions:
             raise ModelError(f"{at}.expert={place.expert}: {name} has no experts; set it to 1")
         if self.experts and place.tensor > 1 and not splits:
             raise ModelError(
-                f"{at}.sequence_parallel=false: {name} has experts, which take other tokens from "
-                "each tensor-parallel rank; set it to true"
+                f"{at}.sequence_parallel=false: {name} has experts, which need sequence "
+                "parallelism with tensor parallelism; set it to true"
             )
         if self.layers < place.pipeline:
             raise ModelError(
-                f"{at}.pipeline={place.pipeline} is more than the {self.layers} layers of {name}; "
-                f"set it to {self.layers} or less"
+                f"{at}.pipeline={place.pipeline} exceeds the {self.layers} layers of {name}; set "
+                f"it to {self.layers} or less"
             )
 
 
@@ -208,7 +208,7 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
     for name in (name for name, is_unsupported in unsupported.items() if is_unsupported):
         raise ModelError(
             f"{config.name_or_path}: {name} is {getattr(config, name)}, which "
-            "trainer/strategy=megatron does not compute (it takes models of type "
+            "trainer/strategy=megatron does not support (supported model types: "
             f"{', '.join(FAMILIES)}); use trainer/strategy=fsdp2"
         )
     named = dict(model.named_parameters())
@@ -228,8 +228,8 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
             if len(set(learns.values())) > 1:
                 frozen, free = (min(n for n in learns if learns[n] == is_) for is_ in (False, True))
                 raise ModelError(
-                    f"model.freeze has {frozen} and not {free}, and Megatron's layers hold both as "
-                    "one layer; freeze both or none, or set trainer/strategy=fsdp2"
+                    f"model.freeze has {frozen} and not {free}, but Megatron merges the two into "
+                    "one layer; freeze both or neither, or set trainer/strategy=fsdp2"
                 )
     return dimensions
 
@@ -325,7 +325,7 @@ def _cut_axis(
     if shape[axis] % ranks:
         raise ModelError(
             f"{name} has {shape[axis]} {('rows', 'columns')[axis]}, which {ranks} tensor-parallel "
-            "ranks cannot share; set trainer.strategy.tensor to a divisor"
+            "ranks do not divide; set trainer.strategy.tensor to a divisor"
         )
     each = shape[axis] // ranks
     offsets, sizes = [0] * len(shape), list(shape)
