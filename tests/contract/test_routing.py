@@ -358,7 +358,7 @@ def test_a_router_that_returns_other_things_is_left_alone() -> None:
     )
     model: Any = GraniteMoeForCausalLM(config).eval()
     use_layout_attention(model)
-    with pytest.raises(ModelError, match=r"routing_replay=true replays .*GraniteMoe.* no routers"):
+    with pytest.raises(ModelError, match=r"routing_replay=true needs .*GraniteMoe.* has none"):
         Strategy(model, replays_routes=True)
     strategy, batch = Strategy(model), routed_batch(False)
     micro = micro_batches(batch, range(batch.n_groups), 9999)

@@ -356,7 +356,7 @@ def test_without_a_compiler_one_line_says_what_is_needed(
         strategy_of(CASES["policy tied"], families, torch.float32, compiles=True)
     line = str(told.value)
     assert line.startswith("trainer.strategy.compile=true needs a C++ compiler (g++, or CXX) and ")
-    assert line.endswith("; install them, or set it to false")
+    assert line.endswith("; install them or set it to false")
     assert "\n" not in line
 
 

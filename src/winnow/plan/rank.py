@@ -45,7 +45,7 @@ _NEEDS_NUMBERS = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOu
 
 
 class _PlannedRunner(SequenceRunner):
-    def _places(self, sources: Tensor, n: int) -> Tensor:
+    def _local_positions(self, sources: Tensor, n: int) -> Tensor:
         # As many as a rank can have, whose tokens are all written by the policy.
         return torch.arange(min(len(sources), n))
 
