@@ -11,9 +11,10 @@ Shapes: `T` packed tokens, `B` sequences, `N` query heads, `K` key/value heads, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -114,6 +115,8 @@ class PackedLayout:
         from torch.nn.attention.varlen import varlen_attn
 
         longest = int(self.lengths.max())
+        is_grouped = q.shape[1] != k.shape[1]
+        options: Any = {"enable_gqa": is_grouped} if _takes_enable_gqa(varlen_attn) else {}
         out = varlen_attn(
             q,
             k,
@@ -124,9 +127,15 @@ class PackedLayout:
             longest,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
+            **options,
         )
         return cast(Tensor, out)
+
+
+@cache
+def _takes_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
+    """Return whether the function has the argument; PyTorch 2.11's groups heads without it."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class _ToRows(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from winnow.models import packed_attention as packed
 from winnow.models.packed_attention import PackedLayout
@@ -102,6 +105,45 @@ def test_sequences_of_like_length_share_a_call_with_little_padding(
     PackedLayout(lengths, CPU).attend(0, q, q, q, 0.25, None)
     assert len(areas) <= 16
     assert sum(areas) < 1.25 * sum(length**2 for length in lengths)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("version", ["2.11", "2.13"])
+def test_variable_length_attention_is_called_as_its_version_takes_it(
+    version: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def varlen_2_11(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: object = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        calls.append(locals())
+        return query + 1
+
+    def varlen_2_13(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        assert enable_gqa == (heads != 4)
+        return varlen_2_11(*args, **options)
+
+    stub = varlen_2_11 if version == "2.11" else varlen_2_13
+    monkeypatch.setattr(varlen, "varlen_attn", stub)
+    q = torch.randn(7, 4, 8, dtype=torch.bfloat16)
+    k = q[:, :heads]
+    out = PackedLayout([4, 3], CPU, "cuda").attend(0, q, k, k, 0.3, 3)
+    assert torch.equal(out, q + 1)
+    (call,) = calls
+    assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 4, 7]
+    expected = {"max_q": 4, "max_k": 4, "scale": 0.3, "window_size": (2, 0)}
+    assert {name: call[name] for name in expected} == expected
 
 
 @pytest.mark.gpu
