@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from winnow.types import IntArray
 
+_HALF = (torch.bfloat16, torch.float16)
 _CALL_COST = 1 << 19
 """The cost of one more attention call, in padded query-key-channel products (measured)."""
 
@@ -65,7 +66,7 @@ class PackedLayout:
         """Attend causally within each sequence: q [T, N, D], k and v [T, K, D] to [T, N, D]."""
         if len(q) == 0:
             return q
-        if self._kernels == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        if self._kernels == "cuda" and q.dtype in _HALF:
             return self._variable_length(q, k, v, scale, window)
         T, N, D = q.shape
         width = N * D
@@ -81,6 +82,7 @@ class PackedLayout:
         outs = []
         for (n, length), *qkv in zip(blocks.shapes, *parts, strict=True):
             q_b, k_b, v_b = (x.view(n, length, -1, D).transpose(1, 2) for x in qkv)
+            k_b, v_b = match_heads(q_b, k_b, v_b, self._kernels)
             band = self._window_mask(window, length)
             out = F.scaled_dot_product_attention(
                 q_b,
@@ -89,7 +91,7 @@ class PackedLayout:
                 attn_mask=band,
                 is_causal=band is None,
                 scale=scale,
-                enable_gqa=k.shape[1] != N,
+                enable_gqa=k_b.shape[1] != N,
             )
             outs.append(out.transpose(1, 2).reshape(n * length, width))
         packed = cast(Any, _ToTokens).apply(torch.cat(outs), blocks.row_of_token)
@@ -136,6 +138,21 @@ class PackedLayout:
 def _takes_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
     """Return whether the function has the argument; PyTorch 2.11's groups heads without it."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def match_heads(q: Tensor, k: Tensor, v: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of k and v [B, K, T, D] where no kernel takes fewer of them than q has.
+
+    In fp32 CUDA's memory-efficient kernel wants equal numbers; without it PyTorch computes all
+    scores [N, T, T], and keeps them for the backward pass.
+
+    Args:
+        kernels: type of device whose kernels attend.
+    """
+    copies = q.shape[1] // k.shape[1]
+    if copies == 1 or kernels != "cuda" or q.dtype in _HALF:
+        return k, v
+    return k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
 
 
 class _ToRows(torch.autograd.Function):

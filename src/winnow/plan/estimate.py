@@ -272,8 +272,6 @@ class RecipeEstimate:
         """Yield a line for each reason why the recipe would fail on these GPUs."""
         memory, engine = self.memory, self.engine
         room = f"and a GPU has room for {self.machine.limit_gib:.1f}"
-        if self.rank.refusal is not None:
-            yield self.rank.refusal
         if memory["peak_gib"] > self.machine.limit_gib:
             name, gib = next(iter(memory["tensors_gib"].items()))
             yield (

@@ -156,7 +156,7 @@ def _change(
 ) -> Figures | None:
     """Find the first change after which all fits; None if none is found."""
     machine, is_full = request.machine, plan["memory"]["peak_gib"] > request.machine.limit_gib
-    for change in changes(config) if is_full or stages[0].refusal else [[]]:
+    for change in changes(config) if is_full else [[]]:
         words, ran, found, beside = [*change], config, stages, 0.0
         for _ in range(2):  # with an engine that would fit alone, then beside what a rank takes
             try:

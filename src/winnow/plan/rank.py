@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -36,7 +35,7 @@ from winnow.models.value import load_reward_model, load_value_model
 from winnow.plan.megatron import planned_megatron
 from winnow.plan.tracker import DeviceTracker
 from winnow.ranks import learner
-from winnow.ranks.models import check_attention_memory, load_policy_model
+from winnow.ranks.models import load_policy_model
 from winnow.run.step_metrics import Attention
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
@@ -128,8 +127,6 @@ class RankPlan(RankRun):
     """Parameters of each model, by role."""
     shape: Any
     """Hugging Face's configuration of the policy."""
-    refusal: str | None
-    """Why GPUs could not compute the policy's attention."""
     apart: dict[str, RankRun]
     """By role, a rank of each model on ranks of its own."""
 
@@ -156,17 +153,9 @@ def run_rank(
     model = load_policy_model(config.model, path, _CPU, config.run.seed, hollow="shapes")
     layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
     assert isinstance(layout, Fsdp2 | Megatron)
-    refusal = None
-    try:
-        check_attention_memory(config, model, "model.dtype", strategy.kernels)
-    except ConfigError as error:
-        refusal = str(error)
     tracker = track(_attention_flop(config, model, most))
     tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
-    # No kernel of CUDA takes float32 with fewer heads for keys, which `refusal` says.
-    exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
-    with exact:
-        learning, models = _learn(config, model, path, strategy, tracker, stage)
+    learning, models = _learn(config, model, path, strategy, tracker, stage)
     apart = {}
     for role in Roles(config):
         if role.kind == "ranks" and role.name != "policy":
@@ -176,7 +165,7 @@ def run_rank(
         learning = replace(learning, passes=passes)
     parameters = {role: held.n_parameters for role, held in models.items()}
     ran = tracker, layout, most
-    return RankPlan(*ran, learning, parameters, model.config, refusal, apart)
+    return RankPlan(*ran, learning, parameters, model.config, apart)
 
 
 def _learn(

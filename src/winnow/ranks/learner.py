@@ -35,7 +35,7 @@ from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.folders import torch_dtype
-from winnow.ranks.models import check_attention_memory, is_adapter
+from winnow.ranks.models import is_adapter
 from winnow.run.step_metrics import Attention, Passes
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ def make_learner(
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
-        ConfigError: one would attend in float32 where that takes more memory than there is.
     """
-    on = next(model.parameters()).device.type if mesh is None else mesh.device_type
-    check_attention_memory(config, model, "model.dtype", on)
     hold = _hold(config, mesh, planned)
     hollow: Hollow = "shapes" if planned else mesh is not None
     readout = readout_options(config, vocabulary)
@@ -274,11 +271,7 @@ def load_role(
     field = "model.path" if section.path is None else f"{role}.path"
     target = torch.device("cpu") if hollow else device
     dtype = torch_dtype(section.dtype or model.dtype)
-    loaded = load(path, dtype, target, model.trust_remote_code, field, hollow)
-    check_attention_memory(
-        config, loaded, f"{role}.dtype" if section.dtype else "model.dtype", device.type
-    )
-    return loaded
+    return load(path, dtype, target, model.trust_remote_code, field, hollow)
 
 
 def _hold(

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.judge import EngineJudge, SequenceClassifier
@@ -21,7 +21,7 @@ from winnow.config.rules import longest_tokens
 from winnow.config.trainer import Fsdp2, LocalCluster, Megatron
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import decoder, has_tokenizer, load_tokenizer, stop_token_ids
-from winnow.errors import ConfigError, ModelError, TrainingError, WinnowError, WorkerError
+from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.fetch import local_folder
 from winnow.models.folders import ADAPTER_CONFIG, check_vocabulary, torch_dtype
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from winnow.models.sharded_loading import Hollow
 
-_EXACT_TOKENS = 4096
-"""Tokens whose scores take 2.5 GiB with 40 heads."""
 _NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
 
 
@@ -268,32 +266,6 @@ def check_positions(
         raise ModelError(
             f"rollout.max_response_tokens {answer}{after} does not fit the model's {positions} "
             f"positions ({path}); lower {remedy} or use a model with a longer context"
-        )
-
-
-def check_attention_memory(config: Config, model: nn.Module, field: str, device_type: str) -> None:
-    """Refuse float32 attention over long answers on CUDA, where it would keep all scores.
-
-    No kernel there takes float32 with fewer heads for keys than for queries, and PyTorch then
-    computes [heads, tokens, tokens] as they stand.
-
-    Args:
-        field: key of the model's dtype.
-
-    Raises:
-        ConfigError: names the field, the memory and the remedy.
-    """
-    shape, longest = cast(Any, model).config, longest_tokens(config)
-    heads = getattr(shape, "num_attention_heads", 0)
-    shared = getattr(shape, "num_key_value_heads", None) or heads
-    is_exact = next(model.parameters()).dtype == torch.float32
-    if device_type == "cuda" and is_exact and shared < heads and longest > _EXACT_TOKENS:
-        size = 4 * heads * longest**2 / 2**30
-        raise ConfigError(
-            f"{field}=float32 on CUDA keeps the scores of {heads} heads on {shared} key/value "
-            f"heads over {longest:,} tokens, the longest prompt and answer: {size:.3g} GiB a "
-            f"layer; set {field}=bfloat16 (it is stepped on float32 masters), or lower "
-            f"data.max_prompt_tokens and rollout.max_response_tokens to {_EXACT_TOKENS:,} in all"
         )
 
 

@@ -107,6 +107,29 @@ def test_sequences_of_like_length_share_a_call_with_little_padding(
     assert sum(areas) < 1.25 * sum(length**2 for length in lengths)
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "cuda"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_in_fp32_cuda_gets_as_many_heads_of_keys_as_of_queries(
+    window: int | None, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[tuple[int, int, bool]] = []
+    plain = F.scaled_dot_product_attention
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        assert k.shape == v.shape
+        heads.append((q.shape[1], k.shape[1], enable_gqa))
+        return plain(q, k, v, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    q, k, v = (torch.randn(9, n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    out = PackedLayout([5, 4], CPU, kernels).attend(0, q, k, v, 0.3, window)
+    assert set(heads) == {(4, 4, False) if kernels == "cuda" else (4, 2, True)}
+    exact = one_by_one(q, k, v, [5, 4], 0.3, window)
+    torch.testing.assert_close(out, exact, atol=1e-12, rtol=0)
+    mine, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, exact))
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("version", ["2.11", "2.13"])
 def test_variable_length_attention_is_called_as_its_version_takes_it(
