@@ -32,6 +32,9 @@ which takes a GPU longer than the products of few tokens; its figure is reckoned
 MIN_CHUNK_TOKENS = 32
 """Below this a product re-reads the head more than it computes."""
 ROWS_AT_ONCE = 8192
+ROW_MULTIPLE = 64
+"""Half-precision logits lie in rows of a multiple of so many numbers: a GPU's matrix units load
+16 bytes at once, and 151,669 ids make rows of 303,338."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -272,7 +275,11 @@ class _Head:
         self._first = hidden.new_empty(shape, dtype=self.exact)
         self._second = hidden.new_empty(shape, dtype=self.exact)
         same = product == self.exact
-        self._product = self._first if same else hidden.new_empty(shape, dtype=product)
+        self._product = self._first
+        if not same:
+            padded = hidden.new_empty((shape[0], size + -size % ROW_MULTIPLE), dtype=product)
+            padded[:, size:] = 0.0  # a kernel may read them beside the numbers of a row
+            self._product = padded[:, :size]
         self._room: Tensor | None = None
         if weight.dtype != product:
             self._room = weight.new_empty((min(size, ROWS_AT_ONCE), weight.shape[1]), dtype=product)
