@@ -179,6 +179,8 @@ class MicroBatch:
     scored_positions: Tensor
     """[S] int64, ascending: where gen_mask is true. The logits of token i come from the hidden
     state at i - 1, so only these meet the vocabulary."""
+    host_positions: IntArray
+    """The same, known to the host without asking the device."""
     behav: Tensor
     """[T] fp32, nats; 0 off gen_mask."""
     columns: Mapping[str, Tensor]
@@ -574,6 +576,7 @@ def _make_micro_batch(
     source = torch.from_numpy(token_places(starts[samples], lengths))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     gen_mask = batch.gen_mask[source]
+    scored_positions = gen_mask.nonzero().squeeze(1)
     return MicroBatch(
         token_ids=batch.token_ids[source],
         positions=batch.positions[source],
@@ -581,7 +584,8 @@ def _make_micro_batch(
         sample_index=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         gen_mask=gen_mask,
         loss_mask=batch.loss_mask[source],
-        scored_positions=gen_mask.nonzero().squeeze(1),
+        scored_positions=scored_positions,
+        host_positions=scored_positions.numpy(),
         behav=batch.behav[source],
         columns={name: column[source] for name, column in batch.columns.items()},
         group_tokens=torch.from_numpy(group_tokens[batch.groups.numpy()[samples]]),

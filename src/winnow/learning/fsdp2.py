@@ -285,9 +285,9 @@ def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.devic
         device: where the ranks' sums meet; the tensors may lie on the host.
     """
     parts = [local(tensor) for tensor in tensors]
+    norm = torch.nn.utils.get_total_norm(parts) if parts else torch.zeros(())
     # In double: the square of an fp32 norm of 1e20 would be infinite.
-    norm = float(torch.nn.utils.get_total_norm(parts)) if parts else 0.0
-    square = torch.tensor(norm, dtype=torch.float64, device=device).square_()
+    square = norm.to(device, torch.float64).square()
     for axis in range(mesh.ndim):
         dist.all_reduce(square, group=mesh.get_group(axis))
     replicas = mesh.size() // mesh.size(mesh.ndim - 1)

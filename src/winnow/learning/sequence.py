@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from winnow.learning.batch import MicroBatch
 from winnow.learning.runner import ModelRunner
 from winnow.models.causal_lm import AttentionLayout, hidden_states
 from winnow.models.packed_attention import PackedLayout
+from winnow.types import IntArray
 
 FIELD = "trainer.strategy.sequence"
 _ATTENTION = {"full_attention", "sliding_attention"}
@@ -97,14 +99,13 @@ class SequenceRunner(ModelRunner):
         T = len(micro.token_ids)
         ids, positions = (self.local_tokens(x)[0] for x in (micro.token_ids, micro.positions))
         n = len(ids)
-        first = n * self._group.rank()
-        # Before the model: their number is read from the device, which waits for its work.
-        sources = at - shift - first
-        places = self._local_positions(sources, n)
+        # They ascend, and the host knows them: nobody waits for the device.
+        places = np.cumsum(micro.lengths) - 1 if self._gives_score else micro.host_positions
+        mine = self._local_part(places - shift, n)
         packed = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
         layout = UlyssesLayout(packed, self._group, tokens=T)
         hidden = hidden_states(self.model, ids, positions, layout)
-        return hidden.index_select(0, sources[places]), at[places]
+        return hidden.index_select(0, at[mine] - shift - n * self._group.rank()), at[mine]
 
     def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
         T, N = len(values), self._group.size()
@@ -113,9 +114,10 @@ class SequenceRunner(ModelRunner):
         whole = F.pad(values, (0, 0) * (values.ndim - 1) + (0, n * N - T), value=fill)
         return whole[first : first + n], min(max(T - first, 0), n)
 
-    def _local_positions(self, sources: Tensor, n: int) -> Tensor:
-        """Return the places of those of `sources` that are among this rank's n tokens."""
-        return ((sources >= 0) & (sources < n)).nonzero().squeeze(1)
+    def _local_part(self, places: IntArray, n: int) -> slice:
+        """Return which of `places`, in ascending order, are among this rank's n tokens."""
+        first = n * self._group.rank()
+        return slice(*np.searchsorted(places, (first, first + n)).tolist())
 
     def _scatter(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
         # Of each token one rank has a number and the others 0, whose sum is exact.

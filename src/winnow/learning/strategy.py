@@ -78,18 +78,16 @@ class Figures:
     def add(self, result: LossResult) -> None:
         """Count a micro-batch."""
         for name, value in {"loss": result.loss, **result.sums}.items():
-            value = value.detach().double()
+            value = value.detach().to(result.loss.device, torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         for name, value in result.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def numbers(self) -> tuple[Stats, Stats]:
-        """Return sums and maxima; waits for the device."""
-        sums, maxima = (
-            {name: float(value) for name, value in part.items()}
-            for part in (self._sums, self._maxima)
-        )
-        return sums, maxima
+        """Return sums and maxima; waits for the device, once."""
+        tensors = [*self._sums.values(), *self._maxima.values()]
+        numbers = iter(torch.stack([x.double() for x in tensors]).tolist() if tensors else ())
+        return {n: next(numbers) for n in self._sums}, {n: next(numbers) for n in self._maxima}
 
 
 class Strategy:

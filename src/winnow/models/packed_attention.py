@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -109,7 +110,7 @@ class PackedLayout:
     @cached_property
     def _offsets(self) -> Tensor:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        return torch.from_numpy(offsets).to(self.device, torch.int32)
+        return _to_device(offsets.astype(np.int32), self.device)
 
     def _variable_length(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -221,6 +222,11 @@ def _plan_blocks(lengths: IntArray, width: int, device: torch.device) -> _Blocks
         first += tokens.size
     return _Blocks(
         tuple((n, length) for n, length in shapes),
-        torch.from_numpy(np.concatenate(token_of_row)).to(device),
-        torch.from_numpy(row_of_token).to(device),
+        _to_device(np.concatenate(token_of_row), device),
+        _to_device(row_of_token, device),
     )
+
+
+def _to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    # A blocking copy would wait for all that a GPU has yet to do.
+    return torch.from_numpy(numbers).to(device, non_blocking=True)

@@ -37,6 +37,7 @@ from winnow.plan.tracker import DeviceTracker
 from winnow.ranks import learner
 from winnow.ranks.models import load_policy_model
 from winnow.run.step_metrics import Attention
+from winnow.types import IntArray
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
 _CPU = torch.device("cpu")
@@ -44,9 +45,9 @@ _NEEDS_NUMBERS = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOu
 
 
 class _PlannedRunner(SequenceRunner):
-    def _local_positions(self, sources: Tensor, n: int) -> Tensor:
+    def _local_part(self, places: IntArray, n: int) -> slice:
         # As many as a rank can have, whose tokens are all written by the policy.
-        return torch.arange(min(len(sources), n))
+        return slice(min(len(places), n))
 
 
 class Planned(Strategy):
