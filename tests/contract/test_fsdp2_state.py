@@ -45,7 +45,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
 from winnow.learning.batch import MicroBatch
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, cores_per_rank
 from winnow.learning.shards import copy_to_host, write_model
 from winnow.learning.strategy import LossResult, Strategy, local
 from winnow.models.causal_lm import freeze, load_causal_lm
@@ -423,3 +423,8 @@ def test_a_folder_that_cannot_be_read_in_shards_is_told_in_one_line(
         load_causal_lm(str(tmp_path / "model"), torch.float32, CPU, hollow=True)
     assert "\n" not in str(raised.value)
     assert "model.path" in str(raised.value)
+
+
+def test_ranks_share_the_cores_of_their_machine(ranks: Ranks) -> None:
+    each = max(len(os.sched_getaffinity(0)) // ranks.world, 1)
+    assert ranks.run(cores_per_rank) == [each] * ranks.world

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -94,6 +96,9 @@ class FSDP2Strategy(Strategy):
         size = 1 if sequence is None else sequence.size()
         self.sharder = MicroBatchSharder(mesh, int(cast(Any, model).config.hidden_size), size)
         super().__init__(model, device=device_of(mesh), **options)
+        if sharding.offload and mesh.device_type != "cpu":
+            # A rank with a GPU has one thread for all else.
+            self.step_threads = max(cores_per_rank(), torch.get_num_threads())
 
     def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
         if self._sequence is None:
@@ -203,6 +208,13 @@ def make_mesh(kind: str, ranks: int, replicas: int) -> DeviceMesh:
         return init_device_mesh(kind, (ranks,))
     shape = replicas, ranks // replicas
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def cores_per_rank() -> int:
+    """Return this machine's cores, divided by the ranks on it; all ranks must call it."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return max(len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname()), 1)
 
 
 def _shard(

@@ -123,6 +123,8 @@ class Strategy:
     """Splits a batch over the ranks that hold the model."""
     kernels: ClassVar[str | None] = None
     """Type of device whose kernels and layers are chosen; None is that of the model's own."""
+    step_threads: int | None = None
+    """CPU threads of an optimizer step; None takes those of all else. The bits are the same."""
 
     def __init__(
         self,
@@ -308,7 +310,8 @@ class Strategy:
                 torch._foreach_mul_([local(g) for g in gradients], self._grad_clip / norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
+            with _cpu_threads(self.step_threads):
+                self._optimizer.step()
             self._copy_masters_to_model()
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "skipped": float(skipped)}
@@ -494,6 +497,17 @@ def training_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
+
+
+@contextlib.contextmanager
+def _cpu_threads(number: int | None) -> Iterator[None]:
+    """Compute on so many CPU threads within the block; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from winnow.learning import fsdp2
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
 from winnow.learning.shards import copy_to_host
 from winnow.models.causal_lm import load_causal_lm
@@ -50,6 +51,7 @@ def test_offloaded_shards_stay_on_the_host_and_are_stepped_there(
     saved.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(fsdp2, "cores_per_rank", lambda: 3)  # no rank sends its host
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda own: pinned.append(own) or own)
     with fake_ranks(RANKS, RANK):
@@ -60,6 +62,7 @@ def test_offloaded_shards_stay_on_the_host_and_are_stepped_there(
             strategy = FSDP2Strategy(model, mesh, Sharding(offload=True), grad_clip=1.0)
             check_as_before_the_first_pass(strategy)
         assert strategy.device == torch.device("cuda", 0)
+        assert strategy.step_threads == 3
         weights = dict(model.named_parameters())
         assert len(pinned) == len(weights)
         originals = dict(saved.named_parameters())
