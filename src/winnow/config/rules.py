@@ -203,6 +203,12 @@ def _megatron(c: Config) -> Iterator[str]:
             f"{_quote(c, 'trainer/strategy', 'model/adapter')} exclude each other, as "
             "megatron-core has no adapters; set trainer/strategy=fsdp2, or model/adapter=none"
         )
+    if not c.model.recompute_attention:
+        yield (
+            "model.recompute_attention=false and trainer/strategy=megatron exclude each other, as "
+            "Megatron recomputes whole layers; set trainer/strategy=fsdp2, or "
+            "model.recompute_attention=true"
+        )
 
 
 def _truths(c: Config) -> Iterator[str]:

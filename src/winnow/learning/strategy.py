@@ -18,12 +18,13 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from winnow.errors import CheckpointError, ModelError
 from winnow.learning.batch import (
@@ -45,6 +46,7 @@ from winnow.models.lora import (
     is_adapter_weight,
     merged_weights,
 )
+from winnow.models.packed_attention import attention_operations
 from winnow.models.routing import ExpertLoad, routing_of
 from winnow.types import ROUTES, IntArray
 
@@ -109,6 +111,7 @@ class Strategy:
         vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
         logprob_chunk_tokens: tokens whose logits exist at once; None chooses by both.
         gradient_checkpointing: recompute activations in the backward pass.
+        recompute_attention: recompute those of attention, too; False keeps its outputs.
         fp32_head: compute a half-precision model's logits in fp32.
         compiles: compile the model's blocks; nothing is fused then, and no expert counted.
         replays_routes: send tokens to the experts of the column `routes`, in every pass whose
@@ -139,6 +142,7 @@ class Strategy:
         vocab_size: int | None = None,
         logprob_chunk_tokens: int | None = None,
         gradient_checkpointing: bool = False,
+        recompute_attention: bool = True,
         fp32_head: bool = False,
         compiles: bool = False,
         replays_routes: bool = False,
@@ -155,7 +159,11 @@ class Strategy:
         self._compiled = self._add_faster_layers(compiles)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:
-            cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint: dict[str, Any] = {"use_reentrant": False}
+            if not recompute_attention:
+                kept = attention_operations()
+                checkpoint["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+            cast(Any, model).gradient_checkpointing_enable(checkpoint)
             self._training_only += decoder_layers(model)
         self._rounded: dict[str, torch.dtype] = {}
         """Types that exported masters are rounded to, by parameter."""

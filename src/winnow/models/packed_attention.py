@@ -135,6 +135,17 @@ class PackedLayout:
         return cast(Tensor, out)
 
 
+def attention_operations() -> list[Any]:
+    """Return PyTorch's operations that attend here: a checkpoint can keep their outputs."""
+    from torch.nn.attention import varlen  # noqa: F401  registers its operation
+
+    return [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
+
+
 @cache
 def _takes_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
     """Return whether the function has the argument; PyTorch 2.11's groups heads without it."""

@@ -103,11 +103,12 @@ def make_learner(
     imitates = isinstance(config.sft, Demonstrations)
     if imitates:  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
-    checkpointing = config.model.gradient_checkpointing
     stepped = readout | _adamw_options(config.optim)
+    stepped["gradient_checkpointing"] = config.model.gradient_checkpointing
+    stepped["recompute_attention"] = config.model.recompute_attention
     if config.rollout.routing_replay and not (imitates or planned):
         stepped["replays_routes"] = True
-    policy = hold(model, gradient_checkpointing=checkpointing, **stepped)
+    policy = hold(model, **stepped)
     if imitates:
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
