@@ -26,9 +26,9 @@ class WholeModels(Section):
     """Whole models, in the process that runs them."""
 
     name: Literal["single"] = "single"
-    compile: bool = False
+    compile: bool | None = None
     """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
-    compiler (and Triton on GPUs). Bits differ."""
+    compiler (and Triton on GPUs). Bits differ. null compiles dense models on GPUs, if it can."""
 
 
 class Sharded(Section):
@@ -64,9 +64,9 @@ class Fsdp2(Sharded):
     """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
     at: ClassVar[str] = "trainer.strategy"
-    compile: bool = False
+    compile: bool | None = None
     """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
-    compiler (and Triton on GPUs). Bits differ."""
+    compiler (and Triton on GPUs). Bits differ. null compiles dense models on GPUs, if it can."""
     sequence: int = Field(1, ge=1)
     """Neighbouring ranks that run each micro-batch together, a part of its tokens each (Ulysses
     sequence parallelism); a divisor of ranks and of the attention heads."""

@@ -128,7 +128,7 @@ class MegatronStrategy(Strategy):
         layout = self._dimensions, self._place, self._dtype
         return Stage(model.config, *layout, has_head, split, self._recomputes)
 
-    def _add_faster_layers(self, compiles: bool) -> None:
+    def _add_faster_layers(self, compiles: bool | None) -> None:
         assert not compiles, "the recipe's rules refuse it"
 
     def _place_weights(self) -> dict[str, nn.Parameter]:

@@ -14,6 +14,7 @@ token t given those before it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from winnow.errors import CheckpointError, ModelError
+from winnow.errors import CheckpointError, ConfigError, ModelError
 from winnow.learning.batch import (
     NO_SHARDING,
     Batch,
@@ -49,6 +50,8 @@ from winnow.models.lora import (
 from winnow.models.packed_attention import attention_operations
 from winnow.models.routing import ExpertLoad, routing_of
 from winnow.types import ROUTES, IntArray
+
+log = logging.getLogger(__name__)
 
 Stats = dict[str, float]
 HALF = (torch.bfloat16, torch.float16)
@@ -113,7 +116,8 @@ class Strategy:
         gradient_checkpointing: recompute activations in the backward pass.
         recompute_attention: recompute those of attention, too; False keeps its outputs.
         fp32_head: compute a half-precision model's logits in fp32.
-        compiles: compile the model's blocks; nothing is fused then, and no expert counted.
+        compiles: compile the model's blocks; nothing is fused then, and no expert counted. None
+            compiles those of a dense model on CUDA, and warns where that fails.
         replays_routes: send tokens to the experts of the column `routes`, in every pass whose
             micro-batches have it.
 
@@ -144,7 +148,7 @@ class Strategy:
         gradient_checkpointing: bool = False,
         recompute_attention: bool = True,
         fp32_head: bool = False,
-        compiles: bool = False,
+        compiles: bool | None = False,
         replays_routes: bool = False,
     ) -> None:
         self.model = model
@@ -181,11 +185,17 @@ class Strategy:
     def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
         return ModelRunner(model, *readout)
 
-    def _add_faster_layers(self, compiles: bool) -> CompiledLayers | None:
+    def _add_faster_layers(self, compiles: bool | None) -> CompiledLayers | None:
         """Put faster layers into the model; returns those that are compiled, if they are."""
-        if compiles:
-            return CompiledLayers(decoder_layers(self.model), self.device)
-        if (self.kernels or self.device.type) == "cpu":
+        kernels = self.kernels or self.device.type
+        if compiles or (compiles is None and kernels == "cuda" and self._routing is None):
+            try:
+                return CompiledLayers(decoder_layers(self.model), self.device)
+            except ConfigError as error:
+                if compiles:
+                    raise
+                log.warning("The model's blocks run uncompiled: %s", error)
+        if kernels == "cpu":
             fuse_layers(self.model)
         return None
 

@@ -291,7 +291,7 @@ def _hold(
     assert isinstance(chosen, Fsdp2)
     return partial(
         planned or FSDP2Strategy,
-        compiles=chosen.compile and planned is None,
+        compiles=chosen.compile if planned is None else False,
         mesh=mesh,
         sharding=Sharding(chosen.reshard_after_forward, chosen.offload, chosen.prefetch),
         sequence=sequence_group(chosen.sequence),
