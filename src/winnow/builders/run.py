@@ -32,7 +32,12 @@ from winnow.observe.rollouts import Decode, RolloutGroup, choose_text_groups, wr
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import ScorerTimes
 from winnow.ranks.learner import kl_notes, needs_of
-from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
+from winnow.ranks.models import (
+    LoadedPolicy,
+    check_positions,
+    longest_prompt,
+    use_deterministic_kernels,
+)
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, members_of
 from winnow.run.loop import BaseRun, DataPasses, PendingSteps, Run, Schedule
@@ -47,7 +52,7 @@ LAG_OF_SCORERS_APART = 16
 
 
 def use_machine(config: Config, holds_model: bool = True) -> torch.device:
-    """Set the number of threads and the cache of models, and choose the device of this process.
+    """Set threads, the cache of models and kernels, and choose the device of this process.
 
     Args:
         holds_model: else it is the CPU, and no GPU is asked for anything: they are for others.
@@ -63,7 +68,11 @@ def use_machine(config: Config, holds_model: bool = True) -> torch.device:
         return torch.device("cpu")
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device is cuda, but torch sees no GPU; set run.device=cpu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if config.run.deterministic:
+        use_deterministic_kernels()
+    return torch.device("cuda")
 
 
 def rollout_sampling(config: Config, policy: LoadedPolicy) -> SamplingParams:

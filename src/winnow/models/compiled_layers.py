@@ -60,6 +60,8 @@ def _check_compiler(device: torch.device) -> None:
     from torch._inductor import config as inductor
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
+    # Timings on each rank would choose kernels that sum in another order.
+    cast(Any, inductor).deterministic = torch.are_deterministic_algorithms_enabled()
     cast(Any, inductor).compile_threads = 1  # others are processes that nobody here would end
     try:
         torch.compile(_probe, dynamic=True)(torch.ones(3, device=device))

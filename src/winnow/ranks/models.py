@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,21 @@ if TYPE_CHECKING:
     from winnow.models.sharded_loading import Hollow
 
 _NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
+_NO_ORDER = re.compile(r"(\S+) does not have a deterministic implementation")
+CUBLAS_VARIABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Makes products of cuBLAS the same each time; read when CUDA starts in a process."""
+
+
+def use_deterministic_kernels() -> None:
+    """Have this process run no kernel of CUDA that sums in any order; call it before CUDA starts.
+
+    A kernel without another form raises, which `explain_oom` words.
+    """
+    for name, value in CUBLAS_VARIABLE.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Nothing reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def fetch_models(config: Config, tell: Callable[[str], None]) -> None:
@@ -205,16 +221,23 @@ def explain_oom(
 ) -> Iterator[None]:
     """Tell what took the memory where it ends within the block, and how to take less.
 
+    A kernel that run.deterministic does without is told, too, by its name.
+
     Args:
         model: the policy's; None while models are loaded.
         save: saves what can be, before; ranks that have failed cannot.
 
     Raises:
-        TrainingError: instead of the errors of allocators.
+        TrainingError: instead of the errors of allocators, and of that kernel.
     """
     try:
         yield
     except Exception as error:
+        if (kernel := _NO_ORDER.search(str(error))) is not None:
+            raise TrainingError(
+                f"run.deterministic=true: {kernel[1]} has no deterministic form on this device; "
+                "set run.deterministic=false"
+            ) from error
         if not is_out_of_memory(error):
             raise
         if model is None:

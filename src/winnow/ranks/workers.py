@@ -35,7 +35,7 @@ from winnow.checkpoints.run_state import Save
 from winnow.config.judge import SequenceClassifier, sharding_of
 from winnow.config.model import ShardedReference
 from winnow.config.roles import Roles
-from winnow.config.root import Config
+from winnow.config.root import Config, RunConfig
 from winnow.config.trainer import Fsdp2, Megatron, ShardedCritic
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError, ModelError
@@ -69,7 +69,7 @@ from winnow.ranks.learner import (
     make_settings,
     readout_options,
 )
-from winnow.ranks.models import check_finite, load_policy_model
+from winnow.ranks.models import check_finite, load_policy_model, use_deterministic_kernels
 from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, buckets, store_bucket
 from winnow.run.step_metrics import Passes
 from winnow.types import FloatArray, Group, IntArray
@@ -116,15 +116,17 @@ class Rank:
 
     Args:
         rank: its place.
-        threads: of a rank on the CPU.
+        run: section of the recipe; its threads are those of a rank on the CPU.
         replicas: copies of the model, each sharded over ranks / replicas of them.
     """
 
-    def __init__(self, rank: RankInfo, threads: int | None, replicas: int) -> None:
+    def __init__(self, rank: RankInfo, run: RunConfig, replicas: int) -> None:
         if rank.device_index is not None:
+            if run.deterministic:
+                use_deterministic_kernels()
             torch.cuda.set_device(rank.device_index)
-        elif threads is not None:
-            torch.set_num_threads(threads)
+        elif run.threads is not None:
+            torch.set_num_threads(run.threads)
         kind = "cpu" if rank.device_index is None else "cuda"
         dist.init_process_group(
             "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
@@ -149,7 +151,7 @@ class SavingRank(Rank):
     """Its name in `Roles`."""
 
     def __init__(self, rank: RankInfo, config: Config, replicas: int) -> None:
-        super().__init__(rank, config.run.threads, replicas)
+        super().__init__(rank, config.run, replicas)
         self._rank, self._ranks = rank.rank, rank.size
         self._folder = Roles(config)[self.role].saved_in or self.role
         # Of its own, so that saving and the next step do not take each other's messages.
@@ -474,7 +476,7 @@ class ReferenceWorker(Rank):
     def __init__(self, rank: RankInfo, config: Config, start: str | None, vocabulary: int) -> None:
         sharding = config.reference.strategy
         assert isinstance(sharding, ShardedReference)
-        super().__init__(rank, config.run.threads, sharding.replicas)
+        super().__init__(rank, config.run, sharding.replicas)
         device = device_of(self._mesh)
         model = load_role(load_causal_lm, config, "reference", start, device, True)
         readout = readout_options(config, vocabulary)
@@ -540,7 +542,7 @@ class RewardModelWorker(Rank):
         section, sharding = config.reward.model, sharding_of(config.reward.model)
         assert isinstance(section, SequenceClassifier)
         assert sharding is not None
-        super().__init__(rank, config.run.threads, sharding.replicas)
+        super().__init__(rank, config.run, sharding.replicas)
         dtype = torch_dtype(section.dtype or config.model.dtype)
         trust = config.model.trust_remote_code
         model = load_reward_model(section.path, dtype, torch.device("cpu"), trust, hollow=True)
