@@ -176,7 +176,7 @@ FIXED = {FP32: (5e-4, 5e-5), BF16: (0.5, 0.02)}
 
 def canary_of(kind: Kind) -> Canary:
     """The canary of a run with such a model."""
-    return Canary.drawn(kind.vocabulary - UNKNOWN, 1024, kind.dtype, TEMPERATURE)
+    return Canary.random(kind.vocabulary - UNKNOWN, 1024, kind.dtype, TEMPERATURE)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ async def publications(kind: Kind, engine: Any, count: int) -> list[Found]:
     found = []
     for step in range(1, count + 1):
         learn(policy, kind.vocabulary - UNKNOWN, step)
-        expected = canary.expected(policy)
+        expected = canary.score(policy)
         await engine.load_weights(WeightUpdate(step, policy.export_weights(kind.dtype)))
         found.append(await check(canary, expected, engine))
     return found
@@ -273,7 +273,7 @@ def deep_table() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for kind in DEEP:
         model, canary = model_of(kind), canary_of(kind)
-        expected = canary.expected(strategy_of(model))
+        expected = canary.score(strategy_of(model))
         own = asyncio.run(check(canary, expected, torch_engine(model)))
         exact = copy.deepcopy(model).float()
         use_layout_attention(exact)
@@ -366,7 +366,7 @@ async def with_fault(kind: Kind, size: float, fault: Callable[..., Tensors]) -> 
     before = model_of(kind)
     policy, engine = strategy_of(changed(before, size)), torch_engine(before)
     canary = canary_of(kind)
-    expected = canary.expected(policy)
+    expected = canary.score(policy)
     tensors = fault(list(policy.export_weights(kind.dtype)), engine)
     await engine.load_weights(WeightUpdate(1, tensors))
     return await check(canary, expected, engine)
@@ -399,7 +399,7 @@ async def vllm_stale_head(kind: Kind) -> Found:
         await engine.load_weights(WeightUpdate(2, policy.export_weights(kind.dtype)))
     finally:
         vllm_plugin.repack_head = remedy
-    return await check(canary, canary.expected(policy), engine)
+    return await check(canary, canary.score(policy), engine)
 
 
 def cpu_s(work: Callable[[], Any], times: int = 3) -> float:
@@ -444,7 +444,7 @@ def of_trainer(policy: Strategy, canary: Canary) -> Work:
     def before() -> Any:
         return run_pass(policy, batch, frozenset({"logprob"}), 2048)
 
-    return before, lambda: canary.expected(policy)
+    return before, lambda: canary.score(policy)
 
 
 def of_engine(engine: Any, canary: Canary) -> Work:

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from winnow.learning.balance import Deal, deal, work
-from winnow.learning.batch import Batch, MicroBatch, cut_updates, share
+from winnow.learning.balance import Assignment, assign, estimate_work
+from winnow.learning.batch import Batch, MicroBatch, split_update, split_updates
 from winnow.types import IntArray
 
 WIDTH = 5120
@@ -53,24 +53,24 @@ def drawn(kind: str, seed: int = 0) -> IntArray:
 def updates_of(lengths_B: IntArray) -> Iterator[IntArray]:
     """Yield the lengths of each update's samples, longest first."""
     groups = ANSWERS // N
-    for update in cut_updates(groups, groups // UPDATES, (1, 1, 0)):
+    for update in split_updates(groups, groups // UPDATES, (1, 1, 0)):
         places = np.concatenate([np.arange(N) + N * group for group in update])
         yield np.sort(lengths_B[places])[::-1]
 
 
-def dealt_by_sums(lengths_B: IntArray, max_tokens: int, ranks: int, width: int) -> Deal:
+def dealt_by_sums(lengths_B: IntArray, max_tokens: int, ranks: int, width: int) -> Assignment:
     """Deal as before: sums of ranks are even, and each cuts its own samples by the budget."""
     heap = [(0, rank) for rank in range(ranks)]
     own: list[list[int]] = [[] for _ in range(ranks)]
-    work_B = work(lengths_B, width)
+    work_B = estimate_work(lengths_B, width)
     for i, one in enumerate(work_B.tolist()):
         total, rank = heap[0]
         heapq.heapreplace(heap, (total + one, rank))
         own[rank].append(i)
-    cuts = [deal(lengths_B[part], max_tokens, 1, width).work[0] for part in own]
+    cuts = [assign(lengths_B[part], max_tokens, 1, width).work[0] for part in own]
     rounds = max(map(len, cuts))
     work_RK = np.array([np.pad(cut, (0, rounds - len(cut))) for cut in cuts])
-    return Deal(np.empty(0, np.int64), work_RK)
+    return Assignment(np.empty(0, np.int64), work_RK)
 
 
 def least_time(lengths_B: IntArray, max_tokens: int, ranks: int, width: int) -> float:
@@ -90,7 +90,7 @@ def least_time(lengths_B: IntArray, max_tokens: int, ranks: int, width: int) -> 
     Args:
         lengths_B: tokens, longest first.
     """
-    work_B, tokens_B = work(lengths_B, width), np.minimum(lengths_B, max_tokens)
+    work_B, tokens_B = estimate_work(lengths_B, width), np.minimum(lengths_B, max_tokens)
     needed = np.zeros(len(lengths_B))
     for part in _SHARES:
         counted = np.where(tokens_B < part * max_tokens, 0, tokens_B)
@@ -105,7 +105,7 @@ def least_time(lengths_B: IntArray, max_tokens: int, ranks: int, width: int) -> 
     theirs = sums[rounds_B][:, None] + (a - rounds_B[:, None]) * work_B[:, None]
     theirs = np.maximum(theirs, np.cumsum(work_B)[:, None] / ranks)
     total = np.where(a < rounds_B[:, None], np.inf, theirs + sums[-1] - sums[a])
-    short = work(np.array([1]), width)[0] - 1  # 12 H
+    short = estimate_work(np.array([1]), width)[0] - 1  # 12 H
     by_tokens = short * tokens_B.sum() / ranks + np.maximum(levels - short * max_tokens, 0).sum()
     return float(max(total.min(1).max(), by_tokens))
 
@@ -120,7 +120,7 @@ def lockstep_rows() -> Iterator[str]:
             before = after = all_work = best = 0.0
             rounds, spread = 0, 0.0
             for own in updates_of(lengths):
-                found = deal(own, budget, ranks, WIDTH)
+                found = assign(own, budget, ranks, WIDTH)
                 all_work += float(found.work.sum())
                 before += dealt_by_sums(own, budget, ranks, WIDTH).capacity
                 after += found.capacity
@@ -158,7 +158,7 @@ def cost_rows(ranks: int = 128, budget: int = 22_528) -> Iterator[str]:
     """Yield the table of what a step's dealing costs one rank."""
     lengths = drawn("dapo")
     batch = batch_of(lengths)
-    updates = cut_updates(ANSWERS // N, ANSWERS // N // UPDATES, (1, 1, 0))
+    updates = split_updates(ANSWERS // N, ANSWERS // N // UPDATES, (1, 1, 0))
     every = [range(batch.n_groups)]
     yield "| dealing | what is cut | CPU-seconds | tokens cut | most alive, MiB |"
     yield "|---|---|---|---|---|"
@@ -166,7 +166,7 @@ def cost_rows(ranks: int = 128, budget: int = 22_528) -> Iterator[str]:
         for whose, own in ((f"all {ranks} ranks'", range(ranks)), ("a rank's own", range(1))):
             began, tokens, most = time.process_time(), 0, 0
             for part in parts:
-                shares = share(batch, part, budget, ranks, WIDTH)
+                shares = split_update(batch, part, budget, ranks, WIDTH)
                 micro = [each for rank in own for each in shares.micro_batches(rank)]
                 tokens += sum(len(each.token_ids) for each in micro)
                 most = max(most, sum(map(_bytes, micro)))

@@ -22,7 +22,7 @@ from decode import GROUP, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 
 from winnow.models.causal_lm import use_layout_attention
-from winnow.models.fused_layers import fuse
+from winnow.models.fused_layers import fuse_layers
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.types import Segment
@@ -104,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = tiny_model()
     use_layout_attention(model)
-    fuse(model)
+    fuse_layers(model)
     text = f"{bits_table(model, args.answers)}\n\n{ticks_table(model)}"
     print(text)
     if args.out is not None:

@@ -138,8 +138,8 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     from winnow.ranks.models import load_policy_model
 
     class Drawn(FSDP2Strategy):
-        def _hold(self) -> Any:
-            held = super()._hold()
+        def _place_weights(self) -> Any:
+            held = super()._place_weights()
             for parameter in self.model.parameters():
                 local(parameter.data).normal_(0.0, 0.02)
             return held

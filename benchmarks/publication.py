@@ -110,7 +110,7 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
     turns = Turns(tensors, repeats)
     name = str(dtype).removeprefix("torch.")
     options = SETTINGS | {"model": config_of(layers).to_dict(), "dtype": name}
-    canary = Canary.drawn(64_000, POSITIONS, dtype)
+    canary = Canary.random(64_000, POSITIONS, dtype)
 
     async def checksum() -> None:
         for _, tensor in tensors:
@@ -135,7 +135,7 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
         ):
             group = EngineGroup(engines[:count], True)
             lines.append(await turns.row(f"published to {what}", publish(group)))
-        expected = canary.expected(policy)
+        expected = canary.score(policy)
 
         async def listen() -> None:
             await canary.check(expected, 1, {"engine": engines[0]})
@@ -143,7 +143,7 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
         lines.append(await turns.row("the canary, engine's side", listen))
 
         async def trainer() -> None:
-            canary.expected(policy)
+            canary.score(policy)
 
         lines.append(await turns.row("the canary, trainer's side", trainer))
     finally:

@@ -120,7 +120,7 @@ def compared(engine: str, trainer: str, scale: float, prompts: int) -> list[str]
     own = _distances(strategy, batch)
     batch.columns[ROUTES] = token_routes(groups, batch, strategy.replayed)
     replayed = _distances(strategy, batch)
-    micro = strategy.sharder.everything(batch, BUDGET)
+    micro = strategy.sharder.all_micro_batches(batch, BUDGET)
     strategy.forward_backward(micro, frozenset({"logprob"}), no_loss)
     rerouted = load_figures(strategy.expert_load()).record()["experts/rerouted"]
     start = f"| {engine} | {trainer} | {scale:g} | {rerouted:.3%} |"

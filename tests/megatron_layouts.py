@@ -21,7 +21,7 @@ def use(layout: Any) -> None:
     key = layout.tensor, layout.pipeline, layout.expert
     if key not in _joined:
         parallel_state.destroy_model_parallel()
-        layout.join()
+        layout.init_groups()
         held = vars(parallel_state).items()
         _joined[key] = {name: value for name, value in held if name.isupper()}
     vars(parallel_state).update(_joined[key])

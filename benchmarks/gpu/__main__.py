@@ -73,15 +73,13 @@ def run(name: str, out: Path, on_cpu: bool) -> int:
     if module == "learner" and not on_cpu:  # as in ranks that learn; torch reads it at its import
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
-    from benchmarks.gpu.harness import Bench, pytest_configure
+    from benchmarks.gpu.harness import Bench
 
     if not on_cpu and not torch.cuda.is_available():
         print("torch sees no GPU; --cpu tries the scripts, at tiny sizes", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
     bench = Bench(name, torch.device("cpu" if on_cpu else "cuda"), out)
-    if name != "machine":  # which tells whether it is needed
-        pytest_configure()
     with bench.guard("failed"):
         getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(bench, *options)
     return int(bench.failures > 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import statistics
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.attention import varlen
 
 ROOT = Path(__file__).parents[2]
 TINY = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -106,18 +104,3 @@ def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def takes_enable_gqa() -> bool:
-    """Return whether PyTorch's `varlen_attn` has the argument `enable_gqa`, as from 2.12 on."""
-    return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-
-
-def pytest_configure() -> None:
-    """Let this process, also one of pytest, pass `enable_gqa` to a `varlen_attn` without it.
-
-    The kernel takes grouped heads all the same. Worker processes that a run starts are not adapted.
-    """
-    if not takes_enable_gqa():
-        plain: Any = varlen.varlen_attn
-        vars(varlen)["varlen_attn"] = lambda *args, enable_gqa, **options: plain(*args, **options)

@@ -86,7 +86,7 @@ def update(bench: Bench, tokens: int, variant: str = "") -> None:
     strategy = Strategy(model, vocab_size=bench.ids, **options)
     objective = PolicyObjective(POLICY_LOSSES["ppo_clip"], CLIP, "token-mean")
     passes = StepFlop(
-        strategy.parameters,
+        strategy.n_parameters,
         epochs=1,
         forwards=0,
         attention=AttentionFlop.of(model.config),

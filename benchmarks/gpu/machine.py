@@ -9,7 +9,7 @@ import tomllib
 from importlib import metadata
 
 import torch
-from benchmarks.gpu.harness import GIB, ROOT, Bench, takes_enable_gqa
+from benchmarks.gpu.harness import GIB, ROOT, Bench
 
 OPTIONAL = (
     *("pytest", "pytest-timeout", "hypothesis", "triton", "vllm", "ray", "peft", "megatron-core"),
@@ -27,7 +27,6 @@ def machine(bench: Bench) -> None:
     versions = {each.name.lower().replace("_", "-"): each.version for each in packages}
     for kind, names in (("required", required), ("optional", OPTIONAL)):
         bench.report(kind, **{name: versions.get(name) for name in names})
-    bench.report("varlen_attn", takes_enable_gqa=takes_enable_gqa())
     with bench.guard("attention in bf16"):
         from winnow.models.packed_attention import PackedLayout
 
@@ -41,7 +40,7 @@ def gpu_tests(bench: Bench) -> None:
     """Run the tests of `tests/unit` that are marked `gpu`."""
     every = (ROOT / "tests/unit").rglob("test_*.py")
     files = [str(path) for path in every if "mark.gpu" in path.read_text()]
-    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.harness"]
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:

@@ -106,11 +106,11 @@ def test_new_weights_arrive_in_both_and_the_canary_hears_them(
     worker: WorkerGroup, folder: Path, run: Run
 ) -> None:
     policy = Strategy(load_model(learned=True))
-    canary = Canary.drawn(29, 256, torch.float32)
+    canary = Canary.random(29, 256, torch.float32)
 
     async def publish() -> None:
         group = await both(worker, folder, False)
-        expected = canary.expected(policy)
+        expected = canary.score(policy)
         engines: Any = group.engines
         with pytest.raises(PublicationError, match="version 3: engine 0 does not answer"):
             await canary.check(expected, 3, engines)

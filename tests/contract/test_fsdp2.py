@@ -37,7 +37,7 @@ from winnow.learning.batch import (
     gather_tokens,
     micro_batches,
     pack,
-    share,
+    split_update,
 )
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
 from winnow.learning.runner import Output, Outputs
@@ -252,8 +252,10 @@ def undivided(kind: str, dtype: torch.dtype, ranks: int, fp32_head: bool) -> Lea
 def shares_of(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
     every = range(batch.n_groups)
     # One rank more than there are samples, each of which has a rank to itself.
-    (waiting,) = share(batch, every, BUDGET, batch.n_samples + 1).micro_batches(batch.n_samples)
-    dealt = share(batch, every, BUDGET, ranks, SHAPE["hidden_size"])
+    (waiting,) = split_update(batch, every, BUDGET, batch.n_samples + 1).micro_batches(
+        batch.n_samples
+    )
+    dealt = split_update(batch, every, BUDGET, ranks, SHAPE["hidden_size"])
     shares = [dealt.micro_batches(rank) for rank in range(ranks)]
     # Some begin with nothing to do, the others end so.
     return [[waiting, *own] if i % 2 else [*own, waiting] for i, own in enumerate(shares)]
@@ -466,7 +468,7 @@ def dealt(size: int) -> tuple[list[list[int]], Metrics, list[float]]:
     """This rank's samples, figures of how even the shares are, and what a pass finds."""
     batch = batch_of("tied", torch.float64)
     sharder = MicroBatchSharder(mesh_of((1, 4)), SHAPE["hidden_size"], size)
-    micro = sharder.update(batch, range(batch.n_groups), BUDGET)
+    micro = sharder.cut_update(batch, range(batch.n_groups), BUDGET)
     found = sharder.gather(batch, micro, [each.token_ids.double() for each in micro])
     return [each.samples.tolist() for each in micro], sharder.figures(), found.tolist()
 

@@ -45,12 +45,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from winnow.config.model import LoraAdapter
 from winnow.errors import ModelError
 from winnow.learning.batch import MicroBatch
-from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.shards import on_host, write_model
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, cores_per_rank
+from winnow.learning.shards import copy_to_host, write_model
 from winnow.learning.strategy import LossResult, Strategy, local
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.lora import add_lora
-from winnow.models.sharded_loading import as_saved
+from winnow.models.sharded_loading import to_saved_layout
 from winnow.models.value import load_reward_model, load_value_model
 from winnow.ranks.workers import scores_of
 
@@ -138,7 +138,7 @@ def write_on_rank(kind: str, dtype: torch.dtype, folder: str, size: int) -> Any:
         strategy = strategy_on_rank(kind, dtype, layout)
         group = dist.new_group()
         with patch("winnow.learning.shards.MODEL_FILE_BYTES", size):
-            shards = on_host(strategy.export_shards(), strategy.mesh)
+            shards = copy_to_host(strategy.export_shards(), strategy.mesh)
             try:
                 written = write_model(strategy.model, shards, Path(folder, name), group)
             except OSError as error:
@@ -170,7 +170,9 @@ def test_ranks_write_a_folder_that_anyone_can_load(
         loaded = load_causal_lm(str(folder), dtype, CPU)
         assert {tensor.dtype for tensor in load_files(folder).values()} == {dtype}
         weights = answers[0][1]
-        pieces = as_saved(model, {n: torch.from_numpy(array) for n, array in weights.items()})
+        pieces = to_saved_layout(
+            model, {n: torch.from_numpy(array) for n, array in weights.items()}
+        )
         assert_equal(by_name(arrays(dict(loaded.named_parameters()))), by_name(weights))
         assert_equal(arrays(load_files(folder)), by_name(arrays(pieces)))
         if size == 10_000:
@@ -421,3 +423,8 @@ def test_a_folder_that_cannot_be_read_in_shards_is_told_in_one_line(
         load_causal_lm(str(tmp_path / "model"), torch.float32, CPU, hollow=True)
     assert "\n" not in str(raised.value)
     assert "model.path" in str(raised.value)
+
+
+def test_ranks_share_the_cores_of_their_machine(ranks: Ranks) -> None:
+    each = max(len(os.sched_getaffinity(0)) // ranks.world, 1)
+    assert ranks.run(cores_per_rank) == [each] * ranks.world

@@ -328,10 +328,10 @@ def test_a_canary_tells_whether_new_weights_took_effect(
 ) -> None:
     url, _ = servers.start(folder, *([illness] if illness else []))
     engine = engine_over(url)
-    canary = Canary.drawn(40, 256, torch.float32, temperature=0.7)
+    canary = Canary.random(40, 256, torch.float32, temperature=0.7)
     trainer = copy.deepcopy(other)
     use_layout_attention(trainer)
-    expected = canary.expected(Strategy(trainer, temperature=0.7))
+    expected = canary.score(Strategy(trainer, temperature=0.7))
 
     async def run() -> float:
         await engine.load_weights(WeightUpdate(1, other.named_parameters()))
@@ -340,7 +340,7 @@ def test_a_canary_tells_whether_new_weights_took_effect(
     if illness is None:
         assert asyncio.run(run()) < 1e-4
     else:
-        with pytest.raises(PublicationError, match="does not answer as the trainer does"):
+        with pytest.raises(PublicationError, match="disagrees with the trainer"):
             asyncio.run(run())
 
 

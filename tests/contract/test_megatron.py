@@ -189,7 +189,7 @@ def replay_on_rank(cut: Cut, checkpointing: bool) -> Any:
     batch.columns["advantages"] = batch.local_part(weights)
     batch.columns[routing.ROUTES] = routing.token_routes(groups, batch, strategy.replayed)
     for group in range(batch.n_groups):
-        micro = sharder.update(batch, [group], 60)
+        micro = sharder.cut_update(batch, [group], 60)
         strategy.forward_backward(micro, routing.LOGPROB, routing.weighted)
     load = strategy.expert_load()
     strategy.forward(micro, routing.LOGPROB)

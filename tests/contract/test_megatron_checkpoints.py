@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.shards import on_host, read_shards, write_model, write_shards
+from winnow.learning.shards import copy_to_host, read_shards, write_model, write_shards
 from winnow.learning.strategy import local
 from winnow.models.causal_lm import use_layout_attention
 
@@ -108,13 +108,13 @@ def update(strategy: Any, kind: str) -> None:
 
 
 def read_into(strategy: Any, folder: str | Path) -> None:
-    state = on_host({"policy": strategy.blank_state()}, strategy.mesh)
+    state = copy_to_host({"policy": strategy.blank_state()}, strategy.mesh)
     read_shards(state, Path(folder), saving())
     strategy.load_state_dict(state["policy"])
 
 
 def write(strategy: Any, folder: str | Path) -> None:
-    state = on_host({"policy": strategy.state_dict()}, strategy.mesh)
+    state = copy_to_host({"policy": strategy.state_dict()}, strategy.mesh)
     write_shards(state, Path(folder), saving())
 
 
@@ -123,8 +123,8 @@ def save_and_go_on(kind: str, sizes: Sizes, folder: str) -> tuple[Arrays, Arrays
     strategy = strategy_of(kind, sizes)
     update(strategy, kind)
     at_save = exported(strategy)
-    state = on_host({"policy": strategy.state_dict()}, strategy.mesh)
-    shards = on_host(strategy.export_shards(), strategy.mesh)
+    state = copy_to_host({"policy": strategy.state_dict()}, strategy.mesh)
+    shards = copy_to_host(strategy.export_shards(), strategy.mesh)
     group, is_updated = saving(), threading.Event()
 
     def write_all() -> None:

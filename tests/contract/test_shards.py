@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from winnow.errors import CheckpointError
-from winnow.learning.shards import State, on_host, read_shards, write_shards
+from winnow.learning.shards import State, copy_to_host, read_shards, write_shards
 from winnow.learning.strategy import local, tensors_of
 
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -72,7 +72,7 @@ def without_steps(folder: str) -> Any:
     cut = Cut.of(dist.get_rank(), 2, 2)
     for turn in range(2):
         at = Path(folder, str(turn))
-        write_shards(on_host({"policy": cut.state(saved)}, mesh), at, group)
+        write_shards(copy_to_host({"policy": cut.state(saved)}, mesh), at, group)
         state = {"policy": blank(cut.state(whole))}
         read_shards(state, at, group)
         found.append((list(state["policy"]["optimizer"]), list(cut.state(saved)["optimizer"])))
@@ -130,7 +130,9 @@ DAMAGES: dict[str, tuple[Callable[[Path, State], Path], str]] = {
 def read_damaged(folder: str) -> list[tuple[str, str]]:
     """What each kind of damage is told as on this rank."""
     group, cut = groups()[4], Cut.of(dist.get_rank(), 2, 2)
-    state = on_host({"policy": cut.state(whole_state("untied"))}, init_device_mesh("cpu", (4,)))
+    state = copy_to_host(
+        {"policy": cut.state(whole_state("untied"))}, init_device_mesh("cpu", (4,))
+    )
     told = []
     for number, (damage, _) in enumerate(DAMAGES.values()):
         place = Path(folder, str(number))

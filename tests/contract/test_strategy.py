@@ -308,7 +308,7 @@ def test_a_state_of_another_model_is_refused_by_name(
 ) -> None:
     strategy = implementation.make(folders["qwen2"])
     before = copied(strategy.state_dict())
-    with pytest.raises(CheckpointError, match=r"not of this model: .*k_(norm|proj)"):
+    with pytest.raises(CheckpointError, match=r"does not match this model: .*k_(norm|proj)"):
         strategy.load_state_dict(implementation.make(folders["qwen3"]).state_dict())
     wide = copied(strategy.state_dict())
     wide["weights"]["model.norm.weight"] = torch.ones(33)

@@ -15,7 +15,7 @@ from benchmarks.gpu.harness import ON_CPU
 pytestmark = pytest.mark.real
 UPDATE, RUN = {"update", "old log-probs"}, {"run"}
 FIGURES = {
-    "machine": {"machine", "required", "optional", "varlen_attn", "attention in bf16"},
+    "machine": {"machine", "required", "optional", "attention in bf16"},
     "tests": {"tests"},
     "gradients": {"error against fp32 on a CPU", "the same update twice", "state loaded again"},
     "mismatch": {"engine against trainer, nats"},

@@ -164,8 +164,8 @@ def test_the_canary_catches_a_stale_tied_head_of_weights_5_percent_apart(
             parameter.mul_((1 + 0.05 * torch.randn(parameter.shape)).to(dtype))
     use_layout_attention(policy)
     strategy = Strategy(policy, temperature=0.8, vocab_size=VOCAB)
-    canary = Canary.drawn(VOCAB, 256, dtype, 0.8)
-    expected = canary.expected(strategy)
+    canary = Canary.random(VOCAB, 256, dtype, 0.8)
+    expected = canary.score(strategy)
     tensors = list(strategy.export_weights(dtype))
 
     async def run() -> None:

@@ -67,7 +67,7 @@ class AdvantageInputs:
     """[T]: sum over the vocabulary of squared probabilities there (a need)."""
     weights: Tensor | None = None
     """[T]: importance weight of each token's loss; None where the loss is not weighed."""
-    total: Callable[[Tensor], Tensor] = lambda sums: sums
+    all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums
     """Brings sums over tokens together where other processes have the tokens of other samples,
     which are empty here. Where `Estimator.takes_all`, none has."""
 
@@ -79,7 +79,9 @@ class AdvantageInputs:
 
     def token_counts(self, mask: Tensor) -> Tensor:
         """[B] int64: tokens of each sample in `mask` [T]."""
-        return self.total(torch.bincount(self.sample_index[mask], minlength=len(self.offsets) - 1))
+        return self.all_reduce(
+            torch.bincount(self.sample_index[mask], minlength=len(self.offsets) - 1)
+        )
 
 
 def grpo(inputs: AdvantageInputs, *, std_normalization: str) -> Tensor:
@@ -151,7 +153,7 @@ def gpg(inputs: AdvantageInputs, *, alpha: str) -> Tensor:
     return len(inputs.rewards) / max(int(active_B.sum()), 1) * grouped.centred()
 
 
-def blend(inputs: AdvantageInputs, weights: Mapping[str, float]) -> Tensor:
+def weighted_grpo(inputs: AdvantageInputs, weights: Mapping[str, float]) -> Tensor:
     """sum_k w_k * GRPO(R_k), GDPO before its whitening (arXiv 2601.05242).
 
     Each component is normalised on its own, so that one of small range keeps its say.
@@ -236,19 +238,19 @@ def spread(values: Tensor, inputs: AdvantageInputs, mask: Tensor) -> Tensor:
 
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float) -> Tensor:
     """whiten(G) over loss_mask (REINFORCE++, arXiv 2501.03262)."""
-    return whiten(reward_to_go(inputs, gamma), inputs.loss_mask, inputs.total)
+    return whiten(reward_to_go(inputs, gamma), inputs.loss_mask, inputs.all_reduce)
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
     """R - mean_g, spread over tokens and whitened over loss_mask (arXiv 2501.03262)."""
     values = spread(centred(inputs), inputs, inputs.loss_mask)
-    return whiten(values, inputs.loss_mask, inputs.total)
+    return whiten(values, inputs.loss_mask, inputs.all_reduce)
 
 
 def gdpo(inputs: AdvantageInputs, *, weights: Mapping[str, float]) -> Tensor:
     """The blend of the components, spread over tokens and whitened (GDPO, arXiv 2601.05242)."""
-    values = spread(blend(inputs, weights), inputs, inputs.loss_mask)
-    return whiten(values, inputs.loss_mask, inputs.total)
+    values = spread(weighted_grpo(inputs, weights), inputs, inputs.loss_mask)
+    return whiten(values, inputs.loss_mask, inputs.all_reduce)
 
 
 def remax(inputs: AdvantageInputs, *, gamma: float) -> Tensor:
@@ -268,7 +270,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Tensor:
     """
     assert inputs.prob is not None
     assert inputs.prob_square_sum is not None
-    written = _Written(inputs)
+    written = _WrittenTokens(inputs)
     G_S = written.discounted(inputs.token_rewards[inputs.gen_mask], 1.0)
     prob_S, square_S = (
         column[inputs.gen_mask].double() for column in (inputs.prob, inputs.prob_square_sum)
@@ -296,22 +298,22 @@ def gae(inputs: AdvantageInputs, *, gamma: float, lam: float) -> tuple[Tensor, T
         Advantages, 0 off loss_mask, and returns, A + V before the whitening, 0 off gen_mask.
     """
     assert inputs.values is not None
-    written = _Written(inputs)
+    written = _WrittenTokens(inputs)
     V_S = inputs.values[inputs.gen_mask].double()
     r_S = inputs.token_rewards[inputs.gen_mask]
     A_S = written.discounted(r_S + gamma * written.after(V_S, 1) - V_S, gamma * lam)
-    advantages = whiten(written.to_tokens(A_S), inputs.loss_mask, inputs.total)
+    advantages = whiten(written.to_tokens(A_S), inputs.loss_mask, inputs.all_reduce)
     return advantages, written.to_tokens(A_S + V_S)
 
 
 def reward_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
     """G_t = r_t + gamma * G_(t+1) over a sample's written tokens [T], 0 off gen_mask."""
-    written = _Written(inputs)
+    written = _WrittenTokens(inputs)
     return written.to_tokens(written.discounted(inputs.token_rewards[inputs.gen_mask], gamma))
 
 
 def whiten(
-    x: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums
+    x: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) in the mask [T], 0 outside it.
 
@@ -319,20 +321,20 @@ def whiten(
     (`FLAT_TOLERANCE`) become exactly 0, one alone too. What stands outside the mask is not read.
 
     Args:
-        total: brings sums together where other processes have the rest of the tokens.
+        all_reduce: brings sums together where other processes have the rest of the tokens.
     """
     chosen = x[mask]
-    count = int(total(mask.sum()))
+    count = int(all_reduce(mask.sum()))
     if count < 2:
         return torch.zeros_like(x)
-    mean = float(total(chosen.sum())) / count
-    variance = float(total((chosen - mean).square().sum())) / (count - 1)
+    mean = float(all_reduce(chosen.sum())) / count
+    variance = float(all_reduce((chosen - mean).square().sum())) / (count - 1)
     if variance <= (FLAT_TOLERANCE * max(abs(mean), LEAST_MEAN)) ** 2:
         return torch.zeros_like(x)
     return torch.where(mask, (x - mean) / (variance + VAR_EPS) ** 0.5, 0.0)
 
 
-class _Written:
+class _WrittenTokens:
     """The written tokens of a step, end to end, and scans along each sample's."""
 
     def __init__(self, inputs: AdvantageInputs) -> None:
@@ -394,7 +396,7 @@ class Estimator:
     whitens: bool = False
     """True if advantages are over loss_mask, not gen_mask."""
     takes_all: bool = False
-    """True if it reads tokens of other samples than the one it is about, other than by `total`."""
+    """True if it reads tokens of other samples, other than by `all_reduce`."""
     per_sample: bool = True
     """False if it always returns [T]."""
 
@@ -460,7 +462,7 @@ def estimate(
     mask = inputs.loss_mask if estimator.whitens else inputs.gen_mask
     sums_B = torch.zeros(len(inputs.rewards), dtype=torch.float64, device=values.device)
     sums_B.index_add_(0, inputs.sample_index[mask], values[mask].double())
-    mean_B = inputs.total(sums_B) / inputs.token_counts(mask).clamp(min=1)
+    mean_B = inputs.all_reduce(sums_B) / inputs.token_counts(mask).clamp(min=1)
     return Advantages(values.float(), mean_B, None if returns is None else returns.float())
 
 

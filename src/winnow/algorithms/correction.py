@@ -7,8 +7,8 @@ logp for it; where it is the sampler (bypass), weigh by logp against behav. Noth
 gradient. Whole samples are needed, no more: results for the micro-batches of a batch are those
 for the batch, but for weights that are divided by their mean.
 
-`mismatch_sums` measures the distance, as sums that add up over micro-batches and ranks, and
-`mismatch_sums_by_age` how it grows with the number of updates between the two policies.
+`mismatch_sums` measures the distance, as sums that add up over micro-batches and ranks, and how it
+grows with the number of updates between the two policies.
 
 Shapes: `T` packed tokens, `B` samples. Log-probs are in nats.
 """
@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOG_RATIO_BOUND = 20.0
-"""w = exp(l) with l, or its sum over a sequence, clamped to +-20 nats."""
+from winnow.algorithms.kl import LOG_RATIO_BOUND
+from winnow.algorithms.losses import variance
+
 OUTSIDE = (0.5, 2.0)
 """Ratios beyond these are counted as outside in the mismatch."""
-FLAT_TOLERANCE = 1e-12
-"""A variance below this share of the mean square is float noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +54,7 @@ def correct(
     *,
     weight: Mapping[str, Any] | None = None,
     rejection: Mapping[str, Any] | None = None,
-    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Corrected:
     """Reject, then weigh whole samples: a batch's or a micro-batch's.
 
@@ -69,7 +68,7 @@ def correct(
             samples. None for no weights.
         rejection: `name`, one of `REJECTIONS`, and further arguments of `rejected`; None rejects
             nothing.
-        total: brings sums of that mean together where other processes have the rest of it.
+        all_reduce: brings sums of that mean together where other processes have the rest of it.
     """
     l_T = log_ratio(old, behav, gen_mask)
     accepted = loss_mask
@@ -94,7 +93,7 @@ def correct(
     # 1, not 0 or NaN, off the mask: 0 times a weight that is not finite would be a NaN gradient.
     weights = torch.where(accepted, values, 1.0)
     if weight.get("normalize"):
-        weights = divided_by_mean(weights, accepted, offsets, level, total)
+        weights = divided_by_mean(weights, accepted, offsets, level, all_reduce)
     return Corrected(accepted, weights, sums)
 
 
@@ -127,7 +126,7 @@ def divided_by_mean(
     mask: Tensor,
     offsets: Tensor,
     level: str,
-    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> Tensor:
     """Return `weights` [T] over their mean; as they are where the mean is 0 or nothing counts.
 
@@ -141,7 +140,7 @@ def divided_by_mean(
         tokens_B = samples.sums(mask)
         of_samples = (samples.sums(weights_T) / tokens_B.clamp(min=1)).sum()
         sums = of_samples, (tokens_B > 0).sum().double()
-    whole, count = total(torch.stack(sums))
+    whole, count = all_reduce(torch.stack(sums))
     return weights * torch.where(whole > 0, count / whole, 1.0).to(weights.dtype)
 
 
@@ -218,13 +217,22 @@ class _Samples:
         return total.index_add_(0, self.index_T, values.double())
 
 
-def mismatch_sums(old: Tensor, behav: Tensor, mask: Tensor) -> dict[str, Tensor]:
+OLDEST_AGE = 8
+"""The mismatch is reported by age up to this one, which stands for all above it."""
+
+
+def mismatch_sums(
+    old: Tensor, behav: Tensor, mask: Tensor, age: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return sums over `mask` [T] in float64 and without gradient, for `mismatch_figures`.
 
     Args:
         old: [T] the policy that learns: before the step, or in its first update the current one.
         behav: [T] the policy that sampled.
         mask: [T] bool, tokens that the policy wrote.
+        age: [T] integers, weight versions between the policy that sampled the token and the one
+            that learns: adds `tokens`, `abs_delta` and `k3` of each as `age_K/NAME`; those above
+            `OLDEST_AGE` count as that.
     """
     with torch.no_grad():
         old, behav = old[mask].double(), behav.to(old.device)[mask].double()
@@ -232,13 +240,16 @@ def mismatch_sums(old: Tensor, behav: Tensor, mask: Tensor) -> dict[str, Tensor]
         log_w = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         w = log_w.exp()
         p_old, p_behav = old.exp(), behav.exp()
-        return {
-            "tokens": mask.sum().double(),
+        by_age = {
+            "tokens": torch.ones_like(delta),
+            "abs_delta": delta.abs(),
+            "k3": w - 1 - log_w,
+        }
+        sums = {
+            **{name: values.sum() for name, values in by_age.items()},
             "old": old.sum(),
             "behav": behav.sum(),
-            "abs_delta": delta.abs().sum(),
             "log_w": log_w.sum(),
-            "k3": (w - 1 - log_w).sum(),
             "w": w.sum(),
             "w_square": w.square().sum(),
             "outside": ((w < OUTSIDE[0]) | (w > OUTSIDE[1])).sum().double(),
@@ -249,37 +260,12 @@ def mismatch_sums(old: Tensor, behav: Tensor, mask: Tensor) -> dict[str, Tensor]
             "p_product": (p_old * p_behav).sum(),
             "p_difference_square": (p_old - p_behav).square().sum(),
         }
-
-
-OLDEST_AGE = 8
-"""The mismatch is reported by age up to this one, which stands for all above it."""
-
-
-def mismatch_sums_by_age(
-    old: Tensor, behav: Tensor, mask: Tensor, age: Tensor
-) -> dict[str, Tensor]:
-    """Return `tokens`, `abs_delta` and `k3` of `mismatch_sums` for each age, as `age_K/NAME`.
-
-    Args:
-        age: [T] integers, weight versions between the policy that sampled the token and the one
-            that learns; those above `OLDEST_AGE` count as that.
-    """
-    with torch.no_grad():
-        delta = old[mask].double() - behav.to(old.device)[mask].double()
-        log_w = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        parts = {
-            "tokens": torch.ones_like(delta),
-            "abs_delta": delta.abs(),
-            "k3": log_w.exp() - 1 - log_w,
-        }
-        age = age.to(old.device)[mask].clamp(0, OLDEST_AGE)
-        none = delta.new_zeros(OLDEST_AGE + 1)
-        sums = {name: none.index_add(0, age, values) for name, values in parts.items()}
-        return {
-            f"age_{k}/{name}": of_age[k]
-            for k in range(OLDEST_AGE + 1)
-            for name, of_age in sums.items()
-        }
+        if age is not None:
+            age, none = age.to(old.device)[mask].clamp(0, OLDEST_AGE), old.new_zeros(OLDEST_AGE + 1)
+            for name, values in by_age.items():
+                of_age = none.index_add(0, age, values)
+                sums |= {f"age_{k}/{name}": of_age[k] for k in range(OLDEST_AGE + 1)}
+        return sums
 
 
 def max_delta(old: Tensor, behav: Tensor, mask: Tensor) -> Tensor:
@@ -318,18 +304,13 @@ def mismatch_figures(sums: Mapping[str, float]) -> dict[str, float]:
 
 def _pearson(mean: Mapping[str, float]) -> float:
     x, y = (
-        _variance(mean["p_old"], mean["p_old_square"]),
-        _variance(mean["p_behav"], mean["p_behav_square"]),
+        variance(mean["p_old_square"], mean["p_old"], 1),
+        variance(mean["p_behav_square"], mean["p_behav"], 1),
     )
     if not x or not y:
         return 1.0 if mean["p_difference_square"] == 0.0 else math.nan
     covariance = mean["p_product"] - mean["p_old"] * mean["p_behav"]
     return min(max(covariance / math.sqrt(x * y), -1.0), 1.0)
-
-
-def _variance(mean: float, mean_square: float) -> float:
-    variance = mean_square - mean**2
-    return variance if variance > FLAT_TOLERANCE * mean_square else 0.0
 
 
 def _exp(x: float) -> float:

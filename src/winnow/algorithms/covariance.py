@@ -45,8 +45,8 @@ def clip_cov_select(
     Returns:
         [T] bool.
     """
-    within = within_bounds(old, advantage, mask, cov_low, cov_high)
-    return first_drawn(within, draws, how_many(mask, share))
+    within = bounded_covariance(old, advantage, mask, cov_low, cov_high)
+    return smallest_draws(within, draws, selection_size(mask, share))
 
 
 def kl_cov_select(
@@ -60,7 +60,7 @@ def kl_cov_select(
     at = at[draws[at].argsort(stable=True)]
     by_cov = covariance(old, advantage, mask)[at].argsort(descending=True, stable=True)
     selected = torch.zeros_like(mask)
-    selected[at[by_cov[: how_many(mask, share)]]] = True
+    selected[at[by_cov[: selection_size(mask, share)]]] = True
     return selected
 
 
@@ -88,12 +88,12 @@ def keyed_draws(update_seed: int, sample_keys: Tensor, positions: Tensor) -> Ten
         positions: [T] int64, position of the token in its sample.
     """
     start = (update_seed + (1 << 63)) % (1 << 64) - (1 << 63)
-    state = _mixed(_mixed(torch.full_like(sample_keys, start)) + (sample_keys + 1) * _GOLDEN)
-    bits = _mixed(state + (positions + 1) * _GOLDEN)
-    return _shifted(bits, 11).to(torch.float64) * 2.0**-53
+    state = _mix_bits(_mix_bits(torch.full_like(sample_keys, start)) + (sample_keys + 1) * _GOLDEN)
+    bits = _mix_bits(state + (positions + 1) * _GOLDEN)
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
 
 
-def within_bounds(
+def bounded_covariance(
     logp: Tensor, advantage: Tensor, mask: Tensor, cov_low: float, cov_high: float
 ) -> Tensor:
     """Return the tokens [T] bool of the mask whose cov lies between the bounds."""
@@ -101,13 +101,13 @@ def within_bounds(
     return mask & (cov > cov_low) & (cov < cov_high)
 
 
-def how_many(mask: Tensor, share: float) -> int:
+def selection_size(mask: Tensor, share: float) -> int:
     """Return max(int(share N), 1) of the N counted tokens; 0 of none."""
     n = int(mask.sum())
     return max(int(share * n), 1) if n else 0
 
 
-def first_drawn(candidates: Tensor, draws: Tensor, n: int) -> Tensor:
+def smallest_draws(candidates: Tensor, draws: Tensor, n: int) -> Tensor:
     """[T] bool: the n candidates with the smallest draws."""
     at = candidates.nonzero().squeeze(1)
     selected = torch.zeros_like(candidates)
@@ -115,12 +115,12 @@ def first_drawn(candidates: Tensor, draws: Tensor, n: int) -> Tensor:
     return selected
 
 
-def _mixed(z: Tensor) -> Tensor:
-    z = (z ^ _shifted(z, 30)) * _MIX_1
-    z = (z ^ _shifted(z, 27)) * _MIX_2
-    return z ^ _shifted(z, 31)
+def _mix_bits(z: Tensor) -> Tensor:
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's own keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

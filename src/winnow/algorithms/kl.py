@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to +-20 nats: exp stays finite, and beyond it the gradient is 0."""
 K3_BOUND = 10.0
 ADAPTIVE_CLIP = 0.2
 

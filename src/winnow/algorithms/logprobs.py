@@ -32,6 +32,9 @@ which takes a GPU longer than the products of few tokens; its figure is reckoned
 MIN_CHUNK_TOKENS = 32
 """Below this a product re-reads the head more than it computes."""
 ROWS_AT_ONCE = 8192
+ROW_MULTIPLE = 64
+"""Half-precision logits lie in rows of a multiple of so many numbers: a GPU's matrix units load
+16 bytes at once, and 151,669 ids make rows of 303,338."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -146,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
         head = _Head(hidden, weight, bias, settings)
         softmax = _local_softmax(head, labels, settings)
         if settings.group is not None:
-            softmax = _over_ranks(softmax, labels // len(weight), settings.group)
+            softmax = _merge_softmax(softmax, labels // len(weight), settings.group)
         logprob, lse, entropy, square_sum = softmax
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
@@ -167,20 +170,20 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=head.exact) if for_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.exact) if for_bias else None
-        for part in head.parts():
+        for part in head.chunks():
             logp_CV, p_CV = head.logits(part)
             logp_CV.sub_(lse[part, None])
             grad_CV = _grad_logits(
                 logp_CV,
                 p_CV,
-                head.places(labels[part, None]),
+                head.label_columns(labels[part, None]),
                 _scaled(grad_logprob, part, scale),
                 _scaled(grad_entropy, part, scale),
                 None if entropy is None else entropy[part, None],
             )
             if grad_bias is not None:
                 grad_bias[:rows] += grad_CV.sum(0)
-            grad_CV = head.rounded(grad_CV)
+            grad_CV = head.cast(grad_CV)
             if grad_hidden is not None and group is None:
                 head.times_weight(grad_CV, grad_hidden[part])
             elif grad_hidden is not None:
@@ -190,7 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dist.all_reduce(whole_CH, group=group)
                 grad_hidden[part] = whole_CH
             if grad_weight is not None:
-                _add_product(grad_weight[:rows], grad_CV.T, head.states(part))
+                _add_product(grad_weight[:rows], grad_CV.T, head.chunk_states(part))
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
@@ -204,13 +207,13 @@ Softmax = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 def _local_softmax(head: _Head, labels: Tensor, settings: _Settings) -> Softmax:
     """Compute the softmax over the local rows; log-probs of other ranks' labels are arbitrary."""
-    logprob = head.blank()
+    logprob = head.zeros()
     lse = torch.full_like(logprob, -torch.inf, dtype=torch.float64 if settings.group else None)
     entropy = torch.zeros_like(logprob) if settings.with_entropy else None
     square_sum = torch.zeros_like(logprob) if settings.with_prob_square_sum else None
-    for part in head.parts() if settings.rows else ():
+    for part in head.chunks() if settings.rows else ():
         logits_CV, logp_CV = head.logits(part)
-        at_C1, _ = head.places(labels[part, None])
+        at_C1, _ = head.label_columns(labels[part, None])
         # The log-prob of another rank's label may be far from 0, and rounded much.
         sure_C1 = at_C1 if settings.group is None else logits_CV.argmax(1, True)
         chosen_C1 = logits_CV.gather(1, sure_C1)
@@ -227,7 +230,7 @@ def _local_softmax(head: _Head, labels: Tensor, settings: _Settings) -> Softmax:
     return logprob, lse, entropy, square_sum
 
 
-def _over_ranks(local: Softmax, owners_T: Tensor, group: dist.ProcessGroup) -> Softmax:
+def _merge_softmax(local: Softmax, owners_T: Tensor, group: dist.ProcessGroup) -> Softmax:
     """Join the softmax over each rank's rows to the softmax over all of them.
 
     Args:
@@ -272,27 +275,31 @@ class _Head:
         self._first = hidden.new_empty(shape, dtype=self.exact)
         self._second = hidden.new_empty(shape, dtype=self.exact)
         same = product == self.exact
-        self._product = self._first if same else hidden.new_empty(shape, dtype=product)
+        self._product = self._first
+        if not same:
+            padded = hidden.new_empty((shape[0], size + -size % ROW_MULTIPLE), dtype=product)
+            padded[:, size:] = 0.0  # a kernel may read them beside the numbers of a row
+            self._product = padded[:, :size]
         self._room: Tensor | None = None
         if weight.dtype != product:
             self._room = weight.new_empty((min(size, ROWS_AT_ONCE), weight.shape[1]), dtype=product)
 
-    def blank(self) -> Tensor:
+    def zeros(self) -> Tensor:
         """A zero for each token [T], in fp32 or fp64."""
         return self._hidden.new_zeros(len(self._hidden), dtype=self.exact)
 
-    def places(self, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
+    def label_columns(self, labels_C1: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of labels, and where they are: other ranks' labels get any column."""
         columns = labels_C1 - self._first_id
         within = columns.clamp(0, max(len(self._weight) - 1, 0))
         return within, within == columns
 
-    def parts(self) -> Iterator[slice]:
+    def chunks(self) -> Iterator[slice]:
         """The chunks of the tokens."""
         for start in range(0, len(self._hidden), self._chunk):
             yield slice(start, min(start + self._chunk, len(self._hidden)))
 
-    def states(self, part: slice) -> Tensor:
+    def chunk_states(self, part: slice) -> Tensor:
         """The hidden states of a chunk [C, H] in the products' dtype."""
         return self._hidden[part].to(self._product.dtype)
 
@@ -300,8 +307,8 @@ class _Head:
         """z of a chunk [C, V] in fp32 or fp64, and the other buffer; both the caller's to use."""
         size = part.stop - part.start
         product, logits = self._product[:size], self._first[:size]
-        states = self.states(part)
-        for rows, weight in self._rows():
+        states = self.chunk_states(part)
+        for rows, weight in self._weight_rows():
             torch.mm(states, weight.T, out=product[:, rows])
         if product.dtype != self.exact:
             logits.copy_(product)
@@ -311,7 +318,7 @@ class _Head:
             logits /= self._temperature
         return logits, self._second[:size]
 
-    def rounded(self, values: Tensor) -> Tensor:
+    def cast(self, values: Tensor) -> Tensor:
         """`values` [C, V] in the products' dtype, valid until the next chunk."""
         if self._product.dtype == self.exact:
             return values
@@ -323,11 +330,11 @@ class _Head:
             torch.mm(values, self._weight, out=out)
             return
         total = torch.zeros_like(out, dtype=self._product.dtype)
-        for rows, weight in self._rows():
+        for rows, weight in self._weight_rows():
             total.addmm_(values[:, rows], weight)
         out.copy_(total)
 
-    def _rows(self) -> Iterator[tuple[slice, Tensor]]:
+    def _weight_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """The weight in the products' dtype: whole, or rows of it that are valid one by one."""
         if self._room is None:
             yield slice(None), self._weight
@@ -348,7 +355,7 @@ def _grad_logits(
     """The loss's gradient with respect to z [C, V]; uses up `logp_CV`, and `p_CV` as room.
 
     Args:
-        places_C1: of the labels, as `_Head.places` gives them.
+        places_C1: of the labels, as `_Head.label_columns` gives them.
     """
     torch.exp(logp_CV, out=p_CV)
     if grad_entropy_C1 is None:

@@ -28,15 +28,14 @@ import torch
 from torch import Tensor
 
 from winnow.algorithms.covariance import (
+    bounded_covariance,
     clip_cov_select,
-    first_drawn,
-    how_many,
     kl_cov_select,
-    within_bounds,
+    selection_size,
+    smallest_draws,
 )
+from winnow.algorithms.kl import LOG_RATIO_BOUND
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +-20 nats: exp stays finite, and beyond it the gradient is 0."""
 LOG_SEQUENCE_RATIO_MAX = 10.0
 """GSPO's log-ratio is clamped below 10 nats; beyond it the gradient is 0."""
 KL_COV_NOISE = 1e-4
@@ -92,7 +91,7 @@ class LossTerms:
         """Return -A r and -A clip(r, 1 - clip_low, 1 + clip_high), each [T]."""
         return -self.advantage * r, -self.advantage * r.clamp(1 - clip_low, 1 + clip_high)
 
-    def drift(self) -> dict[str, Tensor]:
+    def kl_figure(self) -> dict[str, Tensor]:
         """Return the figure that every loss has, `approx_kl`: the sum of old - logp in nats."""
         return {"approx_kl": (self.old - self.logp.detach()).sum()}
 
@@ -104,7 +103,7 @@ class LossTerms:
             above: [T] bool, those of them that it holds from above where it binds.
         """
         shares = {"clip_share": binds.sum(), "clip_high_share": (binds & above).sum()}
-        return {**shares, **self.drift()}
+        return {**shares, **self.kl_figure()}
 
 
 def ratio(logp: Tensor, old: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ def sapo(x: LossTerms, *, tau_positive: float, tau_negative: float) -> Loss:
     SAPO (arXiv 2511.20347), a mean over samples of the mean over a sample's tokens.
     """
     tau = torch.full_like(x.logp, tau_negative).masked_fill(x.advantage > 0, tau_positive)
-    return -x.advantage * (4 / tau) * torch.sigmoid(tau * (x.ratio - 1)), x.drift()
+    return -x.advantage * (4 / tau) * torch.sigmoid(tau * (x.ratio - 1)), x.kl_figure()
 
 
 def gmpo(x: LossTerms, *, clip_low: float, clip_high: float) -> Loss:
@@ -220,8 +219,8 @@ def clip_cov(
     binds, mask, selected = clipped > plain, x.tokens.mask, x.tokens.selected
     if selection == "microbatch":
         assert x.tokens.draws is not None, "selection within a micro-batch needs draws"
-        within = within_bounds(x.logp.detach(), x.advantage, mask, cov_low, cov_high) & ~binds
-        selected = first_drawn(within, x.tokens.draws, how_many(mask, share))
+        within = bounded_covariance(x.logp.detach(), x.advantage, mask, cov_low, cov_high) & ~binds
+        selected = smallest_draws(within, x.tokens.draws, selection_size(mask, share))
     assert selected is not None, "the loss's `select` runs before the first backward pass"
     figures = x.clip_figures(binds, x.advantage > 0)
     figures["selected_share"] = (selected & mask).sum()
@@ -241,7 +240,7 @@ def kl_cov(x: LossTerms, *, coef: float, share: float, selection: str) -> Loss:
     loss = -x.advantage * x.ratio
     distance = (x.logp - x.old).abs()
     loss = torch.where(selected & ~(distance <= KL_COV_NOISE), loss + coef * distance, loss)
-    return loss, {"selected_share": (selected & mask).sum(), **x.drift()}
+    return loss, {"selected_share": (selected & mask).sum(), **x.kl_figure()}
 
 
 def dppo_tv(x: LossTerms, *, divergence_low: float, divergence_high: float, r_max: float) -> Loss:
@@ -290,7 +289,7 @@ def dro(x: LossTerms, *, beta: float) -> Loss:
 
     DRO (arXiv 2405.19107); the log-ratio is not clamped, since its gradient is what pulls back.
     """
-    return -(x.advantage * x.logp - 0.5 * beta * (x.logp - x.old).square()), x.drift()
+    return -(x.advantage * x.logp - 0.5 * beta * (x.logp - x.old).square()), x.kl_figure()
 
 
 def reinforce(x: LossTerms) -> Loss:
@@ -298,7 +297,7 @@ def reinforce(x: LossTerms) -> Loss:
 
     It is the loss of GPG (arXiv 2504.02546, eq. 4) too, which differs in its advantage.
     """
-    return -x.advantage * x.logp, x.drift()
+    return -x.advantage * x.logp, x.kl_figure()
 
 
 @dataclass(frozen=True)
@@ -386,7 +385,7 @@ def explained_variance(
     values: Tensor,
     returns: Tensor,
     mask: Tensor,
-    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    all_reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> float:
     """Return 1 - Var(ret - V) / Var(ret) over the tokens in `mask` [T], in float64.
 
@@ -394,24 +393,24 @@ def explained_variance(
     vary (`FLAT_TOLERANCE`) it is 1 if the errors do not vary either, else 0; 0 for no tokens.
 
     Args:
-        total: brings sums together where other processes have the rest of the tokens.
+        all_reduce: brings sums together where other processes have the rest of the tokens.
     """
-    tokens = int(total(mask.sum()))
+    tokens = int(all_reduce(mask.sum()))
     if tokens == 0:
         return 0.0
     # Masked before the difference: what stands outside the mask may be infinite.
     returns_T = torch.where(mask, returns, 0.0).double()
     errors_T = returns_T - torch.where(mask, values, 0.0).double()
     sums = [each.sum() for x in (returns_T, errors_T) for each in (x.square(), x)]
-    square, plain, error_square, error = total(torch.stack(sums)).tolist()
-    spread, residual = _variance(square, plain, tokens), _variance(error_square, error, tokens)
+    square, plain, error_square, error = all_reduce(torch.stack(sums)).tolist()
+    spread, residual = variance(square, plain, tokens), variance(error_square, error, tokens)
     if spread == 0.0:
         # A constant error is noise beside the returns that it was taken from.
         return float(residual <= FLAT_TOLERANCE * square / tokens)
     return 1 - residual / spread
 
 
-def _variance(square: float, plain: float, n: int) -> float:
+def variance(square: float, plain: float, n: int) -> float:
     """The population's variance of n numbers by their sums; 0 where it is float noise."""
     mean_square = square / n
     variance = mean_square - (plain / n) ** 2

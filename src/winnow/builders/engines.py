@@ -83,7 +83,7 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     """Draw the fixed sequences on which published weights are checked."""
     from winnow.learning.canary import Canary
 
-    return Canary.drawn(
+    return Canary.random(
         policy.vocabulary,
         getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
         policy.model.dtype,

@@ -36,7 +36,7 @@ from winnow.errors import ModelError
 from winnow.http.client import RemoteError
 from winnow.models.causal_lm import find_model
 from winnow.models.fetch import may_be_hub_name
-from winnow.models.folders import read_config, torch_dtype
+from winnow.models.folders import check_vocabulary, read_config, torch_dtype
 from winnow.observe.files import one_line
 from winnow.rewards.judge import Judge, JudgeClient, zero_counts
 from winnow.rewards.judge_cache import JudgeReply
@@ -98,11 +98,8 @@ def read_judge_spec(config: Config) -> JudgeSpec:
         )
     shape = read_config(where, trust).get_text_config()
     vocabulary = max(tokenizer.get_vocab().values()) + 1
-    if vocabulary > shape.vocab_size:
-        raise ModelError(
-            f"{where}: the tokenizer has {vocabulary} tokens, the model only {shape.vocab_size}; "
-            "choose a folder whose tokenizer belongs to its model"
-        )
+    remedy = "choose a folder whose tokenizer belongs to its model"
+    check_vocabulary(str(where), vocabulary, shape.vocab_size, remedy)
     positions, longest = getattr(shape, "max_position_embeddings", None), section.max_prompt_tokens
     if isinstance(positions, int):
         longest = min(longest, positions - section.max_tokens)

@@ -19,9 +19,9 @@ from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, Megatron, RayCluster
 from winnow.data.sources import check_files_exist
 from winnow.errors import ConfigError, RewardError
-from winnow.learning.balance import Deal, deal
-from winnow.learning.batch import cut_updates
-from winnow.models.fetch import check_place
+from winnow.learning.balance import Assignment, assign
+from winnow.learning.batch import split_updates
+from winnow.models.fetch import check_model_path
 from winnow.observe.profile import check_profile
 from winnow.types import IntArray
 from winnow.user_code import check_user_file
@@ -81,7 +81,7 @@ def check_inputs_exist(data: DataConfig, sft: Sft, model: str | None) -> None:
     training = sft if isinstance(sft, Demonstrations) else data
     check_files_exist([*training.train_files, *training.eval_files, *data.eval_files])
     if model is not None:
-        check_place(model, "model.path")
+        check_model_path(model, "model.path")
 
 
 def startup_notes(roles: Roles, checkpoint_url: str | None) -> list[str]:
@@ -110,7 +110,7 @@ def draw_lengths(config: Config, mean: float | None = None) -> tuple[IntArray, I
 
 def deal_updates(
     config: Config, lengths_B: IntArray, strategy: Any, max_tokens: int, width: int
-) -> list[Deal]:
+) -> list[Assignment]:
     """Deal the samples of each update of a step to the ranks of a strategy.
 
     Args:
@@ -120,13 +120,13 @@ def deal_updates(
     shares = strategy.ranks // getattr(strategy, "sequence", 1)
     shares = strategy.data if isinstance(strategy, Megatron) else shares
     groups = config.sampling.groups_per_step
-    updates = cut_updates(groups, config.groups_per_update, (config.run.seed, 1, 0))
+    updates = split_updates(groups, config.groups_per_update, (config.run.seed, 1, 0))
     lengths = lengths_B.reshape(groups, config.rollout.n)
     sorted_lengths = (np.sort(lengths[update].ravel())[::-1] for update in updates)
-    return [deal(each, max_tokens, shares, width) for each in sorted_lengths]
+    return [assign(each, max_tokens, shares, width) for each in sorted_lengths]
 
 
-def lockstep(deals: list[Deal]) -> float:
+def lockstep(deals: list[Assignment]) -> float:
     """Return the share of the ranks' time in which they do not wait for each other."""
     return sum(int(each.work.sum()) for each in deals) / sum(each.capacity for each in deals)
 

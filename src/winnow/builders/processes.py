@@ -21,7 +21,7 @@ from winnow.config.root import Config
 from winnow.config.trainer import RayCluster
 from winnow.models.fetch import MODEL_CACHE
 from winnow.observe.profile import make_profiler, ray_nsight_options
-from winnow.ranks.models import LoadedPolicy
+from winnow.ranks.models import CUBLAS_VARIABLE, LoadedPolicy
 
 if TYPE_CHECKING:
     from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
@@ -106,6 +106,7 @@ def launcher(
     """
     threads, cluster = config.run.threads, config.cluster
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    environment |= CUBLAS_VARIABLE if config.run.deterministic else {}
     stall_timeout_s = config.trainer.stall_timeout_s
     if not isinstance(cluster, RayCluster):
         from winnow.workers.group import start_local

@@ -13,7 +13,6 @@ from winnow.config.judge import EngineJudge, NoRewardModel, OpenAiJudge, Sequenc
 from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig, config_per_process
 from winnow.config.root import Config
-from winnow.errors import ModelError
 from winnow.rewards.pipeline import Decode, ModelSection, RewardPipeline
 from winnow.rewards.rewards import Rewards
 from winnow.types import IntArray
@@ -130,7 +129,7 @@ def make_model_scorer(
 
     from winnow.data.tokenizer import load_tokenizer
     from winnow.learning.strategy import Strategy
-    from winnow.models.folders import torch_dtype
+    from winnow.models.folders import check_vocabulary, torch_dtype
     from winnow.models.value import load_reward_model
     from winnow.ranks.remote import asking
     from winnow.ranks.workers import facts_of, scores_of
@@ -150,12 +149,10 @@ def make_model_scorer(
     else:
         facts = ranks.call_blocking("facts")[0]
         forward = asking(ranks, 1 if deterministic else microbatch_tokens)
-    if (tokens := max(tokenizer.get_vocab().values()) + 1) > facts.embedded_tokens:
-        raise ModelError(
-            f"reward.model.path {config.path}: the tokenizer has {tokens} tokens, the model only "
-            f"{facts.embedded_tokens}; give the tokenizer that belongs to the model in "
-            "reward.model.tokenizer"
-        )
+    remedy = "give the tokenizer that belongs to the model in reward.model.tokenizer"
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    where = f"reward.model.path {config.path}"
+    check_vocabulary(where, vocabulary, facts.embedded_tokens, remedy)
     one_by_one = deterministic and ranks is None
     pad_id, positions, takes_time = facts.pad_token_id, facts.positions, ranks is not None
     return ModelScorer(config, forward, tokenizer, pad_id, positions, one_by_one, takes_time)

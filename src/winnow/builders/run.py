@@ -38,7 +38,12 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import TimedScorer
 from winnow.ranks.learner import kl_notes, needs_of
-from winnow.ranks.models import LoadedPolicy, check_positions, longest_prompt
+from winnow.ranks.models import (
+    LoadedPolicy,
+    check_positions,
+    longest_prompt,
+    use_deterministic_kernels,
+)
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
 from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run
@@ -53,7 +58,7 @@ ASYNC_SCORE_LAG_TICKS = 16
 
 
 def prepare_device(run: RunConfig, cache_dir: str | None, holds_model: bool = True) -> torch.device:
-    """Set the number of threads and the cache of models, and choose the device of this process.
+    """Set threads, the cache of models and kernels, and choose the device of this process.
 
     Args:
         cache_dir: `model.cache_dir`.
@@ -66,7 +71,11 @@ def prepare_device(run: RunConfig, cache_dir: str | None, holds_model: bool = Tr
         os.environ[MODEL_CACHE] = cache_dir
     if run.threads is not None:
         torch.set_num_threads(run.threads)
-    return torch.device("cuda" if holds_model and uses_gpu(run.device) else "cpu")
+    if not (holds_model and uses_gpu(run.device)):
+        return torch.device("cpu")
+    if run.deterministic:
+        use_deterministic_kernels()
+    return torch.device("cuda")
 
 
 def rollout_sampling(rollout: RolloutConfig, policy: LoadedPolicy) -> SamplingParams:

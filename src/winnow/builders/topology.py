@@ -114,7 +114,7 @@ def build_models(
         release: Callable[[], None] | None = release_memory
 
         def scores(canary: Canary) -> CanaryScores:
-            return canary.expected(strategy)
+            return canary.score(strategy)
 
         def weights(version: int) -> WeightUpdate:
             exported = strategy.export_weights(adapter_only=adapter is not None)

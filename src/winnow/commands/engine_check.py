@@ -98,7 +98,7 @@ class TrainerModel:
             fp32_head=fp32_head,
         )
         canary = draw_canary(policy, config.rollout.temperature)
-        return cls(strategy, vocabulary, fp32_head, canary, canary.expected(strategy))
+        return cls(strategy, vocabulary, fp32_head, canary, canary.score(strategy))
 
     async def compare(self, name: str, engine: Engine, version: int) -> EngineFinding:
         """Compare the engine's log-probs of fixed sequences."""

@@ -71,7 +71,7 @@ from winnow.evaluation.report import (
     run_with_progress,
 )
 from winnow.http.client import RemoteError
-from winnow.models.fetch import is_elsewhere, may_be_hub_name
+from winnow.models.fetch import is_remote, may_be_hub_name
 from winnow.models.folders import ADAPTER_CONFIG
 from winnow.observe.files import RunFolder, explain_disk_errors, unused_path, write_atomic
 from winnow.ranks.models import LoadedPolicy, load_policy
@@ -404,7 +404,7 @@ def _with_default_templates(config: Config) -> tuple[Config, str]:
 
 def _is_run(path: Path, name: str) -> bool:
     """Distinguish a run from a model; a missing path is a hub model or else a run."""
-    if is_elsewhere(name):
+    if is_remote(name):
         return False
     if not path.exists():
         is_ours = name.endswith("/") or name.partition("/")[0] in ("runs", "evals")

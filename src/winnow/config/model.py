@@ -67,6 +67,9 @@ class ModelConfig(Section):
     """Run Python code that comes with the model folder."""
     gradient_checkpointing: Annotated[bool, Change.IN_FORK] = False
     """Recompute activations in the backward pass to save memory."""
+    recompute_attention: Annotated[bool, Change.ON_RESUME] = True
+    """With gradient_checkpointing, recompute attention too; false stores its outputs, which take
+    heads x head size numbers a token and layer. The bits are the same."""
 
     @property
     def source(self) -> str | None:
@@ -74,6 +77,11 @@ class ModelConfig(Section):
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
     def conflicts(self) -> Iterator[str]:
+        if not (self.recompute_attention or self.gradient_checkpointing):
+            yield (
+                "model.recompute_attention=false needs model.gradient_checkpointing=true, without "
+                "which nothing is recomputed; set one of them to true"
+            )
         if self.revision is not None and (self.path is None or "://" in self.path):
             yield (
                 f"model.revision={self.revision} needs a hub model, got model.path="

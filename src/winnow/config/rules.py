@@ -135,6 +135,7 @@ _UNSUPPORTED = {
     },
     "trainer/strategy=megatron": {
         "model/adapter=lora": "set trainer/strategy=fsdp2, or model/adapter=none",
+        "model.recompute_attention=false": "set it to true, or choose trainer/strategy=fsdp2",
     },
     "trainer.strategy.compile=true": {"rollout.routing_replay=true": "set one of them to false"},
     "rollout/engine=http": {

@@ -26,9 +26,9 @@ class WholeModels(Section):
     """Unsharded models, in the process that runs them."""
 
     name: Literal["single"] = "single"
-    compile: bool = False
+    compile: bool | None = None
     """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
-    compiler (and Triton on GPUs). Bits differ."""
+    compiler (and Triton on GPUs). Bits differ. null compiles dense models on GPUs, if it can."""
 
 
 class Sharded(Section):
@@ -62,9 +62,9 @@ class Fsdp2(Sharded):
     """Models sharded over several processes (PyTorch's `fully_shard`); see docs/ranks.md."""
 
     section_key: ClassVar[str] = "trainer.strategy"
-    compile: bool = False
+    compile: bool | None = None
     """Run the models' blocks through torch.compile while they learn; starts later, needs a C++
-    compiler (and Triton on GPUs). Bits differ."""
+    compiler (and Triton on GPUs). Bits differ. null compiles dense models on GPUs, if it can."""
     sequence: int = Field(1, ge=1)
     """Ranks that share each micro-batch, a part of its tokens each (Ulysses sequence parallelism);
     a divisor of ranks and of the attention heads."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from winnow.data.columns import excerpt
 from winnow.errors import DataError
-from winnow.models.fetch import hub_fault
+from winnow.models.fetch import explain_hub_error
 
 FORMATS = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv")
 _URL = re.compile(r"hf://(?:datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
@@ -113,7 +113,7 @@ def list_files(label: str, repo: str, revision: str) -> Listing:
         info = HfApi().dataset_info(repo, revision=revision, timeout=30)
     # The client raises its own errors and those of the HTTP library below, which has changed.
     except Exception as error:
-        raise DataError(f"{label}: {hub_fault(error)}") from error
+        raise DataError(f"{label}: {explain_hub_error(error)}") from error
     files = sorted(file.rfilename for file in info.siblings or ())
     card = vars(info.card_data) if info.card_data else {}
     configs = card.get("configs")
@@ -134,4 +134,4 @@ def fetch_file(label: str, url: str) -> Path:
         repo, revision, file = match.groups()
         return Path(hf_hub_download(repo, file, repo_type="dataset", revision=revision))
     except Exception as error:
-        raise DataError(f"{label}: {hub_fault(error)}") from error
+        raise DataError(f"{label}: {explain_hub_error(error)}") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.errors import ModelError
-from winnow.models.fetch import brief, check_hub, check_place, local_folder, remedy_of
+from winnow.models.fetch import brief, check_hub, check_model_path, local_folder, remedy_of
 from winnow.types import IntArray
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def load_tokenizer(
 
     from winnow.models.folders import quiet_transformers
 
-    check_place(path, field)
+    check_model_path(path, field)
     local = local_folder(path, field)
     folder = Path(local).expanduser()
     is_folder = folder.is_dir()

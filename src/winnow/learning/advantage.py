@@ -18,7 +18,7 @@ from winnow.algorithms.advantages import AdvantageInputs, Advantages, Estimator,
 from winnow.algorithms.correction import correct
 from winnow.algorithms.kl import KL_ESTIMATORS, adapted_coef
 from winnow.errors import TrainingError
-from winnow.learning.batch import Batch, sample_tokens
+from winnow.learning.batch import Batch, count_loss_tokens
 from winnow.learning.data_parallel import SINGLE_PROCESS
 from winnow.observe.metrics import Metrics
 from winnow.types import Group
@@ -40,22 +40,22 @@ def correct_batch(batch: Batch, options: Mapping[str, Any], metrics: Metrics) ->
         batch.loss_mask,
         batch.offsets,
         **options,
-        total=batch.dp.all_reduce,
+        all_reduce=batch.dp.all_reduce,
     )
     sums = {
         "tokens": float(batch.loss_mask.sum()),
-        "samples": float((sample_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
+        "samples": float((count_loss_tokens(batch, np.arange(batch.n_samples)) > 0).sum()),
     }
     sums |= {name: float(total) for name, total in correction.sums.items()}
     sums = batch.dp.reduce_figures(sums)
     counts = {name: int(sums.pop(name)) for name in ("tokens", "samples")}
-    book_correction(metrics, sums, **counts)
+    record_correction(metrics, sums, **counts)
     if correction.weights is not None:
         batch.columns["weight"] = correction.weights
     return replace(batch, loss_mask=correction.loss_mask)
 
 
-def book_correction(
+def record_correction(
     metrics: Metrics, sums: Mapping[str, float], *, tokens: int, samples: int
 ) -> None:
     """Book the shares of rejected tokens and samples, and the mean weight of the remaining tokens.
@@ -153,9 +153,8 @@ class AdvantageStage:
             rewards_B = rewards_B - sum_samples(penalty_T, batch)
         if not bool(rewards_B.square().isfinite().all()):
             raise TrainingError(
-                f"a reward of {float(rewards_B.abs().max()):g} is too large: its square overflows, "
-                "and no advantage is left; lower the scale of the score, or its weight "
-                "(reward.weights.task)"
+                f"reward {float(rewards_B.abs().max()):g} is too large: its square overflows; "
+                "lower the scale of the score, or its weight (reward.weights.task)"
             )
         columns, needs = batch.columns, self.needs
         inputs = AdvantageInputs(
@@ -171,7 +170,7 @@ class AdvantageStage:
             prob=columns["old"].exp() if "prob" in needs else None,
             prob_square_sum=columns.get("prob_square_sum"),
             weights=columns.get("weight"),
-            total=batch.dp.all_reduce,
+            all_reduce=batch.dp.all_reduce,
         )
         if self._estimator.takes_all:
             advantages = estimate(self._estimator, _gather_inputs(inputs, batch), self._options)
@@ -200,7 +199,7 @@ def _gather_inputs(inputs: AdvantageInputs, batch: Batch) -> AdvantageInputs:
     gathered: dict[str, Any]
     gathered = {name: batch.gathered(each) for name, each in columns.items() if each is not None}
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(batch.lengths)]))
-    return replace(inputs, offsets=offsets, total=SINGLE_PROCESS.all_reduce, **gathered)
+    return replace(inputs, offsets=offsets, all_reduce=SINGLE_PROCESS.all_reduce, **gathered)
 
 
 def outcome_rewards(batch: Batch) -> Tensor:

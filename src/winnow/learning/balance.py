@@ -25,6 +25,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,13 +41,13 @@ _EVEN = 0.99
 """A lockstep that is not improved on."""
 
 
-def work(lengths: IntArray, width: int) -> IntArray:
+def estimate_work(lengths: IntArray, width: int) -> IntArray:
     """Estimate the work [B] of samples of so many tokens in a model of this width (H)."""
     return lengths * (_ATTENTION * width + lengths)
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class Assignment:
     """The micro-batch of each sample."""
 
     places: IntArray
@@ -76,7 +77,7 @@ class Deal:
         return float((self.work == 0).mean()) if self.work.size else 0.0
 
 
-def deal(lengths_B: IntArray, max_tokens: int, ranks: int = 1, width: int = 1) -> Deal:
+def assign(lengths_B: IntArray, max_tokens: int, ranks: int = 1, width: int = 1) -> Assignment:
     """Deal samples out to `ranks`, each with as many micro-batches as another.
 
     Args:
@@ -84,9 +85,9 @@ def deal(lengths_B: IntArray, max_tokens: int, ranks: int = 1, width: int = 1) -
         max_tokens: of a micro-batch; a longer sample gets one to itself.
         width: of the model (H), which says from what length on attention costs most.
     """
-    work_B = work(lengths_B, width)
+    work_B = estimate_work(lengths_B, width)
     if ranks == 1 or not len(lengths_B):
-        places = _in_turn(lengths_B, max_tokens)
+        places = _pack_in_order(lengths_B, max_tokens)
         rounds = int(places.max(initial=-1)) + 1
     else:
         tokens_B = np.minimum(lengths_B, max_tokens)
@@ -95,7 +96,7 @@ def deal(lengths_B: IntArray, max_tokens: int, ranks: int = 1, width: int = 1) -
         rounds = int(slots.max()) // ranks + 1
         rank_of = _even_sums(_sums(slots, work_B, rounds * ranks).reshape(rounds, ranks))
         places = rank_of.ravel()[slots] * rounds + slots // ranks
-    return Deal(places, _sums(places, work_B, ranks * rounds).reshape(ranks, rounds))
+    return Assignment(places, _sums(places, work_B, ranks * rounds).reshape(ranks, rounds))
 
 
 def _sums(places_B: IntArray, work_B: IntArray, size: int) -> IntArray:
@@ -114,7 +115,7 @@ def _even_sums(work_KR: IntArray) -> IntArray:
     return rank_of
 
 
-def _in_turn(lengths_B: IntArray, max_tokens: int) -> IntArray:
+def _pack_in_order(lengths_B: IntArray, max_tokens: int) -> IntArray:
     """Fill one rank's micro-batches in order, a new one whenever the next sample has no room."""
     places = np.empty(len(lengths_B), dtype=np.int64)
     place = filled = 0
@@ -144,9 +145,9 @@ def _pack_rounds(
         full = np.full(rounds - 1, max(int(work_B[0]), short))
         forms: list[Callable[[int], Any]]
         forms = [partial(np.maximum, longest), partial(np.append, full)]
-        candidates = [_lowest(form, most, pack) for form in forms[:rounds]]
+        candidates = [_lowest_level(form, most, pack) for form in forms[:rounds]]
         if packed := [each for each in candidates if each is not None]:
-            best = min(packed, key=_time)
+            best = min(packed, key=attrgetter("time"))
             even = pack(best.levels, fullest=False)
             return best.slots if even is None or even.time > best.time else even.slots
     raise AssertionError("one sample a micro-batch fits")
@@ -159,11 +160,7 @@ class _Packed(NamedTuple):
     slots: IntArray
 
 
-def _time(packed: _Packed) -> int:
-    return packed.time
-
-
-def _lowest(
+def _lowest_level(
     form: Callable[[int], IntArray], most: int, pack: Callable[[IntArray], _Packed | None]
 ) -> _Packed | None:
     """Bisect for the lowest level at which all samples fit; None where they never do."""
@@ -174,7 +171,7 @@ def _lowest(
         if tried is None:
             low = level
         else:
-            best, high = min(best, tried, key=_time), level
+            best, high = min(best, tried, key=attrgetter("time")), level
     return best
 
 

@@ -1,6 +1,6 @@
 """Pack groups into batches, cut these into mini-batches and micro-batches, and share them out.
 
-    groups ─pack─► Batch ─cut_updates─► groups of an update ─micro_batches─► [MicroBatch, …]
+    groups ─pack─► Batch ─split_updates─► groups of an update ─micro_batches─► [MicroBatch, …]
                      ▲                                                            │
                      └──── columns["old"] ◄── gather_tokens ◄── values [T] ◄──────┘
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from winnow.algorithms.aggregation import UpdateCounts
-from winnow.learning.balance import Deal, deal
+from winnow.learning.balance import Assignment, assign
 from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, token_places
 from winnow.observe.metrics import Metrics
 from winnow.types import (
@@ -179,6 +179,8 @@ class MicroBatch:
     scored_positions: Tensor
     """[S] int64, ascending: where gen_mask is true. The logits of token i come from the hidden
     state at i - 1, so only these meet the vocabulary."""
+    host_positions: IntArray
+    """The same, known to the host without asking the device."""
     behav: Tensor
     """[T] fp32, nats; 0 off gen_mask."""
     columns: Mapping[str, Tensor]
@@ -198,14 +200,13 @@ class MicroBatch:
         """Return a copy with every tensor on `device`; itself when it is there already."""
         if self.token_ids.device == device:
             return self
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.to(device, non_blocking=True)
-        values["columns"] = {
-            name: value.to(device, non_blocking=True) for name, value in self.columns.items()
-        }
-        return MicroBatch(**values)
+
+        def moved(value: Any) -> Any:
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        values = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
+        columns = {name: moved(value) for name, value in self.columns.items()}
+        return MicroBatch(**values | {"columns": columns})
 
 
 def pack(
@@ -324,7 +325,7 @@ def pack_sequences(sequences: Iterable[IntArray], last: int | None = None) -> Ba
     return pack(groups)
 
 
-def cut_updates(
+def split_updates(
     n_groups: int, groups_per_update: int, seed: int | Sequence[int]
 ) -> list[list[int]]:
     """Shuffle the groups of a step and cut them into updates of whole groups.
@@ -347,10 +348,10 @@ def cut_updates(
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
-    """An update, dealt out to ranks; `deal` says how evenly."""
+class UpdateShares:
+    """An update, dealt out to ranks; `assignment` says how evenly."""
 
-    deal: Deal
+    assignment: Assignment
     _batch: Batch
     _samples: IntArray
     """Places in the batch, longest first."""
@@ -360,22 +361,22 @@ class Shares:
 
     def micro_batches(self, rank: int) -> list[MicroBatch]:
         """Cut the micro-batches of one rank, without a look at the tokens of others."""
-        per_rank = self.deal.work.shape[1]
+        per_rank = self.assignment.work.shape[1]
         places = range(rank * per_rank, (rank + 1) * per_rank)
-        parts = (self._samples[self.deal.places == place] for place in places)
+        parts = (self._samples[self.assignment.places == place] for place in places)
         batch = self._batch if self._batch.holders is None else _exchange(self._batch, self.runs())
-        return [_slice(batch, part, self._group_tokens, self._counts) for part in parts]
+        return [_make_micro_batch(batch, part, self._group_tokens, self._counts) for part in parts]
 
     def runs(self) -> IntArray:
         """[B] the rank that runs each sample; -1 for those of other updates."""
         runs = np.full(self._batch.n_samples, -1)
-        runs[self._samples] = self.deal.places // max(self.deal.work.shape[1], 1)
+        runs[self._samples] = self.assignment.places // max(self.assignment.work.shape[1], 1)
         return runs
 
 
-def share(
+def split_update(
     batch: Batch, groups: Iterable[int], max_tokens: int, ranks: int = 1, width: int = 1
-) -> Shares:
+) -> UpdateShares:
     """Deal an update out to `ranks`, which run in step; counts are those of the whole.
 
     Args:
@@ -388,7 +389,7 @@ def share(
     groups_B, lengths_B = batch.groups.numpy(), batch.lengths
     samples = np.flatnonzero(in_update[groups_B])
     samples = samples[np.argsort(-lengths_B[samples], kind="stable")]
-    tokens = batch.dp.all_reduce(torch.from_numpy(sample_tokens(batch, samples))).numpy()
+    tokens = batch.dp.all_reduce(torch.from_numpy(count_loss_tokens(batch, samples))).numpy()
     group_tokens = np.zeros(batch.n_groups, dtype=np.int64)
     np.add.at(group_tokens, groups_B[samples], tokens)
     counts = UpdateCounts(
@@ -396,8 +397,8 @@ def share(
         samples=int((tokens > 0).sum()),
         groups=int((group_tokens > 0).sum()),
     )
-    dealt = deal(lengths_B[samples], max_tokens, ranks, width)
-    return Shares(dealt, batch, samples, group_tokens, counts)
+    dealt = assign(lengths_B[samples], max_tokens, ranks, width)
+    return UpdateShares(dealt, batch, samples, group_tokens, counts)
 
 
 def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
@@ -411,7 +412,7 @@ def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[
         groups: ordinals of the update's groups, each once, in any order.
         max_tokens: bounds memory.
     """
-    return share(batch, groups, max_tokens).micro_batches(0)
+    return split_update(batch, groups, max_tokens).micro_batches(0)
 
 
 def all_micro_batches(batch: Batch, max_tokens: int) -> list[MicroBatch]:
@@ -487,17 +488,17 @@ class MicroBatchSharder:
         local = pack(groups, overlong_filtering, is_local)
         return replace(local, dp=self.dp, holders=holders, all_lengths=lengths_B)
 
-    def update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
+    def cut_update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
         shares = self._share(batch, groups, max_tokens)
         if self.dp.mesh is not None:
-            dealt = shares.deal
+            dealt = shares.assignment
             self._figures.mean("ranks/spread", dealt.spread)
             self._figures.mean("ranks/lockstep", dealt.lockstep, dealt.capacity)
             self._figures.mean("ranks/idle", dealt.idle_share)
         return shares.micro_batches(self.dp.share)
 
-    def everything(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
+    def all_micro_batches(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of the whole step, for passes that learn nothing."""
         shares = self._share(batch, range(batch.n_groups), max_tokens)
         self._ran = shares.runs()
@@ -509,7 +510,7 @@ class MicroBatchSharder:
         """Return the outputs of all ranks' micro-batches for the local tokens, [T] on the CPU.
 
         Args:
-            microbatches: those that `everything` cut last.
+            microbatches: those that `all_micro_batches` cut last.
         """
         local_values = gather_tokens(batch, microbatches, values)
         if batch.holders is None:
@@ -527,14 +528,14 @@ class MicroBatchSharder:
         figures, self._figures = self._figures, Metrics()
         return figures
 
-    def _share(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> Shares:
-        return share(batch, groups, max_tokens, self.dp.shares, self._width)
+    def _share(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> UpdateShares:
+        return split_update(batch, groups, max_tokens, self.dp.shares, self._width)
 
 
 NO_SHARDING = MicroBatchSharder()
 
 
-def sample_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+def count_loss_tokens(batch: Batch, samples: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the tokens of each of these samples in loss_mask: [len(samples)]."""
     # A byte is read for a token and nothing is made: all ranks count all samples of an update.
     mask, offsets = batch.loss_mask.numpy(), batch.offsets.numpy()
@@ -567,7 +568,7 @@ def _exchange(batch: Batch, runs: IntArray) -> Batch:
     )
 
 
-def _slice(
+def _make_micro_batch(
     batch: Batch, samples: NDArray[np.int64], group_tokens: NDArray[np.int64], counts: UpdateCounts
 ) -> MicroBatch:
     starts = batch.offsets.numpy()
@@ -575,6 +576,7 @@ def _slice(
     source = torch.from_numpy(token_places(starts[samples], lengths))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     gen_mask = batch.gen_mask[source]
+    scored_positions = gen_mask.nonzero().squeeze(1)
     return MicroBatch(
         token_ids=batch.token_ids[source],
         positions=batch.positions[source],
@@ -582,7 +584,8 @@ def _slice(
         sample_index=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         gen_mask=gen_mask,
         loss_mask=batch.loss_mask[source],
-        scored_positions=gen_mask.nonzero().squeeze(1),
+        scored_positions=scored_positions,
+        host_positions=scored_positions.numpy(),
         behav=batch.behav[source],
         columns={name: column[source] for name, column in batch.columns.items()},
         group_tokens=torch.from_numpy(group_tokens[batch.groups.numpy()[samples]]),

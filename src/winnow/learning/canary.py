@@ -5,7 +5,7 @@ the right names, nor that the engine decodes with that memory and not with a cop
 engine keeps a stale copy of a tied output layer after every update, and reports success). So both
 sides score the same fixed sequences, each by its own code, and the log-probs must agree.
 
-    expected = canary.expected(policy)                     # the trainer's, at the new weights
+    expected = canary.score(policy)                     # the trainer's, at the new weights
     await engine.load_weights(WeightUpdate(step, policy.export_weights(dtype)))
     await canary.check(expected, step, engine.engines)     # raises when one of them differs
 
@@ -102,7 +102,7 @@ class Canary:
     """The dtype of the weights that engines hold."""
 
     @classmethod
-    def drawn(
+    def random(
         cls,
         vocabulary: int,
         positions: int,
@@ -123,12 +123,12 @@ class Canary:
         sequences = tuple(rng.integers(0, vocabulary, min(n, positions)) for n in LENGTHS)
         return cls(sequences, temperature, dtype)
 
-    def expected(self, strategy: Strategy) -> CanaryScores:
+    def score(self, strategy: Strategy) -> CanaryScores:
         """Compute the trainer's log-probs, and the limits that they set; all ranks call it."""
         exact = _logprobs(strategy, self.sequences)
         passes = [exact[:-1]]
         for place in range(_NUDGES):
-            with _nudged(strategy.model, place):
+            with _perturbed_embeddings(strategy.model, place):
                 passes.append(_logprobs(strategy, self.sequences[:-1]))
         samples = np.array(passes)  # [passes, sequences, SCORED]
         means = samples.mean(0)
@@ -151,7 +151,7 @@ class Canary:
         """Compare the engines' log-probs; returns the largest difference in nats.
 
         Args:
-            expected: the result of `expected` with these weights.
+            expected: the result of `score` with these weights.
             version: of the weights, for the message.
             engines: by name.
 
@@ -175,10 +175,10 @@ class Canary:
             most, mean = float(gaps.max()), float(gaps.mean())
             if not (most <= limits.largest and mean <= limits.mean):
                 raise PublicationError(
-                    f"weights of version {version}: {name} does not answer as the trainer does: "
-                    f"|Δlogp| of {len(gaps)} fixed tokens is {most:.3g} nats at most and "
-                    f"{mean:.3g} on average, allowed are {limits.largest:.3g} and "
-                    f"{limits.mean:.3g}; it decodes with other weights, or computes otherwise"
+                    f"weights of version {version}: {name} disagrees with the trainer: |Δlogp| of "
+                    f"{len(gaps)} fixed tokens is at most {most:.3g} nats and {mean:.3g} on "
+                    f"average, the limits are {limits.largest:.3g} and {limits.mean:.3g}; its "
+                    "weights are stale or its arithmetic differs"
                 )
             largest = max(largest, most)
         return largest
@@ -193,7 +193,7 @@ def _logprobs(strategy: Strategy, sequences: Sequence[IntArray]) -> list[FloatAr
 
 
 @contextlib.contextmanager
-def _nudged(model: nn.Module, place: int) -> Iterator[None]:
+def _perturbed_embeddings(model: nn.Module, place: int) -> Iterator[None]:
     """Move every eighth number of each embedding by one rounding step, from `place` on."""
 
     def nudge(module: nn.Module, args: Any, output: Tensor) -> Tensor:

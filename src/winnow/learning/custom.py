@@ -42,7 +42,7 @@ def load_policy_loss(section: CustomPolicyLoss) -> PolicyLoss:
     field = "algorithm.policy_loss.path"
     function, where = load_user_object(section.path, field, ConfigError), f"{field} {section.path}"
     loss = PolicyLoss(partial(_call_loss, function, where), distances=frozenset())
-    with _refused_before_the_start():
+    with _as_config_error():
         _try_loss(loss, where, section.options)
     return loss
 
@@ -57,13 +57,13 @@ def load_estimator(section: CustomAdvantage) -> Estimator:
     field = "algorithm.advantage.path"
     function, where = load_user_object(section.path, field, ConfigError), f"{field} {section.path}"
     estimator = Estimator("custom", partial(_call_estimator, function, where), takes_all=True)
-    with _refused_before_the_start():
+    with _as_config_error():
         _try_estimator(estimator, where, section.options)
     return estimator
 
 
 @contextlib.contextmanager
-def _refused_before_the_start() -> Iterator[None]:
+def _as_config_error() -> Iterator[None]:
     """Raise what is wrong with a trial as a fault of the recipe."""
     try:
         yield
@@ -79,11 +79,11 @@ def _call_loss(function: Callable[..., Any], where: str, x: LossTerms, **options
         case _:
             raise TrainingError(
                 f"{where} must return (loss, figures), a tensor [T] and a dict of sums, got "
-                f"{_shown(output)}"
+                f"{_describe(output)}"
             )
     if loss.shape != logp.shape or not loss.is_floating_point():
         raise TrainingError(
-            f"{where} must return the loss of each token, {_shown(logp)}, got {_shown(loss)}"
+            f"{where} must return the loss of each token, {_describe(logp)}, got {_describe(loss)}"
         )
     if logp.requires_grad and not loss.requires_grad:
         raise TrainingError(
@@ -96,20 +96,20 @@ def _call_loss(function: Callable[..., Any], where: str, x: LossTerms, **options
             f"{where}: the loss is NaN or infinite for finite log-probs; bound its ratio, as "
             "winnow.algorithms.losses.ratio does"
         )
-    sums = {str(name): _figure(where, name, value) for name, value in figures.items()}
+    sums = {str(name): _checked_figure(where, name, value) for name, value in figures.items()}
     return torch.where(x.tokens.mask, loss, 0.0), sums
 
 
-def _figure(where: str, name: Any, value: Any) -> Tensor:
+def _checked_figure(where: str, name: Any, value: Any) -> Tensor:
     if not isinstance(name, str) or "/" in name or name in RESERVED:
         raise TrainingError(
-            f"{where}: a figure is called {name!r}; give it a name without / and other than "
+            f"{where}: invalid figure name {name!r}; use one without / and other than "
             f"{', '.join(sorted(RESERVED))}"
         )
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         raise TrainingError(
             f"{where}: figure {name} must be one number, the sum over the counted tokens, got "
-            f"{_shown(value)}"
+            f"{_describe(value)}"
         )
     return torch.as_tensor(value).detach().reshape(())
 
@@ -122,7 +122,7 @@ def _call_estimator(
     if not isinstance(value, Tensor) or value.shape not in shapes or not value.is_floating_point():
         raise TrainingError(
             f"{where} must return one number for each sample, [B] = {list(shapes[0])}, or for "
-            f"each token, [T] = {list(shapes[1])}, got {_shown(value)}"
+            f"each token, [T] = {list(shapes[1])}, got {_describe(value)}"
         )
     if value.shape == inputs.gen_mask.shape:
         value = torch.where(inputs.gen_mask, value, 0.0)
@@ -148,11 +148,11 @@ def _call(function: Callable[..., Any], where: str, *arguments: Any, **options: 
         ) from fault
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, tuple):
-        return f"({', '.join(_shown(part) for part in value)})"
+        return f"({', '.join(_describe(part) for part in value)})"
     return type(value).__name__
 
 
@@ -192,8 +192,8 @@ def _try_loss(loss: PolicyLoss, where: str, options: Mapping[str, Any]) -> None:
         if not abs(sum(parts) - total) <= SPLIT_TOLERANCE * max(abs(total), 1.0):
             raise TrainingError(
                 f"{where}: figure {name} must be a sum over the counted tokens, which adds up "
-                f"over micro-batches, got {total:g} of a whole whose halves give "
-                f"{' and '.join(f'{part:g}' for part in parts)}"
+                f"over micro-batches, got {total:g} for all samples and "
+                f"{' and '.join(f'{part:g}' for part in parts)} for its halves"
             )
 
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -41,12 +43,8 @@ from winnow.learning.runner import ModelRunner
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import HALF, Strategy, decoder_layers, local, tensors_of
 from winnow.models.causal_lm import is_reward_model, is_value_model
-from winnow.models.lora import is_adapters, plain_name
-from winnow.models.sharded_loading import (
-    SavedWeights,
-    replace_parameters,
-    saved_weights,
-)
+from winnow.models.lora import is_adapter_weight, name_without_adapter
+from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
 from winnow.models.value import scalar_head
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
@@ -98,17 +96,20 @@ class FSDP2Strategy(Strategy):
         size = 1 if sequence is None else sequence.size()
         self.sharder = MicroBatchSharder(mesh, int(cast(Any, model).config.hidden_size), size)
         super().__init__(model, device=device_of(mesh), **options)
+        if sharding.offload and mesh.device_type != "cpu":
+            # A rank with a GPU has one thread for all else.
+            self.step_threads = max(cores_per_rank(), torch.get_num_threads())
 
     def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
         if self._sequence is None:
             return super()._make_runner(model, *readout)
         return SequenceRunner(model, *readout, group=self._sequence)
 
-    def _hold(self) -> dict[str, nn.Parameter]:
+    def _place_weights(self) -> dict[str, nn.Parameter]:
         model, weights = self.model, saved_weights(self.model)
         compute = next(cast(Any, model).base_model.parameters()).dtype
         if weights is not None:
-            _empty(model, weights)
+            _materialize(model, weights)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype in HALF:
                 self._rounded[name] = parameter.dtype
@@ -131,19 +132,19 @@ class FSDP2Strategy(Strategy):
             if rows.stop > rows.start:
                 # As if it had been loaded in the type that the recipe names.
                 dtype = self._rounded.get(name, parameter.dtype)
-                local(tensor).copy_(weights.part(plain_name(name), [rows]).to(dtype))
+                local(tensor).copy_(weights.part(name_without_adapter(name), [rows]).to(dtype))
             return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
         replace_parameters(self.model, make)
 
     @contextlib.contextmanager
-    def _pass(self) -> Iterator[None]:
+    def _pass_context(self) -> Iterator[None]:
         try:
             yield
         finally:
             # What stayed gathered would be used again when weights have changed; so would what a
             # loss that raises leaves behind.
-            for module in self._units():
+            for module in self._fsdp_units():
                 module.reshard()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
@@ -154,7 +155,7 @@ class FSDP2Strategy(Strategy):
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         return global_norm(gradients, self.mesh, self.device)
 
-    def _summed(self, counts: Tensor) -> Tensor:
+    def _all_reduce(self, counts: Tensor) -> Tensor:
         for axis in range(self.mesh.ndim):
             dist.all_reduce(counts, group=self.mesh.get_group(axis))
         return counts
@@ -162,7 +163,7 @@ class FSDP2Strategy(Strategy):
     def _fill(self, target: Tensor, source: Tensor) -> None:
         copy_into(target, source)
 
-    def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _gather_tensors(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(tensor, self.device)) for name, tensor in named)
 
     def export_trained(self) -> Iterator[tuple[str, Tensor]]:
@@ -171,7 +172,8 @@ class FSDP2Strategy(Strategy):
         Tensors are whole on every rank, rounded to the type the model computes in; all ranks must
         take all of them.
         """
-        return self._exported((name, p.detach()) for name, p in self._masters.items())
+        named = ((name, p.detach()) for name, p in self._masters.items())
+        return self._gather_tensors(self._cast(named))
 
     def export_shards(self) -> dict[str, Tensor]:
         """Return the tensors of `export_weights`, sharded; an adapter's model has others."""
@@ -183,7 +185,7 @@ class FSDP2Strategy(Strategy):
         exported: Mapping[str, Tensor] = self._masters
         if what != "trained":
             every, is_alone = tensors_of(self.model), what == "adapter"
-            exported = {name: t for name, t in every.items() if is_adapters(name) == is_alone}
+            exported = {name: t for name, t in every.items() if is_adapter_weight(name) == is_alone}
         return sum(t.numel() * self._rounded.get(n, t.dtype).itemsize for n, t in exported.items())
 
     def blank_state(self) -> dict[str, Any]:
@@ -196,7 +198,7 @@ class FSDP2Strategy(Strategy):
         weights = {n: torch.zeros_like(t) for n, t in self.state_dict()["weights"].items()}
         return {"weights": weights, "optimizer": optimizer}
 
-    def _units(self) -> list[FSDPModule]:
+    def _fsdp_units(self) -> list[FSDPModule]:
         return [module for module in self._runner.modules() if isinstance(module, FSDPModule)]
 
 
@@ -206,6 +208,13 @@ def make_mesh(kind: str, ranks: int, replicas: int) -> DeviceMesh:
         return init_device_mesh(kind, (ranks,))
     shape = replicas, ranks // replicas
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def cores_per_rank() -> int:
+    """Return this machine's cores, divided by the ranks on it; all ranks must call it."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return max(len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname()), 1)
 
 
 def _shard(
@@ -247,11 +256,11 @@ def _prefetch(layers: Sequence[nn.Module], ahead: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(at - ahead, 0) : at][::-1])
 
 
-def _empty(model: nn.Module, weights: SavedWeights) -> None:
+def _materialize(model: nn.Module, weights: SavedWeights) -> None:
     """Take a hollow model's stand-ins off all devices, in place; what is real stays."""
 
     def make(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if plain_name(name) not in weights:
+        if name_without_adapter(name) not in weights:
             return parameter
         shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return nn.Parameter(shape, requires_grad=parameter.requires_grad)
@@ -288,9 +297,9 @@ def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.devic
         device: where the ranks' sums meet; the tensors may lie on the host.
     """
     parts = [local(tensor) for tensor in tensors]
+    norm = torch.nn.utils.get_total_norm(parts) if parts else torch.zeros(())
     # In double: the square of an fp32 norm of 1e20 would be infinite.
-    norm = float(torch.nn.utils.get_total_norm(parts)) if parts else 0.0
-    square = torch.tensor(norm, dtype=torch.float64, device=device).square_()
+    square = norm.to(device, torch.float64).square()
     for axis in range(mesh.ndim):
         dist.all_reduce(square, group=mesh.get_group(axis))
     replicas = mesh.size() // mesh.size(mesh.ndim - 1)

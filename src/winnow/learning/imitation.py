@@ -7,14 +7,13 @@ token counts alike, however sequences are packed, split into micro-batches and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from winnow.errors import TrainingError
 from winnow.learning.batch import MicroBatch
-from winnow.learning.learner import Learned
+from winnow.learning.learner import Learned, SkippedUpdates
 from winnow.learning.policy import run_update
 from winnow.learning.routes import load_figures
 from winnow.learning.runner import Output, Outputs
@@ -41,17 +40,20 @@ class Imitator:
     """By step."""
     max_skipped_updates: int
     progress: int = 0
-    begun: int = 0
     """Moves with each pass and update."""
-    skipped_in_a_row: int = 0
+    begun: int = 0
+    skips: SkippedUpdates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skips = SkippedUpdates("sft", "", self.max_skipped_updates)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that outlives a step, without the model and its optimizer."""
-        return {"skipped_in_a_row": self.skipped_in_a_row}
+        return {"skipped_in_a_row": self.skips.in_a_row}
 
     def load_state_dict(self, state: Any) -> None:
         """Restore what `state_dict` returned."""
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.skips.in_a_row = state["skipped_in_a_row"]
 
     def learn(
         self, groups: Sequence[Group], step: int, metrics: Metrics, watch: Stopwatch
@@ -64,7 +66,7 @@ class Imitator:
         with watch.phase("batch"):
             sharder = self.strategy.sharder
             batch = sharder.pack(groups, self.microbatch_tokens)
-            micro = sharder.update(batch, range(batch.n_groups), self.microbatch_tokens)
+            micro = sharder.cut_update(batch, range(batch.n_groups), self.microbatch_tokens)
         self.begun += 1
         with watch.phase("update"):
             rate = self.lr(step)
@@ -73,15 +75,9 @@ class Imitator:
         metrics.merge(load_figures(self.strategy.expert_load()))
         metrics.sum(SFT_TOKENS, int(batch.dp.all_reduce(batch.loss_mask.sum())))
         self.progress += 1
-        self.skipped_in_a_row = 0 if sums is not None else self.skipped_in_a_row + 1
+        self.skips.count(figures, step)
         if sums is not None:
             metrics.last(SFT_LOSS, sums["loss"])
-        elif self.skipped_in_a_row >= self.max_skipped_updates:
-            raise TrainingError(
-                f"step {step}: {self.skipped_in_a_row} updates in a row had a gradient that is not "
-                "finite (optim.max_skipped_updates); lower optim.lr, or look for NaN weights in "
-                "model.path"
-            )
         lengths = batch.prompt_lengths.numpy()
         return Learned(np.zeros(len(lengths), np.float32), lengths, int(batch.lengths.sum()))
 

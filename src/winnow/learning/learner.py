@@ -22,7 +22,7 @@ from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
-from winnow.learning.batch import Batch, TokenColumn, cut_updates, token_ages
+from winnow.learning.batch import Batch, TokenColumn, split_updates, token_ages
 from winnow.learning.critic import Critic, value_figures
 from winnow.learning.policy import Policy
 from winnow.learning.routes import load_figures, token_routes
@@ -55,7 +55,7 @@ class LearnerSettings:
         """Yield a seed and the ordinals of its groups for each update of a step."""
         for epoch in range(self.epochs):
             seed = self.seed, step, epoch
-            for place, update in enumerate(cut_updates(n_groups, self.groups_per_update, seed)):
+            for place, update in enumerate(split_updates(n_groups, self.groups_per_update, seed)):
                 yield (*seed, place), update
 
 
@@ -129,7 +129,7 @@ class Learner:
         self._policy, self._reference = policy, reference
         self._advantage, self._settings, self._correction = advantage, settings, correction
         self._critic = None if critic is None else CriticLearner(critic, settings)
-        self._skips = Skips("actor", "", settings.max_skipped_updates)
+        self._skips = SkippedUpdates("actor", "", settings.max_skipped_updates)
         self._passes_and_updates = self.begun = 0
 
     @property
@@ -215,7 +215,7 @@ class Learner:
         policy, reference, critic = self._policy, self._reference, self._critic
         tokens = self._settings.microbatch_tokens
         with watch.phase("old_logprobs" if policy.has_pass else "batch"):
-            metrics.merge(policy.old_logprobs(batch, tokens, "prob" in self._advantage.needs))
+            metrics.merge(policy.fill_old_logprobs(batch, tokens, "prob" in self._advantage.needs))
         self._passes_and_updates += 1
         if reference is not None:
             is_policy = reference is policy.strategy
@@ -238,8 +238,8 @@ class Learner:
             return
         keys, has_moved = _sample_keys(groups), False
         for seed, update in settings.updates(batch.n_groups, step):
-            policy.choose(batch, update, keys, _draw_seed(*seed))
-            micro = policy.strategy.sharder.update(batch, update, settings.microbatch_tokens)
+            policy.select_tokens(batch, update, keys, _draw_seed(*seed))
+            micro = policy.strategy.sharder.cut_update(batch, update, settings.microbatch_tokens)
             stats = policy.update(micro, settings.lr(step), has_moved)
             metrics.merge(stats)
             has_moved |= self._skips.count(stats, step)
@@ -258,7 +258,7 @@ class CriticLearner:
     def __init__(self, critic: Critic, settings: LearnerSettings) -> None:
         self._critic, self._settings = critic, settings
         self.microbatch_tokens = settings.critic_microbatch_tokens or settings.microbatch_tokens
-        self.skips = Skips("critic", "critic.", settings.critic_max_skipped_updates)
+        self.skips = SkippedUpdates("critic", "critic.", settings.critic_max_skipped_updates)
         self.progress = 0
         """A number that moves with each pass and update."""
 
@@ -286,7 +286,7 @@ class CriticLearner:
         assert rate is not None
         has_moved = False
         for _, update in self._settings.updates(batch.n_groups, step):
-            micro = strategy.sharder.update(batch, update, self.microbatch_tokens)
+            micro = strategy.sharder.cut_update(batch, update, self.microbatch_tokens)
             stats = self._critic.update(micro, rate(step))
             metrics.merge(stats)
             has_moved |= self.skips.count(stats, step)
@@ -297,7 +297,7 @@ class CriticLearner:
         return metrics
 
 
-class Skips:
+class SkippedUpdates:
     """The number of a role's updates in a row that had a non-finite gradient.
 
     Args:
@@ -337,7 +337,7 @@ def _check_weights(moved: Strategy, field: str, step: int) -> None:
     """
     if not moved.weights_are_finite():
         raise TrainingError(
-            f"step {step}: the weights overflow after its updates, and are not saved; lower {field}"
+            f"step {step}: the weights overflowed in its updates and are not saved; lower {field}"
         )
 
 

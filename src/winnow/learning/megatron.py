@@ -66,7 +66,7 @@ class RankLayout:
         table = np.arange(ranks).reshape(self.pipeline, -1, self.tensor)
         return table.transpose(1, 0, 2).reshape(-1, self.pipeline * self.tensor)
 
-    def join(self) -> None:
+    def init_groups(self) -> None:
         """Make Megatron's process groups, where there are none yet; all ranks call this."""
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
@@ -80,7 +80,7 @@ class RankLayout:
             model_parallel_cuda_manual_seed(0)
 
     def place(self) -> RankPlace:
-        """Return this rank's place, after `join`."""
+        """Return this rank's place, after `init_groups`."""
         return RankPlace(
             self.tensor,
             self.pipeline,
@@ -111,7 +111,7 @@ class MegatronStrategy(Strategy):
     def __init__(
         self, model: nn.Module, mesh: DeviceMesh, layout: RankLayout, **options: Any
     ) -> None:
-        layout.join()
+        layout.init_groups()
         self.mesh, self._layout, self._place = mesh, layout, layout.place()
         self._recomputes = bool(options.pop("gradient_checkpointing", False))
         width = int(cast(Any, model).config.hidden_size)
@@ -128,17 +128,17 @@ class MegatronStrategy(Strategy):
         layout = self._dimensions, self._place, self._dtype
         return Stage(model.config, *layout, has_head, split, self._recomputes)
 
-    def _sped_up(self, compiles: bool) -> None:
+    def _add_faster_layers(self, compiles: bool | None) -> None:
         assert not compiles, "the recipe's rules refuse it"
 
-    def _hold(self) -> dict[str, nn.Parameter]:
+    def _place_weights(self) -> dict[str, nn.Parameter]:
         runner = cast(StageRunner, self._runner)
         self._stage, self._groups = runner.stage.eval(), runner.stage.groups
         shapes = {name: tensor.shape for name, tensor in tensors_of(self.model).items()}
         self._parts = parts_of(shapes, self._dimensions, self._place)
         self._local_params = dict(runner.local_parameters())
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        self._fill_in()
+        self._read_weights()
         # Both ends of a tied embedding are summed over their owners.
         tied = self._dimensions.is_tied and self._place.pipeline > 1
         first = {"embedding.weight", "head.weight"} if tied else set[str]()
@@ -156,14 +156,14 @@ class MegatronStrategy(Strategy):
         stepped = {name: p for name, p in self._local_params.items() if p.requires_grad}
         for name, parameter in stepped.items():
             if parameter.dtype in HALF:
-                cast(Any, parameter).register_post_accumulate_grad_hook(self._adds_up(name))
+                cast(Any, parameter).register_post_accumulate_grad_hook(self._accumulate_hook(name))
         return {
             name: nn.Parameter(p.detach().float()) if p.dtype in HALF else p
             for name, p in stepped.items()
             if self._is_owner(name)
         }
 
-    def _fill_in(self) -> None:
+    def _read_weights(self) -> None:
         """Read this rank's parts of the model's weights."""
         weights, real = saved_weights(self.model), tensors_of(self.model)
         with torch.no_grad():
@@ -195,7 +195,7 @@ class MegatronStrategy(Strategy):
     def _is_owner(self, name: str) -> bool:
         return self._replicas(name).rank() == self._owners[name]
 
-    def _adds_up(self, name: str) -> Callable[[Tensor], None]:
+    def _accumulate_hook(self, name: str) -> Callable[[Tensor], None]:
         """Return a hook that adds up a half-precision parameter's gradients in fp32."""
 
         def take_over(owner: Tensor) -> None:
@@ -271,7 +271,7 @@ class MegatronStrategy(Strategy):
         if group.size() > 1:
             last = dist.get_global_rank(group, group.size() - 1)
             dist.broadcast_object_list(totals, last, group=group)
-        return self._over_ranks(*totals[0])
+        return self._reduce_figures(*totals[0])
 
     def _schedule(
         self,
@@ -369,7 +369,7 @@ class MegatronStrategy(Strategy):
         dist.all_reduce(square)
         return math.sqrt(float(square))
 
-    def _round_masters(self) -> None:
+    def _copy_masters_to_model(self) -> None:
         with torch.no_grad():
             for name, master in self._masters.items():
                 if master is not self._local_params[name]:
@@ -403,16 +403,16 @@ class MegatronStrategy(Strategy):
 
     def export_trained(self) -> Iterator[tuple[str, Tensor]]:
         """Export what is trained, as `FSDP2Strategy.export_trained` does."""
-        return self._gathered(self._trained_alone())
+        return self._gathered(self._trained_tensors())
 
-    def _trained_alone(self) -> dict[str, Tensor]:
+    def _trained_tensors(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _gathered(
         self, templates: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of these shapes and dtypes, whole on every rank."""
-        local = self._by_tensor()
+        local = self._local_parts()
         for name, like in templates.items():
             # Bytes are summed, to which one rank each gives its part: every bit arrives.
             whole = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
@@ -424,7 +424,7 @@ class MegatronStrategy(Strategy):
             dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
             yield name, whole.to(dtype or like.dtype)
 
-    def _by_tensor(self) -> dict[str, tuple[nn.Parameter, Part]]:
+    def _local_parts(self) -> dict[str, tuple[nn.Parameter, Part]]:
         """Return this rank's part of each Hugging Face tensor."""
         return {
             part.name: (self._local_params[key], part)
@@ -445,7 +445,7 @@ class MegatronStrategy(Strategy):
 
     def exported_bytes(self, what: str) -> int:
         """Count the bytes of `export_weights`, or of `export_trained`."""
-        tensors = self._trained_alone() if what == "trained" else tensors_of(self.model)
+        tensors = self._trained_tensors() if what == "trained" else tensors_of(self.model)
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
     def state_dict(self) -> dict[str, Any]:
@@ -506,11 +506,11 @@ class MegatronStrategy(Strategy):
                     values = state["weights"][part.name].to_local().to(self.device, copy=True)
                     part.fill(parameter if master is None else master, values)
                     if master is not None and part.name in state["optimizer"]:
-                        self._take_moments(master, part, state["optimizer"][part.name])
-        self._round_masters()
+                        self._load_moments(master, part, state["optimizer"][part.name])
+        self._copy_masters_to_model()
         self._from_owners(n for n, p in self._local_params.items() if not p.requires_grad)
 
-    def _take_moments(self, master: nn.Parameter, part: Part, moments: Mapping[str, Any]) -> None:
+    def _load_moments(self, master: nn.Parameter, part: Part, moments: Mapping[str, Any]) -> None:
         taken = self._optimizer.state[master]
         for key, value in moments.items():
             if key == "step":

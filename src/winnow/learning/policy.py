@@ -23,12 +23,11 @@ from winnow.algorithms.correction import (
     max_delta,
     mismatch_figures,
     mismatch_sums,
-    mismatch_sums_by_age,
 )
 from winnow.algorithms.covariance import keyed_draws
 from winnow.algorithms.kl import token_kl
 from winnow.algorithms.losses import LossTokens, PolicyLoss
-from winnow.learning.advantage import book_correction
+from winnow.learning.advantage import record_correction
 from winnow.learning.batch import Batch, MicroBatch
 from winnow.learning.runner import Output, Outputs
 from winnow.learning.strategy import LossFn, LossResult, Stats, Strategy, run_pass
@@ -150,7 +149,7 @@ class PolicyObjective:
         if self.old == "pass" or not self.reports_mismatch:
             return {}, {}
         pair = (now, micro.behav, micro.gen_mask)
-        mismatch = _mismatch_sums(*pair, micro.columns.get("age"))
+        mismatch = mismatch_sums(*pair, micro.columns.get("age"))
         sums = {f"{_MISMATCH}{name}": total for name, total in mismatch.items()}
         return sums, {f"{_MISMATCH}max_delta": max_delta(*pair)}
 
@@ -185,7 +184,7 @@ class Policy:
         """True if a step begins with a separate pass for the old log-probs."""
         return self.objective.old == "pass"
 
-    def old_logprobs(
+    def fill_old_logprobs(
         self, batch: Batch, microbatch_tokens: int, with_squares: bool = False
     ) -> Metrics:
         """Fill the column `old` [T] as the objective wants it, with a pass if it takes one.
@@ -212,12 +211,14 @@ class Policy:
         old = batch.columns["old"] = columns.pop("logprob")
         batch.columns.update({str(name): values for name, values in columns.items()})
         pair, dp = (old, batch.behav, batch.gen_mask), batch.dp
-        totals = _mismatch_sums(*pair, batch.columns.get("age"))
+        totals = mismatch_sums(*pair, batch.columns.get("age"))
         sums = dp.reduce_figures({name: float(total) for name, total in totals.items()})
-        _book_mismatch(metrics, sums, float(torch.tensor(dp.all_gather(max_delta(*pair))).max()))
+        _record_mismatch(metrics, sums, float(torch.tensor(dp.all_gather(max_delta(*pair))).max()))
         return metrics
 
-    def choose(self, batch: Batch, groups: Sequence[int], sample_keys: Tensor, seed: int) -> None:
+    def select_tokens(
+        self, batch: Batch, groups: Sequence[int], sample_keys: Tensor, seed: int
+    ) -> None:
         """Fill the columns of a loss that selects tokens, for the tokens of one update.
 
         Args:
@@ -264,19 +265,19 @@ class Policy:
         metrics, sums = run_update(self.strategy, outputs, objective, microbatches, lr, "actor")
         if sums is not None:
             counts = microbatches[0].counts
-            _book(metrics, sums, counts.tokens, counts.samples)
+            _record_update(metrics, sums, counts.tokens, counts.samples)
         return metrics
 
 
-def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
+def _record_update(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
     """Book the figures of an update from its sums."""
     sums = dict(sums)
-    mismatch = _taken(sums, _MISMATCH)
+    mismatch = _pop_prefix(sums, _MISMATCH)
     if mismatch:
-        _book_mismatch(metrics, mismatch, mismatch.pop("max_delta"))
-    correction = _taken(sums, _CORRECTION)
+        _record_mismatch(metrics, mismatch, mismatch.pop("max_delta"))
+    correction = _pop_prefix(sums, _CORRECTION)
     if correction:
-        book_correction(metrics, correction, tokens=tokens, samples=samples)
+        record_correction(metrics, correction, tokens=tokens, samples=samples)
     metrics.mean("actor/loss", sums.pop("loss"))
     for name in ("policy_loss", "kl_loss"):
         if name in sums:
@@ -295,20 +296,13 @@ def _book(metrics: Metrics, sums: Stats, tokens: int, samples: int) -> None:
         metrics.mean_of(f"actor/{name}", total, tokens)
 
 
-def _taken(sums: dict[str, float], prefix: str) -> dict[str, float]:
+def _pop_prefix(sums: dict[str, float], prefix: str) -> dict[str, float]:
     """Take out the sums whose names begin with `prefix`, and drop the prefix."""
     names = [name for name in sums if name.startswith(prefix)]
     return {name.removeprefix(prefix): sums.pop(name) for name in names}
 
 
-def _mismatch_sums(
-    old: Tensor, behav: Tensor, mask: Tensor, age: Tensor | None
-) -> dict[str, Tensor]:
-    by_age = {} if age is None else mismatch_sums_by_age(old, behav, mask, age)
-    return {**mismatch_sums(old, behav, mask), **by_age}
-
-
-def _book_mismatch(metrics: Metrics, sums: Mapping[str, float], largest: float) -> None:
+def _record_mismatch(metrics: Metrics, sums: Mapping[str, float], largest: float) -> None:
     figures = mismatch_figures(sums)
     for name, value in figures.items():
         metrics.mean(f"{_MISMATCH}{name}", value, sums["tokens"])

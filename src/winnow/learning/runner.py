@@ -58,7 +58,7 @@ class ModelRunner(nn.Module):
             computed: dict[Output, Tensor] = {"score" if self._gives_score else "value": numbers}
         else:
             computed = self._logprobs(states, micro.token_ids[at], outputs)
-        return {name: self._placed(values, at, micro) for name, values in computed.items()}
+        return {name: self._scatter(values, at, micro) for name, values in computed.items()}
 
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
@@ -75,7 +75,7 @@ class ModelRunner(nn.Module):
         head = output_head(self.model)
         return OutputHead(head.weight, head.bias)
 
-    def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
+    def _scatter(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
         """Spread the values of some positions over [T], with 0 elsewhere."""
         blank = torch.zeros(len(micro.token_ids), dtype=values.dtype, device=values.device)
         return blank.index_copy(0, at, values)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from winnow.learning.batch import MicroBatch
 from winnow.learning.runner import ModelRunner
 from winnow.models.causal_lm import AttentionLayout, hidden_states
 from winnow.models.packed_attention import PackedLayout
+from winnow.types import IntArray
 
 FIELD = "trainer.strategy.sequence"
 _ATTENTION = {"full_attention", "sliding_attention"}
@@ -67,7 +69,7 @@ def check_model(model: nn.Module, size: int) -> None:
     for kinds, what in ((layers, "layers"), (ropes, "rotary embedding")):
         if size > 1 and kinds:
             raise ModelError(
-                f"{setting} gives a rank a part of each sequence, and the {what} of "
+                f"{setting} splits each sequence over ranks, and the {what} of "
                 f"{config.name_or_path} ({', '.join(kinds)}) need all of it; set {FIELD}=1"
             )
 
@@ -97,14 +99,13 @@ class SequenceRunner(ModelRunner):
         T = len(micro.token_ids)
         ids, positions = (self.local_tokens(x)[0] for x in (micro.token_ids, micro.positions))
         n = len(ids)
-        first = n * self._group.rank()
-        # Before the model: their number is read from the device, which waits for its work.
-        sources = at - shift - first
-        places = self._places(sources, n)
+        # They ascend, and the host knows them: nobody waits for the device.
+        places = np.cumsum(micro.lengths) - 1 if self._gives_score else micro.host_positions
+        mine = self._local_part(places - shift, n)
         packed = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
         layout = UlyssesLayout(packed, self._group, tokens=T)
         hidden = hidden_states(self.model, ids, positions, layout)
-        return hidden.index_select(0, sources[places]), at[places]
+        return hidden.index_select(0, at[mine] - shift - n * self._group.rank()), at[mine]
 
     def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
         T, N = len(values), self._group.size()
@@ -113,14 +114,15 @@ class SequenceRunner(ModelRunner):
         whole = F.pad(values, (0, 0) * (values.ndim - 1) + (0, n * N - T), value=fill)
         return whole[first : first + n], min(max(T - first, 0), n)
 
-    def _places(self, sources: Tensor, n: int) -> Tensor:
-        """Return the places of those of `sources` that are among this rank's n tokens."""
-        return ((sources >= 0) & (sources < n)).nonzero().squeeze(1)
+    def _local_part(self, places: IntArray, n: int) -> slice:
+        """Return which of `places`, in ascending order, are among this rank's n tokens."""
+        first = n * self._group.rank()
+        return slice(*np.searchsorted(places, (first, first + n)).tolist())
 
-    def _placed(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
+    def _scatter(self, values: Tensor, at: Tensor, micro: MicroBatch) -> Tensor:
         # Of each token one rank has a number and the others 0, whose sum is exact.
-        placed = super()._placed(values, at, micro)
-        return cast(Tensor, cast(Any, _Sum).apply(placed, self._group))
+        placed = super()._scatter(values, at, micro)
+        return cast(Tensor, cast(Any, _AllReduce).apply(placed, self._group))
 
 
 class UlyssesLayout:
@@ -148,15 +150,15 @@ class UlyssesLayout:
         local_heads = [x.shape[1] // N for x in (q, k, v)]
         # Together, as messages cost time: [N, n, heads, D], a slice for each rank.
         slices = [cast(Any, x).unflatten(1, (N, -1)).transpose(0, 1) for x in (q, k, v)]
-        whole = _trade(torch.cat(slices, 2), self._group).flatten(0, 1)[: self._tokens]
+        whole = _all_to_all(torch.cat(slices, 2), self._group).flatten(0, 1)[: self._tokens]
         q, k, v = cast(Any, whole).split(local_heads, 1)
         out = self._inner.attend(layer, q, k, v, scale, window)
         out = F.pad(out, (0, 0, 0, 0, 0, N * n - self._tokens))
-        back = _trade(cast(Any, out).unflatten(0, (N, n)), self._group)
+        back = _all_to_all(cast(Any, out).unflatten(0, (N, n)), self._group)
         return back.transpose(0, 1).flatten(1, 2)
 
 
-class _Trade(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """An exchange of slices; a slice's gradient goes the way back, which is the same exchange."""
 
     @staticmethod
@@ -170,7 +172,7 @@ class _Trade(torch.autograd.Function):
         return _exchanged(grad, ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     """A sum over ranks that go on alike: each has the whole gradient, and takes it as its own."""
 
     @staticmethod
@@ -185,9 +187,9 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def _trade(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(slices: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send slice r of [N, …] to rank r, and return what each rank has sent here, [N, …]."""
-    return cast(Tensor, cast(Any, _Trade).apply(slices, group))
+    return cast(Tensor, cast(Any, _AllToAll).apply(slices, group))
 
 
 def _exchanged(slices: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from winnow.errors import CheckpointError
 from winnow.learning.strategy import local
-from winnow.models.sharded_loading import as_saved
+from winnow.models.sharded_loading import to_saved_layout
 from winnow.observe.files import find_os_error
 
 MODEL_FILE_BYTES = 1 << 30
@@ -143,7 +143,7 @@ _COPIES = {
 """Operations on a piece that give a piece: each is done to the part."""
 
 
-def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
+def copy_to_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
     """Copy a state to the host, where later updates do not change it.
 
     Args:
@@ -167,7 +167,7 @@ def on_host(state: Mapping[str, Any], mesh: DeviceMesh) -> State:
         )
 
     return {
-        key: on_host(value, mesh) if isinstance(value, Mapping) else copied(value)
+        key: copy_to_host(value, mesh) if isinstance(value, Mapping) else copied(value)
         for key, value in state.items()
     }
 
@@ -198,7 +198,7 @@ def write_shards(state: State, folder: Path, group: dist.ProcessGroup) -> None:
         writer = _Writer(folder, single_file_per_rank=True, sync_files=False)
         save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
-        raise _first(error) from error
+        raise _first_error(error) from error
 
 
 def write_model(
@@ -225,12 +225,12 @@ def write_model(
         writer.sync_files = False
         save(dict(weights), storage_writer=writer, process_group=group)
     except CheckpointException as error:
-        raise _first(error) from error
+        raise _first_error(error) from error
     fault: OSError | None = None
     try:
         for file in local_files:
             inside = {name: t for name, t in weights.items() if file_of[name] == file}
-            _put_together(model, inside, parts, folder / file)
+            _assemble_file(model, inside, parts, folder / file)
     except (OSError, RuntimeError, SafetensorError) as error:
         if (fault := find_os_error(error)) is None:
             raise
@@ -243,7 +243,7 @@ def write_model(
     if group.rank() == 0 and len(files) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
         blank = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in weights.items()}
-        saved = {name: as_saved(model, {name: tensor}) for name, tensor in blank.items()}
+        saved = {name: to_saved_layout(model, {name: tensor}) for name, tensor in blank.items()}
         names = {key: file_of[name] for name, keys in saved.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": names}
         written.append(folder / "model.safetensors.index.json")
@@ -251,14 +251,16 @@ def write_model(
     return written
 
 
-def _put_together(model: nn.Module, weights: Mapping[str, Tensor], parts: Path, file: Path) -> None:
+def _assemble_file(
+    model: nn.Module, weights: Mapping[str, Tensor], parts: Path, file: Path
+) -> None:
     """Write a file of whole tensors from the parts of all ranks, as transformers would."""
     whole = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in weights.items()}
     try:
         load(whole, storage_reader=HuggingFaceStorageReader(str(parts)), no_dist=True)
     except CheckpointException as error:
-        raise _first(error) from error
-    saved = {name: tensor.contiguous() for name, tensor in as_saved(model, whole).items()}
+        raise _first_error(error) from error
+    saved = {name: tensor.contiguous() for name, tensor in to_saved_layout(model, whole).items()}
     save_file(saved, file, metadata={"format": "pt"})
     # The library lets only their owner read its files.
     file.chmod(stat.S_IMODE(next(parts.iterdir()).stat().st_mode))
@@ -298,12 +300,12 @@ def read_shards(states: State, folder: Path, group: dist.ProcessGroup) -> None:
                 if f"{role}.optimizer.{name}.step" not in saved:
                     del state["optimizer"][name]
     except Exception as error:  # a pickle may fail in any way
-        fault = _unread(folder, error)
+        fault = _read_error(folder, error)
     raise_on_all(fault, group)
     try:
         load(states, storage_reader=reader, process_group=group)
     except CheckpointException as error:
-        raise _unread(folder, _first(error)) from error
+        raise _read_error(folder, _first_error(error)) from error
 
 
 def raise_on_all(fault: Exception | None, group: dist.ProcessGroup) -> None:
@@ -314,11 +316,11 @@ def raise_on_all(fault: Exception | None, group: dist.ProcessGroup) -> None:
         raise first
 
 
-def _unread(folder: Path, error: BaseException) -> CheckpointError:
+def _read_error(folder: Path, error: BaseException) -> CheckpointError:
     reason = str(error).partition("\n")[0]
     return CheckpointError(f"{folder} cannot be read: {reason}; use another checkpoint")
 
 
-def _first(error: CheckpointException) -> BaseException:
+def _first_error(error: CheckpointException) -> BaseException:
     """Return the failure of the first rank that has one."""
     return error.failures[min(error.failures)][0]

@@ -14,18 +14,20 @@ token t given those before it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from winnow.errors import CheckpointError, ModelError
+from winnow.errors import CheckpointError, ConfigError, ModelError
 from winnow.learning.batch import (
     NO_SHARDING,
     Batch,
@@ -37,16 +39,19 @@ from winnow.learning.batch import (
 from winnow.learning.runner import ModelRunner, Output, Outputs
 from winnow.models.compiled_layers import CompiledLayers
 from winnow.models.folders import has_adapter
-from winnow.models.fused_layers import fuse
+from winnow.models.fused_layers import fuse_layers
 from winnow.models.lora import (
     adapter_dropouts,
     adapter_off,
     adapter_weights,
-    is_adapters,
+    is_adapter_weight,
     merged_weights,
 )
+from winnow.models.packed_attention import attention_operations
 from winnow.models.routing import ExpertLoad, routing_of
 from winnow.types import ROUTES, IntArray
+
+log = logging.getLogger(__name__)
 
 Stats = dict[str, float]
 HALF = (torch.bfloat16, torch.float16)
@@ -78,18 +83,16 @@ class Figures:
     def add(self, result: LossResult) -> None:
         """Count a micro-batch."""
         for name, value in {"loss": result.loss, **result.sums}.items():
-            value = value.detach().double()
+            value = value.detach().to(result.loss.device, torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         for name, value in result.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def numbers(self) -> tuple[Stats, Stats]:
-        """Return sums and maxima; waits for the device."""
-        sums, maxima = (
-            {name: float(value) for name, value in part.items()}
-            for part in (self._sums, self._maxima)
-        )
-        return sums, maxima
+        """Return sums and maxima; waits for the device, once."""
+        tensors = [*self._sums.values(), *self._maxima.values()]
+        numbers = iter(torch.stack([x.double() for x in tensors]).tolist() if tensors else ())
+        return {n: next(numbers) for n in self._sums}, {n: next(numbers) for n in self._maxima}
 
 
 class Strategy:
@@ -111,8 +114,10 @@ class Strategy:
         vocab_size: ids the tokenizer has, the rest of the head gets no probability; None means all.
         logprob_chunk_tokens: tokens whose logits exist at once; None chooses by both.
         gradient_checkpointing: recompute activations in the backward pass.
+        recompute_attention: recompute those of attention, too; False keeps its outputs.
         fp32_head: compute a half-precision model's logits in fp32.
-        compiles: compile the model's blocks; nothing is fused then, and no expert counted.
+        compiles: compile the model's blocks; nothing is fused then, and no expert counted. None
+            compiles those of a dense model on CUDA, and warns where that fails.
         replays_routes: send tokens to the experts of the column `routes`, in every pass whose
             micro-batches have it.
 
@@ -125,6 +130,8 @@ class Strategy:
     """Splits a batch over the ranks that hold the model."""
     kernels: ClassVar[str | None] = None
     """Type of device whose kernels and layers are chosen; None is that of the model's own."""
+    step_threads: int | None = None
+    """CPU threads of an optimizer step; None takes those of all else. The bits are the same."""
 
     def __init__(
         self,
@@ -139,8 +146,9 @@ class Strategy:
         vocab_size: int | None = None,
         logprob_chunk_tokens: int | None = None,
         gradient_checkpointing: bool = False,
+        recompute_attention: bool = True,
         fp32_head: bool = False,
-        compiles: bool = False,
+        compiles: bool | None = False,
         replays_routes: bool = False,
     ) -> None:
         self.model = model
@@ -152,14 +160,18 @@ class Strategy:
         self._grad_clip = grad_clip
         readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
         self._runner = self._make_runner(model, *readout, self.kernels)
-        self._compiled = self._sped_up(compiles)
+        self._compiled = self._add_faster_layers(compiles)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:
-            cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint: dict[str, Any] = {"use_reentrant": False}
+            if not recompute_attention:
+                kept = attention_operations()
+                checkpoint["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+            cast(Any, model).gradient_checkpointing_enable(checkpoint)
             self._training_only += decoder_layers(model)
         self._rounded: dict[str, torch.dtype] = {}
         """Types that exported masters are rounded to, by parameter."""
-        self._masters = self._hold()
+        self._masters = self._place_weights()
         self._optimizer = torch.optim.AdamW(
             # An optimizer of nothing wants a group, and steps it in vain.
             [{"params": list(self._masters.values())}],
@@ -173,33 +185,39 @@ class Strategy:
     def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
         return ModelRunner(model, *readout)
 
-    def _sped_up(self, compiles: bool) -> CompiledLayers | None:
+    def _add_faster_layers(self, compiles: bool | None) -> CompiledLayers | None:
         """Put faster layers into the model; returns those that are compiled, if they are."""
-        if compiles:
-            return CompiledLayers(decoder_layers(self.model), self.device)
-        if (self.kernels or self.device.type) == "cpu":
-            fuse(self.model)
+        kernels = self.kernels or self.device.type
+        if compiles or (compiles is None and kernels == "cuda" and self._routing is None):
+            try:
+                return CompiledLayers(decoder_layers(self.model), self.device)
+            except ConfigError as error:
+                if compiles:
+                    raise
+                log.warning("The model's blocks run uncompiled: %s", error)
+        if kernels == "cpu":
+            fuse_layers(self.model)
         return None
 
-    def _hold(self) -> dict[str, nn.Parameter]:
+    def _place_weights(self) -> dict[str, nn.Parameter]:
         """Place the weights, and return what the optimizer steps, by parameter name."""
         named = self.model.named_parameters()
-        return {name: _master(p) for name, p in named if p.requires_grad}
+        return {name: _fp32_master(p) for name, p in named if p.requires_grad}
 
     @contextlib.contextmanager
-    def _pass(self) -> Iterator[None]:
+    def _pass_context(self) -> Iterator[None]:
         """Surround the passes of some micro-batches."""
         yield
 
-    def _code(self) -> AbstractContextManager[None]:
+    def _compiled_blocks(self) -> AbstractContextManager[None]:
         """Have the model's blocks run compiled, where that is chosen."""
-        return nullcontext() if self._compiled is None else self._compiled.used()
+        return nullcontext() if self._compiled is None else self._compiled.active()
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
         """Add up a loss's gradients; `is_last` for the last micro-batch of a call."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
+    def _reduce_figures(self, sums: Stats, maxima: Stats) -> Stats:
         """Join the figures of all ranks."""
         stats: Stats = {}
         # A rank of empty micro-batches has no names.
@@ -220,11 +238,11 @@ class Strategy:
         """Copy a tensor of a state into one of this strategy's."""
         target.copy_(source)
 
-    def _summed(self, counts: Tensor) -> Tensor:
+    def _all_reduce(self, counts: Tensor) -> Tensor:
         """Add up integers on the device over all ranks."""
         return counts
 
-    def _whole(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _gather_tensors(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Bring each tensor's parts together."""
         return named
 
@@ -240,10 +258,10 @@ class Strategy:
         Ranks that share the model bring the same number of micro-batches.
         """
         results = []
-        with torch.no_grad(), self._pass(), self._code():
+        with torch.no_grad(), self._pass_context(), self._compiled_blocks():
             for micro in microbatches:
                 inputs = self._prepare(micro)
-                with self._routed(inputs):
+                with self._replaying(inputs):
                     values = self._run(inputs, outputs)
                 results.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
         return results
@@ -256,11 +274,12 @@ class Strategy:
         Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
         figures = Figures()
-        with self._pass(), self._code():
+        with self._pass_context(), self._compiled_blocks():
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 inputs = self._prepare(micro)
-                with in_training(self._training_only), self._routed(inputs, bool(micro.lengths)):
+                counts = bool(micro.lengths)
+                with training_mode(self._training_only), self._replaying(inputs, counts):
                     values = self._run(inputs, outputs)
                     if not micro.lengths:
                         # A loss of 0 reaches every weight: sums over ranks need all their parts.
@@ -270,19 +289,19 @@ class Strategy:
                     result = loss_fn(inputs, values)
                     self._backward(result.loss, is_last)
                 figures.add(result)
-        return self._over_ranks(*figures.numbers())
+        return self._reduce_figures(*figures.numbers())
 
     def _prepare(self, micro: MicroBatch) -> MicroBatch:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""
         return (micro if micro.lengths else _filler()).to(self.device)
 
-    def _routed(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
+    def _replaying(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
         """Replay the micro-batch's routes, and count expert loads unless it is a filler."""
         if self._routing is None:
             return nullcontext()
         routes = micro.columns.get(ROUTES) if self.replayed else None
         local, tokens = self._runner.local_tokens(micro.token_ids if routes is None else routes, -1)
-        return self._routing.used(None if routes is None else local, tokens * counts)
+        return self._routing.replaying(None if routes is None else local, tokens * counts)
 
     def expert_load(self) -> ExpertLoad | None:
         """Return where tokens went in `forward_backward` since the last call, over all ranks.
@@ -291,7 +310,7 @@ class Strategy:
         """
         if self._routing is None:
             return None
-        return ExpertLoad.of(self._summed(self._routing.take_counts(self.device)))
+        return ExpertLoad.of(self._all_reduce(self._routing.take_counts(self.device)))
 
     def _run(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
         return cast(dict[Output, Tensor], self._runner(micro, outputs))
@@ -309,8 +328,9 @@ class Strategy:
                 torch._foreach_mul_([local(g) for g in gradients], self._grad_clip / norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
-            self._round_masters()
+            with _cpu_threads(self.step_threads):
+                self._optimizer.step()
+            self._copy_masters_to_model()
         self._optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "skipped": float(skipped)}
 
@@ -338,13 +358,10 @@ class Strategy:
             else:
                 named = merged_weights(tensors_of(self.model), self.model)
         elif adapter_only:
-            raise ModelError("the adapter alone was asked for, but the model has none; export all")
-        return self._exported(named, dtype)
-
-    def _exported(
-        self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        return self._whole(self._cast(named, dtype))
+            raise ModelError(
+                "cannot export the adapter alone: the model has none; export all weights"
+            )
+        return self._gather_tensors(self._cast(named, dtype))
 
     def _cast(
         self, named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None = None
@@ -363,21 +380,21 @@ class Strategy:
         yield from self._masters.items()
 
     @property
-    def parameters(self) -> int:
+    def n_parameters(self) -> int:
         """The number of its model's weights, over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
-    def active_parameters(self) -> int:
+    def n_active_parameters(self) -> int:
         """The number of weights that a token meets: of a layer's experts those that it goes to."""
         config = cast(Any, self.model).config.get_text_config()
         experts = getattr(config, "num_experts", getattr(config, "num_local_experts", None))
         if not experts:
-            return self.parameters
+            return self.n_parameters
         named = [(".experts." in name, p.numel()) for name, p in self.model.named_parameters()]
         stacked = sum(number for is_expert, number in named if is_expert)
         chosen: int = config.num_experts_per_tok
-        return self.parameters - stacked + stacked * chosen // int(experts)
+        return self.n_parameters - stacked + stacked * chosen // int(experts)
 
     @property
     def has_adapter(self) -> bool:
@@ -400,7 +417,7 @@ class Strategy:
         """
         learns = tensors_of(self.model)
         if self.has_adapter:
-            learns = {name: tensor for name, tensor in learns.items() if is_adapters(name)}
+            learns = {name: tensor for name, tensor in learns.items() if is_adapter_weight(name)}
         weights = {name: self._masters.get(name, t).detach() for name, t in learns.items()}
         states = self._optimizer.state
         moments = {n: dict(states[m]) for n, m in self._masters.items() if m in states}
@@ -416,7 +433,7 @@ class Strategy:
         check_state(state, weights, self._masters)
         for name, tensor in weights.items():
             self._fill(tensor, state["weights"][name])
-        self._round_masters()
+        self._copy_masters_to_model()
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
         for name, moments in state["optimizer"].items():
@@ -429,7 +446,7 @@ class Strategy:
                     taken[key] = torch.zeros_like(master.detach())
                     self._fill(taken[key], value)
 
-    def _round_masters(self) -> None:
+    def _copy_masters_to_model(self) -> None:
         """Bring masters into the model, where the two are not the same tensors."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -449,7 +466,7 @@ def run_pass(
     All ranks that hold the model call it.
     """
     sharder = strategy.sharder
-    micro = sharder.everything(batch, max_tokens)
+    micro = sharder.all_micro_batches(batch, max_tokens)
     results = strategy.forward(micro, outputs)
     names = sorted(outputs)  # ranks gather in step, and a set's order differs between processes
     return {n: sharder.gather(batch, micro, [values[n] for values in results]) for n in names}
@@ -486,7 +503,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
+def training_mode(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Let layers recompute their activations, or drop inputs, within the block and nowhere else.
 
     The flag is set on the layers alone, not on what they hold, so that dropout stays off.
@@ -498,6 +515,17 @@ def in_training(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
+
+
+@contextlib.contextmanager
+def _cpu_threads(number: int | None) -> Iterator[None]:
+    """Compute on so many CPU threads within the block; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache
@@ -526,13 +554,14 @@ def check_state(
     differ = sorted(n for n in saved.keys() | expected.keys() if saved.get(n) != expected.get(n))
     if differ:
         raise CheckpointError(
-            f"the checkpoint is not of this model: {len(differ)} tensors differ, such as "
-            f"{differ[0]}: {saved.get(differ[0], 'none')} there, {expected.get(differ[0], 'none')} "
-            "here; resume with the model and the trained parameters of the run that saved it"
+            f"the checkpoint does not match this model: {len(differ)} tensors differ, such as "
+            f"{differ[0]}: {saved.get(differ[0], 'none')} in the checkpoint, "
+            f"{expected.get(differ[0], 'none')} in the model; resume with the model and the "
+            "trained parameters of the run that saved it"
         )
 
 
-def _master(parameter: nn.Parameter) -> nn.Parameter:
+def _fp32_master(parameter: nn.Parameter) -> nn.Parameter:
     """Return what the optimizer steps: the parameter itself, or for half precision an fp32 copy.
 
     The copy takes over each gradient as soon as backward has it.

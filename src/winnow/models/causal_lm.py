@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.fetch import is_elsewhere, local_folder
+from winnow.models.fetch import is_remote, local_folder
 from winnow.models.folders import (
     ADAPTER_CONFIG,
     LOADING,
     Loaded,
-    Source,
+    ModelRef,
     Writer,
-    add_files,
     explain_load_errors,
     quiet_transformers,
     read_config,
     tokenizer_files,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -118,19 +118,19 @@ def load_causal_lm(
     config = read_config(where, trust_remote_code)
     trust = {"trust_remote_code": trust_remote_code}
     build = partial(AutoModelForCausalLM.from_config, config, **trust)
-    model, loading = load(AutoModelForCausalLM, build, where, config, dtype, hollow, **trust)
+    model, loading = load_model(AutoModelForCausalLM, build, where, config, dtype, hollow, **trust)
     check_weights(where, loading)
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ModelError(f"{where}: its config sets {name}, which the log-prob kernel lacks")
-    if is_elsewhere(path):  # an adapter of it names its place, not the copy's
+            raise ModelError(f"{where}: its config sets {name}, which is not supported")
+    if is_remote(path):  # an adapter of it names its place, not the copy's
         model.name_or_path = path
-    return settled(model, where, device)
+    return prepare(model, where, device)
 
 
 def find_model(
     path: str, field: str, dtype: torch.dtype, trust_remote_code: bool = False
-) -> Source:
+) -> ModelRef:
     """Return the place of a Hugging Face folder, URL or hub name; it must have a config.json.
 
     Args:
@@ -146,17 +146,17 @@ def find_model(
 
         cpu, trust = torch.device("cpu"), trust_remote_code
         merged = merged_folder(folder, dtype, lambda base: load_causal_lm(base, dtype, cpu, trust))
-        return Source(str(merged), field, path)
-    where = Source(str(folder) if folder.is_dir() else local_path, field, path)
+        return ModelRef(str(merged), field, path)
+    where = ModelRef(str(folder) if folder.is_dir() else local_path, field, path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ModelError(f"{where}: the folder has no config.json; give a Hugging Face folder")
     return where
 
 
-def load(
+def load_model(
     kind: Any,
     build: Callable[[], Any],
-    where: Source,
+    where: ModelRef,
     config: Any,
     dtype: torch.dtype,
     hollow: Hollow,
@@ -177,7 +177,7 @@ def load(
         return cast(Loaded, kind.from_pretrained(where.path, **options))
 
 
-def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, where: ModelRef, device: torch.device) -> PreTrainedModel:
     """Give the model Winnow's attention, evaluation mode and its device.
 
     Raises:
@@ -185,8 +185,8 @@ def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreT
     """
     if not model._supports_attention_backend:
         raise ModelError(
-            f"{where}: the attention of {type(model).__name__} cannot be replaced, which "
-            "packing and the embedded engine need; use a model of another architecture"
+            f"{where}: packing and the embedded engine must replace the attention, and "
+            f"{type(model).__name__} does not allow it; use a model of another architecture"
         )
     use_layout_attention(model)
     if not hasattr(model, "saved_weights"):
@@ -198,7 +198,7 @@ def settled(model: PreTrainedModel, where: Source, device: torch.device) -> PreT
     return cast("PreTrainedModel", model.eval())
 
 
-def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None:
+def check_weights(where: ModelRef, loading: Mapping[str, Collection[Any]]) -> None:
     """Refuse weights that are missing or of another shape: they would be drawn at random.
 
     Raises:
@@ -208,8 +208,8 @@ def check_weights(where: Source, loading: Mapping[str, Collection[Any]]) -> None
     for names, fault in ((misshapen, "of another shape"), (loading["missing_keys"], "missing")):
         if names:
             raise ModelError(
-                f"{where}: weights are {fault} ({len(names)}, such as {min(names)}); "
-                "give a folder whose weights belong to its config.json"
+                f"{where}: weights are {fault} ({len(names)}, such as {min(names)}); give a "
+                "folder whose weights match its config.json"
             )
     unused = loading["unexpected_keys"]
     if unused:
@@ -271,9 +271,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for parameter in chosen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise ModelError(
-            f"model.freeze={list(patterns)} leaves nothing to train; take a pattern out of it"
-        )
+        raise ModelError(f"model.freeze={list(patterns)} leaves nothing to train; remove a pattern")
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -297,7 +295,7 @@ def model_writer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Writer
     def write(weights: dict[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         cast(Any, model).save_pretrained(folder, state_dict=weights)
-        add_files(files, folder)
+        write_files(files, folder)
 
     return write
 

@@ -39,7 +39,7 @@ class CompiledLayers:
         ]
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Have the blocks run by their compiled code, in forward and backward passes."""
         from transformers import AttentionInterface
 
@@ -60,6 +60,8 @@ def _check_compiler(device: torch.device) -> None:
     from torch._inductor import config as inductor
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
+    # Timings on each rank would choose kernels that sum in another order.
+    cast(Any, inductor).deterministic = torch.are_deterministic_algorithms_enabled()
     cast(Any, inductor).compile_threads = 1  # others are processes that nobody here would end
     try:
         torch.compile(_probe, dynamic=True)(torch.ones(3, device=device))
@@ -68,8 +70,8 @@ def _check_compiler(device: torch.device) -> None:
         needs = "a C++ compiler (g++, or CXX) and Python's headers"
         needs = needs if device.type == "cpu" else f"Triton, {needs}"
         raise ConfigError(
-            f"trainer.strategy.compile=true needs {needs} where models learn, and torch cannot "
-            f"compile there: {cause}; install them, or set it to false"
+            f"trainer.strategy.compile=true needs {needs} on the training machine, and torch "
+            f"cannot compile: {cause}; install them or set it to false"
         ) from error
 
 

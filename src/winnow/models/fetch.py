@@ -72,7 +72,7 @@ _Entries = Mapping[str, _Entry]
 
 
 @dataclass(frozen=True)
-class _Remote:
+class _RemoteModel:
     """A model at a URL."""
 
     url: str
@@ -93,7 +93,7 @@ class _Remote:
         for name, info in listing.items():
             path = str(PurePosixPath(name).relative_to(PurePosixPath(self.root)))
             if ".." in PurePosixPath(path).parts:
-                raise ValueError(f"the key {name} leads out of the model's folder")
+                raise ValueError(f"the key {name} points outside the model's folder")
             # Object stores mark folders by keys of no bytes that end in a slash.
             if name.endswith("/") or any(fnmatchcase(path, pattern) for pattern in _SKIPPED):
                 continue
@@ -102,13 +102,11 @@ class _Remote:
             version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
             entries[path] = _Entry(name, int(info["size"]), version)
         if not entries.keys() & {"config.json", "adapter_config.json", "tokenizer_config.json"}:
-            raise ValueError(
-                f"no Hugging Face folder lies there ({len(entries)} files, no config.json)"
-            )
+            raise ValueError(f"not a Hugging Face folder ({len(entries)} files, no config.json)")
         is_safe = any(name.endswith(".safetensors") for name in entries)
         return {n: e for n, e in entries.items() if not (is_safe and fnmatchcase(n, _PICKLED))}
 
-    def fetch(self, entries: _Entries, target: Path, tell: Callable[[str], None]) -> None:
+    def fetch(self, entries: _Entries, target: Path, report: Callable[[str], None]) -> None:
         """Copy the files to a draft that keeps those which an earlier try has finished."""
         draft = target.with_name(f".{target.name}.partial")
         if target.exists():  # damaged: what is whole in it need not come again
@@ -119,7 +117,7 @@ class _Remote:
         if size > free:
             reason = f"{size / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB that it has left"
             raise OSError(errno.ENOSPC, reason)
-        tell(f"Fetching {self.url} ({size / 1e9:.2f} GB in {len(missing)} files) to {target}")
+        report(f"Fetching {self.url} ({size / 1e9:.2f} GB in {len(missing)} files) to {target}")
 
         def get(name: str) -> None:
             path = draft / name
@@ -135,31 +133,31 @@ class _Remote:
             list(pool.map(get, missing))
         if self.entries() != entries:
             shutil.rmtree(draft, ignore_errors=True)
-            raise ValueError("it changed meanwhile; start again once it rests")
+            raise ValueError("its files changed during the download; start again")
         draft.rename(target)
 
 
-def is_elsewhere(path: str) -> bool:
+def is_remote(path: str) -> bool:
     """Return whether `local_folder` fetches it."""
     return "://" in path or _pinned(path) is not None
 
 
 def local_folder(
-    path: str, field: str = "model.path", tell: Callable[[str], None] = log.info
+    path: str, field: str = "model.path", report: Callable[[str], None] = log.info
 ) -> str:
     """Return the folder of this machine that holds what a recipe names, fetched if need be.
 
     Args:
         path: a folder, a URL, a hub name, or one with a revision.
         field: the key of the recipe that gave it, for messages.
-        tell: gets a message before something large is fetched.
+        report: gets a message before something large is fetched.
 
     Raises:
         ModelError: nothing is there, it cannot be reached, or the disk is full.
     """
-    if path not in _local_folders and is_elsewhere(path):
+    if path not in _local_folders and is_remote(path):
         fetch = _from_url if "://" in path else _from_hub
-        _local_folders[path] = str(fetch(path, field, tell))
+        _local_folders[path] = str(fetch(path, field, report))
     return _local_folders.get(path, path)
 
 
@@ -183,7 +181,7 @@ def fetched_bytes() -> int:
     return 0
 
 
-def check_place(path: str, field: str) -> None:
+def check_model_path(path: str, field: str) -> None:
     """Refuse a path that can be no model's: neither a folder, nor a URL, nor a hub name.
 
     Raises:
@@ -194,7 +192,7 @@ def check_place(path: str, field: str) -> None:
             f"{field} {path}: GGUF is the format of llama.cpp, which cannot be trained; give the "
             "Hugging Face folder that it was converted from"
         )
-    if not (is_elsewhere(path) or may_be_hub_name(path) or Path(path).expanduser().is_dir()):
+    if not (is_remote(path) or may_be_hub_name(path) or Path(path).expanduser().is_dir()):
         raise ModelError(
             f"{field} {path}: no such folder; give a Hugging Face model folder or a hub name"
         )
@@ -220,11 +218,11 @@ def check_hub(name: str, field: str) -> None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=30)
     except Exception as error:
-        fault = f"no such folder; a model of that name {hub_fault(error)}"
+        fault = f"no such folder; a model of that name {explain_hub_error(error)}"
         raise ModelError(f"{field} {name}: {fault}") from error
 
 
-def hub_fault(error: Exception) -> str:
+def explain_hub_error(error: Exception) -> str:
     """Say in one line why the hub's client failed, and what may help.
 
     It raises its errors, those of the HTTP library below it, and ValueError for malformed names.
@@ -241,8 +239,8 @@ def hub_fault(error: Exception) -> str:
             "HF_TOKEN"
         )
     return (
-        f"cannot be had from {constants.ENDPOINT} ({brief(error)}); check the network, "
-        "HF_ENDPOINT, HF_HUB_OFFLINE and the disk under HF_HOME"
+        f"cannot be downloaded from {constants.ENDPOINT} ({brief(error)}); check the "
+        "network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk under HF_HOME"
     )
 
 
@@ -263,14 +261,14 @@ def _pinned(path: str) -> re.Match[str] | None:
     return None if Path(path).exists() else _PINNED.fullmatch(path)
 
 
-def _from_hub(path: str, field: str, tell: Callable[[str], None]) -> Path:
+def _from_hub(path: str, field: str, report: Callable[[str], None]) -> Path:
     """Return the folder of a revision in the hub's cache; that is enough where it is whole."""
     from huggingface_hub import snapshot_download
 
     match = _pinned(path)
     assert match is not None
     name, revision = match.groups()
-    tell(f"Fetching {name}@{revision} from the hub, or its cache")
+    report(f"Fetching {name}@{revision} from the hub, or its cache")
     try:
         folder = Path(
             snapshot_download(name, revision=revision, ignore_patterns=[*_SKIPPED, _PICKLED])
@@ -278,37 +276,37 @@ def _from_hub(path: str, field: str, tell: Callable[[str], None]) -> Path:
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, revision=revision, ignore_patterns=[*_SKIPPED])
     except Exception as error:
-        raise ModelError(f"{field} {path}: {hub_fault(error)}") from error
+        raise ModelError(f"{field} {path}: {explain_hub_error(error)}") from error
     return folder
 
 
-def _from_url(url: str, field: str, tell: Callable[[str], None]) -> Path:
+def _from_url(url: str, field: str, report: Callable[[str], None]) -> Path:
     """Return the copy of what lies at a URL now, made if there is none."""
     import fsspec
     from filelock import FileLock
 
     cache = cache_root()
     try:
-        remote = _Remote(url, *fsspec.core.url_to_fs(url))
+        remote = _RemoteModel(url, *fsspec.core.url_to_fs(url))
         entries = remote.entries()
         identity = json.dumps(
             [url.rstrip("/"), {name: entry[1:] for name, entry in sorted(entries.items())}]
         )
         name = re.sub(r"[^\w.-]+", "_", PurePosixPath(remote.root).name) or "model"
         target = cache / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-        if not _is_whole(target, entries):
+        if not _is_complete(target, entries):
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f".{target.name}.lock"):
-                if not _is_whole(target, entries):  # another process has fetched it meanwhile
-                    remote.fetch(entries, target, tell)
+                if not _is_complete(target, entries):  # another process has fetched it meanwhile
+                    remote.fetch(entries, target, report)
     except Exception as error:  # each file system has other errors
         where, place = f"{field} {url}", Path(str(getattr(error, "filename", None)))
         is_cache_fault = cache.is_relative_to(place) or place.is_relative_to(cache)
         if getattr(error, "errno", None) in _FULL or is_cache_fault:
             reason = cast(OSError, error).strerror
             raise ModelError(
-                f"{where}: cannot be kept in {cache}: {reason}; free some space, or choose another "
-                "folder in model.cache_dir"
+                f"{where}: cannot be stored in {cache}: {reason}; free some space, or choose "
+                "another folder in model.cache_dir"
             ) from error
         raise ModelError(
             f"{where}: cannot be fetched: {brief(error)}; check the URL and your access to it"
@@ -316,7 +314,7 @@ def _from_url(url: str, field: str, tell: Callable[[str], None]) -> Path:
     return target
 
 
-def _is_whole(target: Path, entries: _Entries) -> bool:
+def _is_complete(target: Path, entries: _Entries) -> bool:
     return all(_size(target / name) == entry.size for name, entry in entries.items())
 
 

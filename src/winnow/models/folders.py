@@ -28,7 +28,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelRef:
     """A model's place, and the key of the recipe that names it."""
 
     path: str
@@ -41,7 +41,7 @@ class Source:
         return f"{self.field} {self.reference}"
 
 
-def read_config(where: Source, trust_remote_code: bool) -> Any:
+def read_config(where: ModelRef, trust_remote_code: bool) -> Any:
     """Read a model's config.json.
 
     Raises:
@@ -101,6 +101,18 @@ def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def check_vocabulary(where: str, tokens: int, rows: int, remedy: str) -> None:
+    """Refuse a tokenizer that has more tokens than the model's embedding has rows.
+
+    Raises:
+        ModelError: it has.
+    """
+    if tokens > rows:
+        raise ModelError(
+            f"{where}: the tokenizer has {tokens} tokens, the model only {rows}; {remedy}"
+        )
+
+
 Writer = Callable[[dict[str, Tensor], Path], None]
 """Writes weights, given by name, and all that belongs to them into a folder."""
 
@@ -130,7 +142,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
         ) from error
 
 
-def add_files(files: Mapping[Path, bytes], folder: Path) -> None:
+def write_files(files: Mapping[Path, bytes], folder: Path) -> None:
     """Write a tokenizer's files beside a model's, by their paths within `folder`.
 
     The weights get the mode of a new file, as the umask has it: safetensors lets only their owner

@@ -24,7 +24,7 @@ _EXACT = (torch.float32, torch.float64)
 _PROBE_TOLERANCE = 1e-5
 
 
-def fuse(model: nn.Module) -> int:
+def fuse_layers(model: nn.Module) -> int:
     """Replace RMS norms and gated SiLU layers in place; weights, names and results stay.
 
     Returns:

@@ -27,11 +27,11 @@ from winnow.models.fetch import cache_root, local_folder
 from winnow.models.folders import (
     ADAPTER_CONFIG,
     Writer,
-    add_files,
     explain_load_errors,
     has_adapter,
     quiet_transformers,
     tokenizer_files,
+    write_files,
 )
 from winnow.observe.files import atomic_folder, explain_disk_errors
 
@@ -95,8 +95,8 @@ def load_lora(model: PreTrainedModel, folder: Path) -> None:
         different = {n for n in weights.keys() | saved.keys() if n not in weights or n not in saved}
         names = sorted(different) or [n for n in weights if saved[n].shape != weights[n].shape]
         raise ModelError(
-            f"{folder}: its adapter is not this model's ({len(names)} weights differ, such as "
-            f"{names[0]}); give the base model and the adapter that belong together"
+            f"{folder}: the adapter does not match this model ({len(names)} weights differ, such "
+            f"as {names[0]}); give the base model and the adapter that belong together"
         )
     with torch.no_grad():
         for name, tensor in weights.items():
@@ -112,19 +112,15 @@ def adapter_base(folder: Path, instead: str | None = None) -> str | None:
     Raises:
         ModelError: the folder does not say, or its base is gone.
     """
-    path = folder.expanduser() / ADAPTER_CONFIG
-    if not path.is_file():
+    if (config := _read_adapter_config(folder)) is None:
         return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        base, revision = config.get("base_model_name_or_path"), config.get("revision")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is damaged: {error}; use another checkpoint") from error
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not base:
-        raise ModelError(f"{path} names no base_model_name_or_path; write the base model's there")
+        path = folder / ADAPTER_CONFIG
+        raise ModelError(f"{path} has no base_model_name_or_path; set it to the base model")
     if Path(base).is_absolute() and not Path(base).is_dir():
         if instead is None:
-            raise ModelError(f"{folder} is an adapter of {base}, which is gone; put it back there")
+            raise ModelError(f"{folder} is an adapter of {base}, which does not exist; restore it")
         return instead
     if revision and "://" not in base and not Path(base).is_dir():
         return f"{base}@{revision}"
@@ -137,18 +133,27 @@ def saved_adapter(folder: Path, configured: LoraAdapter) -> LoraAdapter:
     Raises:
         ModelError: the folder is damaged.
     """
-    path = folder.expanduser() / ADAPTER_CONFIG
-    if not path.is_file():
+    if (config := _read_adapter_config(folder)) is None:
         return configured
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
         shape = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
         shape["rslora"] = bool(config.get("use_rslora", False))
         if isinstance(config["target_modules"], list):
             shape["target_modules"] = tuple(sorted(config["target_modules"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
+        path = folder / ADAPTER_CONFIG
         raise ModelError(f"{path} is damaged: {error!r}; use another checkpoint") from error
     return configured.model_copy(update=shape)
+
+
+def _read_adapter_config(folder: Path) -> dict[str, Any] | None:
+    path = folder.expanduser() / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} is damaged: {error}; use another checkpoint") from error
 
 
 def merged_folder(
@@ -197,15 +202,15 @@ def _check_kind(folder: Path) -> None:
     Raises:
         ModelError: this one does.
     """
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = _read_adapter_config(folder) or {}
     kind = config.get("peft_type")
     unsupported = [name for name in _UNSUPPORTED if config.get(name)]
     unsupported += ["bias"] if config.get("bias", "none") != "none" else []
     if kind != "LORA" or unsupported:
         what = ", ".join(unsupported) if kind == "LORA" else f"peft_type={kind}"
         raise ModelError(
-            f"{folder}: its adapter has {what}, and only LoRA of linear layers can be trained or "
-            "merged here; merge it with peft (merge_and_unload), and give that folder"
+            f"{folder}: the adapter has {what}, only LoRA of linear layers is supported; merge it "
+            "with peft (merge_and_unload) and give that folder"
         )
 
 
@@ -217,9 +222,9 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         ModelError: it has none.
     """
     if not has_adapter(model):
-        raise ModelError("the adapter is to be switched off, but the model has none")
+        raise ModelError("cannot disable the adapter: the model has none")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    layers = [module for module, _ in _layers(model)]
+    layers = [module for module, _ in _adapted_modules(model)]
     try:
         for layer in layers:
             layer.enable_adapters(False)
@@ -233,26 +238,26 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def is_adapters(name: str) -> bool:
+def is_adapter_weight(name: str) -> bool:
     """Return whether a parameter of this name is the adapter's."""
     return ".lora_" in name
 
 
-def plain_name(name: str) -> str:
+def name_without_adapter(name: str) -> str:
     """Return the name that a parameter of an adapted model has without the adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
     """Return the adapter's dropout layers, which act when `training` is set on them."""
-    dropouts = (layer.lora_dropout[_NAME] for layer, _ in _layers(model))
+    dropouts = (layer.lora_dropout[_NAME] for layer, _ in _adapted_modules(model))
     return [dropout for dropout in dropouts if isinstance(dropout, nn.Dropout)]
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's tensors by PEFT's names; they are live."""
     for name, parameter in model.named_parameters():
-        if is_adapters(name):
+        if is_adapter_weight(name):
             yield _PEFT_PREFIX + name.replace(f".{_NAME}", ""), parameter.detach()
 
 
@@ -261,18 +266,18 @@ def merged_weights(tensors: dict[str, Tensor], model: nn.Module) -> Iterator[tup
 
     The sum is taken in fp32 (or fp64) and rounded to the weight's dtype; all others are live.
     """
-    updated = {f"{name}.base_layer.weight": layer for layer, name in _layers(model)}
+    updated = {f"{name}.base_layer.weight": layer for layer, name in _adapted_modules(model)}
     for name, tensor in tensors.items():
-        if is_adapters(name):
+        if is_adapter_weight(name):
             continue
-        plain = plain_name(name)
+        plain = name_without_adapter(name)
         layer = updated.get(name)
         yield plain, tensor.detach() if layer is None else _merged(layer, tensor.detach())
 
 
 def merge(model: PreTrainedModel) -> None:
     """Add the update to the weights and take the adapter out, in place."""
-    for layer, name in list(_layers(model)):
+    for layer, name in list(_adapted_modules(model)):
         base = layer.base_layer
         base.weight.data = _merged(layer, base.weight.detach())
         parent, _, attribute = name.rpartition(".")
@@ -282,7 +287,7 @@ def merge(model: PreTrainedModel) -> None:
 
 def adapted_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that have the adapter."""
-    return [name for _, name in _layers(model)]
+    return [name for _, name in _adapted_modules(model)]
 
 
 def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Writer:
@@ -302,7 +307,7 @@ def adapter_writer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
         config.save_pretrained(str(folder))
         plain = {name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(plain, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        add_files(files, folder)
+        write_files(files, folder)
 
     return write
 
@@ -325,7 +330,7 @@ def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
         torch.manual_seed(seed)
         _peft().inject_adapter_in_model(config, model, adapter_name=_NAME)
     for name, parameter in model.named_parameters():
-        if is_adapters(name):
+        if is_adapter_weight(name):
             # As PeftModel does, so that what is saved here answers alike there.
             parameter.data = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).data
     model.to(device).eval()
@@ -343,8 +348,8 @@ def _outside_experts(model: PreTrainedModel, targets: str | Collection[str]) -> 
     if isinstance(targets, str) or {name.rpartition(".")[2] for name in names} & _IN_EXPERTS:
         fitting = ", ".join(sorted(_linear_names(model) - _IN_EXPERTS))
         raise ModelError(
-            f"model.adapter.target_modules: {', '.join(sorted(names))} of a mixture would put the "
-            f"adapter into its experts, and only linear layers get one; choose from {fitting}"
+            f"model.adapter.target_modules: {', '.join(sorted(names))} of a mixture are experts, "
+            f"which take no adapter; choose from {fitting}"
         )
     return names
 
@@ -369,7 +374,7 @@ def _linear_names(model: PreTrainedModel) -> set[str]:
     return {name.rpartition(".")[2] for name in chosen}
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[Any, str]]:
+def _adapted_modules(model: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield the layers that have the adapter, with their names."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):

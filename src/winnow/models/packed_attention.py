@@ -11,19 +11,22 @@ Shapes: `T` packed tokens, `B` sequences, `N` query heads, `K` key/value heads, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from winnow.types import IntArray
 
+_HALF = (torch.bfloat16, torch.float16)
 _CALL_COST = 1 << 19
 """The cost of one more attention call, in padded query-key-channel products (measured)."""
 
@@ -64,12 +67,12 @@ class PackedLayout:
         """Attend causally within each sequence: q [T, N, D], k and v [T, K, D] to [T, N, D]."""
         if len(q) == 0:
             return q
-        if self._kernels == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        if self._kernels == "cuda" and q.dtype in _HALF:
             return self._variable_length(q, k, v, scale, window)
         T, N, D = q.shape
         width = N * D
         if width not in self._blocks:
-            self._blocks[width] = _plan(self.lengths, width, self.device)
+            self._blocks[width] = _plan_blocks(self.lengths, width, self.device)
         blocks = self._blocks[width]
         sizes = [n * length for n, length in blocks.shapes]
         to_rows = cast(Any, _ToRows).apply
@@ -80,7 +83,8 @@ class PackedLayout:
         outs = []
         for (n, length), *qkv in zip(blocks.shapes, *parts, strict=True):
             q_b, k_b, v_b = (x.view(n, length, -1, D).transpose(1, 2) for x in qkv)
-            band = self._band(window, length)
+            k_b, v_b = match_heads(q_b, k_b, v_b, self._kernels)
+            band = self._window_mask(window, length)
             out = F.scaled_dot_product_attention(
                 q_b,
                 k_b,
@@ -88,13 +92,13 @@ class PackedLayout:
                 attn_mask=band,
                 is_causal=band is None,
                 scale=scale,
-                enable_gqa=k.shape[1] != N,
+                enable_gqa=k_b.shape[1] != N,
             )
             outs.append(out.transpose(1, 2).reshape(n * length, width))
         packed = cast(Any, _ToTokens).apply(torch.cat(outs), blocks.row_of_token)
         return cast(Tensor, packed).view(T, N, D)
 
-    def _band(self, window: int | None, length: int) -> Tensor | None:
+    def _window_mask(self, window: int | None, length: int) -> Tensor | None:
         """Return [length, length], true where a query sees a key; None if causality is enough."""
         if window is None or window >= length:
             return None
@@ -106,7 +110,7 @@ class PackedLayout:
     @cached_property
     def _offsets(self) -> Tensor:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        return torch.from_numpy(offsets).to(self.device, torch.int32)
+        return _to_device(offsets.astype(np.int32), self.device)
 
     def _variable_length(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -114,6 +118,8 @@ class PackedLayout:
         from torch.nn.attention.varlen import varlen_attn
 
         longest = int(self.lengths.max())
+        is_grouped = q.shape[1] != k.shape[1]
+        options: Any = {"enable_gqa": is_grouped} if _takes_enable_gqa(varlen_attn) else {}
         out = varlen_attn(
             q,
             k,
@@ -124,9 +130,41 @@ class PackedLayout:
             longest,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
+            **options,
         )
         return cast(Tensor, out)
+
+
+def attention_operations() -> list[Any]:
+    """Return PyTorch's operations that attend here: a checkpoint can keep their outputs."""
+    from torch.nn.attention import varlen  # noqa: F401  registers its operation
+
+    return [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
+
+
+@cache
+def _takes_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
+    """Return whether the function has the argument; PyTorch 2.11's groups heads without it."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def match_heads(q: Tensor, k: Tensor, v: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
+    """Repeat the heads of k and v [B, K, T, D] where no kernel takes fewer of them than q has.
+
+    In fp32 CUDA's memory-efficient kernel wants equal numbers; without it PyTorch computes all
+    scores [N, T, T], and keeps them for the backward pass.
+
+    Args:
+        kernels: type of device whose kernels attend.
+    """
+    copies = q.shape[1] // k.shape[1]
+    if copies == 1 or kernels != "cuda" or q.dtype in _HALF:
+        return k, v
+    return k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
 
 
 class _ToRows(torch.autograd.Function):
@@ -165,7 +203,7 @@ class _ToTokens(torch.autograd.Function):
         return rows.index_copy_(0, row_of_token, grad), None
 
 
-def _plan(lengths: IntArray, width: int, device: torch.device) -> _Blocks:
+def _plan_blocks(lengths: IntArray, width: int, device: torch.device) -> _Blocks:
     """Cut the sequences, sorted by length, into blocks whose padding costs less than a call."""
     order = np.argsort(lengths, kind="stable")
     members: list[list[int]] = [[]]
@@ -195,6 +233,11 @@ def _plan(lengths: IntArray, width: int, device: torch.device) -> _Blocks:
         first += tokens.size
     return _Blocks(
         tuple((n, length) for n, length in shapes),
-        torch.from_numpy(np.concatenate(token_of_row)).to(device),
-        torch.from_numpy(row_of_token).to(device),
+        _to_device(np.concatenate(token_of_row), device),
+        _to_device(row_of_token, device),
     )
+
+
+def _to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    # A blocking copy would wait for all that a GPU has yet to do.
+    return torch.from_numpy(numbers).to(device, non_blocking=True)

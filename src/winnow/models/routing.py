@@ -106,7 +106,7 @@ class _Pass:
     """Takes the choices [T, k] of each layer."""
 
 
-class Routing:
+class RouterHooks:
     """Hooks on the routers of a mixture, which do something within its blocks alone.
 
     Args:
@@ -123,10 +123,10 @@ class Routing:
         self._counter: LoadCounter | None = None
         self._now: _Pass | None = None
         for layer, router in enumerate(routers):
-            router.register_forward_hook(partial(self._routed, layer))
+            router.register_forward_hook(partial(self._on_router_output, layer))
 
     @contextlib.contextmanager
-    def used(self, replayed: Tensor | None, counted_tokens: int = 0) -> Iterator[None]:
+    def replaying(self, replayed: Tensor | None, counted_tokens: int = 0) -> Iterator[None]:
         """Replay choices in the routers, for a forward pass and the backward pass behind it.
 
         Args:
@@ -140,7 +140,7 @@ class Routing:
             self._now = None
 
     @contextlib.contextmanager
-    def recorded(self) -> Iterator[list[Tensor]]:
+    def recording(self) -> Iterator[list[Tensor]]:
         """Fill a list with the choices [T, k] of each layer, in the one forward pass within."""
         chosen: list[Tensor] = []
         self._now = _Pass(chosen=chosen)
@@ -156,7 +156,7 @@ class Routing:
             counter = LoadCounter(self.shape, device)
         return counter.counts.to(device)
 
-    def _routed(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
+    def _on_router_output(self, layer: int, router: nn.Module, _: Any, output: Any) -> Any:
         """Run behind a router: [T, E] logits, [T, k] weights and the experts that they are of."""
         now = self._now
         if now is None:
@@ -177,7 +177,7 @@ class Routing:
         return logits, weights, chosen
 
 
-def routing_of(model: nn.Module, replays: bool = False) -> Routing | None:
+def routing_of(model: nn.Module, replays: bool = False) -> RouterHooks | None:
     """Return hooks on the routers of a model; None of a dense one.
 
     Raises:
@@ -185,7 +185,7 @@ def routing_of(model: nn.Module, replays: bool = False) -> Routing | None:
     """
     if replays:
         check_replay(model)
-    return Routing(model, replays) if routers_of(model) else None
+    return RouterHooks(model, replays) if routers_of(model) else None
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
@@ -204,7 +204,7 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
             return False
         if kind not in probed:
             probed[kind] = (
-                _answers(module, torch.zeros, torch.zeros(1, weight.shape[-1])) is not None
+                _probe_router(module, torch.zeros, torch.zeros(1, weight.shape[-1])) is not None
             )
         return probed[kind]
 
@@ -235,9 +235,8 @@ def check_replay(model: nn.Module) -> None:
     routers = routers_of(model)
     if not routers:
         raise ModelError(
-            f"{FIELD}=true replays the experts that tokens went to, and {type(model).__name__} has "
-            "no routers that choose them, or keeps them where they cannot be given a choice; set "
-            "it to false"
+            f"{FIELD}=true needs routers whose choice of experts can be replaced, and "
+            f"{type(model).__name__} has none; set it to false"
         )
     for router in routers:
         _sums_to_one(router)
@@ -257,7 +256,7 @@ def _sums_to_one(router: Any) -> bool:
         return torch.randn(shape, generator=generator).mul_(H**-0.5)
 
     probe = torch.randn(_PROBES, H, generator=generator)
-    if (answers := _answers(router, drawn, probe)) is not None:
+    if (answers := _probe_router(router, drawn, probe)) is not None:
         logits, weights, chosen = answers
         fitting = [
             scaled
@@ -268,11 +267,11 @@ def _sums_to_one(router: Any) -> bool:
             return fitting[0]
     raise ModelError(
         f"{FIELD}=true needs routers that weigh experts by the softmax of their logits, as "
-        f"Qwen3-MoE's do, and {type(router).__name__} computes otherwise; set it to false"
+        f"Qwen3-MoE's do, and {type(router).__name__} does not; set it to false"
     )
 
 
-def _answers(
+def _probe_router(
     router: nn.Module, make: Callable[[torch.Size], Tensor], probe: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return a router's logits [T, E], weights and choices [T, k] of a probe [T, H].

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.models.folders import LOADING, Loaded, Source, explain_load_errors, quiet_transformers
+from winnow.models.folders import LOADING, Loaded, ModelRef, explain_load_errors, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ plan."""
 
 def load_hollow(
     build: Callable[[], Any],
-    where: Source,
+    where: ModelRef,
     config: Any,
     dtype: torch.dtype,
     hollow: Hollow = True,
@@ -51,7 +51,7 @@ def load_hollow(
     with explain_load_errors(f"{where}: cannot build its model", remedy), quiet_transformers():
         with torch.device("meta"):
             blank = build()
-        weights = (Shapes if hollow == "shapes" else SavedWeights)(where, blank, dtype)
+        weights = (ShapeOnlyWeights if hollow == "shapes" else SavedWeights)(where, blank, dtype)
         options = {"config": config, "state_dict": weights.stand_ins, "dtype": dtype}
         model, _ = type(blank).from_pretrained(None, **LOADING, **options)
     model.name_or_path = model.config.name_or_path = where.path
@@ -80,43 +80,47 @@ class SavedWeights:
     misfits: dict[str, Collection[Any]]
     """Names that do not fit, in the lists in which transformers reports them."""
 
-    def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, where: ModelRef, blank: PreTrainedModel, dtype: torch.dtype) -> None:
         self._where = where
-        self._files: dict[str, Any] = {}
-        for path in _files(where):
+        self._weight_files: dict[str, Any] = {}
+        for path in _weight_files(where):
             with explain_load_errors(f"{where}: cannot read {path.name}"):
                 opened: Any = safe_open(path, framework="pt")
-                self._files |= dict.fromkeys(opened.keys(), opened)
+                self._weight_files |= dict.fromkeys(opened.keys(), opened)
         self._saved: dict[str, str] = {}
         self.stand_ins, misshapen = {}, []
         for name, parameter in blank.named_parameters():
             # A backbone that was saved alone lacks the prefix.
             for saved in (name.removeprefix(f"{blank.base_model_prefix}."), name):
-                if saved in self._files:
+                if saved in self._weight_files:
                     self._saved[name] = saved
-            if name in self._saved and self._slice(name).get_shape() != [*parameter.shape]:
+            if name in self._saved and self._file_slice(name).get_shape() != [*parameter.shape]:
                 misshapen.append(name)
             self.stand_ins[name] = _stand_in(parameter, dtype)
         self._stacked = _stacked_rows(blank, self.stand_ins.keys() - self._saved.keys())
         absent: set[str] = set()
         for name, rows in list(self._stacked.items()):
             parts = {part for row in rows for part in row}
-            if not parts & self._files.keys():
+            if not parts & self._weight_files.keys():
                 del self._stacked[name]
-            elif parts - self._files.keys():
-                absent |= parts - self._files.keys()
+            elif parts - self._weight_files.keys():
+                absent |= parts - self._weight_files.keys()
             elif not all(self._fits(row, self.stand_ins[name].shape[1:]) for row in rows):
                 misshapen.append(name)
         lacking = self.stand_ins.keys() - self._saved.keys() - self._stacked.keys()
         absent |= self._read_buffers(blank)
-        _refuse_experts(where, lacking)
+        if any(".experts." in name for name in lacking):
+            raise ModelError(
+                f"{where} has experts whose weights are saved neither stacked nor one by one, so "
+                "loading in shards cannot read them; set trainer/strategy=single"
+            )
         expected = {name for name, _ in blank.named_parameters(remove_duplicate=False)}
         expected |= {name for name, _ in blank.named_buffers()} | set(self._saved.values())
         expected |= {part for rows in self._stacked.values() for row in rows for part in row}
         self.misfits = {
             "missing_keys": lacking | absent,
             "mismatched_keys": misshapen,
-            "unexpected_keys": self._files.keys() - expected,
+            "unexpected_keys": self._weight_files.keys() - expected,
         }
 
     def _read_buffers(self, blank: PreTrainedModel) -> set[str]:
@@ -125,9 +129,9 @@ class SavedWeights:
         absent = set()
         for name in blank.state_dict().keys() - named:
             alone = name.removeprefix(f"{blank.base_model_prefix}.")
-            saved = alone if alone in self._files else name
-            if saved in self._files:
-                self.stand_ins[name] = self._files[saved].get_tensor(saved)
+            saved = alone if alone in self._weight_files else name
+            if saved in self._weight_files:
+                self.stand_ins[name] = self._weight_files[saved].get_tensor(saved)
             else:
                 absent.add(name)
         return absent
@@ -150,7 +154,7 @@ class SavedWeights:
         """
         with explain_load_errors(f"{self._where}: cannot read {self._saved.get(name, name)}"):
             if name in self._saved:
-                return cast(Tensor, self._slice(name)[tuple(slices)])
+                return cast(Tensor, self._file_slice(name)[tuple(slices)])
             experts, *inside = slices
             rows = self._stacked[name][experts]
             return torch.stack([self._joined(row, inside or [slice(None)]) for row in rows])
@@ -158,7 +162,7 @@ class SavedWeights:
     def _joined(self, row: Sequence[str], slices: Sequence[slice]) -> Tensor:
         """Read a rectangle of what tensors of the files make, one below the other."""
         pieces, above = [], 0
-        wholes = [self._files[part].get_slice(part) for part in row]
+        wholes = [self._weight_files[part].get_slice(part) for part in row]
         start, stop, _ = slices[0].indices(sum(whole.get_shape()[0] for whole in wholes))
         for whole in wholes:
             height = whole.get_shape()[0]
@@ -170,24 +174,24 @@ class SavedWeights:
 
     def _fits(self, row: Sequence[str], shape: Sequence[int]) -> bool:
         """Return whether these tensors of the files, one below the other, have a shape."""
-        shapes = [self._files[part].get_slice(part).get_shape() for part in row]
+        shapes = [self._weight_files[part].get_slice(part).get_shape() for part in row]
         rest = all(each[1:] == [*shape[1:]] for each in shapes)
         return rest and sum(each[0] for each in shapes) == shape[0]
 
-    def _slice(self, name: str) -> Any:
+    def _file_slice(self, name: str) -> Any:
         saved = self._saved[name]
-        return self._files[saved].get_slice(saved)
+        return self._weight_files[saved].get_slice(saved)
 
 
-class Shapes(SavedWeights):
+class ShapeOnlyWeights(SavedWeights):
     """Weights of which nothing is known but the shapes, in the place of a folder's.
 
     Args:
         blank: the model on no device.
-        dtype: of the stand-ins, and of what `part` gives.
+        dtype: of the stand-ins, and of what `part` reads.
     """
 
-    def __init__(self, where: Source, blank: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, where: ModelRef, blank: PreTrainedModel, dtype: torch.dtype) -> None:
         self.stand_ins = {n: _stand_in(p, dtype) for n, p in blank.named_parameters()}
         self.misfits = dict.fromkeys(("missing_keys", "mismatched_keys", "unexpected_keys"), ())
 
@@ -199,15 +203,6 @@ class Shapes(SavedWeights):
         stand_in = self.stand_ins[name]
         sizes = [len(range(n)[cut]) for n, cut in zip(stand_in.shape, slices, strict=False)]
         return torch.empty(*sizes, *stand_in.shape[len(slices) :], dtype=stand_in.dtype)
-
-
-def _refuse_experts(where: Source, lacking: Collection[str]) -> None:
-    if any(".experts." in name for name in lacking):
-        raise ModelError(
-            f"{where} is a mixture of experts whose weights are neither in its files as in the "
-            "model, nor expert by expert, so that they cannot be loaded in shards; set "
-            "trainer/strategy=single"
-        )
 
 
 def _stacked_rows(blank: PreTrainedModel, names: Collection[str]) -> dict[str, list[list[str]]]:
@@ -223,14 +218,14 @@ def _stacked_rows(blank: PreTrainedModel, names: Collection[str]) -> dict[str, l
     stacked = {}
     for name in names:
         weight = blank.get_parameter(name).detach()
-        saved = [*as_saved(blank, {name: weight})]
+        saved = [*to_saved_layout(blank, {name: weight})]
         if weight.ndim == 3 and len(saved) > 1 and len(saved) % len(weight) == 0:
             # All experts of the first projection come before those of the second.
             stacked[name] = [saved[row :: len(weight)] for row in range(len(weight))]
     return stacked
 
 
-def as_saved(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_saved_layout(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under the names, and in the pieces, that a folder's files have.
 
     They differ from the model's where transformers joins what belongs together, such as the experts
@@ -267,12 +262,12 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.
             setattr(module, name, replaced[id(parameter)][1])
 
 
-def _files(where: Source) -> list[Path]:
+def _weight_files(where: ModelRef) -> list[Path]:
     folder = Path(where.path)
     if not folder.is_dir():
         raise ModelError(
-            f"{where} is no folder of this machine, as loading in shards needs it; "
-            "download the model, and give its folder"
+            f"{where} is not a local folder, which loading in shards needs; download the model "
+            "and give its folder"
         )
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():  # which transformers takes first, too

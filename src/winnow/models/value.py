@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from winnow.errors import ModelError
-from winnow.models.causal_lm import check_weights, find_model, load, settled
-from winnow.models.folders import Loaded, Source, read_config
+from winnow.models.causal_lm import check_weights, find_model, load_model, prepare
+from winnow.models.folders import Loaded, ModelRef, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ def load_value_model(
         missing -= head
     unused = {name for name in loading["unexpected_keys"] if not name.startswith("lm_head.")}
     check_weights(where, {**loading, "missing_keys": missing, "unexpected_keys": unused})
-    return settled(model, where, device)
+    return prepare(model, where, device)
 
 
 def load_reward_model(
@@ -89,7 +89,7 @@ def load_reward_model(
     kind = GenericForSequenceClassification
     model, loading = _load(where, kind, dtype, trust_remote_code, hollow)
     check_weights(where, loading)
-    return cast("PreTrainedModel", settled(model, where, device).requires_grad_(False))
+    return cast("PreTrainedModel", prepare(model, where, device).requires_grad_(False))
 
 
 def scalar_head(model: nn.Module) -> nn.Linear:
@@ -98,7 +98,7 @@ def scalar_head(model: nn.Module) -> nn.Linear:
 
 
 def _load(
-    where: Source,
+    where: ModelRef,
     generic: type,
     dtype: torch.dtype,
     trust_remote_code: bool,
@@ -106,14 +106,14 @@ def _load(
 ) -> Loaded:
     model_class, config = _with_head(where, generic, trust_remote_code)
     build = partial(cast(Any, model_class), config)
-    model, loading = load(model_class, build, where, config, dtype, hollow)
+    model, loading = load_model(model_class, build, where, config, dtype, hollow)
     # A head that was loaded has fp32 already (by `_with_head`), one that is new has not.
     scalar_head(model).to(torch.promote_types(dtype, torch.float32))
     return model, loading
 
 
 def _with_head(
-    where: Source, generic: type, trust_remote_code: bool
+    where: ModelRef, generic: type, trust_remote_code: bool
 ) -> tuple[type[PreTrainedModel], Any]:
     """Make the class of a folder's architecture with transformers' generic head; and its config.
 
@@ -129,14 +129,14 @@ def _with_head(
         config.num_labels = 1
     elif config.num_labels != 1:
         raise ModelError(
-            f"{where}: its head has {config.num_labels} labels, where one number is needed; "
-            "give a model whose config.json has one label"
+            f"{where}: its head has {config.num_labels} labels, expected 1; give a model whose "
+            "config.json has one label"
         )
     backbone = MODEL_MAPPING.get(type(config), None)
     if backbone is None or isinstance(backbone, tuple):
         raise ModelError(
-            f"{where}: transformers knows no backbone of model type {config.model_type}; "
-            "use a model of another architecture"
+            f"{where}: transformers has no backbone for model type {config.model_type}; use a "
+            "model of another architecture"
         )
     family = next(c for c in backbone.__mro__ if PreTrainedModel in c.__bases__)
     name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")

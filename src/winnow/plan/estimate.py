@@ -31,7 +31,7 @@ from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import Megatron, RayCluster, Sharded, SyncMode
 from winnow.errors import ConfigError
-from winnow.learning.balance import Deal, deal, work
+from winnow.learning.balance import Assignment, assign, estimate_work
 from winnow.learning.shards import MODEL_FILE_BYTES
 from winnow.models.folders import torch_dtype
 from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
@@ -363,8 +363,6 @@ class RecipeEstimate:
         memory, engine = self.memory, self.engine
         is_shared = engines_share_gpus(self.config)
         limit = f"a GPU has {self.machine.limit_gib:.1f}"
-        if self.rank.refusal is not None:
-            yield self.rank.refusal
         if memory["peak_gib"] > self.machine.limit_gib:
             name, gib = next(iter(memory["tensors_gib"].items()))
             yield (
@@ -451,7 +449,7 @@ class RecipeEstimate:
     def _separate(self, role: str, rank: RankRun) -> Figures:
         ranks, width, roles = rank.strategy.ranks, self.rank.shape.hidden_size, Roles(self.config)
         lengths_B = np.sort(self.prompts_B + self.answers_B)[::-1]
-        whole = deal(lengths_B, rank.max_tokens, ranks, width)
+        whole = assign(lengths_B, rank.max_tokens, ranks, width)
         phases = self._phase_costs(rank, [whole], self._deal_updates(rank))
         return {
             "ranks": ranks,
@@ -460,12 +458,12 @@ class RecipeEstimate:
             "seconds": sum(seconds for *_, seconds in phases),
         }
 
-    def _deal_updates(self, rank: RankRun) -> list[Deal]:
+    def _deal_updates(self, rank: RankRun) -> list[Assignment]:
         lengths_B, width = self.prompts_B + self.answers_B, self.rank.shape.hidden_size
         return deal_updates(self.config, lengths_B, rank.strategy, rank.max_tokens, width)
 
     def _phase_costs(
-        self, rank: RankRun, passes: list[Deal], updates: list[Deal]
+        self, rank: RankRun, passes: list[Assignment], updates: list[Assignment]
     ) -> Iterator[tuple[str, Phase, float, float, float]]:
         """Yield name, phase, factors of collectives and of operations, and seconds of each phase.
 
@@ -474,7 +472,7 @@ class RecipeEstimate:
             updates: deals of the step's updates.
         """
         full_B = np.array(full_lengths(self.config, rank.max_tokens))
-        full = work(full_B, self.rank.shape.hidden_size).sum()
+        full = estimate_work(full_B, self.rank.shape.hidden_size).sum()
         epochs, ran = self.config.trainer.epochs, count_microbatches(self.config)
         for name, phase in list(rank.tracker.phases.items())[1:]:
             deals = updates if name.endswith("update") else passes
@@ -571,6 +569,6 @@ def _device_peaks(rank: RankRun) -> dict[str, Peak]:
     return {name: tracker.peak(name, without) for name in list(tracker.phases)[1:]}
 
 
-def _count_rounds(deals: list[Deal]) -> int:
+def _count_rounds(deals: list[Assignment]) -> int:
     """Return the number of micro-batches of a rank."""
     return sum(each.work.shape[1] for each in deals)

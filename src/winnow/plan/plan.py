@@ -182,7 +182,7 @@ def _find_change(
 ) -> Figures | None:
     """Find the first change after which the recipe fits; None if none does."""
     machine, simulated = request.machine, [(config, stages)]
-    is_full = plan["memory"]["peak_gib"] > machine.limit_gib or stages[0].refusal
+    is_full = plan["memory"]["peak_gib"] > machine.limit_gib
     for change in list_changes(config) if is_full else [[]]:
         attempts = [change]
         for settings in attempts:

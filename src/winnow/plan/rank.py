@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -36,8 +35,9 @@ from winnow.models.value import load_reward_model, load_value_model
 from winnow.plan.megatron import patched_megatron
 from winnow.plan.tracker import DeviceTracker
 from winnow.ranks import learner
-from winnow.ranks.models import check_attention_memory, load_policy_model
+from winnow.ranks.models import load_policy_model
 from winnow.run.step_metrics import AttentionFlop
+from winnow.types import IntArray
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
 _CPU = torch.device("cpu")
@@ -45,9 +45,9 @@ _DATA_DEPENDENT = fake_tensor.DataDependentOutputException, fake_tensor.DynamicO
 
 
 class _TrackedRunner(SequenceRunner):
-    def _places(self, sources: Tensor, n: int) -> Tensor:
+    def _local_part(self, places: IntArray, n: int) -> slice:
         # The most that a rank can have: every token is the policy's.
-        return torch.arange(min(len(sources), n))
+        return slice(min(len(places), n))
 
 
 class TrackedStrategy(Strategy):
@@ -96,7 +96,7 @@ class TrackedStrategy(Strategy):
     def _report(self, use: str, named: Iterator[tuple[str, Tensor]]) -> None:
         self._tracker.assign_role(use, ((f"{self._role} {name}", tensor) for name, tensor in named))
 
-    def _over_ranks(self, sums: Stats, maxima: Stats) -> Stats:
+    def _reduce_figures(self, sums: Stats, maxima: Stats) -> Stats:
         return sums | maxima
 
 
@@ -128,8 +128,6 @@ class PolicyRun(RankRun):
     """Parameters by role."""
     shape: Any
     """Hugging Face configuration of the policy."""
-    refusal: str | None
-    """Error text if no CUDA kernel can compute the policy's attention."""
     separate: dict[str, RankRun]
     """By role, a rank of each model on separate ranks."""
 
@@ -156,17 +154,9 @@ def run_rank(
     model = load_policy_model(config.model, path, _CPU, config.run.seed, hollow="shapes")
     layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
     assert isinstance(layout, Fsdp2 | Megatron)
-    refusal = None
-    try:
-        check_attention_memory(config, model, "model.dtype", strategy.kernels)
-    except ConfigError as error:
-        refusal = str(error)
     tracker = track(_attention_flop(config, model, most))
     tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
-    # CUDA has no float32 kernel for grouped-query attention, as `refusal` reports.
-    exact = sdpa_kernel(SDPBackend.MATH) if refusal else contextlib.nullcontext()
-    with exact:
-        learning, models = _run_learner(config, model, path, strategy, tracker, stage)
+    learning, models = _run_learner(config, model, path, strategy, tracker, stage)
     separate = {}
     for role in Roles(config):
         if role.kind == "ranks" and role.name != "policy":
@@ -174,9 +164,9 @@ def run_rank(
     if "critic" in separate:
         passes = replace(learning.passes, **learner.critic_passes(models["critic"]))
         learning = replace(learning, passes=passes)
-    parameters = {role: each.parameters for role, each in models.items()}
+    parameters = {role: each.n_parameters for role, each in models.items()}
     ran = tracker, layout, most
-    return PolicyRun(*ran, learning, parameters, model.config, refusal, separate)
+    return PolicyRun(*ran, learning, parameters, model.config, separate)
 
 
 def _run_learner(

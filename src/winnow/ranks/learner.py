@@ -35,7 +35,7 @@ from winnow.learning.policy import KlTerm, OldSource, Policy, PolicyObjective
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm
 from winnow.models.folders import torch_dtype
-from winnow.ranks.models import check_attention_memory, is_adapter
+from winnow.ranks.models import is_adapter
 from winnow.run.step_metrics import AttentionFlop, StepFlop
 
 if TYPE_CHECKING:
@@ -96,25 +96,25 @@ def make_learner(
 
     Raises:
         ModelError: a model of the recipe cannot be loaded.
-        ConfigError: one would attend in float32 where that takes more memory than there is.
     """
-    on = next(model.parameters()).device.type if mesh is None else mesh.device_type
-    check_attention_memory(config, model, "model.dtype", on)
     hold = _hold(config, mesh, planned)
     hollow: Hollow = "shapes" if planned else mesh is not None
     readout = readout_options(config, vocabulary)
     imitates = isinstance(config.sft, Demonstrations)
     if imitates:  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
-    checkpointing = config.model.gradient_checkpointing
     stepped = readout | _adamw_options(config.optim)
+    stepped["gradient_checkpointing"] = config.model.gradient_checkpointing
+    stepped["recompute_attention"] = config.model.recompute_attention
     if config.rollout.routing_replay and not (imitates or planned):
         stepped["replays_routes"] = True
-    policy = hold(model, gradient_checkpointing=checkpointing, **stepped)
+    policy = hold(model, **stepped)
     if imitates:
         rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
         imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
-        return Learning(imitator, policy, StepFlop(policy.active_parameters, epochs=1, forwards=0))
+        return Learning(
+            imitator, policy, StepFlop(policy.n_active_parameters, epochs=1, forwards=0)
+        )
     critic, roles = None, Roles(config)
     if "values" in needs_of(config) and "critic" not in roles:
         critic = make_critic(config, start, policy.device, hollow, hold)
@@ -134,7 +134,7 @@ def make_learner(
         correction=_correction_options(config.algorithm.correction, recomputed=True),
     )
     passes = StepFlop(
-        policy.active_parameters,
+        policy.n_active_parameters,
         config.trainer.epochs,
         forwards=(old_source(config) == "pass") + (reference is not None),
         attention=AttentionFlop.of(model.config),
@@ -172,7 +172,7 @@ def critic_options(config: Config) -> dict[str, Any]:
 def critic_passes(strategy: Strategy) -> dict[str, Any]:
     """Return the fields of `StepFlop` that are a critic's."""
     attention = AttentionFlop.of(strategy.model.config)
-    return {"critic_parameters": strategy.active_parameters, "critic_attention": attention}
+    return {"critic_parameters": strategy.n_active_parameters, "critic_attention": attention}
 
 
 def make_settings(config: Config) -> LearnerSettings:
@@ -274,11 +274,7 @@ def load_role(
     field = "model.path" if section.path is None else f"{role}.path"
     target = torch.device("cpu") if hollow else device
     dtype = torch_dtype(section.dtype or model.dtype)
-    loaded = load(path, dtype, target, model.trust_remote_code, field, hollow)
-    check_attention_memory(
-        config, loaded, f"{role}.dtype" if section.dtype else "model.dtype", device.type
-    )
-    return loaded
+    return load(path, dtype, target, model.trust_remote_code, field, hollow)
 
 
 def _hold(
@@ -297,7 +293,7 @@ def _hold(
     assert isinstance(chosen, Fsdp2)
     return partial(
         planned or FSDP2Strategy,
-        compiles=chosen.compile and planned is None,
+        compiles=chosen.compile if planned is None else False,
         mesh=mesh,
         sharding=Sharding(chosen.reshard_after_forward, chosen.offload, chosen.prefetch),
         sequence=sequence_group(chosen.sequence),

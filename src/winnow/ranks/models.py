@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from winnow.config.data import Demonstrations, NoTask
 from winnow.config.judge import EngineJudge, SequenceClassifier
@@ -21,10 +22,10 @@ from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import Fsdp2, LocalCluster, Megatron
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import has_tokenizer, load_tokenizer, make_decoder, stop_token_ids
-from winnow.errors import ConfigError, ModelError, TrainingError, WinnowError, WorkerError
+from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
 from winnow.models.causal_lm import freeze, load_causal_lm
 from winnow.models.fetch import local_folder
-from winnow.models.folders import ADAPTER_CONFIG, torch_dtype
+from winnow.models.folders import ADAPTER_CONFIG, check_vocabulary, torch_dtype
 from winnow.models.lora import adapter_base, add_lora, load_lora
 from winnow.models.routing import check_replay
 from winnow.observe.files import one_line
@@ -36,9 +37,22 @@ if TYPE_CHECKING:
 
     from winnow.models.sharded_loading import Hollow
 
-_EXACT_TOKENS = 4096
-"""Tokens whose scores take 2.5 GiB with 40 heads."""
 _NO_MEMORY = "MemoryError|out of memory|can't allocate memory"
+_NO_ORDER = re.compile(r"(\S+) does not have a deterministic implementation")
+CUBLAS_VARIABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Makes products of cuBLAS the same each time; read when CUDA starts in a process."""
+
+
+def use_deterministic_kernels() -> None:
+    """Have this process run no kernel of CUDA that sums in any order; call it before CUDA starts.
+
+    A kernel without another form raises, which `explain_oom` words.
+    """
+    for name, value in CUBLAS_VARIABLE.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Nothing reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def release_memory() -> None:
@@ -167,11 +181,8 @@ def load_policy(
         model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
-    if vocabulary > embedded:
-        raise ModelError(
-            f"model.path {path}: the tokenizer has {vocabulary} tokens, the model only {embedded}; "
-            "give the tokenizer that belongs to the model in model.tokenizer"
-        )
+    remedy = "give the tokenizer that belongs to the model in model.tokenizer"
+    check_vocabulary(f"model.path {path}", vocabulary, embedded, remedy)
     if not hollow:
         check_finite(path, model.named_parameters())
     check_positions(config, path, model)
@@ -220,11 +231,17 @@ def explain_oom(
         save: saves what can be, before; ranks that have failed cannot.
 
     Raises:
-        TrainingError: instead of the errors of allocators.
+        TrainingError: instead of the errors of allocators, and of a kernel that
+            run.deterministic does not allow.
     """
     try:
         yield
     except Exception as error:
+        if (kernel := _NO_ORDER.search(str(error))) is not None:
+            raise TrainingError(
+                f"run.deterministic=true: {kernel[1]} has no deterministic form on this device; "
+                "set run.deterministic=false"
+            ) from error
         if not is_out_of_memory(error):
             raise
         if model is None:
@@ -276,32 +293,6 @@ def check_positions(
         raise ModelError(
             f"rollout.max_response_tokens {answer}{after} does not fit the model's {positions} "
             f"positions ({path}); lower {remedy} or use a model with a longer context"
-        )
-
-
-def check_attention_memory(config: Config, model: nn.Module, field: str, device_type: str) -> None:
-    """Refuse float32 attention over long answers on CUDA, where it would keep all scores.
-
-    No kernel there takes float32 with fewer heads for keys than for queries, and PyTorch then
-    computes [heads, tokens, tokens] as they stand.
-
-    Args:
-        field: key of the model's dtype.
-
-    Raises:
-        ConfigError: names the field, the memory and the remedy.
-    """
-    shape, longest = cast(Any, model).config, max_sequence_tokens(config)
-    heads = getattr(shape, "num_attention_heads", 0)
-    shared = getattr(shape, "num_key_value_heads", None) or heads
-    is_exact = next(model.parameters()).dtype == torch.float32
-    if device_type == "cuda" and is_exact and shared < heads and longest > _EXACT_TOKENS:
-        size = 4 * heads * longest**2 / 2**30
-        raise ConfigError(
-            f"{field}=float32 on CUDA keeps the scores of {heads} heads on {shared} key/value "
-            f"heads over {longest:,} tokens, the longest prompt and answer: {size:.3g} GiB a "
-            f"layer; set {field}=bfloat16 (it is stepped on float32 masters), or lower "
-            f"data.max_prompt_tokens and rollout.max_response_tokens to {_EXACT_TOKENS:,} in all"
         )
 
 

@@ -30,7 +30,7 @@ from winnow.checkpoints.run_state import Save
 from winnow.config.judge import SequenceClassifier, scorer_sharding
 from winnow.config.model import ShardedReference
 from winnow.config.roles import Roles
-from winnow.config.root import Config
+from winnow.config.root import Config, RunConfig
 from winnow.config.trainer import Fsdp2, Megatron, ShardedCritic
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError, ModelError
@@ -42,7 +42,7 @@ from winnow.learning.imitation import Imitator
 from winnow.learning.learner import CriticLearner, Learned
 from winnow.learning.shards import (
     State,
-    on_host,
+    copy_to_host,
     raise_on_all,
     read_shards,
     write_model,
@@ -64,7 +64,12 @@ from winnow.ranks.learner import (
     make_settings,
     readout_options,
 )
-from winnow.ranks.models import check_finite, load_policy_model, release_memory
+from winnow.ranks.models import (
+    check_finite,
+    load_policy_model,
+    release_memory,
+    use_deterministic_kernels,
+)
 from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, pack_buckets, store_bucket
 from winnow.run.step_metrics import StepFlop
 from winnow.types import FloatArray, Group, IntArray
@@ -111,15 +116,17 @@ class Rank:
 
     Args:
         rank: its place.
-        threads: of a rank on the CPU.
+        run: section of the recipe; its threads are those of a rank on the CPU.
         replicas: copies of the model, each sharded over ranks / replicas of them.
     """
 
-    def __init__(self, rank: RankInfo, threads: int | None, replicas: int) -> None:
+    def __init__(self, rank: RankInfo, run: RunConfig, replicas: int) -> None:
         if rank.device_index is not None:
+            if run.deterministic:
+                use_deterministic_kernels()
             torch.cuda.set_device(rank.device_index)
-        elif threads is not None:
-            torch.set_num_threads(threads)
+        elif run.threads is not None:
+            torch.set_num_threads(run.threads)
         kind = "cpu" if rank.device_index is None else "cuda"
         dist.init_process_group(
             "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
@@ -144,7 +151,7 @@ class SavingRank(Rank):
     """Its name in `Roles`."""
 
     def __init__(self, rank: RankInfo, config: Config, replicas: int) -> None:
-        super().__init__(rank, config.run.threads, replicas)
+        super().__init__(rank, config.run, replicas)
         self._rank, self._ranks = rank.rank, rank.size
         self._folder = Roles(config)[self.role].saved_in or self.role
         # Of its own, so that saving and the next step do not take each other's messages.
@@ -155,7 +162,7 @@ class SavingRank(Rank):
     def copy(self) -> None:
         """Copy all that learns, for `write`, so that the next step may change it."""
         states = {role: s.state_dict() for role, s in self._strategies.items()}
-        self._copied = on_host(states, self._host_mesh)
+        self._copied = copy_to_host(states, self._host_mesh)
 
     async def write(self, checkpoint: str) -> dict[str, FileEntry] | tuple[int, str]:
         """Write what was copied into a checkpoint's folder, beside whatever else the ranks do.
@@ -199,7 +206,7 @@ class SavingRank(Rank):
             fault = error
         raise_on_all(fault, self._saving)
         mesh, strategies = self._host_mesh, self._strategies
-        blank = {role: on_host(s.blank_state(), mesh) for role, s in strategies.items()}
+        blank = {role: copy_to_host(s.blank_state(), mesh) for role, s in strategies.items()}
         read_shards(blank, Path(checkpoint) / self._folder, self._saving)
         for role, strategy in strategies.items():
             strategy.load_state_dict(blank[role])
@@ -323,7 +330,7 @@ class LearnerWorker(SavingRank):
 
     def canary(self, canary: Canary) -> CanaryScores:
         """Compute the policy's log-probs of fixed sequences, shared out over the ranks."""
-        return canary.expected(self._learning.policy)
+        return canary.score(self._learning.policy)
 
     def export(self, version: int, what: Exported) -> Handle:
         """Leave this rank's share of the policy's weights, or of some of them, in its store.
@@ -353,7 +360,7 @@ class LearnerWorker(SavingRank):
         super().copy()
         policy = self._strategies["policy"]
         if not policy.has_adapter:
-            self._model = on_host(policy.export_shards(), self._host_mesh)
+            self._model = copy_to_host(policy.export_shards(), self._host_mesh)
             return
         for name, tensor in policy.export_weights(adapter_only=True):
             if self._is_first:
@@ -473,7 +480,7 @@ class ReferenceWorker(Rank):
     def __init__(self, rank: RankInfo, config: Config, start: str | None, vocabulary: int) -> None:
         sharding = config.reference.strategy
         assert isinstance(sharding, ShardedReference)
-        super().__init__(rank, config.run.threads, sharding.replicas)
+        super().__init__(rank, config.run, sharding.replicas)
         device = device_of(self._mesh)
         model = load_role(load_causal_lm, config, "reference", start, device, True)
         readout = readout_options(config, vocabulary)
@@ -539,7 +546,7 @@ class RewardModelWorker(Rank):
         section, sharding = config.reward.model, scorer_sharding(config.reward.model)
         assert isinstance(section, SequenceClassifier)
         assert sharding is not None
-        super().__init__(rank, config.run.threads, sharding.replicas)
+        super().__init__(rank, config.run, sharding.replicas)
         dtype = torch_dtype(section.dtype or config.model.dtype)
         trust = config.model.trust_remote_code
         model = load_reward_model(section.path, dtype, torch.device("cpu"), trust, hollow=True)

@@ -107,8 +107,8 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
                 "sleep": "answered 500: .*no sleep mode",
             },
         ),
-        ("--raw_logprobs", ("rollout.temperature=0.7",), {"weights": "does not answer as the"}),
-        ("--keeps_head", ("update",), {"update": "new weights: .* does not answer as the"}),
+        ("--raw_logprobs", ("rollout.temperature=0.7",), {"weights": "disagrees with the"}),
+        ("--keeps_head", ("update",), {"update": "new weights: .* disagrees with the"}),
         ("--without_updates", ("update",), {"update": "start vLLM with VLLM_SERVER_DEV_MODE=1"}),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_run_is_evaluated_by_servers_only_if_they_are_named_and_hold_its_model
     process.kill()
     held = run / "checkpoints" / "step-1" / "model"
     assert refused.code == 2
-    assert f"{url} does not answer as the trainer does" in refused.err
+    assert f"{url} disagrees with the trainer" in refused.err
     assert f"start the server with --model {held}" in refused.err
     assert not (tmp_path / "other").exists()
 

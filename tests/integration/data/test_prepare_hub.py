@@ -163,7 +163,7 @@ def test_a_hub_that_is_down_is_told_at_once(tmp_path: Path, hub: Hub) -> None:
             made(tmp_path, "gsm8k")
     message = str(caught.value)
     assert message.startswith(
-        "hub data set openai/gsm8k at main: cannot be had from http://127.0.0.1:9 ("
+        "hub data set openai/gsm8k at main: cannot be downloaded from http://127.0.0.1:9 ("
     )
     assert "check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk under HF_HOME" in message
 

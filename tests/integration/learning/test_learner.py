@@ -330,7 +330,7 @@ def test_gradients_of_the_policy_that_are_not_finite_are_skipped_and_then_stop_t
 
 
 def test_a_learning_rate_that_makes_weights_overflow_stops_the_run(start: Path) -> None:
-    message = "step 1: the weights overflow after its updates, and are not saved; lower "
+    message = "step 1: the weights overflowed in its updates and are not saved; lower "
     absurd = bench(settings=replace(SETTINGS, lr=lambda step: 1e38))
     with pytest.raises(TrainingError, match=f"^{re.escape(message)}optim.lr$"):
         absurd.step(recorded_groups(4))
@@ -340,7 +340,7 @@ def test_a_learning_rate_that_makes_weights_overflow_stops_the_run(start: Path) 
 
 
 def test_rewards_whose_squares_overflow_stop_the_run_instead_of_teaching_nothing() -> None:
-    with pytest.raises(TrainingError, match=r"^a reward of 1e\+300 is too large: .*weights\.task"):
+    with pytest.raises(TrainingError, match=r"^reward 1e\+300 is too large: .*weights\.task"):
         bench().step(rewarded(recorded_groups(4), 1e300))
 
 

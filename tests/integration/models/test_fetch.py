@@ -104,7 +104,7 @@ def test_a_folder_in_memory_on_disk_and_on_a_web_server_is_copied_whole(
     disk = write(tmp_path / "disk" / "model", FILES)
     said: list[str] = []
     for url in ("memory://bucket/model", f"file://{disk}", served[1]):
-        assert read(local_folder(url, tell=said.append)) == FILES, url
+        assert read(local_folder(url, report=said.append)) == FILES, url
     assert len(said) == 3
     assert "in 3 files" in said[0]
     assert local_folder(str(disk)) == str(disk), "a folder is read where it lies"
@@ -186,7 +186,7 @@ def test_what_cannot_be_fetched_costs_one_line(
         (line,) = str(told.value).splitlines()
         return line
 
-    assert "no Hugging Face folder lies there (0 files" in refused("memory://nothing")
+    assert "not a Hugging Face folder (0 files" in refused("memory://nothing")
     assert refused("nosuch://a/b").startswith("critic.path nosuch://a/b: cannot be fetched: Prot")
     assert "cannot be fetched" in refused("http://127.0.0.1:9/model")
     disk = write(tmp_path / "model", FILES)
@@ -217,7 +217,7 @@ def test_keys_that_lead_out_of_the_folder_are_refused(
     fetch._local_folders.clear()
     evil = {f"{disk}/../../etc/x": {"size": 1}, **found}
     monkeypatch.setattr(type(local), "find", lambda *_, **__: evil)
-    with pytest.raises(ModelError, match="leads out of the model's folder"):
+    with pytest.raises(ModelError, match="points outside the model's folder"):
         local_folder(f"file://{disk}")
 
 

@@ -34,12 +34,12 @@ def test_an_engine_apart_takes_the_adapter_alone(dtype: Any, tmp_path: Path) -> 
     policy = Strategy(model)
     options: dict[str, Any] = {"model": base, "dtype": dtype, "slots": 2, "prefill_tokens": 64}
     engine: Any = TorchEngineWorker(SimpleNamespace(device_index=None), adapter=adapter, **options)
-    canary = Canary.drawn(29, 64, model.dtype)
-    expected = canary.expected(policy)
+    canary = Canary.random(29, 64, model.dtype)
+    expected = canary.score(policy)
 
     async def run() -> None:
         inner = engine._engine
-        with pytest.raises(PublicationError, match="does not answer as the trainer does"):
+        with pytest.raises(PublicationError, match="disagrees with the trainer"):
             await canary.check(expected, 1, {"engine": inner})
         alone = list(pack_buckets(WeightUpdate(1, policy.export_weights(adapter_only=True))))
         sent = sum(piece.array.nbytes for bucket in alone for piece in bucket.pieces)

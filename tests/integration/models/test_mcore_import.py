@@ -30,7 +30,7 @@ def test_without_a_gpu_one_line_refuses_and_no_warning_of_megatrons_is_seen(
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     assert server.start(__name__, [], environment=environment, out=out, err=err).wait() == 0
     said = out.read_text() + err.read_text()
-    assert said.startswith("trainer/strategy=megatron computes on GPUs alone")
+    assert said.startswith("trainer/strategy=megatron needs GPUs")
     assert said.endswith(
         "choose trainer/strategy=fsdp2, or a machine with GPUs and run.device=auto\n"
     )

@@ -330,7 +330,7 @@ def test_what_is_freed_does_not_count_and_views_count_once() -> None:
     assert tracker.live_bytes({"activations"}) == 2 * 4096 == out.numel() * 4
 
 
-def test_float32_attention_and_an_engine_that_is_too_large_are_named(shallow: str) -> None:
+def test_an_engine_that_is_too_large_is_named_and_float32_attention_fits(shallow: str) -> None:
     overrides = (
         *LOCAL,
         f"model.path={shallow}",
@@ -343,19 +343,17 @@ def test_float32_attention_and_an_engine_that_is_too_large_are_named(shallow: st
     machine = Machine("small", find_gpu("a100")[1]._replace(memory_gib=4), nodes=1, per_node=8)
     told: list[str] = []
     plan = make_plan(PlanRequest(RECIPE, overrides, machine, on_progress=told.append))
-    attention, memory, engine = plan["faults"]
-    assert attention.startswith("model.dtype=float32 on CUDA keeps the scores of 8 heads")
-    assert "GiB in the policy update" in memory
-    assert "_safe_softmax" in memory
+    (engine,) = plan["faults"]
     assert engine.startswith("an engine on 1 GPU needs 0.0 GiB of weights and 1.7 of KV cache")
     assert "hours" not in plan["run"]  # nothing writes answers
     change = plan["change"]
-    cache, least = change["set"][1].split("="), machine.limit_gib - change["peak_gib"]
-    assert [change["set"][0], cache[0]] == ["model.dtype=bfloat16", "rollout.engine.cache_gib"]
-    assert least - 0.2 < float(cache[1]) <= least
+    key, cache = change["set"][0].split("=")
+    least = machine.limit_gib - change["peak_gib"]
+    assert (key, len(change["set"])) == ("rollout.engine.cache_gib", 1)
+    assert least - 0.2 < float(cache) <= least
     assert change["hours"] > 0
     assert told[0] == f"running one of {RANKS} ranks on fake tensors"
-    assert told[1:] == ["trying model.dtype=bfloat16"]  # the cache is no matter of the ranks
+    assert len(told) == 1  # the cache is no matter of the ranks
     text = format_plan(plan).splitlines()
     assert text[-1].endswith("gpu_hours")
     assert f"FITS with {' '.join(change['set'])}" in format_plan(plan)

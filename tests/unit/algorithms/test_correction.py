@@ -24,7 +24,6 @@ from winnow.algorithms.correction import (
     max_delta,
     mismatch_figures,
     mismatch_sums,
-    mismatch_sums_by_age,
 )
 from winnow.config.algorithm import Rejection, Weight
 
@@ -328,8 +327,8 @@ def test_the_mismatch_by_age_is_that_of_the_tokens_of_that_age() -> None:
     old, behav = -torch.rand(2, 60, generator=generator, dtype=torch.float64)
     mask = torch.rand(60, generator=generator) < 0.8
     age = torch.randint(0, OLDEST_AGE + 4, (60,), generator=generator)
-    found = mismatch_sums_by_age(old, behav, mask, age)
-    assert len(found) == 3 * (OLDEST_AGE + 1)
+    found = mismatch_sums(old, behav, mask, age)
+    assert len(found) == len(mismatch_sums(old, behav, mask)) + 3 * (OLDEST_AGE + 1)
     for k in range(OLDEST_AGE + 1):
         of_age = mask & (age >= k if k == OLDEST_AGE else age == k)
         assert of_age.any()

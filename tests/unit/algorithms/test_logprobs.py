@@ -124,6 +124,39 @@ def test_bf16_inputs_get_fp32_results_near_the_exact_ones() -> None:
         assert float((ours.double() - exactly).norm() / exactly.norm()) < 0.02
 
 
+@pytest.mark.bits
+@pytest.mark.parametrize("vocab_size", [150, 192])
+def test_padded_rows_of_logits_change_no_bit(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strides: list[int] = []
+    plain = torch.mm
+
+    def seen(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        if out.shape[1] == vocab_size:
+            strides.append(out.stride(0))
+        return plain(a, b, out=out)
+
+    results = []
+    for multiple in (logprobs.ROW_MULTIPLE, 1):
+        g = torch.Generator().manual_seed(0)
+        hidden, weight = (
+            torch.randn(n, 40, generator=g).bfloat16().requires_grad_() for n in (50, 200)
+        )
+        labels = torch.randint(0, vocab_size, (50,), generator=g)
+        with monkeypatch.context() as patch:
+            patch.setattr(logprobs, "ROW_MULTIPLE", multiple)
+            patch.setattr(torch, "mm", seen)
+            head = OutputHead(weight, vocab_size=vocab_size)
+            found = token_logprobs(hidden, head, labels, with_prob_square_sum=True, chunk_tokens=16)
+            assert found.entropy is not None
+            (found.logprob.sum() + found.entropy.square().sum()).backward()
+        results.append([*found, hidden.grad, weight.grad])
+    assert set(strides) == {192, vocab_size}
+    for padded, as_is in zip(*results, strict=True):
+        assert torch.equal(padded, as_is)
+
+
 def test_a_bf16_weight_gradient_does_not_lose_small_addends() -> None:
     """512 chunks add 2^-9 each to 1: summed in bf16 every one of them would vanish."""
     n = 513

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -23,7 +25,8 @@ from winnow.checkpoints.run_state import _random_states, _set_random_states
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.trainer import RayCluster, WholeModels
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, TrainingError
+from winnow.ranks.models import explain_oom, use_deterministic_kernels
 from winnow.workers import group
 from winnow.workers.group import WorkerGroups
 from winnow.workers.ray.session import Pool
@@ -281,6 +284,40 @@ def test_a_run_whose_models_are_elsewhere_leaves_gpus_alone(
     assert prepare_device(chosen.run, None, uses_device).type == device
 
 
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels as they were, after the test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_deterministic_kernels_are_chosen_for_a_gpu_before_it_is_opened(
+    device: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = recipe("quickstart", f"run.device={device}", f"run.deterministic={chosen}")
+    assert prepare_device(config.run, None).type == device
+    is_set = chosen and device == "cuda"
+    assert torch.are_deterministic_algorithms_enabled() == is_set
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if is_set else None)
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_kernel_without_a_deterministic_form_is_named() -> None:
+    use_deterministic_kernels()
+    named = (
+        r"^run\.deterministic=true: put_ has no deterministic form .*; set run\.determ\S+=false$"
+    )
+    with pytest.raises(TrainingError, match=named), explain_oom(recipe("quickstart")):
+        torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
+
+
 def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*_: Any) -> Any:
         raise AssertionError("a GPU was opened")
@@ -301,9 +338,10 @@ def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("on_gpus", [True, False])
 def test_processes_here_get_their_variables_by_role(
-    on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+    on_gpus: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
 
@@ -314,10 +352,12 @@ def test_processes_here_get_their_variables_by_role(
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(processes, "assign_local_gpus", lambda *_: gpus)
     monkeypatch.setattr(group, "start_local", record)
-    config = recipe("quickstart", "trainer/strategy=fsdp2", "rollout.engine.processes=1")
+    apart = "trainer/strategy=fsdp2", "rollout.engine.processes=1"
+    config = recipe("quickstart", *apart, f"run.deterministic={deterministic}")
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         for role in Roles(config):
             launch(role, {}, 0)
     assert given["learner"].items() >= (EXPANDABLE.items() if on_gpus else set())
     assert ("PYTORCH_CUDA_ALLOC_CONF" in given["learner"]) == on_gpus
     assert "PYTORCH_CUDA_ALLOC_CONF" not in given["engine 0"]
+    assert all(("CUBLAS_WORKSPACE_CONFIG" in each) == deterministic for each in given.values())

@@ -55,7 +55,7 @@ def test_a_name_that_only_a_hub_could_know_is_asked_for_once(
     for name in ("no-such-folder", "nobody/no-such-model", "not a name"):
         message = error_of(name)
         assert message.startswith(
-            f"model.path {name}: no such folder; a model of that name cannot be had from https://"
+            f"model.path {name}: no such folder; a model of that name cannot be downloaded from https://"
         )
         assert "; check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk" in message
     assert capfd.readouterr().err == ""

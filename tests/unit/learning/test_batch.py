@@ -14,11 +14,11 @@ from winnow.learning.batch import (
     MicroBatch,
     UpdateCounts,
     all_micro_batches,
-    cut_updates,
+    count_loss_tokens,
     gather_tokens,
     micro_batches,
     pack,
-    sample_tokens,
+    split_updates,
 )
 from winnow.types import Group
 
@@ -74,7 +74,7 @@ def test_overlong_filtering_takes_truncated_answers_out_of_the_loss_only() -> No
     batch = pack(TWO_GROUPS, overlong_filtering=True)
     assert batch.gen_mask.nonzero()[:, 0].tolist() == [3, 4, 8, 10, 13]
     assert batch.loss_mask.nonzero()[:, 0].tolist() == [3, 4, 10, 13]
-    assert sample_tokens(batch, np.arange(batch.n_samples)).tolist() == [2, 0, 2]
+    assert count_loss_tokens(batch, np.arange(batch.n_samples)).tolist() == [2, 0, 2]
     counts = micro_batches(batch, [0, 1], 100)[0].counts
     assert counts == UpdateCounts(tokens=4, samples=2, groups=2)
 
@@ -112,7 +112,7 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 
 @given(n=st.integers(0, 200), size=st.integers(1, 40), seed=st.integers(0, 2**40))
 def test_updates_partition_the_groups_into_near_equal_parts(n: int, size: int, seed: int) -> None:
-    updates = cut_updates(n, size, seed)
+    updates = split_updates(n, size, seed)
     assert sorted(g for update in updates for g in update) == list(range(n))
     if n == 0:
         assert updates == []
@@ -123,12 +123,12 @@ def test_updates_partition_the_groups_into_near_equal_parts(n: int, size: int, s
     assert abs(len(updates) - n / size) <= 0.5 or len(updates) == 1
     if n % size == 0:
         assert set(sizes) == {size}
-    assert updates == cut_updates(n, size, seed)
+    assert updates == split_updates(n, size, seed)
 
 
 def test_updates_are_shuffled_by_their_seed() -> None:
-    assert cut_updates(64, 16, (1, 2)) != cut_updates(64, 16, (1, 3))
-    assert cut_updates(64, 16, (1, 2))[0] != list(range(16))
+    assert split_updates(64, 16, (1, 2)) != split_updates(64, 16, (1, 3))
+    assert split_updates(64, 16, (1, 2))[0] != list(range(16))
 
 
 @given(groups=step(), budget=st.integers(1, 30), seed=st.integers(0, 9))
@@ -137,7 +137,7 @@ def test_micro_batches_hold_each_sample_of_the_update_once(
 ) -> None:
     batch = pack(groups, overlong_filtering=bool(seed % 2))
     batch.columns["old"] = torch.randn(len(batch.token_ids))
-    for update in cut_updates(len(groups), 2, seed):
+    for update in split_updates(len(groups), 2, seed):
         micros = micro_batches(batch, update, budget)
         held = [b for micro in micros for b in micro.samples.tolist()]
         assert sorted(held) == [b for b in range(batch.n_samples) if int(batch.groups[b]) in update]
@@ -148,7 +148,7 @@ def test_micro_batches_hold_each_sample_of_the_update_once(
 
 def check_micro_batch(micro: MicroBatch, batch: Batch, update: list[int]) -> None:
     """Every field against a loop over the samples."""
-    counted = sample_tokens(batch, np.arange(batch.n_samples)).tolist()
+    counted = count_loss_tokens(batch, np.arange(batch.n_samples)).tolist()
     of_update = [b for b in range(batch.n_samples) if int(batch.groups[b]) in update]
     assert micro.counts == UpdateCounts(
         tokens=sum(counted[b] for b in of_update),

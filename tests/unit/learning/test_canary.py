@@ -72,7 +72,7 @@ def strategy_of(model: Any) -> Strategy:
 
 
 def canary_of(dtype: torch.dtype) -> Canary:
-    return Canary.drawn(KNOWN, POSITIONS, dtype, TEMPERATURE)
+    return Canary.random(KNOWN, POSITIONS, dtype, TEMPERATURE)
 
 
 def publish(tensors: Iterable[tuple[str, Tensor]], engine: TorchEngine) -> None:
@@ -89,7 +89,7 @@ def publish(tensors: Iterable[tuple[str, Tensor]], engine: TorchEngine) -> None:
 
 
 def listen(canary: Canary, policy: Strategy, engine: TorchEngine) -> float:
-    return asyncio.run(canary.check(canary.expected(policy), 5, {"engine 0": engine}))
+    return asyncio.run(canary.check(canary.score(policy), 5, {"engine 0": engine}))
 
 
 # Faults that checksums have nothing to say of. Each is given what is exported, and the engine.
@@ -120,7 +120,7 @@ def not_a_number(tensors: Tensors, engine: TorchEngine) -> None:
     publish(broken, engine)
 
 
-CANARY = "does not answer as"
+CANARY = "disagrees with"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -146,10 +146,10 @@ def test_what_arrived_whole_passes_with_a_third_of_what_is_allowed(
     before = model_of(dtype, tied=tied)
     engine, policy = engine_of(before), strategy_of(learned(before))
     canary = canary_of(dtype)
-    with pytest.raises(PublicationError, match=r"version 5: engine 0 .* nats at most and"):
+    with pytest.raises(PublicationError, match=r"version 5: engine 0 .* nats and"):
         listen(canary, policy, engine)  # not published yet
     publish(policy.export_weights(dtype), engine)
-    assert listen(canary, policy, engine) <= canary.expected(policy).limits.largest / 3
+    assert listen(canary, policy, engine) <= canary.score(policy).limits.largest / 3
 
 
 @pytest.mark.parametrize(("layers", "initializer_range"), [(3, 0.4), (24, 0.15)])
@@ -161,8 +161,8 @@ def test_an_engine_that_rounds_otherwise_passes_with_a_peaked_and_with_a_deep_mo
     use_layout_attention(exact)
     policy, canary = strategy_of(model), canary_of(torch.bfloat16)
     found = listen(canary, policy, engine_of(exact))
-    limits = canary.expected(policy).limits
-    flat = canary.expected(strategy_of(model_of(torch.bfloat16, initializer_range=0.02))).limits
+    limits = canary.score(policy).limits
+    flat = canary.score(strategy_of(model_of(torch.bfloat16, initializer_range=0.02))).limits
     assert flat.largest < found < limits.largest / 2  # one limit for all would not do
     # What is allowed there is still far from the answers of other weights.
     with pytest.raises(PublicationError, match=CANARY):
@@ -172,12 +172,12 @@ def test_an_engine_that_rounds_otherwise_passes_with_a_peaked_and_with_a_deep_mo
 @pytest.mark.bits
 def test_limits_come_from_the_trainers_weights_and_are_the_same_each_time() -> None:
     policy, canary = strategy_of(model_of(torch.bfloat16)), canary_of(torch.bfloat16)
-    once, again = canary.expected(policy), canary.expected(policy)
+    once, again = canary.score(policy), canary.score(policy)
     assert once.limits == again.limits
     for one, two in zip(once.logprobs, again.logprobs, strict=True):
         np.testing.assert_array_equal(one, two)  # the nudge left nothing behind
-    exact = canary_of(torch.float32).expected(strategy_of(model_of(torch.float32))).limits
-    peaked = canary.expected(strategy_of(model_of(torch.bfloat16, initializer_range=0.4))).limits
+    exact = canary_of(torch.float32).score(strategy_of(model_of(torch.float32))).limits
+    peaked = canary.score(strategy_of(model_of(torch.bfloat16, initializer_range=0.4))).limits
     assert exact.mean < once.limits.mean / 500
     assert peaked.mean > once.limits.mean * 2
 
@@ -221,7 +221,7 @@ def test_one_token_may_be_off_by_the_larger_limit_and_all_of_them_by_the_smaller
     largest: float, mean: float, is_refused: bool
 ) -> None:
     policy, canary = strategy_of(model_of(torch.float32)), canary_of(torch.float32)
-    expected = canary.expected(policy)
+    expected = canary.score(policy)
 
     class Off:
         async def logprobs_of(self, *_: Any) -> list[Any]:
@@ -229,7 +229,7 @@ def test_one_token_may_be_off_by_the_larger_limit_and_all_of_them_by_the_smaller
             found[2][7] += largest * expected.limits.largest
             return found
 
-    refused = pytest.raises(PublicationError, match="does not answer as the trainer")
+    refused = pytest.raises(PublicationError, match="disagrees with the trainer")
     with refused if is_refused else contextlib.nullcontext():
         asyncio.run(canary.check(expected, 1, {"one": Off()}))
 
@@ -243,11 +243,11 @@ def test_an_engine_that_died_is_left_out_and_a_last_one_is_an_error() -> None:
             raise WorkerError("the process was killed", "engine", 0)
 
     def check(**engines: Any) -> float:
-        return asyncio.run(canary.check(canary.expected(policy), 1, engines))
+        return asyncio.run(canary.check(canary.score(policy), 1, engines))
 
     alive = engine_of(policy.model)
     assert check(one=Dead(), two=alive) < 1e-5
-    with pytest.raises(PublicationError, match="two does not answer"):
+    with pytest.raises(PublicationError, match="two disagrees"):
         check(one=Dead(), two=engine_of(learned(policy.model)))
     with pytest.raises(WorkerError, match="was killed"):
         check(one=Dead())
@@ -257,9 +257,9 @@ def test_sequences_are_the_same_each_time_short_and_long_and_of_known_ids() -> N
     one, two = canary_of(torch.float32), canary_of(torch.float32)
     assert [ids.tolist() for ids in one.sequences] == [ids.tolist() for ids in two.sequences]
     assert [len(ids) for ids in one.sequences] == [25, 25, 25, 300]
-    assert [len(i) for i in Canary.drawn(9, 9999, torch.float32).sequences] == list(LENGTHS)
+    assert [len(i) for i in Canary.random(9, 9999, torch.float32).sequences] == list(LENGTHS)
     every = np.concatenate(one.sequences)
     assert every.min() == 0
     assert every.max() == KNOWN - 1
-    other = Canary.drawn(KNOWN, POSITIONS, torch.float32, seed=1)
+    other = Canary.random(KNOWN, POSITIONS, torch.float32, seed=1)
     assert other.sequences[3].tolist() != one.sequences[3].tolist()

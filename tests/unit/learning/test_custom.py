@@ -70,7 +70,7 @@ def test_a_loss_of_a_file_is_called_as_the_built_in_ones_are(tmp_path: Path) -> 
         ("return -logp.detach(), {}", "no gradient in logp"),
         ("return logp.detach().clone().requires_grad_(), {}", "no gradient in logp"),
         ("return logp / 0, {}", "is NaN or infinite for finite log"),
-        ("return -logp, {'lr': 1}", "called 'lr'; give it a name"),
+        ("return -logp, {'lr': 1}", "name 'lr'; use one without"),
         ("return -logp, {'x': logp}", "figure x must be one number"),
         ("return -logp, {'x': logp.mean()}", "x must be a sum over the counted tokens, which adds"),
         ("return -(a[1] - a[1].mean()) * logp, {}", "the loss of a token changes by .* when samp"),

@@ -13,7 +13,7 @@ from tests.written import answer, environment, written
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from winnow.errors import TrainingError
-from winnow.learning.batch import pack, share
+from winnow.learning.batch import pack, split_update
 from winnow.learning.imitation import Imitator, imitation_loss
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
@@ -72,7 +72,7 @@ def by_strategy(
     strategy = Strategy(model)
     shown = groups()
     batch = pack([shown[i] for i in order])
-    shares = share(batch, range(batch.n_groups), max_tokens, ranks)
+    shares = split_update(batch, range(batch.n_groups), max_tokens, ranks)
     parts = [shares.micro_batches(rank) for rank in range(ranks)]
     total = 0.0
     for micro in parts:

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from winnow.learning import fsdp2
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
-from winnow.learning.shards import on_host
+from winnow.learning.shards import copy_to_host
 from winnow.models.causal_lm import load_causal_lm
 
 RANKS, RANK = 4, 1
@@ -50,6 +51,7 @@ def test_offloaded_shards_stay_on_the_host_and_are_stepped_there(
     saved.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(fsdp2, "cores_per_rank", lambda: 3)  # no rank sends its host
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda own: pinned.append(own) or own)
     with fake_ranks(RANKS, RANK):
@@ -60,6 +62,7 @@ def test_offloaded_shards_stay_on_the_host_and_are_stepped_there(
             strategy = FSDP2Strategy(model, mesh, Sharding(offload=True), grad_clip=1.0)
             check_as_before_the_first_pass(strategy)
         assert strategy.device == torch.device("cuda", 0)
+        assert strategy.step_threads == 3
         weights = dict(model.named_parameters())
         assert len(pinned) == len(weights)
         originals = dict(saved.named_parameters())
@@ -79,9 +82,9 @@ def test_offloaded_shards_stay_on_the_host_and_are_stepped_there(
         rows = originals[name].detach().chunk(RANKS)[RANK].float()
         torch.testing.assert_close(own(weights[name]), rows - 1e-3)
 
-        state = on_host(strategy.state_dict(), host)
+        state = copy_to_host(strategy.state_dict(), host)
         assert {t.device_mesh for t in state["weights"].values()} == {host}
-        blank = on_host(strategy.blank_state(), host)
+        blank = copy_to_host(strategy.blank_state(), host)
         strategy.load_state_dict(blank)
         assert not any(own(weight).any() for weight in weights.values())
         strategy.load_state_dict(state)
@@ -103,7 +106,7 @@ def own(weight: Any) -> torch.Tensor:
 
 def check_as_before_the_first_pass(strategy: FSDP2Strategy) -> None:
     """FSDP2's own checks of parameters, without its streams."""
-    for unit in strategy._units():
+    for unit in strategy._fsdp_units():
         group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
         if group is not None:
             for parameter in group.fsdp_params:

@@ -42,7 +42,7 @@ def record(policy: Policy, batch: Batch, budget: int = 100) -> Mapping[str, floa
 
 def test_old_log_probs_come_back_in_the_order_of_the_batch() -> None:
     batch = batch_of([[1], [2, 3, 4], [5, 6]])
-    metrics = policy_of(policy_objective("ppo_clip"))[0].old_logprobs(batch, 4)
+    metrics = policy_of(policy_objective("ppo_clip"))[0].fill_old_logprobs(batch, 4)
     old = batch.columns["old"]
     torch.testing.assert_close(old[batch.gen_mask], -torch.arange(1, 7) / 10)
     assert not old[~batch.gen_mask].any()
@@ -53,7 +53,7 @@ def test_old_log_probs_come_back_in_the_order_of_the_batch() -> None:
 def test_in_bypass_mode_the_sampler_is_the_old_policy() -> None:
     batch = batch_of([[1, 3]], advantages=2.0)
     policy, _ = policy_of(policy_objective("ppo_clip", {"clip_high": 0.3}, old="behav"))
-    policy.old_logprobs(batch, 4)
+    policy.fill_old_logprobs(batch, 4)
     torch.testing.assert_close(batch.columns["old"], batch.behav)
     found = record(policy, batch)
     # Ratios exp(-0.1 + 0.5) = 1.49, clipped at 1.3, and exp(-0.3 + 0.5) = 1.22.
@@ -69,7 +69,7 @@ def test_what_is_rejected_in_the_loss_adds_nothing_and_still_counts() -> None:
     }
     objective = policy_objective("reinforce", old="behav", correction=correction)
     policy, _ = policy_of(objective)
-    policy.old_logprobs(batch, 4)
+    policy.fill_old_logprobs(batch, 4)
     found = record(policy, batch)
     assert found["actor/policy_loss"] == pytest.approx((1.1 * 0.3 + 1.0 * 0.5) / 3)
     assert found["correction/rejected_tokens"] == pytest.approx(1 / 3)
@@ -101,7 +101,7 @@ def test_tokens_are_chosen_by_update_whatever_the_order_of_the_samples() -> None
         batch.columns["advantages"] = (ids - 4) * batch.gen_mask
         options = {"share": 0.4, "cov_low": -9.0, "cov_high": 9.0, "selection": "update"}
         policy = policy_of(policy_objective("clip_cov", options))[0]
-        policy.choose(batch, [0], torch.tensor(order), seed=3)
+        policy.select_tokens(batch, [0], torch.tensor(order), seed=3)
         lengths = batch.offsets.diff().tolist()
         parts = zip(order, batch.columns["selected"].split(lengths), strict=True)
         chosen.append({key: part.tolist() for key, part in parts})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from tests.small_models import digits_model
 from tests.written import group_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from winnow.learning.batch import (
     NO_SHARDING,
@@ -23,7 +25,7 @@ from winnow.learning.batch import (
 from winnow.learning.runner import Outputs
 from winnow.learning.strategy import LossResult, Strategy, run_pass, score_sequences
 from winnow.models.causal_lm import use_layout_attention
-from winnow.models.packed_attention import PackedLayout
+from winnow.models.packed_attention import PackedLayout, attention_operations
 
 
 def make_model() -> Any:
@@ -76,7 +78,9 @@ def test_a_state_for_a_frozen_parameter_is_refused() -> None:
     strategy.optimizer_step(1e-3)
     model = make_model()
     model.get_input_embeddings().weight.requires_grad_(False)
-    with pytest.raises(CheckpointError, match=r"not of this model.*embed_tokens.*resume with"):
+    with pytest.raises(
+        CheckpointError, match=r"does not match this model.*embed_tokens.*resume with"
+    ):
         Strategy(model).load_state_dict(strategy.state_dict())
 
 
@@ -141,3 +145,52 @@ def test_no_sequence_has_no_score_and_an_empty_one_is_refused() -> None:
     assert score_sequences(Reader(), [], 100).tolist() == []  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no tokens"):
         score_sequences(Reader(), [np.array([1]), np.array([], np.int64)], 100)  # type: ignore[arg-type]
+
+
+class Attended(TorchDispatchMode):
+    """Counts calls of the kernel that attends on a CPU."""
+
+    calls = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else nothing is compiled within
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is attention_operations()[0]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_attention_that_is_kept_is_not_computed_again_and_changes_no_bit(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    gradients = []
+    for recomputes, calls in ((True, 4), (False, 2)):
+        torch.manual_seed(0)
+        options = {"gradient_checkpointing": True, "recompute_attention": recomputes}
+        strategy = Strategy(make_model(), compiles=compiles, **options)
+        with Attended() as attended:
+            strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
+        assert attended.calls == calls
+        gradients.append([p.grad for p in strategy.model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_an_optimizer_step_on_more_threads_has_the_same_bits() -> None:
+    seen: list[int] = []
+    weights = []
+    for threads in (None, 3):
+        torch.manual_seed(0)
+        model = digits_model(num_hidden_layers=2, hidden_size=88)
+        use_layout_attention(model)
+        strategy = Strategy(model.eval())
+        strategy.step_threads = threads
+        strategy._optimizer.register_step_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+        for _ in range(2):
+            strategy.forward_backward(micro(), frozenset({"logprob"}), loss)
+            strategy.optimizer_step(1e-2)
+        weights.append([p.detach().clone() for p in strategy.model.parameters()])
+    assert seen == [torch.get_num_threads()] * 2 + [3] * 2
+    assert all(map(torch.equal, *weights))

@@ -22,7 +22,7 @@ from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.models.causal_lm import load_causal_lm, save_model
-from winnow.models.folders import add_files, tokenizer_files
+from winnow.models.folders import tokenizer_files, write_files
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora
 
 
@@ -39,7 +39,7 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_tokenizer_is_written_as_it_saves_itself(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     files = tokenizer_files(tokenizer)
-    add_files(files, tmp_path / "ours")
+    write_files(files, tmp_path / "ours")
     tokenizer.save_pretrained(tmp_path / "its")
     names = {path.name for path in (tmp_path / "its").iterdir()}
     assert {path.name for path in (tmp_path / "ours").iterdir()} == names >= {"tokenizer.json"}
@@ -125,7 +125,7 @@ def test_experts_that_no_name_leads_to_are_told(tmp_path: Path) -> None:
     others = {name.replace("_proj.weight", ".w"): tensor for name, tensor in weights.items()}
     save_file(others, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        ModelError, match=r"is a mixture of experts .*; set trainer/strategy=single"
+        ModelError, match=r"has experts whose weights .*; set trainer/strategy=single"
     ):
         load_causal_lm(str(tmp_path), torch.float32, torch.device("cpu"), hollow=True)
 

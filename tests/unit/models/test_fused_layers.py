@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from winnow.models import fused_layers as fusing
-from winnow.models.fused_layers import fuse
+from winnow.models.fused_layers import fuse_layers
 
 
 class TinyRMSNorm(nn.Module):
@@ -70,7 +70,7 @@ def test_a_fused_layer_gives_the_same_values_and_gradients(
     monkeypatch.setattr(fusing, "_CHUNK_TOKENS", 4)
     plain = make().to(dtype)
     fused = copy.deepcopy(plain)
-    assert fuse(fused) == 1
+    assert fuse_layers(fused) == 1
     assert list(fused.state_dict()) == list(plain.state_dict())
     x = torch.randn(shape, dtype=dtype)
     for mine, theirs in zip(results(fused, x), results(plain, x), strict=True):
@@ -88,7 +88,7 @@ def test_a_fused_layer_gives_the_same_values_and_gradients(
 )
 def test_a_layer_of_another_form_keeps_its_own_code(module: nn.Module) -> None:
     before = type(module)
-    assert fuse(module) == 0
+    assert fuse_layers(module) == 0
     assert type(module) is before
 
 
@@ -96,7 +96,7 @@ def test_a_layer_of_another_form_keeps_its_own_code(module: nn.Module) -> None:
 def test_bf16_keeps_the_layers_own_rounding() -> None:
     plain = nn.Sequential(TinyRMSNorm(12), TinyMLP(nn.SiLU())).bfloat16()
     fused = copy.deepcopy(plain)
-    fuse(fused)
+    fuse_layers(fused)
     x = torch.randn(5, 12).bfloat16()
     assert torch.equal(fused(x), plain(x))
 
@@ -104,7 +104,7 @@ def test_bf16_keeps_the_layers_own_rounding() -> None:
 @pytest.mark.bits
 def test_without_gradient_the_bits_are_the_same() -> None:
     model = nn.Sequential(TinyRMSNorm(12), TinyMLP(nn.SiLU()))
-    fuse(model)
+    fuse_layers(model)
     x = torch.randn(9, 12)
     trained = model(x)
     with torch.no_grad():

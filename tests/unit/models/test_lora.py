@@ -128,13 +128,13 @@ def test_an_adapter_says_which_model_it_belongs_to(base: Path, tmp_path: Path) -
     assert adapter_base(adapter) == str(base)
     assert adapter_base(base) is None
     base.rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=f"an adapter of {base}, which is gone; put it back"):
+    with pytest.raises(ModelError, match=f"an adapter of {base}, which does not exist; restore it"):
         adapter_base(adapter)
     assert adapter_base(adapter, "elsewhere") == "elsewhere"
     path = adapter / ADAPTER_CONFIG
     given = json.loads(path.read_text())
     path.write_text(json.dumps(given | {"base_model_name_or_path": None}))
-    with pytest.raises(ModelError, match="names no base_model_name_or_path"):
+    with pytest.raises(ModelError, match="has no base_model_name_or_path"):
         adapter_base(adapter)
     path.write_text("{")
     with pytest.raises(ModelError, match="is damaged"):
@@ -147,11 +147,11 @@ def test_an_adapter_of_another_shape_or_a_damaged_one_is_refused(
     adapter = adapter_of(base, tmp_path / "adapter")
     wider = model_of(base)
     add_lora(wider, LoraAdapter(rank=5), 0)
-    with pytest.raises(ModelError, match=r"not this model's \(14 weights differ"):
+    with pytest.raises(ModelError, match=r"does not match this model \(14 weights differ"):
         load_lora(wider, adapter)
     fewer = model_of(base)
     add_lora(fewer, LoraAdapter(rank=2, target_modules=("q_proj",)), 0)
-    with pytest.raises(ModelError, match=r"not this model's \(12 weights differ"):
+    with pytest.raises(ModelError, match=r"does not match this model \(12 weights differ"):
         load_lora(fewer, adapter)
     (adapter / ADAPTER_WEIGHTS).write_bytes(b"not safetensors")
     with pytest.raises(ModelError, match="cannot load its adapter"):
@@ -236,7 +236,7 @@ def test_adapters_that_are_more_than_lora_are_refused(
     path = adapter / ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
     for section in (ModelConfig(), ModelConfig(adapter=LoraAdapter())):
-        with pytest.raises(ModelError, match=rf"its adapter has {option}.*merge it with peft"):
+        with pytest.raises(ModelError, match=rf"the adapter has {option}.*merge it with peft"):
             load_policy_model(section, str(adapter), CPU, seed=5)
 
 
@@ -286,5 +286,5 @@ def test_a_mixture_has_its_adapter_outside_of_the_experts(tmp_path: Path) -> Non
             for m in (merged, model_of(base))
         )
     )
-    with pytest.raises(ModelError, match=r"into its experts, .*; choose from k_proj, o"):
+    with pytest.raises(ModelError, match=r"are experts, .*; choose from k_proj, o"):
         add_lora(model_of(base), LoraAdapter(target_modules=("gate_proj", "up_proj")), 0)

@@ -90,7 +90,7 @@ def test_the_first_stages_have_one_layer_more() -> None:
         (
             RankPlace(pipeline=8),
             0,
-            "pipeline=8 is more than the 7 layers of Q; set it to 7 or less",
+            "pipeline=8 exceeds the 7 layers of Q; set it to 7 or less",
         ),
     ],
 )

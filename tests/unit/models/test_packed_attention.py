@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from winnow.models import packed_attention as packed
 from winnow.models.packed_attention import PackedLayout
@@ -102,6 +105,68 @@ def test_sequences_of_like_length_share_a_call_with_little_padding(
     PackedLayout(lengths, CPU).attend(0, q, q, q, 0.25, None)
     assert len(areas) <= 16
     assert sum(areas) < 1.25 * sum(length**2 for length in lengths)
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "cuda"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_in_fp32_cuda_gets_as_many_heads_of_keys_as_of_queries(
+    window: int | None, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[tuple[int, int, bool]] = []
+    plain = F.scaled_dot_product_attention
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
+        assert k.shape == v.shape
+        heads.append((q.shape[1], k.shape[1], enable_gqa))
+        return plain(q, k, v, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    q, k, v = (torch.randn(9, n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    out = PackedLayout([5, 4], CPU, kernels).attend(0, q, k, v, 0.3, window)
+    assert set(heads) == {(4, 4, False) if kernels == "cuda" else (4, 2, True)}
+    exact = one_by_one(q, k, v, [5, 4], 0.3, window)
+    torch.testing.assert_close(out, exact, atol=1e-12, rtol=0)
+    mine, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, exact))
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("version", ["2.11", "2.13"])
+def test_variable_length_attention_is_called_as_its_version_takes_it(
+    version: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def varlen_2_11(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: object = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        calls.append(locals())
+        return query + 1
+
+    def varlen_2_13(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        assert enable_gqa == (heads != 4)
+        return varlen_2_11(*args, **options)
+
+    stub = varlen_2_11 if version == "2.11" else varlen_2_13
+    monkeypatch.setattr(varlen, "varlen_attn", stub)
+    q = torch.randn(7, 4, 8, dtype=torch.bfloat16)
+    k = q[:, :heads]
+    out = PackedLayout([4, 3], CPU, "cuda").attend(0, q, k, k, 0.3, 3)
+    assert torch.equal(out, q + 1)
+    (call,) = calls
+    assert call["cu_seq_q"].tolist() == call["cu_seq_k"].tolist() == [0, 4, 7]
+    expected = {"max_q": 4, "max_k": 4, "scale": 0.3, "window_size": (2, 0)}
+    assert {name: call[name] for name in expected} == expected
 
 
 @pytest.mark.gpu

@@ -55,7 +55,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory, model: Any) -> SavedWeight
     model.save_pretrained(folder)
     found = saved_weights(load_causal_lm(str(folder), torch.float32, CPU, hollow=True))
     assert found is not None
-    found._files = {name: Counted(file) for name, file in found._files.items()}
+    found._weight_files = {name: Counted(file) for name, file in found._weight_files.items()}
     return found
 
 

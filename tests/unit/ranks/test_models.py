@@ -9,19 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.ranks import fake_ranks
 from tests.recipes import recipe
 from tests.recorded import quickstart_model
 from tests.small_models import save
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from winnow.data.loader import training_prompts
 from winnow.data.sort_digits import build_tokenizer
-from winnow.errors import ConfigError, ModelError, TrainingError, WorkerError
-from winnow.ranks.learner import make_learner
+from winnow.errors import ModelError, TrainingError, WorkerError
 from winnow.ranks.models import (
-    check_attention_memory,
     check_positions,
     explain_oom,
     is_out_of_memory,
@@ -80,52 +76,6 @@ def test_only_what_refuses_memory_is_told_so(error: Exception, says_so: bool) ->
     kind = TrainingError if says_so else type(error)
     with pytest.raises(kind), explain_oom(recipe("quickstart")):
         raise error
-
-
-SHORT = ("data.max_prompt_tokens=96", "rollout.max_response_tokens=4000")
-LONG = ("data.max_prompt_tokens=2048", "rollout.max_response_tokens=20480")
-
-
-def model_of(shared: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    """40 heads on so many of keys and values, without weights."""
-    heads = {"num_attention_heads": 40, "num_key_value_heads": shared, "head_dim": 8}
-    with torch.device("meta"):
-        config = Qwen3Config(vocab_size=29, hidden_size=32, num_hidden_layers=1, **heads)
-        return Qwen3ForCausalLM(config).to(dtype)
-
-
-def test_long_answers_in_float32_with_shared_heads_are_refused_on_a_gpu() -> None:
-    config = recipe("quickstart", *LONG)
-    refused = pytest.raises(ConfigError)
-    with refused as told:
-        check_attention_memory(config, model_of(8), "critic.dtype", "cuda")
-    assert str(told.value) == (
-        "critic.dtype=float32 on CUDA keeps the scores of 40 heads on 8 key/value heads over "
-        "22,528 tokens, the longest prompt and answer: 75.6 GiB a layer; set critic.dtype=bfloat16 "
-        "(it is stepped on float32 masters), or lower data.max_prompt_tokens and "
-        "rollout.max_response_tokens to 4,096 in all"
-    )
-    # So are those of a policy on ranks, before a weight is read.
-    with fake_ranks(4), refused as told:
-        make_learner(config, model_of(8), 29, None, init_device_mesh("cuda", (4,)))
-    assert str(told.value).startswith("model.dtype=float32 on CUDA")
-
-
-@pytest.mark.parametrize(
-    ("shared", "dtype", "lengths", "device"),
-    [
-        (8, torch.float32, LONG, "cpu"),
-        (8, torch.bfloat16, LONG, "cuda"),
-        (40, torch.float32, LONG, "cuda"),
-        (8, torch.float32, SHORT, "cuda"),
-    ],
-)
-def test_other_attention_is_not(
-    shared: int, dtype: torch.dtype, lengths: tuple[str, str], device: str
-) -> None:
-    check_attention_memory(
-        recipe("quickstart", *lengths), model_of(shared, dtype), "model.dtype", device
-    )
 
 
 # Models with learned positions: what must fit is the longest prompt there is, not the limit

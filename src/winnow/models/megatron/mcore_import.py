@@ -62,6 +62,6 @@ def import_megatron(device: torch.device) -> None:
         kind = "no GPU"
     if kind != device.type:
         raise ConfigError(
-            f"{_KEY} computes on GPUs alone, and its ranks have device={device.type} here; "
-            "choose trainer/strategy=fsdp2, or a machine with GPUs and run.device=auto"
+            f"{_KEY} needs GPUs, got device={device.type}; choose trainer/strategy=fsdp2, or a "
+            "machine with GPUs and run.device=auto"
         )

@@ -238,7 +238,7 @@ class PackedAttention(nn.Module):
         cos, sin = packed_seq_params.cos[:, None], packed_seq_params.sin[:, None]
         tokens = len(cos)
         q, k, v = (x[:tokens, 0] for x in (query, key, value))
-        q, k = (x * cos + _turned(x) * sin for x in (q, k))
+        q, k = (x * cos + _rotate_half(x) * sin for x in (q, k))
         scale = self._scale or q.shape[-1] ** -0.5
         out = packed_seq_params.layout.attend(self._layer, q, k, v, scale, self._window)
         out = F.pad(out.flatten(1), (0, 0, 0, len(query) - tokens))
@@ -274,14 +274,14 @@ class MixtureRouter(nn.Module):
         """
         logits = F.linear(states[:, 0], self.weight)
         probabilities = logits.softmax(-1, torch.float)
-        chosen = self._routed(torch.topk(probabilities, self._chosen).indices)
+        chosen = self._used_experts(torch.topk(probabilities, self._chosen).indices)
         weights = probabilities.gather(-1, chosen)
         if self.sums_to_one:
             weights = weights / weights.sum(-1, keepdim=True)
         spread = torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
         return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
-    def _routed(self, topk: Tensor) -> Tensor:
+    def _used_experts(self, topk: Tensor) -> Tensor:
         """Return the experts [n, k] to be used in the place of the router's; counts them."""
         now, chosen, replayed = self.samples, topk, None
         assert now is not None, "the layer's attention has run"
@@ -318,8 +318,8 @@ class StackedExperts(nn.Module):
         """
         if not len(x):  # the backward pass is to send what it sends on other ranks all the same
             return x * weights[:, None] + 0.0 * (self.gate_up.sum() + self.down.sum()), None
-        gate, up = _by_expert(x, self.gate_up, counts).chunk(2, -1)
-        out = _by_expert(F.silu(gate) * up, self.down, counts)
+        gate, up = _grouped_matmul(x, self.gate_up, counts).chunk(2, -1)
+        out = _grouped_matmul(F.silu(gate) * up, self.down, counts)
         return (out * weights[:, None]).to(x.dtype), None
 
 
@@ -400,7 +400,7 @@ def _layer_spec(config: Any, layer: int, window: int | None) -> Any:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=_windowed(window),
+            core_attention=_attention_class(window),
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
@@ -417,10 +417,10 @@ def _layer_spec(config: Any, layer: int, window: int | None) -> Any:
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=attention,
-            self_attn_bda=_added,
+            self_attn_bda=_residual_add,
             pre_mlp_layernorm=Norm,
             mlp=feed,
-            mlp_bda=_added,
+            mlp_bda=_residual_add,
         ),
     )
 
@@ -438,14 +438,14 @@ def _windows(config: Any) -> list[int | None]:
     return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _windowed(window: int | None) -> Any:
+def _attention_class(window: int | None) -> Any:
     def make(**options: Any) -> PackedAttention:
         return PackedAttention(window=window, **options)
 
     return make
 
 
-def _added(training: bool, fused: bool) -> Any:
+def _residual_add(training: bool, fused: bool) -> Any:
     """Add a layer's output to its input, in the place of Megatron's bias, dropout and sum."""
 
     def add(output: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
@@ -454,13 +454,13 @@ def _added(training: bool, fused: bool) -> Any:
     return add
 
 
-def _turned(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     """Return the channels of a rotary embedding's second halves, negated, before its first ones."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
 
-def _by_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each token by its expert's matrix: x [n, I] by weight [E, O, I] to [n, O]."""
     if x.dtype == torch.float64:  # which the grouped product lacks
         parts = torch.split(x, counts.tolist())

@@ -175,13 +175,13 @@ class Dimensions:
             raise ModelError(f"{at}.expert={place.expert}: {name} has no experts; set it to 1")
         if self.experts and place.tensor > 1 and not splits:
             raise ModelError(
-                f"{at}.sequence_parallel=false: {name} has experts, which take other tokens from "
-                "each tensor-parallel rank; set it to true"
+                f"{at}.sequence_parallel=false: {name} has experts, which need sequence "
+                "parallelism with tensor parallelism; set it to true"
             )
         if self.layers < place.pipeline:
             raise ModelError(
-                f"{at}.pipeline={place.pipeline} is more than the {self.layers} layers of {name}; "
-                f"set it to {self.layers} or less"
+                f"{at}.pipeline={place.pipeline} exceeds the {self.layers} layers of {name}; set "
+                f"it to {self.layers} or less"
             )
 
 
@@ -208,7 +208,7 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
     for name in (name for name, is_unsupported in unsupported.items() if is_unsupported):
         raise ModelError(
             f"{config.name_or_path}: {name} is {getattr(config, name)}, which "
-            "trainer/strategy=megatron does not compute (it takes models of type "
+            "trainer/strategy=megatron does not support (supported model types: "
             f"{', '.join(FAMILIES)}); use trainer/strategy=fsdp2"
         )
     named = dict(model.named_parameters())
@@ -228,8 +228,8 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
             if len(set(learns.values())) > 1:
                 frozen, free = (min(n for n in learns if learns[n] == is_) for is_ in (False, True))
                 raise ModelError(
-                    f"model.freeze has {frozen} and not {free}, and Megatron's layers hold both as "
-                    "one layer; freeze both or none, or set trainer/strategy=fsdp2"
+                    f"model.freeze has {frozen} and not {free}, but Megatron merges the two into "
+                    "one layer; freeze both or neither, or set trainer/strategy=fsdp2"
                 )
     return dimensions
 
@@ -264,56 +264,56 @@ def _parts(
     match = _LAYER.fullmatch(short)
     if match is not None:
         layers = dimensions.stage_layers(place)
-        key, part = _of_layer(name, match[2], shape, dimensions, place)
+        key, part = _layer_part(name, match[2], shape, dimensions, place)
         if int(match[1]) in layers:
             yield f"decoder.layers.{int(match[1]) - layers.start}.{key}", part
         return
     copied = place.tensor_rank > 0
     if short == "embed_tokens.weight":
         if place.is_first:
-            yield "embedding.weight", _vocabulary(name, shape, dimensions, place)
+            yield "embedding.weight", _vocabulary_part(name, shape, dimensions, place)
         if dimensions.is_tied and place.is_last and not place.is_first:
-            yield "head.weight", _vocabulary(name, shape, dimensions, place, is_copy=True)
+            yield "head.weight", _vocabulary_part(name, shape, dimensions, place, is_copy=True)
     elif short == "norm.weight":
         if place.is_last:
-            yield "decoder.final_layernorm.weight", _whole(name, shape, copied)
+            yield "decoder.final_layernorm.weight", _whole_part(name, shape, copied)
     elif name == "lm_head.weight":
         if place.is_last:
-            yield "head.weight", _vocabulary(name, shape, dimensions, place)
+            yield "head.weight", _vocabulary_part(name, shape, dimensions, place)
     elif name in ("score.weight", "score.bias"):
         if place.is_last:
-            yield name, _whole(name, shape, copied)
+            yield name, _whole_part(name, shape, copied)
     else:
-        raise _unknown(name)
+        raise _unknown_weight_error(name)
 
 
-def _of_layer(
+def _layer_part(
     name: str, kind: str, shape: tuple[int, ...], dimensions: Dimensions, place: RankPlace
 ) -> tuple[str, Part]:
     n, rank = place.tensor, place.tensor_rank
     if kind in _WHOLE:
-        return _WHOLE[kind], _whole(name, shape, is_copy=rank > 0)
+        return _WHOLE[kind], _whole_part(name, shape, is_copy=rank > 0)
     if kind in _EXPERTS:
-        return _EXPERTS[kind], _cut(name, shape, 0, place.expert, place.expert_rank)
+        return _EXPERTS[kind], _cut_axis(name, shape, 0, place.expert, place.expert_rank)
     if kind in _COLUMNS:
-        return _COLUMNS[kind], _cut(name, shape, 1, n, rank)
+        return _COLUMNS[kind], _cut_axis(name, shape, 1, n, rank)
     projection, _, what = kind.removeprefix("self_attn.").rpartition(".")
     if projection in ("q_proj", "k_proj", "v_proj"):
         D = dimensions.head
         q = D * dimensions.heads // dimensions.kv_heads
         rows = {"q_proj": slice(q), "k_proj": slice(q, q + D), "v_proj": slice(q + D, q + 2 * D)}
         band = dimensions.kv_heads // n, rows[projection]
-        return f"self_attention.linear_qkv.{what}", _cut(name, shape, 0, n, rank, band)
+        return f"self_attention.linear_qkv.{what}", _cut_axis(name, shape, 0, n, rank, band)
     if kind in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
         each = shape[0] // n
         start = each if "up_proj" in kind else 0
-        return "mlp.linear_fc1.weight", _cut(
+        return "mlp.linear_fc1.weight", _cut_axis(
             name, shape, 0, n, rank, (1, slice(start, start + each))
         )
-    raise _unknown(name)
+    raise _unknown_weight_error(name)
 
 
-def _cut(
+def _cut_axis(
     name: str,
     shape: tuple[int, ...],
     axis: int,
@@ -325,7 +325,7 @@ def _cut(
     if shape[axis] % ranks:
         raise ModelError(
             f"{name} has {shape[axis]} {('rows', 'columns')[axis]}, which {ranks} tensor-parallel "
-            "ranks cannot share; set trainer.strategy.tensor to a divisor"
+            "ranks do not divide; set trainer.strategy.tensor to a divisor"
         )
     each = shape[axis] // ranks
     offsets, sizes = [0] * len(shape), list(shape)
@@ -334,11 +334,11 @@ def _cut(
     return Part(name, shape, tuple(offsets), tuple(sizes), groups, rows)
 
 
-def _whole(name: str, shape: tuple[int, ...], is_copy: bool) -> Part:
+def _whole_part(name: str, shape: tuple[int, ...], is_copy: bool) -> Part:
     return Part(name, shape, (0,) * len(shape), shape, 1, slice(shape[0]), is_copy)
 
 
-def _vocabulary(
+def _vocabulary_part(
     name: str,
     shape: tuple[int, ...],
     dimensions: Dimensions,
@@ -351,7 +351,7 @@ def _vocabulary(
     return Part(name, shape, (start, 0), (rows, shape[1]), 1, slice(rows), is_copy)
 
 
-def _unknown(name: str) -> ModelError:
+def _unknown_weight_error(name: str) -> ModelError:
     return ModelError(
         f"Megatron's layers have no place for {name}; trainer/strategy=megatron takes models of "
         f"type {', '.join(FAMILIES)}, with no bias but that of q_proj, k_proj and v_proj: use "

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from winnow.errors import ConfigError
+from winnow.models.packed_attention import match_heads
 from winnow.rollout.engine import SamplingParams
 from winnow.rollout.tick_engine import PendingAnswer
 from winnow.types import IntArray, Segment
@@ -143,6 +144,7 @@ class PrefillLayout:
         assert layer == len(self.layers)
         q, k, v = (self._padded(x).transpose(1, 2) for x in (q, k, v))
         self.layers.append((k, v))
+        k, v = match_heads(q, k, v, q.device.type)
         length, enable_gqa = self.length, q.shape[1] != k.shape[1]
         mask = None
         if window is not None and window < length:

@@ -243,7 +243,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         """Return hidden states [T, H] and routes [T, layers, k] of tokens."""
         if self._routing is None:
             return hidden_states(self._model, tokens, positions, layout), None
-        with self._routing.recorded() as chosen:
+        with self._routing.recording() as chosen:
             hidden = hidden_states(self._model, tokens, positions, layout)
         return hidden, torch.stack(chosen, 1).to(self._routing.shape.dtype)
 
