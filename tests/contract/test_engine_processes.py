@@ -112,7 +112,7 @@ def test_new_weights_arrive_in_both_and_the_canary_hears_them(
         group = await both(worker, folder, False)
         expected = canary.score(policy)
         engines: Any = group.engines
-        with pytest.raises(PublicationError, match="version 3: engine 0 does not answer"):
+        with pytest.raises(PublicationError, match="version 3: engine 0 disagrees"):
             await canary.check(expected, 3, engines)
         await group.load_weights(WeightUpdate(3, policy.export_weights(torch.float32)))
         assert group.status().weight_version == 3

@@ -93,6 +93,6 @@ def test_a_base_model_that_is_gone_is_named(home: Path) -> None:
     try:
         said = winnow(home, "export", "runs/whole", "orphan")
         assert said.code == 2
-        assert f"is an adapter of {start}, which is gone" in said.err.replace("\n", " ")
+        assert f"is an adapter of {start}, which does not exist" in said.err.replace("\n", " ")
     finally:
         away.rename(start)

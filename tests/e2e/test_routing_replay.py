@@ -86,7 +86,7 @@ def test_routes_reach_ranks_from_an_engine_in_a_process_of_its_own(
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ("model.path=dense", "Qwen3ForCausalLM has no routers that choose them"),
+        ("model.path=dense", "and Qwen3ForCausalLM has none"),
         (
             "rollout/engine=http rollout.engine.url=http://127.0.0.1:9 run.deterministic=false",
             "does not support rollout.routing_replay=true",

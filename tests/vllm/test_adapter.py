@@ -109,7 +109,7 @@ def test_the_canary_hears_another_adapter(dtype: str, tmp_path: Path) -> None:
             if seed is not None:
                 other = alone(adapted(seed, model.dtype))
                 await engine.load_weights(WeightUpdate(seed, other))
-            with pytest.raises(PublicationError, match="does not answer as the trainer does"):
+            with pytest.raises(PublicationError, match="disagrees with the trainer"):
                 await canary.check(expected, 1, {"engine": engine})
         await engine.load_weights(WeightUpdate(3, alone(model)))
         found = await canary.check(expected, 3, {"engine": engine})

@@ -173,7 +173,7 @@ def test_the_canary_catches_a_stale_tied_head_of_weights_5_percent_apart(
             without.setattr(vllm_plugin, "repack_head", lambda model: None)
             await engine.load_weights(WeightUpdate(1, tensors))
         if packs(dtype):
-            with pytest.raises(PublicationError, match="engine 0 does not answer as the trainer"):
+            with pytest.raises(PublicationError, match="engine 0 disagrees with the trainer"):
                 await canary.check(expected, 1, {"engine 0": engine})
         await engine.load_weights(WeightUpdate(2, tensors))
         largest = await canary.check(expected, 2, {"engine 0": engine})

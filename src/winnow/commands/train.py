@@ -96,16 +96,11 @@ def run_training(config: Config, options: TrainOptions) -> int:
 
 
 def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] = ()) -> int:
-    """Train a recipe without falling back to an older checkpoint.
-
-    Raises:
-        DamagedError: it cannot go on from the newest checkpoint, but from an older one.
-    """
+    """Train a recipe; raise DamagedError if it can only go on from an older checkpoint."""
     recipe, console, heartbeat = options.recipe, options.console, options.heartbeat
-    roles = Roles(config)
-    engine, cache_dir = config.rollout.engine, config.model.cache_dir
+    roles, engine = Roles(config), config.rollout.engine
     uses_device = driver_uses_device(engine, config.reward, config.cluster, roles)
-    device = prepare_device(config.run, cache_dir, uses_device)
+    device = prepare_device(config.run, config.model.cache_dir, uses_device)
     seed_everything(config.run.seed)
     with (
         opened_run(config, recipe) as opened,
@@ -118,11 +113,11 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         sink = make_console(config.observe.console, console)
         is_finished = opened.is_finished(config.trainer.steps)
         if not is_finished:
-            path = config.model.path if opened.checkpoint is None else None
-            check_inputs_exist(config.data, config.sft, path)
+            start = None if opened.checkpoint else config.model.path
+            check_inputs_exist(config.data, config.sft, start)
         _note(sink, *warnings, *(opened.notes or introduction(config, recipe, folder)))
         if is_finished:
-            if opened.checkpoint is not None and opened.may_be_damaged:
+            if opened.checkpoint and opened.may_be_damaged:
                 verify(opened.checkpoint)  # as no ranks will
             sink.print_line(_finished_note(config, folder))
             _show_results(config, recipe, folder, console)
@@ -142,9 +137,8 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         ):
             placed = build_models(config, roles, policy, first, start_workers)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            sinks = Sinks(
-                [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
-            )
+            others = _make_sinks(config, folder, sink)
+            sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             context = RunContext(
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
