@@ -38,7 +38,7 @@ from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import list_step_files, read_rollouts
 from winnow.plan.rank import PolicyRun, RankRun, count_microbatches, full_lengths
 from winnow.plan.tracker import Peak, Phase, local_bytes
-from winnow.rollout.embedded.slots import cache_bytes
+from winnow.rollout.embedded.slots import cache_bytes_per_slot
 from winnow.run.step_metrics import StepTokens
 from winnow.types import IntArray
 
@@ -281,7 +281,7 @@ def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: F
     room = min(alone, machine.limit_gib - beside)
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
     whole = rank.parameters["policy"] * dtype.itemsize / GIB
-    row = cache_bytes(rank.shape, dtype, max_sequence_tokens(config)) / GIB
+    row = cache_bytes_per_slot(rank.shape, dtype, max_sequence_tokens(config)) / GIB
     half = alone / 2  # for weights, so that many answers fit
     enough = (n for n in (1, 2, 4, 8) if max(whole / n, row / min(n, heads)) <= half)
     split = getattr(engine, "tensor_parallel", 1)

@@ -30,7 +30,7 @@ from winnow.models.lora import adapter_base, add_lora, load_lora
 from winnow.models.routing import check_replay
 from winnow.observe.files import one_line
 from winnow.observe.rollouts import Decode
-from winnow.rollout.embedded.slots import cache_bytes
+from winnow.rollout.embedded.slots import cache_bytes_per_slot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -255,7 +255,9 @@ def explain_oom(
         answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
         slots, longest = getattr(config.rollout.engine, "slots", 0), max_sequence_tokens(config)
         if slots:
-            size = slots * cache_bytes(model.config, torch_dtype(config.model.dtype), longest)
+            size = slots * cache_bytes_per_slot(
+                model.config, torch_dtype(config.model.dtype), longest
+            )
             engine = (
                 f"an engine writes up to {slots:,} answers of {longest:,} tokens at once (keys and "
                 f"values of {size / 2**30:.3g} GiB): lower rollout.engine.slots or "

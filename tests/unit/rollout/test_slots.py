@@ -21,7 +21,7 @@ from winnow.rollout.embedded.slots import (
     SlotCache,
     Slots,
     cache_room_gib,
-    slots_that_fit,
+    max_slots,
 )
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 
@@ -37,10 +37,10 @@ def test_settings_that_no_row_has_any_more_are_forgotten() -> None:
     keys = torch.zeros(1, 1, 4, 2)
     block = PromptBlock([(keys, keys)])
     slots = Slots(4, torch.float32, torch.device("cpu"))
-    slots.place([pending(0, NUCLEUS), pending(1, PLAIN)], block)
-    slots.place([pending(2, PLAIN, greedy=True), pending(3, PLAIN)], block)
+    slots.fill_rows([pending(0, NUCLEUS), pending(1, PLAIN)], block)
+    slots.fill_rows([pending(2, PLAIN, greedy=True), pending(3, PLAIN)], block)
     for gone, numbers in ((0, [3, 1, 2]), (2, [3, 1]), (0, [1])):
-        slots.leave([gone])
+        slots.free_rows([gone])
         assert [answer.group.group_id for answer in slots.answers] == numbers
         used = [slots.kinds[kind] for kind in slots.kind[: len(slots)].tolist()]
         assert used == [a.group.sampling_of(a.request) for a in slots.answers]
@@ -111,7 +111,7 @@ ROW_GIB = 128 * 64 * 4 / 2**30
 
 def fit(slots: int, gib: float | None, **other: Any) -> int:
     config = Qwen3Config(**{**SHAPE, "head_dim": 8, **other})
-    return slots_that_fit(config, torch.float32, slots, 100, gib)
+    return max_slots(config, torch.float32, slots, 100, gib)
 
 
 def test_as_many_slots_are_kept_as_fit_and_one_at_least(

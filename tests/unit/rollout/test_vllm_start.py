@@ -19,7 +19,7 @@ from winnow.rollout.vllm.refusals import (
     check_extra,
     check_installed,
     check_vllm_model,
-    refusal,
+    explain_start_error,
 )
 
 NEEDED = (
@@ -173,6 +173,6 @@ TAKEN = (
 def test_a_refusal_of_vllm_is_one_line_with_the_key_and_the_remedy(
     said: str, cache_gib: float | None, line: str
 ) -> None:
-    told = str(refusal(ValueError(said), "M", cache_gib))
+    told = str(explain_start_error(ValueError(said), "M", cache_gib))
     assert line in told
     assert "\n" not in told

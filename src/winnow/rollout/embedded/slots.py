@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _GROWTH = 64
 
 
-def cache_bytes(config: Any, dtype: torch.dtype, longest: int) -> int:
+def cache_bytes_per_slot(config: Any, dtype: torch.dtype, longest: int) -> int:
     """Return the bytes of keys and values that a row of the longest context takes.
 
     Args:
@@ -67,9 +67,7 @@ def cache_room_gib(
     return max(of_free * (free / 2**30 - reserved_gib), 0.0)
 
 
-def slots_that_fit(
-    config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None
-) -> int:
+def max_slots(config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None) -> int:
     """Return how many rows of the longest context the cache can hold in `gib`, at most `slots`.
 
     Args:
@@ -79,7 +77,7 @@ def slots_that_fit(
     Raises:
         ConfigError: not one fits.
     """
-    row_gib = cache_bytes(config, dtype, longest) / 2**30
+    row_gib = cache_bytes_per_slot(config, dtype, longest) / 2**30
     log.info(
         "the KV cache takes up to %.3g GiB: %d slots, %.3g GiB each",
         slots * row_gib,
@@ -326,11 +324,11 @@ class Slots:
         return len(self.answers)
 
     @property
-    def free(self) -> int:
+    def free_count(self) -> int:
         """Rows without an answer."""
         return self.count - len(self.answers)
 
-    def place(self, answers: Sequence[PrefilledAnswer], block: PromptBlock) -> None:
+    def fill_rows(self, answers: Sequence[PrefilledAnswer], block: PromptBlock) -> None:
         """Give answers the next rows; their contexts were prefilled in `block`."""
         first = len(self.answers)
         here = slice(first, first + len(answers))
@@ -352,10 +350,10 @@ class Slots:
         for answer in answers:
             answer.block = None
         self.answers.extend(answers)
-        self._number_kinds()
+        self._index_settings()
         self._find_stop_strings()
 
-    def _number_kinds(self) -> None:
+    def _index_settings(self) -> None:
         sampling = [a.group.sampling_of(a.request) for a in self.answers]
         self.kinds = list(dict.fromkeys(sampling))
         numbers = torch.tensor([self.kinds.index(each) for each in sampling], dtype=torch.long)
@@ -378,7 +376,7 @@ class Slots:
         self.ids[rows, at] = ids
         self.logprobs[rows, at] = logprobs
 
-    def tails(self, rows: Sequence[int], width: int) -> list[list[int]]:
+    def newest_ids(self, rows: Sequence[int], width: int) -> list[list[int]]:
         """The newest ids of rows, at most `width` of each and none of the prompt."""
         here = torch.tensor(rows, device=self.device)
         back = torch.arange(1 - width, 1, device=self.device)
@@ -390,7 +388,7 @@ class Slots:
     def _answer_length(self, row: int) -> int:
         return int(self.lengths[row]) - len(self.answers[row].group.prompt_ids)
 
-    def written(self, rows: Sequence[int], version: int) -> list[Segment]:
+    def segments(self, rows: Sequence[int], version: int) -> list[Segment]:
         """Return rows' answers so far, prefixes included; new tokens are `version`'s."""
         here = torch.tensor(rows, dtype=torch.long, device=self.device)
         ids, logprobs = self.ids[here].cpu().numpy(), self.logprobs[here].cpu().numpy()
@@ -403,7 +401,7 @@ class Slots:
             segments.append(Segment(ids[part].copy(), logprobs[part].copy(), spans))
         return segments
 
-    def keep_routes(self, routes: Tensor) -> None:
+    def store_routes(self, routes: Tensor) -> None:
         """Keep the routes [R, layers, k] of the newest tokens of the live rows, just run."""
         count = len(self.answers)
         self.cache.layers[-1][0][self.rows[:count], :, self.at[:count]] = routes
@@ -414,7 +412,7 @@ class Slots:
         kept = self.cache.layers[-1][0][row, :, end - self._answer_length(row) : end]
         return kept.transpose(0, 1).contiguous().cpu().numpy()
 
-    def leave(self, rows: Sequence[int]) -> None:
+    def free_rows(self, rows: Sequence[int]) -> None:
         """Free rows and move the last ones into the holes."""
         gone, live = set(rows), len(self.answers) - len(rows)
         target = [row for row in sorted(gone) if row < live]
@@ -431,5 +429,5 @@ class Slots:
                 self.answers[new] = self.answers[old]
         del self.answers[live:]
         if len(self.kinds) > 1:
-            self._number_kinds()
+            self._index_settings()
         self._find_stop_strings()

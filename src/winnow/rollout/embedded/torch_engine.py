@@ -34,7 +34,7 @@ from winnow.rollout.embedded.slots import (
     PromptBlock,
     Slots,
     cache_room_gib,
-    slots_that_fit,
+    max_slots,
 )
 from winnow.rollout.engine import CompletionEvent, GroupRequest, MemoryPart, check_may_sleep
 from winnow.rollout.tick_engine import TickEngine
@@ -89,7 +89,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         if longest is not None:
             if cache_gib is None and weight.device.type == "cuda":
                 cache_gib = cache_room_gib(weight.device, memory_share, reserved_gib, sleep)
-            slots = slots_that_fit(model.config, weight.dtype, slots, longest, cache_gib)
+            slots = max_slots(model.config, weight.dtype, slots, longest, cache_gib)
         super().__init__(PrefilledAnswer, slots, decode, live_updates)
         self._model, self._device = model, weight.device
         self._routing = routing_of(model, replays=True) if routes else None
@@ -171,15 +171,15 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     # -- filling rows -------------------------------------------------------------------------
 
-    def _refill(self) -> None:
+    def _fill_rows(self) -> None:
         """Put queued answers into free rows, a block of prefilled contexts at a time."""
-        while self._queue and self._slots.free:
+        while self._queue and self._slots.free_count:
             if self._queue[0].block is None:
                 self._prefill()
             block = self._queue[0].block
             assert block is not None
             batch: list[PrefilledAnswer] = []
-            for answer in self._queue[: self._slots.free]:
+            for answer in self._queue[: self._slots.free_count]:
                 if answer.block is not block:
                     break
                 batch.append(answer)
@@ -251,7 +251,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     def _advance(self) -> list[CompletionEvent]:
         with torch.inference_mode():
-            self._refill()
+            self._fill_rows()
             return self._run_tick()
 
     def _run_tick(self) -> list[CompletionEvent]:
@@ -265,21 +265,21 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         layout = DecodeLayout(cache, rows, at, length)
         hidden, routes = self._run(slots.ids[rows, at], at, layout)
         if routes is not None:
-            slots.keep_routes(routes)
+            slots.store_routes(routes)
         u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
         params = RowParams(slots.kinds, slots.kind[:count])
         ids, logprobs = draw(self._logits(hidden), u, params)
         slots.append(ids, logprobs)
         self._tick += 1
         self._generated += count
-        reasons = self._finished(ids)
+        reasons = self._finish_reasons(ids)
         if not reasons:
             return []
         events = self._make_events(list(reasons), "finished", reasons)
         self._free_rows(list(reasons))
         return events
 
-    def _finished(self, ids: Tensor) -> dict[int, FinishReason]:
+    def _finish_reasons(self, ids: Tensor) -> dict[int, FinishReason]:
         """Return rows whose newest token ended them, with the reason."""
         count = len(self._slots)
         stopped = self._is_stop[ids]

@@ -71,7 +71,12 @@ from winnow.rollout.engine import (  # noqa: E402
 from winnow.rollout.remote_engine import EngineWorker, load_decoder  # noqa: E402
 from winnow.rollout.tick_engine import TickEngine, WrittenAnswer, WrittenRows  # noqa: E402
 from winnow.rollout.vllm import plugin  # noqa: E402
-from winnow.rollout.vllm.refusals import check_adapted, check_extra, check_head_size, refusal  # noqa: E402
+from winnow.rollout.vllm.refusals import (  # noqa: E402
+    check_adapted,
+    check_extra,
+    check_head_size,
+    explain_start_error,
+)
 from winnow.rollout.vllm.worker import VllmOptions  # noqa: E402
 from winnow.rollout.weights import (  # noqa: E402
     Bucket,
@@ -106,7 +111,7 @@ system's own choice."""
 
 
 @dataclass(eq=False)
-class RunningAnswer(WrittenAnswer):
+class VllmAnswer(WrittenAnswer):
     """A written answer that vLLM has, or will have."""
 
     name: str = ""
@@ -115,7 +120,7 @@ class RunningAnswer(WrittenAnswer):
     """The experts of its tokens as vLLM tells them, once vLLM has ended it."""
 
 
-class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
+class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
     """Implements `PublishedEngine` over a vLLM in this process.
 
     A publication that fails once vLLM has begun with it cannot be repeated: every later call that
@@ -142,7 +147,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
     ) -> None:
-        super().__init__(RunningAnswer, slots, decode, live_updates)
+        super().__init__(VllmAnswer, slots, decode, live_updates)
         self._llm, self._model, self._vocab_size = llm, model, vocab_size
         self._scored: dict[str, FloatArray | None] = {}
         self._numbers = count()
@@ -198,7 +203,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         named: Named = []
 
         def finish() -> None:
-            with self._broken_by("add_lora"):
+            with self._break_on_error("add_lora"):
                 self._load_adapter(named)
 
         return StagedReceiver(self._model, version, named.extend, finish, self._expected)
@@ -224,36 +229,36 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
             await self.take_bucket(bucket)
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        with self._ended_by_failure(bucket.version):
+        with self._abort_update_on_error(bucket.version):
             return await super().take_bucket(bucket)
 
     async def load_weights(self, update: WeightUpdate) -> None:
-        with self._ended_by_failure(update.version):
+        with self._abort_update_on_error(update.version):
             await super().load_weights(update)
 
     @contextmanager
-    def _ended_by_failure(self, version: int) -> Iterator[None]:
+    def _abort_update_on_error(self, version: int) -> Iterator[None]:
         try:
             yield
         except PublicationError as error:
-            self._break(f"weights of version {version} came in part: {error}")
+            self._mark_broken(f"weights of version {version} came in part: {error}")
             raise
 
     def _call_workers(self, method: str, **kwargs: Any) -> None:
-        with self._broken_by(method):
+        with self._break_on_error(method):
             self._llm.collective_rpc(method, kwargs=kwargs)
 
     @contextmanager
-    def _broken_by(self, method: str) -> Iterator[None]:
+    def _break_on_error(self, method: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._break(f"vLLM's {method} failed with {reason}")
+            self._mark_broken(f"vLLM's {method} failed with {reason}")
             log.exception("vLLM's %s failed", method)
             self._check_health()
 
-    def _break(self, reason: str) -> None:
+    def _mark_broken(self, reason: str) -> None:
         """Raise from now on, and wake those that wait for the end of the update."""
         self._broken = f"{reason}; vLLM cannot take weights again, so the engine must be replaced"
         arriving, self._receiving = self._receiving, None
@@ -291,25 +296,27 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
     def _advance(self) -> list[CompletionEvent]:
         self._check_health()
         while self._queue and len(self._rows) < self._slot_count:
-            self._place(self._queue.pop(0))
+            self._submit_answer(self._queue.pop(0))
         reasons = self._run_step()
         rows = list(reasons)
         events = self._make_events(rows, "finished", reasons) if rows else []
         self._free_rows(rows)
         return events
 
-    def _place(self, answer: RunningAnswer) -> None:
+    def _submit_answer(self, answer: VllmAnswer) -> None:
         group, request = answer.group, answer.request
         sampling = group.sampling_of(request)
         start = len(group.prompt_ids)
         own = draw_arguments(sampling, request.seed, start, self._vocab_size)
         # What goes on and what is older keeps its memory when the cache is full.
         priority = 0 if len(answer.prefix) else 1 + max(group.priority, 0)
-        params = _params(sampling.max_tokens - len(answer.prefix), own, sampling.stop_token_ids)
-        answer.name = self._add(answer.context, params, priority)
+        params = _request_params(
+            sampling.max_tokens - len(answer.prefix), own, sampling.stop_token_ids
+        )
+        answer.name = self._add_request(answer.context, params, priority)
         self._rows.append(answer)
 
-    def _add(self, context: IntArray, params: RequestParams, priority: int) -> str:
+    def _add_request(self, context: IntArray, params: RequestParams, priority: int) -> str:
         number = next(self._numbers)
         prompt = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
         # Of the same priority the older goes first, by numbers: a clock may be set back.
@@ -389,8 +396,8 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
                 continue
             forced = ids[start:].tolist()
             own = draw_arguments(sampling, 0, start, self._vocab_size, forced)
-            params = _params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
-            names[self._add(ids[:start], params, -1)] = place
+            params = _request_params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
+            names[self._add_request(ids[:start], params, -1)] = place
         self._scored |= dict.fromkeys(names)
         while any(self._scored[name] is None for name in names):
             if self._rows:
@@ -405,7 +412,7 @@ class VllmEngine(WrittenRows[RunningAnswer], TickEngine[RunningAnswer]):
         return found
 
 
-def _params(
+def _request_params(
     max_tokens: int,
     own: Mapping[str, Any],
     stop_token_ids: Sequence[int] = (),
@@ -478,7 +485,7 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         "enable_sleep_mode": options.sleep,
         **_memory_share(options),
         "enforce_eager": not torch.cuda.is_available(),
-        "logits_processors": [_sampler(routes)],
+        "logits_processors": [_sampler_class(routes)],
         "weight_transfer_config": WeightTransferConfig(backend=plugin.BACKEND),
         "enable_return_routed_experts": routes,
         **(options.lora or {}),
@@ -491,7 +498,7 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         llm = LLMEngine.from_engine_args(EngineArgs(**_OPTIONS | arguments | own))
         llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     except Exception as error:
-        raise refusal(error, model, cache_gib) from error
+        raise explain_start_error(error, model, cache_gib) from error
     _check_kernels(llm, model)
     return llm
 
@@ -506,7 +513,7 @@ def _memory_share(options: VllmOptions) -> dict[str, float]:
     return {_SHARE: max(OF_FREE * left / max(total), 0.01)}
 
 
-def _sampler(routes: bool) -> type[Any]:
+def _sampler_class(routes: bool) -> type[Any]:
     """Return the processor for vLLM's model runner; routes take the second one."""
     if routes:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"

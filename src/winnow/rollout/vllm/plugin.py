@@ -47,7 +47,7 @@ BACKEND = "winnow"
 
 
 @dataclass(frozen=True, eq=False)
-class _Row:
+class _DrawArguments:
     """The arguments of a request."""
 
     sampling: SamplingParams
@@ -61,7 +61,9 @@ class _Row:
     """Its output, to which vLLM appends."""
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any] | None, context: int, written: Sequence[int]) -> _Row:
+    def of(
+        cls, extra: Mapping[str, Any] | None, context: int, written: Sequence[int]
+    ) -> _DrawArguments:
         own = (extra or {})[DRAWS]
         temperature, top_p, top_k, min_p = own["numbers"]
         sampling = SamplingParams(0, temperature, top_p, top_k, min_p)
@@ -77,7 +79,7 @@ class _Row:
         """
         try:
             row = cls.of(params.extra_args, 0, ())
-            _Draws([row], torch.device("cpu"))
+            _BatchDraw([row], torch.device("cpu"))
         except Exception as error:
             raise ValueError(
                 "this server draws by winnow's logits processor, for runs with "
@@ -85,10 +87,10 @@ class _Row:
             ) from error
 
 
-class _Draws:
+class _BatchDraw:
     """Draws the tokens of a batch; what follows from its rows alone is computed once for them."""
 
-    def __init__(self, rows: Sequence[_Row], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[_DrawArguments], device: torch.device) -> None:
         self._rows = rows
         kinds = list(dict.fromkeys(row.sampling for row in rows))
         kind = torch.tensor([kinds.index(row.sampling) for row in rows], device=device)
@@ -121,12 +123,12 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
     """Draws tokens in vLLM's first model runner."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, _Row] = {}
-        self._draws: _Draws | None = None
+        self._rows: dict[int, _DrawArguments] = {}
+        self._draws: _BatchDraw | None = None
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        _Row.validate(sampling_params)
+        _DrawArguments.validate(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -138,7 +140,7 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, prompt, written in batch_update.added:
-            self._rows[index] = _Row.of(params.extra_args, len(prompt or ()), written)
+            self._rows[index] = _DrawArguments.of(params.extra_args, len(prompt or ()), written)
         for one, two, direction in batch_update.moved:
             first, second = self._rows.pop(one, None), self._rows.pop(two, None)
             if first is not None:
@@ -149,7 +151,7 @@ class HashSampler(LogitsProcessor):  # type: ignore[misc]
     def apply(self, logits: Tensor) -> Tensor:
         rows = [self._rows[index] for index in range(len(logits))]
         if self._draws is None:
-            self._draws = _Draws(rows, logits.device)
+            self._draws = _BatchDraw(rows, logits.device)
         return self._draws(logits, [r.context + len(r.written) - r.start for r in rows])
 
 
@@ -157,22 +159,22 @@ class HashSamplerV2(LogitsProcessorV2):  # type: ignore[misc]
     """Draws tokens in vLLM's second model runner."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
-        self._rows: dict[int, _Row] = {}
-        self._drawn: tuple[list[_Row], _Draws] | None = None
+        self._rows: dict[int, _DrawArguments] = {}
+        self._drawn: tuple[list[_DrawArguments], _BatchDraw] | None = None
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        _Row.validate(sampling_params)
+        _DrawArguments.validate(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        self._rows[req_idx] = _Row.of(sampling_params.extra_args, 0, ())
+        self._rows[req_idx] = _DrawArguments.of(sampling_params.extra_args, 0, ())
         return True
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         rows = [self._rows[slot] for slot in ctx.idx_mapping_np.tolist()]
         assert len(rows) == len(logits), "speculative decoding draws several tokens a row"
         if self._drawn is None or self._drawn[0] != rows:
-            self._drawn = rows, _Draws(rows, logits.device)
+            self._drawn = rows, _BatchDraw(rows, logits.device)
         # Exact without speculative decoding: the tokens before the one that is drawn.
         lengths = ctx.seq_lens_upper_bound_np.tolist()
         positions = [n - row.start for n, row in zip(lengths, rows, strict=True)]
@@ -202,7 +204,7 @@ class TensorTransfer(WeightTransferEngine[NoInit, NamedTensors]):  # type: ignor
             die_with_parent(os.getppid())
 
     def start_weight_update(self) -> None:
-        forget_experts_kernels(self.model)
+        reset_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: NamedTensors) -> None:
@@ -227,7 +229,7 @@ def repack_head(model: nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def forget_experts_kernels(model: nn.Module) -> None:
+def reset_expert_kernels(model: nn.Module) -> None:
     """Have vLLM pack the experts of an update for its CPU kernels, as it does when it starts.
 
     With a kernel at hand it takes the weights for those of a GPU, which are copied as they are.

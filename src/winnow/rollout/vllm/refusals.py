@@ -75,31 +75,31 @@ def check_extra(extra: Mapping[str, Any], options: Collection[str]) -> None:
             )
 
 
-def check_head_size(model: str, size: int, taken: Collection[int]) -> None:
+def check_head_size(model: str, size: int, supported: Collection[int]) -> None:
     """Refuse heads of a size that vLLM's kernels do not take, at which it fails when it writes.
 
     Raises:
         ModelError: it is none of those.
     """
-    if size not in taken:
+    if size not in supported:
         raise ModelError(
             f"model.path {model}: vLLM's CPU kernels do not take heads of size {size}, but "
-            f"{', '.join(map(str, sorted(taken)))}; choose rollout/engine=torch, or a model with "
+            f"{', '.join(map(str, sorted(supported)))}; choose rollout/engine=torch, or a model with "
             "another head size"
         )
 
 
-def check_adapted(layers: Collection[str], taken: Collection[str]) -> None:
+def check_adapted(layers: Collection[str], supported: Collection[str]) -> None:
     """Refuse an adapter of layers to which vLLM applies none, which it would leave out silently.
 
     Args:
         layers: those that the adapter has.
-        taken: those to which vLLM applies one.
+        supported: those to which vLLM applies one.
 
     Raises:
         ConfigError: one is missing there.
     """
-    left_out = sorted({*layers} - {*taken})
+    left_out = sorted({*layers} - {*supported})
     if left_out:
         raise ConfigError(
             f"model.adapter.publish=adapter: vLLM applies no adapter to {left_out[0]} "
@@ -119,7 +119,7 @@ _NO_ROUTES = "return-routed-experts", "AuxOutput", "Routed-experts", "Model Runn
 _HEADS = re.compile(r"heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\)")
 
 
-def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowError:
+def explain_start_error(error: Exception, model: str, cache_gib: float | None) -> WinnowError:
     """Return one line for an error with which vLLM did not start.
 
     Args:
@@ -157,7 +157,7 @@ def refusal(error: Exception, model: str, cache_gib: float | None) -> WinnowErro
             "rollout.engine.slots, or set trainer.strategy.offload=true where ranks share it"
         )
     if found := _POSITIONS.search(said):
-        return _too_long(found[1], model, found[2])
+        return _length_error(found[1], model, found[2])
     if "support LoRA" in said or "LoRA target module" in said:
         return ConfigError(
             f"model.adapter.publish=adapter: vLLM applies no adapter to {model}: {said}; set "
@@ -209,14 +209,14 @@ def check_vllm_model(model: str, shape: Any, longest: int, is_on_cpu: bool) -> N
     # Other kinds of scaling stretch the positions, and vLLM knows by how much.
     is_plain = all(each.get("rope_type", "default") in ("default", "llama3") for each in kinds)
     if isinstance(positions, int) and is_plain and longest > positions:
-        raise _too_long(longest, model, positions)
+        raise _length_error(longest, model, positions)
     heads = getattr(shape, "num_attention_heads", None)
     if is_on_cpu and heads and not hasattr(shape, "kv_lora_rank"):
         size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
         check_head_size(model, size, CPU_HEAD_SIZES)
 
 
-def _too_long(longest: int | str, model: str, positions: int | str) -> ConfigError:
+def _length_error(longest: int | str, model: str, positions: int | str) -> ConfigError:
     return ConfigError(
         f"data.max_prompt_tokens and rollout.max_response_tokens (or evaluation's) allow "
         f"{longest} tokens, but {model} has {positions} positions, at which vLLM ends; lower them"
