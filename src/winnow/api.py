@@ -109,9 +109,9 @@ def train(recipe: str | Path | Config, overrides: Sequence[str] = ()) -> RunReco
         words = [str(recipe), *overrides]
         run = load_recipe(str(recipe), overrides).run
         if run.resume not in ("auto", "never"):
-            from winnow.checkpoints.opening import resolve_run_path
+            from winnow.checkpoints.opening import split_run_and_checkpoint
 
-            path = resolve_run_path("run.resume", run.resume)[0]
+            path = split_run_and_checkpoint("run.resume", run.resume)[0]
         elif run.name is not None:
             path = Path(run.dir) / run.name
         else:  # chosen here, before the run would choose it

@@ -251,7 +251,7 @@ def _valuable_files(folder: Path) -> set[Path]:
 def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> OpenedRun:
     run, url = config.run, config.trainer.checkpoint_url
     if run.resume not in ("auto", "never"):
-        path, checkpoint = resolve_run_path("run.resume", run.resume)
+        path, checkpoint = split_run_and_checkpoint("run.resume", run.resume)
         stack.enter_context(locked(path))
         return _reopen_run(config, RunFolder.open(path), checkpoint)
     named = None if run.name is None else RunFolder(Path(run.dir) / run.name)
@@ -334,10 +334,10 @@ def _find_fork_source(config: Config, fork: str) -> ForkSource:
     """
     source, at, step = fork.rpartition("@")
     if at and step.isdecimal():
-        run, checkpoint = resolve_run_path("run.fork", source)
+        run, checkpoint = split_run_and_checkpoint("run.fork", source)
         checkpoint = find_checkpoint(run, int(step))
     else:
-        run, checkpoint = resolve_run_path("run.fork", fork)
+        run, checkpoint = split_run_and_checkpoint("run.fork", fork)
         if checkpoint is not None:
             verify(checkpoint)
     checkpoint, faults = (checkpoint, []) if checkpoint is not None else newest_usable(run)
@@ -360,7 +360,7 @@ def _find_fork_source(config: Config, fork: str) -> ForkSource:
     return ForkSource(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
 
 
-def resolve_run_path(key: str, value: str) -> tuple[Path, Checkpoint | None]:
+def split_run_and_checkpoint(key: str, value: str) -> tuple[Path, Checkpoint | None]:
     """Resolve a setting to a run folder, and a checkpoint if it is the path of one.
 
     Raises:

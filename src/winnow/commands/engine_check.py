@@ -156,7 +156,7 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
 
     reference = load(source)
     updated = None if update is None else load(update)
-    if updated is not None and _scores_alike(reference, updated):
+    if updated is not None and _have_same_logprobs(reference, updated):
         raise ConfigError(
             f"--update {update}: same log-probs as model.path {config.model.path}, so that an "
             "update could not be detected; use other weights"
@@ -335,7 +335,7 @@ async def _check_sleep(engine: Engine, reference: TrainerModel) -> EngineFinding
     return await reference.compare("sleep", engine, 3)
 
 
-def _scores_alike(one: TrainerModel, two: TrainerModel) -> bool:
+def _have_same_logprobs(one: TrainerModel, two: TrainerModel) -> bool:
     pairs = zip(one.expected.logprobs, two.expected.logprobs, strict=True)
     gaps = np.concatenate([np.abs(a - b) for a, b in pairs])
     return float(gaps.mean()) <= one.expected.limits.mean

@@ -152,7 +152,7 @@ class MetricsColumns:
             "time_s": up_to(STEP_S),
             "every": every,
             "values": {
-                name: [round_to(v) for v in self._bin_values(name, starts)] for name in names
+                name: [round_to(v) for v in self._reduce_bins(name, starts)] for name in names
             },
             "totals": {
                 name: round_to(sum(value or 0.0 for value in self.column(name)), 15)
@@ -161,7 +161,7 @@ class MetricsColumns:
             },
         }
 
-    def _bin_values(self, name: str, starts: list[int]) -> Iterable[float | None]:
+    def _reduce_bins(self, name: str, starts: list[int]) -> Iterable[float | None]:
         """Put the rows from each start to the next together."""
         if len(starts) == len(self._steps):
             return self.column(name)

@@ -157,7 +157,7 @@ def _read_published(request: PrepareRequest, done: PrepareReport) -> Iterator[Ro
     paths: Sequence[str] = request.files
     done.origin, done.ability = ", ".join(paths), named.ability
     if not paths:
-        commit, files = download(named.repo, named.files[done.split], request.revision)
+        commit, files = download_first_match(named.repo, named.files[done.split], request.revision)
         paths = list(files.values())
         done.origin = f"{named.repo} at {commit[:12]} ({', '.join(files)}; {named.licence})"
     for path in paths:
@@ -247,7 +247,7 @@ def _build_prompt(row: Row, instruction: str) -> list[dict[str, str]]:
     return prompt
 
 
-def download(
+def download_first_match(
     repo: str, patterns: Sequence[str], revision: str = "main"
 ) -> tuple[str, dict[str, str]]:
     """Fetch the files of a hub data set that match the first pattern to match any.

@@ -111,7 +111,7 @@ class PromptRenderer:
                 none fits.
             ModelError: the chat template fails.
         """
-        fitted = list(self._fit(rows))
+        fitted = list(self._render_within_limit(rows))
         prompts = tuple(prompt for _, prompt in fitted if prompt is not None)
         if rows and not prompts:
             raise self._none_fits_error(rows, [length for length, _ in fitted])
@@ -131,12 +131,12 @@ class PromptRenderer:
         """
         for row in candidates:
             last = row
-            ((length, prompt),) = self._fit([row])
+            ((length, prompt),) = self._render_within_limit([row])
             if prompt is not None:
                 return prompt
         raise self._none_fits_error([last], [length])
 
-    def _fit(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
+    def _render_within_limit(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
         """Yield each row's length before the limit, and its prompt; None where it is left out."""
         rows = [self._with_instructions(row) for row in rows]
         texts = self._render_texts(rows)

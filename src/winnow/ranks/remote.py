@@ -172,11 +172,11 @@ class AssistedLearner:
     def __init__(
         self,
         learner: AnyLearner,
-        tensors: ModelStates,
+        model_states: ModelStates,
         reference: WorkerGroup | None,
         critic: WorkerGroup | None,
     ) -> None:
-        self._learner, self._tensors = learner, tensors
+        self._learner, self._model_states = learner, model_states
         self._reference, self._critic, self._skipped = reference, critic, 0
 
     @property
@@ -227,10 +227,10 @@ class AssistedLearner:
 
     def copy(self) -> Snapshot:
         if self._critic is None:
-            return self._tensors.copy()
+            return self._model_states.copy()
         critic = self._critic
         critic.call_blocking("copy")
-        snapshot = self._tensors.copy()
+        snapshot = self._model_states.copy()
 
         def save_ranks(checkpoint: Path) -> dict[str, FileEntry]:
             entries = snapshot.save_ranks(checkpoint)
@@ -239,7 +239,7 @@ class AssistedLearner:
         return replace(snapshot, save_ranks=save_ranks)
 
     def restore(self, checkpoint: Path, state: Mapping[str, Any]) -> None:
-        self._tensors.restore(checkpoint, state)
+        self._model_states.restore(checkpoint, state)
         if self._critic is not None:
             self._critic.call_blocking("restore", str(checkpoint))
 

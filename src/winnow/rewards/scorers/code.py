@@ -75,7 +75,7 @@ def score(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score
     elif tests.kind == "programs":
         passed, outcome, detail = _run_programs(code, tests, sandbox)
     else:
-        passed, outcome, detail = _call_functions(code, tests, sandbox)
+        passed, outcome, detail = _run_in_harness(code, tests, sandbox)
     cases = len(tests.cases)
     share, accuracy = passed / cases, float(passed == cases)
     reward = share if sandbox.config.credit == "share" else accuracy
@@ -127,7 +127,7 @@ def _classify_result(result: Result, expected: str) -> str:
     return "pass" if _trim_lines(printed) == _trim_lines(expected) else "wrong"
 
 
-def _call_functions(code: str, tests: CodeTests, sandbox: Sandbox) -> TestOutcome:
+def _run_in_harness(code: str, tests: CodeTests, sandbox: Sandbox) -> TestOutcome:
     config = sandbox.config
     solution = {"prompt": tests.prompt, "code": code, "entry_point": tests.entry_point}
     request = {**vars(tests), "call_s": config.time_s, "stop_early": config.credit == "all"}

@@ -213,14 +213,14 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                 answer.stop()
             self._fault = None  # of requests that are no more
         try:
-            await self.reload()
+            await self.load_newest_weights()
         except RemoteError as error:
             if error.status is not None:
                 raise
             raise _dead_server_error(error) from None
         self._start_requests()
 
-    async def reload(self) -> None:
+    async def load_newest_weights(self) -> None:
         """Have the server load the newest weights, also those that are published meanwhile.
 
         Raises:
@@ -471,7 +471,7 @@ class HttpEngine(EngineGroup):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
                 await member.server.ping(_PING_S)
-                await member.reload()
+                await member.load_newest_weights()
                 break
             except RemoteError as error:
                 reason = str(error)

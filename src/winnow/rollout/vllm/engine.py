@@ -485,7 +485,7 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         "enable_sleep_mode": options.sleep,
         **_memory_share(options),
         "enforce_eager": not torch.cuda.is_available(),
-        "logits_processors": [_sampler_class(routes)],
+        "logits_processors": [_select_draw_processor(routes)],
         "weight_transfer_config": WeightTransferConfig(backend=plugin.BACKEND),
         "enable_return_routed_experts": routes,
         **(options.lora or {}),
@@ -513,7 +513,7 @@ def _memory_share(options: VllmOptions) -> dict[str, float]:
     return {_SHARE: max(OF_FREE * left / max(total), 0.01)}
 
 
-def _sampler_class(routes: bool) -> type[Any]:
+def _select_draw_processor(routes: bool) -> type[Any]:
     """Return the processor for vLLM's model runner; routes take the second one."""
     if routes:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"

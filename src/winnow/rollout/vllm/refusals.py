@@ -84,8 +84,8 @@ def check_head_size(model: str, size: int, supported: Collection[int]) -> None:
     if size not in supported:
         raise ModelError(
             f"model.path {model}: vLLM's CPU kernels do not take heads of size {size}, but "
-            f"{', '.join(map(str, sorted(supported)))}; choose rollout/engine=torch, or a model with "
-            "another head size"
+            f"{', '.join(map(str, sorted(supported)))}; choose rollout/engine=torch, or a model "
+            "with another head size"
         )
 
 
