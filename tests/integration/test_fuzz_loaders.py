@@ -27,7 +27,7 @@ from winnow.config.load import load_recipe
 from winnow.config.root import Config
 from winnow.config.schema import all_keys
 from winnow.data.check import check
-from winnow.data.prepare import Request, prepare
+from winnow.data.prepare import PrepareRequest, prepare
 from winnow.data.prompts import PromptRenderer
 from winnow.data.sort_digits import build_tokenizer
 from winnow.data.sources import read_rows
@@ -109,7 +109,7 @@ def use_data(path: Path, renderer: PromptRenderer) -> None:
         json.dumps(report, ensure_ascii=False).encode()
     for name in ("gsm8k", "math", "aime-2024"):
         out = str(path.parent / "prepared.parquet")
-        request = Request(name, files=(str(path),), out=out)
+        request = PrepareRequest(name, files=(str(path),), out=out)
         done = result_or_clear_error(lambda request=request: prepare(request))
         if done is not None:
             assert len(read_rows([out])) == done.written

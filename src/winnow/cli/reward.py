@@ -287,7 +287,7 @@ def _print_score(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
         typer.echo(f"{label:<{width}}  {value}".rstrip())
     if trial["printed"].strip():
         typer.echo(f"\nIt printed:\n{trial['printed'].rstrip()}")
-    if trial.get("traceback", "") != trial.get("error", ""):
+    if trial.get("traceback") and trial["traceback"] != trial.get("error"):
         typer.echo(f"\n{trial['traceback']}", err=True)
 
 

@@ -102,7 +102,7 @@ class Planner:
             `{"told": …}` for progress, then `{"plan": …}` or `{"error": …}`.
         """
         if self._lock.locked():
-            yield _json_line(told="waiting for running; waiting for it to finish")
+            yield _json_line(told="another plan is running; waiting for it to finish")
         async with self._lock:
             try:
                 with TemporaryDirectory(prefix="winnow-plan-") as name:

@@ -96,7 +96,7 @@ class RunFiles:
 
     @contextmanager
     def parquet(self, name: str) -> Iterator[pq.ParquetFile]:
-        """Open a parquet file; errors are those of `reading`."""
+        """Open a parquet file; errors are those of `explain_errors`."""
         with self.explain_errors(name), ExitStack() as opened:
             path = self._path(name)
             source = path if self.is_local else opened.enter_context(self._system.open(path))

@@ -269,7 +269,7 @@ def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: F
             if engines sleep while ranks learn.
     """
     engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
-    share = getattr(engine, "memory_share", None) or VLLM_UTILIZATION
+    share = VLLM_UTILIZATION
     if engine.name == "vllm":
         share = getattr(engine, "memory_share", None) or share
     alone = machine.gpu.memory_gib * float(share) - RESERVED_GIB

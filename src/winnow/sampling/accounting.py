@@ -261,11 +261,12 @@ def _ratio(part: float, whole: int) -> float:
 
 def describe_filtering(tally: Tally, fates: Mapping[Fate, int]) -> str:
     """Return a clause with the counts of groups by verdict, mean accuracy and truncation."""
+    accuracy, truncated = tally.mean_accuracy, tally.truncated_share
+    figures = f"; mean accuracy {accuracy:.3f}, {truncated:.0%} of answers truncated"
     return (
         f"of {tally.closed + tally.failed:,} groups, {tally.qualified:,} qualified, "
         f"{fates['all_wrong']:,} were all wrong, {fates['all_right']:,} all right, "
-        f"{tally.failed:,} failed; mean accuracy {tally.mean_accuracy:.3f}, "
-        f"{tally.truncated_share:.0%} of answers truncated"
+        f"{tally.failed:,} failed{figures if tally.answers else ''}"
     )
 
 

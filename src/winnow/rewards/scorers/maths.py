@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from functools import partial
 from typing import Any
 
 from winnow.boxed import find_last_box, last_box_content
@@ -60,8 +59,9 @@ def score_by_value(
     return make_score(is_equal(pred, gold_answer(ground_truth)), pred, wrong_reward)
 
 
-score_dapo_by_value = partial(score_by_value, wrong_reward=-1.0)
-"""Gives DAPO's rewards, +1 and -1, by value."""
+def score_dapo_by_value(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
+    """Give DAPO's rewards, +1 and -1, by value."""
+    return score_by_value(data_source, text, ground_truth, extra, wrong_reward=-1.0)
 
 
 def score_geometry3k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:

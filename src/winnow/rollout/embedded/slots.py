@@ -89,13 +89,15 @@ def max_slots(config: Any, dtype: torch.dtype, slots: int, longest: int, gib: fl
     fit = min(slots, int(gib / row_gib))
     if fit < 1:
         raise ConfigError(
-            f"rollout.engine.cache_gib {gib:.3g} holds not one answer: {longest:,} tokens take "
-            f"{row_gib:.3g} GiB; raise it, or lower rollout.max_response_tokens"
+            f"a KV cache of {gib:.3g} GiB (rollout.engine.cache_gib or memory_share) does not hold "
+            f"one answer: {longest:,} tokens take {row_gib:.3g} GiB; raise it, or lower "
+            "rollout.max_response_tokens"
         )
     if fit < slots:
         log.warning(
-            "rollout.engine.slots %d is reduced to %d, as many as rollout.engine.cache_gib %.3g "
-            "holds; raise that, or lower the slots or rollout.max_response_tokens",
+            "rollout.engine.slots %d is reduced to %d, as many as a KV cache of %.3g GiB holds "
+            "(rollout.engine.cache_gib or memory_share); raise that, or lower the slots or "
+            "rollout.max_response_tokens",
             *(slots, fit, gib),
         )
     return fit
