@@ -227,7 +227,7 @@ class Run:
         return loop.Run(
             sampler=sampler,
             learner=learner,
-            publish=SharedWeightsPublisher(self.engine),
+            publish=SharedWeightsPublisher(self.engine, None),
             engine=self.engine,
             evaluator=nobody,
             sinks=Sinks([log, cast(Any, self)]),

@@ -35,6 +35,9 @@ _NEEDS = {
     "winnow … cluster=ray": (
         "needs a Ray cluster: tests/e2e/test_pools.py trains with these settings on two nodes"
     ),
+    "winnow … cluster.address=auto": (
+        "needs 16 nodes: tests/vllm/test_published_layout.py trains with the layout in small"
+    ),
 }
 """Commands that are not run, by what is typed, and why. All others are."""
 

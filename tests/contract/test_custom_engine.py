@@ -57,7 +57,10 @@ def test_an_engine_by_its_place_gets_the_policy_and_the_recipes_options(file: Pa
 def test_an_engine_that_does_not_fit_is_refused_with_what_is_wrong(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.path .*has no callable Other"):
         made(f"{file}:Other")
-    with pytest.raises(ConfigError, match=r"fails with TypeError: .*'spots'; it gets decode, live"):
+    with pytest.raises(
+        ConfigError,
+        match=r"fails with TypeError: .*'spots'; its keyword arguments are decode, live",
+    ):
         made(f"{file}:Wrapped", spots=3)
     with pytest.raises(ConfigError, match="no method events, progress, abort, load_weights, stat"):
         made(f"{file}:Half")

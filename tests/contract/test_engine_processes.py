@@ -176,4 +176,4 @@ def test_an_engine_that_is_killed_costs_no_answer(
     done = run(killed())
     assert len(done) == 36
     assert {event.kind for event in done.values()} == {"finished"}
-    assert caplog.text.count("engine 1 died, 1 of 2 are left") == 1
+    assert caplog.text.count("engine 1 died, 1 of 2 engines remain") == 1

@@ -75,7 +75,7 @@ class Elsewhere:
     def __init__(self, sample: int, arrays: Any) -> None:
         self.sample, self.arrays = sample, arrays
 
-    def begin(self) -> None: ...
+    def prefetch(self) -> None: ...
 
     def get(self) -> Any:
         fetched.append(self.sample)

@@ -153,7 +153,7 @@ def test_advantages_by_hand() -> None:
     assert dr_grpo == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
     with pytest.raises(ConfigError, match="must have the same length, got 3 and 2"):
         winnow.advantages([1, 0, 0], [7, 7])
-    with pytest.raises(ConfigError, match="estimator=gae needs values"):
+    with pytest.raises(ConfigError, match="estimator=gae also needs values"):
         winnow.advantages([1.0], [0], "gae")
     with pytest.raises(ConfigError, match=r"std_normalization must be one of"):
         winnow.advantages([1.0], [0], std_normalization="some")

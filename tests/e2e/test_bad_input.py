@@ -154,7 +154,7 @@ _UNSTABLE = (
     (r"cannot be called with (.*?) \(.*\);", r"cannot be called with \1 (…);"),
     # Scorers are many, and more come; docs/rewards.md lists them.
     (r"(name one of|available:) sort_digits(?:, [a-z0-9_]+)+", r"\1 sort_digits, …"),
-    (r"metrics\.jsonl has \d+ bytes (.*) at \d+,", r"metrics.jsonl has N bytes \1 at N,"),
+    (r"metrics\.jsonl has \d+ bytes (.*) byte \d+,", r"metrics.jsonl has N bytes \1 byte N,"),
 )
 
 

@@ -258,6 +258,8 @@ def additions(words: list[str]) -> tuple[str, ...]:
         return *SMALL, *task, *start, *workers
     if is_service(words):
         return () if "--port" in words else ("--port", "0")
+    if words[:2] == ["plan", "dapo_qwen2.5_32b"]:  # as many ranks as fit, of a small model
+        return "cluster=local", "trainer/strategy=single", "rollout/engine=torch"
     short = {"sft": SMALL_DEMONSTRATIONS, "eval": SMALL_EVALUATION, "reward": ("reward.workers=0",)}
     return short.get(words[0], ())
 

@@ -105,7 +105,7 @@ def test_a_run_in_which_every_answer_is_wrong_says_so_and_stops(place: Place) ->
         r"winnow: no group qualified: sampling reached its bound 3 times in a row; "
         r"of 12 groups, 0 qualified, 12 were all wrong, 0 all right, 0 failed; "
         r"mean accuracy 0\.000, \d+% of answers truncated; most answers are truncated: "
-        r"raise rollout\.max_response_tokens; if answers go round .*\n",
+        r"raise rollout\.max_response_tokens; if answers loop, .*\n",
         said.err,
     )
     assert f"{ROWS} rows of training data" in said.out

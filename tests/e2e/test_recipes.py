@@ -49,7 +49,7 @@ def run(home: Path) -> Callable[[str], Family]:
 
 def test_families_share_one_warm_start(run: Callable[[str], Family]) -> None:
     def starts(name: str) -> list[str]:
-        return re.findall(r"Warmstart:takenfrom(\S+?)\(made", "".join(run(name).said.out.split()))
+        return re.findall(r"Warmstart:cachedin(\S+?)\(--fresh", "".join(run(name).said.out.split()))
 
     taken = [starts(name) for name in FAMILIES]
     assert [len(each) for each in taken].count(0) <= 1  # the one that made it

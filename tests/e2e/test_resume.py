@@ -99,7 +99,7 @@ def test_passes_over_the_data_are_made_more_and_used_up(home: Path) -> None:
         said = train(home, "passes", *rows, f"trainer.data_epochs={epochs}").check().out
         left = steps  # 18 - 16, and 27 - 24
         assert f"at most {steps} steps of 8; {left} prompts at their end fill no step" in said
-        assert f"\n{left} prompts of the passes over the data were left" in said
+        assert f"\n{left} prompts of the passes over the data are unused" in said
         steps_done = [record["step"] for record in figures(at(home, "passes"))]
         assert steps_done == list(range(steps + 1))
     assert "trainer.data_epochs was 1.0 and is 1.5 from now on\n" in said

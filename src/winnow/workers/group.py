@@ -316,7 +316,7 @@ class WorkerGroup:
         await rank.connection.wait_for_exit(_OUTPUT_DRAIN_S)
         if self._failure is None and not self._is_closing:
             how = rank.connection.exit_reason() or "closed its connection"
-            how += " (by a user, or out of memory)" if how.endswith("SIGKILL") else ""
+            how += " (by a user or the OOM killer)" if how.endswith("SIGKILL") else ""
             line = f"{self.role}[{number}] {how}{self._describe_calls(number)}"
             log.error("%s", line)
             self._fail(WorkerError(f"{line}; see its last lines in the log", self.role, number))

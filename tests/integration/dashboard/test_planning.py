@@ -37,12 +37,16 @@ GIVE_UP_S = 300
 PLAN = "/api/run/plan?run=copy"
 
 
+ANY_RANKS = "cluster=local", "trainer/strategy=single", "rollout/engine=torch"
+"""Without its layout, the recipe has as many ranks as there are GPUs."""
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A copy of a run whose model is not here, and whose plan takes longer than a test waits."""
     run = tmp_path / "runs" / "copy"
     run.mkdir(parents=True)
-    config = load_recipe("dapo_qwen2.5_32b", ["model.path=/nowhere/model"])
+    config = load_recipe("dapo_qwen2.5_32b", ["model.path=/nowhere/model", *ANY_RANKS])
     (run / "config.yaml").write_text(dump_config(config))
     (run / "model.json").write_text(json.dumps(MODEL))
     return run.parent
@@ -81,7 +85,7 @@ def test_a_plan_is_made_of_copies_of_the_recipe_the_models_config_and_the_newest
 def test_code_that_a_run_names_is_not_run(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\ndef f(): ...\n")
     names = "algorithm/policy_loss=custom", f"algorithm.policy_loss.path={tmp_path / 'own.py'}:f"
-    config = load_recipe("dapo_qwen2.5_32b", ["model.path=/nowhere/model", *names])
+    config = load_recipe("dapo_qwen2.5_32b", ["model.path=/nowhere/model", *ANY_RANKS, *names])
     (runs / "copy" / "config.yaml").write_text(dump_config(config))
     (runs / "copy" / "model.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
     lines = made(client(runs).post(PLAN, json=ASKED))

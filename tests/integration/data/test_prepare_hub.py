@@ -148,7 +148,7 @@ def test_what_the_hub_refuses_is_said_with_a_remedy(hub: Hub, tmp_path: Path) ->
     hub.repos["math-ai/aime25"] = {f"{i}.csv": b"" for i in range(9)}
     assert (
         "no file matches test.jsonl or test*.parquet or data/test*.parquet "
-        "(it has 0.csv, 1.csv, 2.csv, 3.csv, 4.csv, …); choose a --revision that has one"
+        "(it has 0.csv, 1.csv, 2.csv, 3.csv, 4.csv, …); choose another --revision"
     ) in error("aime-2025")
     hub.broken.add("DigitalLearningGmbH/MATH-lighteval")
     assert "(Server error '500" in error("math")

@@ -184,7 +184,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
                     break
                 batch.append(answer)
             del self._queue[: len(batch)]
-            self._slots.place(batch, block)
+            self._slots.fill_rows(batch, block)
 
     def _prefill(self) -> None:
         """Prefill the next contexts of the queue as one padded block.
@@ -293,15 +293,15 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         return reasons
 
     def _segments(self, rows: Sequence[int]) -> list[Segment]:
-        return self._slots.written(rows, self._version)
+        return self._slots.segments(rows, self._version)
 
     def _extras(self, row: int) -> Mapping[str, NDArray[Any]]:
         prompt = self._slots.answers[row].prompt_routes
         return {} if prompt is None else {PROMPT_ROUTES: prompt, ROUTES: self._slots.routes(row)}
 
     def _newest_ids(self, rows: Sequence[int], width: int) -> list[list[int]]:
-        return self._slots.tails(rows, width)
+        return self._slots.newest_ids(rows, width)
 
     def _free_rows(self, rows: Sequence[int]) -> None:
         with torch.inference_mode():  # in which the cache was made
-            self._slots.leave(rows)
+            self._slots.free_rows(rows)
