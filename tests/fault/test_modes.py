@@ -112,7 +112,7 @@ def test_async_goes_on_without_an_engine_that_is_killed_and_loses_no_answer(
     os.kill(workers_of(run)["engine 1[0]"], signal.SIGKILL)
     go_on(driver)
     assert process.wait(LONGEST_S) == 0
-    assert "engine 1 died, 1 of 2 are left" in (run / "log.txt").read_text()
+    assert "engine 1 died, 1 of 2 engines remain" in (run / "log.txt").read_text()
     check_nothing_is_lost_or_repeated(run)
     # Each answer of every group that is told of was finished: none failed with its engine.
     rows = read_ledger(RunFolder(run)).to_pylist()

@@ -149,7 +149,7 @@ def test_one_plan_at_a_time_which_ends_with_its_client_and_with_the_dashboard(ru
             (first,) = planning(os.getpid())
             with ask(url) as second:
                 told = second.iter_lines()
-                assert "waiting for running" in next(told)
+                assert "another plan is running" in next(told)
                 assert planning(os.getpid()) == [first]
         until(lambda: not planning(os.getpid()))
         with ask(url), ask(url):

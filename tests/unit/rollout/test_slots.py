@@ -127,7 +127,7 @@ def test_as_many_slots_are_kept_as_fit_and_one_at_least(
     assert fit(8, 8 * ROW_GIB, num_hidden_layers=4) == 4
     # A model with fewer positions than prompt and answer may have never holds more.
     assert fit(8, 2 * ROW_GIB, max_position_embeddings=64) == 4
-    with pytest.raises(ConfigError, match="cache_gib 1e-05 holds not one answer: 100 tokens take"):
+    with pytest.raises(ConfigError, match="does not hold one answer: 100 tokens take"):
         fit(8, 1e-5)
 
 
