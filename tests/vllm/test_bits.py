@@ -84,7 +84,7 @@ def test_in_free_mode_an_engine_that_is_killed_costs_no_answer(lab: QuickLab) ->
     os.kill(engines["engine 0[0]"], signal.SIGKILL)
     assert code_of(process, LONGEST_S) == 0
     assert gone({*engines.values()})
-    assert "engine 0 died, 1 of 2 are left" in (run / "log.txt").read_text()
+    assert "engine 0 died, 1 of 2 engines remain" in (run / "log.txt").read_text()
     lines = figures(run)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     assert sum(line.get("sampling/groups/failed", 0) for line in lines) == 0
