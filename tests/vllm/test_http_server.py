@@ -198,7 +198,7 @@ def test_the_head_that_a_reload_leaves_behind_is_found(
     words = ("--model", str(server.model), "--update", str(other), EXACT, "rollout.temperature=0.7")
     code, found = check(server.url, tmp_path, *words)
     assert (code, failed(found) - {"sleep"}) == (1, {"update"}), found
-    assert "the new weights: " in found["update"][1]
+    assert "new weights: " in found["update"][1]
     assert "the first weights" not in found["update"][1]
 
 

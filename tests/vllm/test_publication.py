@@ -190,7 +190,7 @@ def test_an_engine_that_slept_writes_with_the_weights_that_wake_it() -> None:
     async def run() -> list[Any]:
         await engine.submit([group_of(prompt, 0)])
         await engine.events(until=3)
-        with pytest.raises(ValueError, match="abort running answers before the engine sleeps"):
+        with pytest.raises(ValueError, match="abort what runs before the engine sleeps"):
             await engine.sleep()
         await engine.abort([0])
         assert len(await engine.events()) == 3
