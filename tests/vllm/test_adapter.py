@@ -48,6 +48,10 @@ def exact(seed: int) -> PreTrainedModel:
     return model
 
 
+ALIVE: list[VllmEngine] = []
+"""A vLLM that is collected ends the process groups of all others of its process."""
+
+
 def engine_of(folder: Path, dtype: str = "float32", **options: Any) -> VllmEngine:
     model_of("qwen3", getattr(torch, dtype)).save_pretrained(folder)
     rank = SimpleNamespace(device_index=None)
@@ -56,6 +60,7 @@ def engine_of(folder: Path, dtype: str = "float32", **options: Any) -> VllmEngin
         rank, model=str(folder), dtype=dtype, adapter=ADAPTER, **given | options
     )
     engine: Any = worker._engine
+    ALIVE.append(engine)
     return engine
 
 
