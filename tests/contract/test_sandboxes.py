@@ -116,7 +116,7 @@ def test_a_verdict_cannot_be_forged(kind: str, end: str) -> None:
 
 
 def test_endless_programs_and_calls_end_at_their_time(start: Callable[..., None]) -> None:
-    start(time_s=1.5, sample_s=6.0, credit="share")
+    start(time_s=2.5, sample_s=9.0, credit="share")
     program = "x = int(input())\nwhile x == 2: pass\nprint(2 * x)"
     found = score(program, DOUBLE)
     assert (found.extra["pred"], found.extra["passed"], found.reward) == ("time_limit", 1, 0.5)

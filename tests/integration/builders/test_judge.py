@@ -221,5 +221,5 @@ def test_what_an_engine_refuses_names_the_judges_settings(folder: Path) -> None:
     config = config_of(folder, "reward.judge.engine.cache_gib=1e-9")
     with pytest.raises(ConfigError) as told:
         make_judge_worker(RankInfo(0, 1, "127.0.0.1", 1, None), config)
-    assert str(told.value).startswith("reward.judge.engine.cache_gib 1e-09 holds not one answer")
+    assert str(told.value).startswith("a KV cache of 1e-09 GiB (reward.judge.engine.cache_gib or")
     assert str(told.value).endswith("raise it, or lower reward.judge.max_tokens")
