@@ -285,7 +285,7 @@ class Run:
         return loop.Run(
             sampler=sampler,
             learner=learner,
-            publish=SharedWeightsPublisher(engine),
+            publish=SharedWeightsPublisher(engine, None),
             engine=engine,
             evaluator=cast(Evaluator, SimpleNamespace(evaluate=_no_figures)),
             sinks=Sinks([log, cast(Any, self)]),

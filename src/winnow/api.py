@@ -185,7 +185,7 @@ class LLM:
         self._config = config = parse_recipe(recipe, overrides)
         require_trusted_start(config, recipe, overrides, trust)
         self._policy = load_policy(config, path, prepare_device(config.run, config.model.cache_dir))
-        self._engine = make_local_engine(config, self._policy)
+        self._engine = make_local_engine(config, self._policy, trains=False)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()

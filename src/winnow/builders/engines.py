@@ -100,7 +100,7 @@ def engines_sleep(config: Config, roles: Roles) -> bool:
     return shares and config.trainer.mode.name == "sync"
 
 
-def _memory_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
+def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -> dict[str, Any]:
     """Return the engine arguments about memory that it shares with the trainer.
 
     `reserved_gib` is an upper bound of what the trainer has yet to allocate on a GPU when an engine
@@ -109,14 +109,14 @@ def _memory_options(config: Config, policy: LoadedPolicy) -> dict[str, Any]:
     """
     roles, strategy = Roles(config), config.trainer.strategy
     reserved, is_next = 0.0, roles.shares_devices or "rollout" not in roles
-    if is_next and not getattr(strategy, "offload", False):
+    if trains and is_next and not getattr(strategy, "offload", False):
         trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
         models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
         reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
     return {"sleep": engines_sleep(config, roles), "reserved_gib": reserved}
 
 
-def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
+def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True) -> Engine:
     """Make the engine of this process: a user's, or the embedded one over the policy's weights.
 
     Raises:
@@ -133,7 +133,7 @@ def make_local_engine(config: Config, policy: LoadedPolicy) -> Engine:
         section = TorchEngineConfig()
     longest, routes = max_sequence_tokens(config), config.rollout.routing_replay
     options |= engine_options(section, policy.vocabulary, longest, _TORCH_OPTIONS)
-    options |= _memory_options(config, policy)
+    options |= _memory_options(config, policy, trains)
     return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
 
 
@@ -205,12 +205,16 @@ def engine_worker_arguments(
 
 
 def make_engine(
-    config: Config, policy: LoadedPolicy, groups: Mapping[str, Sequence[WorkerGroup]]
+    config: Config,
+    policy: LoadedPolicy,
+    groups: Mapping[str, Sequence[WorkerGroup]],
+    trains: bool = True,
 ) -> Engine:
     """Make the rollout engine of a recipe: over servers, over worker processes, or in this process.
 
     Args:
         groups: by role, as `StartWorkers` returns them.
+        trains: False where nothing is trained beside an engine in this process.
 
     Raises:
         ConfigError: the engine cannot be made, or a server does not answer.
@@ -221,7 +225,7 @@ def make_engine(
         longest = max(max_sequence_tokens(config), *map(len, canary.sequences))
         return _http_engine(rollout.engine, policy, not config.run.deterministic, longest)
     if "rollout" not in groups:
-        return make_local_engine(config, policy)
+        return make_local_engine(config, policy, trains)
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 

@@ -117,7 +117,7 @@ def make_pools(roles: Roles, cluster: RayCluster, has_devices: bool) -> list[Poo
     pools = dict(cluster.pools)
     for role in roles if not pools else ():  # engines and scorers: wherever there is room
         count = role.count * role.slots
-        nodes = cluster.nodes if role.pool_name == "policy" else count
+        nodes = cluster.nodes if role.name == "policy" else count
         pools.setdefault(role.pool_name, PoolConfig(nodes=nodes, per_node=count // nodes))
     placed = []
     for name, pool in pools.items():

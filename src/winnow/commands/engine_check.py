@@ -162,7 +162,7 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
             "update could not be detected; use other weights"
         )
     with worker_processes(config, Roles(config), policy, None) as start_workers:
-        engine = make_engine(config, policy, start_workers())
+        engine = make_engine(config, policy, start_workers(), trains=False)
         return asyncio.run(_run_checks(engine, reference, updated, config.run.seed))
 
 

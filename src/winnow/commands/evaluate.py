@@ -195,7 +195,7 @@ def _generate_answers(
         try:
             policy = load_policy(config, setup.model, device, hollow=holds_none)
             start_workers = stack.enter_context(worker_processes(config, roles, policy, None))
-            engine = make_engine(config, policy, start_workers())
+            engine = make_engine(config, policy, start_workers(), trains=False)
             rewards = build_rewards(config, roles, policy, start_workers, training=False)
             stack.callback(rewards.close)
             held_out = evaluation_prompts(config.data, policy.tokenizer)

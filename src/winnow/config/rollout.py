@@ -34,12 +34,12 @@ class TorchEngineConfig(Section):
     cache_gib: float | None = Field(None, gt=0)
     """Maximum GiB of KV cache per engine; if `slots` answers of the longest prompt and response
     need more, fewer are generated at once. null: no limit on a CPU, `memory_share` on a GPU."""
-    memory_share: float | None = Field(None, gt=0, le=1)
+    memory_share: Annotated[float | None, Change.ON_RESUME] = Field(None, gt=0, le=1)
     """Share of a GPU's memory for the KV cache where cache_gib is null. null: of the memory that is
     free at the start, 0.9 where the engine sleeps or learning is elsewhere, else 0.5."""
-    sleep: bool | None = None
+    sleep: Annotated[bool | None, Change.ON_RESUME] = None
     """Free the KV cache while a step is learned; running answers are prefilled again afterwards.
-    Needs trainer/mode=sync. null: true with cluster.share_devices=true in that mode."""
+    Needs trainer/mode=sync. null: true where engines and what trains share GPUs in that mode."""
 
 
 VLLM_CPU_CACHE_GIB = 2.0
@@ -96,7 +96,7 @@ class VllmEngineConfig(Section):
     cache_gib: float | None = Field(None, gt=0)
     """GiB of KV cache of an engine on each of its GPUs. null: 2 on a CPU; on GPUs what memory_share
     leaves next to the weights."""
-    memory_share: float | None = Field(None, gt=0, le=1)
+    memory_share: Annotated[float | None, Change.ON_RESUME] = Field(None, gt=0, le=1)
     """Share of each GPU's memory for vLLM, weights included (its gpu_memory_utilization). null:
     0.92 of the memory that is free when it starts, after the ranks on the same GPU."""
     tensor_parallel: int = Field(1, ge=1)
@@ -106,7 +106,7 @@ class VllmEngineConfig(Section):
     """Cache the KV of prompts, so that answers to a prompt share one prefill."""
     chunked_prefill: bool = True
     """Split long prompts, so that decoding continues during their prefill."""
-    sleep: bool | None = None
+    sleep: Annotated[bool | None, Change.ON_RESUME] = None
     """Free GPU memory while a step is learned, for engines that share GPUs with ranks: weights and
     cache are dropped, and the next publication loads the weights again. Needs trainer/mode=sync.
     null: true where engines and ranks share GPUs in that mode."""

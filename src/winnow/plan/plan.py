@@ -110,6 +110,8 @@ def _run_stages(config: Config) -> list[PolicyRun]:
 def _load_for_machine(request: PlanRequest) -> tuple[list[str], Config]:
     """Load a recipe, with ranks on every free GPU if it has none; also returns its overrides.
 
+    A strategy that the overrides choose without its ranks has none, whatever their default is.
+
     Raises:
         ConfigError: the recipe samples nothing.
     """
@@ -117,7 +119,10 @@ def _load_for_machine(request: PlanRequest) -> tuple[list[str], Config]:
     config = load_recipe(request.recipe, settings)
     if isinstance(config.sft, Demonstrations):
         raise ConfigError("sft.train_files: SFT cannot be planned; use a recipe that samples")
-    if isinstance(config.trainer.strategy, Fsdp2 | Megatron):
+    strategy, keys = config.trainer.strategy, {each.partition("=")[0] for each in settings}
+    is_open = "trainer/strategy" in keys and "trainer.strategy.ranks" not in keys
+    is_sharded = isinstance(strategy, Fsdp2 | Megatron)
+    if is_sharded and not is_open:
         return settings, config
     nodes = machine.nodes or 1
     ranks = nodes * machine.per_node - sum(estimate.gpus_of_other_roles(config).values())
@@ -125,7 +130,8 @@ def _load_for_machine(request: PlanRequest) -> tuple[list[str], Config]:
         ranks -= ranks % nodes
         settings += ["cluster=ray", f"cluster.nodes={nodes}"]
     ranks = max(ranks, nodes)  # too many are refused with all other roles
-    settings += ["trainer/strategy=fsdp2", f"trainer.strategy.ranks={ranks}"]
+    settings += [] if is_sharded else ["trainer/strategy=fsdp2"]
+    settings.append(f"trainer.strategy.ranks={ranks}")
     return settings, load_recipe(request.recipe, settings)
 
 
