@@ -198,7 +198,12 @@ def measured(name: str, folder: str) -> dict[str, float]:
 
 LARGE = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
 LARGE |= {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
-LAYOUT = ("rollout/engine=vllm", "rollout.engine.tensor_parallel=4", "rollout.engine.processes=16")
+LAYOUT = (
+    "cluster.share_devices=false",
+    "rollout/engine=vllm",
+    "rollout.engine.tensor_parallel=4",
+    "rollout.engine.processes=16",
+)
 
 
 def describe(folder: str, sizes: dict[str, int], positions: int) -> None:

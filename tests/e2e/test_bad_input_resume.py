@@ -115,31 +115,31 @@ DAMAGES = {"cut": cut, "flipped": flip, "missing": remove}
 ASKED = "run.resume=runs/{name}/checkpoints/step-1"
 
 
-def damaged_checkpoint(name: str, spoil: Callable[[Path, Path], object]) -> Case:
+def named_checkpoint(name: str, spoil: Callable[[Path, Path], object]) -> Case:
     """The checkpoint is named, so that no other will do."""
     return Case(name, spoil, (ASKED.format(name=name),))
 
 
 def damaged(part: str, file: str) -> Iterator[Case]:
     for kind, spoil in DAMAGES.items():
-        yield damaged_checkpoint(f"{part}-{kind}", spoil(file))
+        yield named_checkpoint(f"{part}-{kind}", spoil(file))
 
 
 CHECKPOINTS = [
     *(case for part, file in PARTS.items() for case in damaged(part, file)),
-    damaged_checkpoint(
+    named_checkpoint(
         "manifest-of-another-format",
         edit(f"{STEP}/manifest.json", lambda text: text.replace(b'"format": 4', b'"format": 99')),
     ),
-    damaged_checkpoint(
+    named_checkpoint(
         "checkpoint-of-another-model",
         lambda place, run: _replace(run / STEP, place / "runs" / "other" / STEP),
     ),
-    damaged_checkpoint(
+    named_checkpoint(
         "checkpoint-of-another-run",
         lambda place, run: _replace(run / STEP, place / "runs" / "seeded" / STEP),
     ),
-    damaged_checkpoint("checkpoint-gone", lambda place, run: shutil.rmtree(run / STEP)),
+    named_checkpoint("checkpoint-gone", lambda place, run: shutil.rmtree(run / STEP)),
     Case("no-checkpoint-is-whole", cut("state.safetensors")),
     Case("two-checkpoints-and-none-is-whole", lambda place, run: _two_damaged(run)),
 ]

@@ -61,7 +61,7 @@ class Run:
         rows: list[dict[str, Any]] = read_rollouts(self.folder.rollouts).to_pylist()
         return rows
 
-    def eval_file(self, name: str) -> list[dict[str, Any]]:
+    def evaluation(self, name: str) -> list[dict[str, Any]]:
         """The sampled answers to held-out problems."""
         rows: list[dict[str, Any]]
         rows = read_rollouts(self.folder.evaluations / f"{name}.parquet").to_pylist()
@@ -187,7 +187,7 @@ def test_the_screen_shows_progress_and_at_the_end_sums_the_run_up(
 
 def test_evaluating_again_reproduces_the_last_evaluation(home: Path, run: Run) -> None:
     said = winnow(home, "eval", "runs/demo").check()
-    again, was = run.eval_file(f"checkpoint-{STEPS}"), run.eval_file(f"step-{STEPS}")
+    again, was = run.evaluation(f"checkpoint-{STEPS}"), run.evaluation(f"step-{STEPS}")
     for figure in ("prompt_uid", "answer", "response_tokens", "accuracy", "pred"):
         assert [row[figure] for row in again] == [row[figure] for row in was]
     pairs = list(zip(again, was, strict=True))

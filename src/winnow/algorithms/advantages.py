@@ -72,6 +72,11 @@ class AdvantageInputs:
     which are empty here. Where `Estimator.takes_all`, none has."""
 
     @property
+    def total(self) -> Callable[[Tensor], Tensor]:
+        """The old name of `all_reduce`, which goes with the next version."""
+        return self.all_reduce
+
+    @property
     def sample_index(self) -> Tensor:
         """[T] int64: each token's sample."""
         lengths = self.offsets.diff()

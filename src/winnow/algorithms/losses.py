@@ -95,6 +95,9 @@ class LossTerms:
         """Return the figure that every loss has, `approx_kl`: the sum of old - logp in nats."""
         return {"approx_kl": (self.old - self.logp.detach()).sum()}
 
+    drift = kl_figure
+    """The old name of `kl_figure`, which goes with the next version."""
+
     def clip_figures(self, binds: Tensor, above: Tensor) -> dict[str, Tensor]:
         """Return `clip_share` and `clip_high_share`, and the drift.
 

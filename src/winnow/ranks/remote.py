@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError
 from winnow.learning.batch import TokenColumn, sample_lengths
 from winnow.learning.canary import Canary, CanaryScores
-from winnow.learning.fsdp2 import Exported, FSDP2Strategy
+from winnow.learning.fsdp2 import Exported
 from winnow.learning.learner import AnyLearner, Learned
 from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.ranks.workers import RankFacts, StepReply
@@ -28,14 +28,6 @@ from winnow.rollout.weights import WeightUpdate, unpack_tensors
 from winnow.types import FloatArray, Group, IntArray
 from winnow.workers.array_refs import Handle, SplitResult
 from winnow.workers.group import WorkerGroup
-
-if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
-    from winnow.learning.megatron import MegatronStrategy
-
-    RanksStrategy = FSDP2Strategy | MegatronStrategy
 
 
 def joined(

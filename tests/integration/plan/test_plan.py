@@ -546,6 +546,13 @@ def test_the_recipes_own_ranks_are_planned_and_the_command_can_be_pasted(shallow
     assert plan["expected"]["run"]["hours"] > plan["run"]["hours"]
 
 
+def test_a_strategy_without_ranks_gets_the_gpus_that_other_roles_leave(shallow: str) -> None:
+    own = (f"model.path={shallow}", *SHORT, *FEW, "algorithm/advantage=gae")
+    own += ("trainer/strategy=fsdp2", "critic/strategy=fsdp2", "critic.strategy.ranks=4")
+    plan = make_plan(PlanRequest(RECIPE, own, Machine(*find_gpu("h100"), 1, 8)))
+    assert plan["placement"] == "4 ranks of the policy, 4 ranks of the critic"
+
+
 def test_efficiencies_are_set_by_name() -> None:
     assert Efficiency.parse(["attention=0.4"]) == Efficiency()._replace(attention=0.4)
     for wrong in ("attention", "attention=2", "attentoin=0.4", "bandwidth=nan"):
