@@ -199,10 +199,8 @@ def measured(name: str, folder: str) -> dict[str, float]:
 LARGE = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
 LARGE |= {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
 LAYOUT = (
-    "cluster.share_devices=false",
-    "rollout/engine=vllm",
-    "rollout.engine.tensor_parallel=4",
-    "rollout.engine.processes=16",
+    *("cluster.share_devices=false", "rollout/engine=vllm"),
+    *("rollout.engine.tensor_parallel=4", "rollout.engine.processes=16"),
 )
 
 
