@@ -108,8 +108,10 @@ def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -
     as large as the policy; nothing where they stay in host memory.
     """
     roles, strategy = Roles(config), config.trainer.strategy
-    reserved, is_next = 0.0, roles.shares_devices or "rollout" not in roles
-    if trains and is_next and not getattr(strategy, "offload", False):
+    if not (trains and (roles.shares_devices or "rollout" not in roles)):
+        return {"sleep": engines_sleep(config, roles), "reserved_gib": None}
+    reserved = 0.0
+    if not getattr(strategy, "offload", False):
         trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
         models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
         reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30

@@ -146,6 +146,7 @@ _UNSUPPORTED = {
     "cluster.share_devices=true": {
         "rollout/engine=http": "set it to false, or choose rollout/engine=vllm or torch",
         "rollout/engine=custom": "set it to false, or choose rollout/engine=vllm or torch",
+        "sft=demonstrations": "set it to false",
     },
     "rollout.engine.sleep=true": {
         "trainer/mode=one_step_off": _SLEEP,

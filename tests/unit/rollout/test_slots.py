@@ -54,7 +54,8 @@ def test_the_room_for_keys_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * gib)
     gpu = torch.device("cuda", 0)
     assert cache_room_gib(gpu, 0.25, 8.0, False) == 20
-    assert cache_room_gib(gpu, None, 0.0, False) == pytest.approx(0.9 * 50)
+    assert cache_room_gib(gpu, None, None, False) == pytest.approx(0.9 * 50)
+    assert cache_room_gib(gpu, None, 0.0, False) == pytest.approx(0.5 * 50)
     assert cache_room_gib(gpu, None, 10.0, True) == pytest.approx(0.9 * 40)
     assert cache_room_gib(gpu, None, 10.0, False) == pytest.approx(0.5 * 40)
     assert cache_room_gib(gpu, None, 60.0, True) == 0

@@ -81,7 +81,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         cache_gib: float | None = None,
         routes: bool = False,
         memory_share: float | None = None,
-        reserved_gib: float = 0.0,
+        reserved_gib: float | None = None,
         sleep: bool = False,
     ) -> None:
         self._head = output_head(model)

@@ -509,7 +509,7 @@ def _memory_share(options: VllmOptions) -> dict[str, float]:
         return {} if options.memory_share is None else {_SHARE: options.memory_share}
     devices = range(options.tensor_parallel)
     free, total = zip(*map(torch.cuda.mem_get_info, devices), strict=True)
-    left = min(free) - options.reserved_gib * 2**30
+    left = min(free) - (options.reserved_gib or 0.0) * 2**30
     return {_SHARE: max(OF_FREE * left / max(total), 0.01)}
 
 

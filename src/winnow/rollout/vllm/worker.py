@@ -29,8 +29,8 @@ class VllmOptions:
     """GiB of keys and values; None is what `memory_share` leaves."""
     memory_share: float | None = None
     """Share of each GPU's memory; None is what vLLM finds free, less `reserved_gib`."""
-    reserved_gib: float = 0.0
-    """GiB of each GPU that others have yet to take."""
+    reserved_gib: float | None = None
+    """GiB of each GPU that learning has yet to take; None: nothing learns there."""
     fp32_head: bool = False
     tensor_parallel: int = 1
     prefix_caching: bool = True
