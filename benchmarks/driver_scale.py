@@ -210,10 +210,10 @@ def workers(cluster: str, limit: int) -> Iterator[list[WorkerGroup]]:
         if cluster == "ray":
             cores = 0.25
             pools = [
-                Pool(role, (role,), per_node=count, cpus=cores)
+                Pool(role, {role: 1}, per_node=count, cpus=cores)
                 for role, (_, _, count) in kinds.items()
             ]
-            total = int(sum(pool.size for pool in pools) * cores + 1)
+            total = int(sum(pool.per_node for pool in pools) * cores + 1)
             stack.enter_context(ray_session(None, cpus=total, devices=0, store_bytes=8 << 30))
             crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             reserved = crew.wait(reserve(pools))

@@ -47,7 +47,7 @@ class Elsewhere:
 
     fetched = 0
 
-    def begin(self) -> None: ...
+    def prefetch(self) -> None: ...
 
     def get(self) -> Any:
         Elsewhere.fetched += 1

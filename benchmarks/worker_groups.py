@@ -46,7 +46,7 @@ async def local() -> WorkerGroup:
 
 async def on_ray() -> WorkerGroup:
     """Two actors."""
-    reserved = await reserve([Pool("all", ("adder",), per_node=2)])
+    reserved = await reserve([Pool("all", {"adder": 1}, per_node=2)])
     return await start_ray("adder", PATH, {}, reserved.placement("adder"))
 
 
