@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.columns import error_line, excerpt
+from winnow.data.chat_template import ChatTemplate
 from winnow.data.sources import Row
-from winnow.errors import ConfigError, DataError, ModelError
+from winnow.errors import ConfigError, DataError
 from winnow.types import IntArray, Prompt
 
 if TYPE_CHECKING:
@@ -31,14 +29,8 @@ if TYPE_CHECKING:
 
 _PLACE = "{prompt}"
 _EVERY_SOURCE = "*"
-_IS_TEMPLATE = re.compile(r"\{[{%]")
 TEMPLATE_S = 5.0
 """Seconds of CPU time in which a chat template must have rendered a prompt."""
-_FAULTS = (
-    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, MemoryError, TimeoutError),
-)
-"""Faults of a chat template besides jinja's errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +84,8 @@ class PromptRenderer:
         self._tokenizer: Any = tokenizer
         self._config = config
         self._templates = _templates(config.prompt_template)
-        template = _chat_template(self._tokenizer, config)
-        self._use_chat_template = bool(template)
-        # Of several own ones the tokenizer chooses.
-        self._chat_template = None if config.chat_template == "auto" else template
+        self._chat = ChatTemplate(tokenizer, config)
+        self._use_chat_template = bool(self._chat.text)
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id
         adds_bos = bos is not None and self._tokenizer("a")["input_ids"][:1] == [bos]
@@ -241,24 +231,7 @@ class PromptRenderer:
         return texts
 
     def _render_text(self, row: Row, answered: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in row.messages],
-                chat_template=self._chat_template,
-                tokenize=False,
-                add_generation_prompt=not answered,
-                **self._config.chat_template_kwargs,
-            )
-        except (TemplateError, *_FAULTS) as error:
-            is_custom = self._config.chat_template != "auto"
-            whose = "data.chat_template" if is_custom else "the tokenizer's chat template"
-            raise ModelError(
-                f"{row.origin}: {whose} fails: {error_line(error)}; fix it, or set "
-                "data.chat_template=none"
-            ) from error
-        return cast(str, text)
+        return self._chat.render(row.messages, row.origin, answered)
 
     def _with_instructions(self, row: Row) -> Row:
         """Add the system prompt, and the source's template around the last user message."""
@@ -305,34 +278,6 @@ class PromptRenderer:
             return
         for ids in self._tokenize(texts):
             yield ids if ids[:1] == self._bos else self._bos + ids
-
-
-def _chat_template(tokenizer: Any, config: DataConfig) -> str:
-    """Return the text of the chat template; empty where there is none.
-
-    Raises:
-        ConfigError: the file is not there, or a variable is not the template's.
-    """
-    template = config.chat_template
-    if template == "auto":
-        template = str(tokenizer.chat_template or "")
-    elif template == "none":
-        template = ""
-    elif not _IS_TEMPLATE.search(template):
-        try:
-            template = Path(template).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"data.chat_template {excerpt(template)}: {getattr(error, 'strerror', error)}; "
-                "give auto, none, a template in Jinja, or the file that holds it"
-            ) from error
-    for name in config.chat_template_kwargs:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name}: the chat template has no variable of that "
-                "name; remove it, or set another template in data.chat_template"
-            )
-    return template
 
 
 def _templates(configured: Mapping[str, str]) -> dict[str, str]:
