@@ -30,6 +30,10 @@ class RewardError(WinnowError):
     """A scorer is missing, or fails too often to train on."""
 
 
+class EnvironmentFault(WinnowError):
+    """An environment fails in a conversation, which is tried again; not the policy's fault."""
+
+
 class CheckpointError(WinnowError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 

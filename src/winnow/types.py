@@ -78,6 +78,8 @@ class Segment:
     spans: tuple[VersionSpan, ...]
     """Cover [0, L) in order; empty for tokens that no policy wrote."""
     source: Source = "model"
+    reward: float = 0.0
+    """An environment's reward for a turn of the model."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -60,6 +60,8 @@ class AnswerRequest:
     """Temperature 0 for this answer, whatever its group's is."""
     trained: bool = True
     """True if the answer may be trained on; an engine returns routes of such answers only."""
+    earlier: tuple[Segment, ...] = ()
+    """Complete turns of a conversation, the model's and the environment's, before `prefix`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,8 @@ class GroupRequest:
     sampling: SamplingParams
     priority: int
     """Lower goes first: the admission index."""
+    prompt: Prompt | None = None
+    """The prompt with its row, for an environment."""
 
     def sampling_of(self, answer: AnswerRequest) -> SamplingParams:
         """Return the settings of one of its answers."""
@@ -94,6 +98,8 @@ class CompletionEvent:
     error: str = ""
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further arrays of a finished answer's trajectory."""
+    earlier: tuple[Segment, ...] = ()
+    """Complete turns of a conversation before `segment`."""
 
     def __post_init__(self) -> None:
         """Refuse a finished answer that must not be trained on.
@@ -354,13 +360,13 @@ def group_request(
         )
         for index, prefix in prefixes.items()
     )
-    return GroupRequest(group_id, prompt.token_ids, answers, sampling, priority=group_id)
+    return GroupRequest(group_id, prompt.token_ids, answers, sampling, group_id, prompt)
 
 
 def trajectory_of(event: CompletionEvent) -> Trajectory:
     """Return the trajectory of a finished answer."""
     assert event.kind == "finished"
-    return Trajectory((event.segment,), event.finish_reason, event.extras)
+    return Trajectory((*event.earlier, event.segment), event.finish_reason, event.extras)
 
 
 async def generate(

@@ -1,0 +1,91 @@
+"""Environments: what answers the policy's turns in a conversation, and rewards them.
+
+    row ─► reset ─► first messages ─► turn 1 ─► step ─► messages, reward ─► turn 2 ─► … ─► done
+
+An environment is a class with `reset` and `step`:
+
+    class Guess:
+        def reset(self, row):
+            self.secret = int(row["ground_truth"])
+            return "Guess a number from 1 to 64."
+
+        def step(self, turn):
+            guess = int(turn.text) if turn.text.isdecimal() else 0
+            if guess == self.secret:
+                return Step(reward=1.0, done=True)
+            return Step("higher" if guess < self.secret else "lower")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""With `role` and `content` at least, as chat templates take it."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the policy wrote."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that the policy wrote."""
+
+    text: str
+    """Without calls, and without the token that ends the turn."""
+    calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[str, ...] = ()
+    """The fault of each call that could not be parsed, in one line."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An environment's reply to a turn."""
+
+    observation: str | Sequence[Message] = ()
+    """A text becomes a message of the role user."""
+    reward: float = 0.0
+    """For the turn."""
+    done: bool = False
+    """True ends the conversation; the observation is then not shown to the policy."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further figures of the conversation; the last one of a name counts."""
+
+
+class Environment(Protocol):
+    """One conversation's counterpart; the same row has to give the same start.
+
+    Optional methods: `state_dict() -> object` and `load_state_dict(state)`, by which a resumed
+    conversation goes on without its turns being replayed, and `close()`. An optional attribute
+    `tools` has the functions that the policy may call.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
+        """Begin a conversation; return its first messages, or a text of the role user."""
+
+    def step(self, turn: Turn) -> Step | Awaitable[Step]:
+        """Reply to a turn."""
+
+
+def messages_of(observation: str | Sequence[Message]) -> tuple[Message, ...]:
+    """Return an observation as messages.
+
+    Raises:
+        TypeError: it is neither a text nor messages with `role` and `content`.
+    """
+    if isinstance(observation, str):
+        return ({"role": "user", "content": observation},)
+    messages = tuple(observation)
+    for each in messages:
+        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
+            raise TypeError(f"{each!r:.80} is neither a text nor a message with role and content")
+        if not isinstance(each.get("content"), str):
+            raise TypeError(f"the content of a message is {each.get('content')!r:.80}, not a text")
+    return messages

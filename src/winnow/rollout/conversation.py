@@ -1,0 +1,425 @@
+"""Conversations over any engine: turns of the policy, and replies of environments between them.
+
+    submit ─► first turn ─► engine ─► parsed turn ─► environment ─► reply's ids ─► next turn ─► …
+                                                        └─ done, or a limit ─► one finished event
+
+To the engine below, a turn is an answer that continues behind a prefix: all tokens so far, of
+either author. So sampled ids are never rendered again, random numbers go on with the position, and
+every engine can do it. To the sampler above, a conversation is one answer of several segments.
+
+In deterministic mode a reply is seen a fixed number of decode ticks after its turn, as scores are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from winnow.data.chat_template import TurnTokenizer
+from winnow.environments import Step, Turn, messages_of
+from winnow.errors import EnvironmentFault
+from winnow.rollout.engine import (
+    EMPTY,
+    AnswerRequest,
+    CompletionEvent,
+    Engine,
+    EngineStatus,
+    GroupRequest,
+)
+from winnow.rollout.weights import WeightUpdate
+from winnow.types import FinishReason, IntArray, Prompt, Segment, VersionSpan
+
+Key = tuple[int, int]
+"""Group and answer."""
+
+
+class Environments(Protocol):
+    """The environments of all conversations, wherever they run."""
+
+    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+        """Return the replies to the last turns of a conversation, to one turn at least.
+
+        An environment that is not there any more is made again, and replays all turns.
+
+        Args:
+            conversation: a key that no other one has.
+            turns: all of the policy's, of which the last has no reply yet.
+
+        Raises:
+            EnvironmentFault: the environment fails.
+        """
+
+    def close_conversation(self, conversation: int) -> None:
+        """Free the environment of a conversation."""
+
+
+@dataclass(frozen=True)
+class ConversationLimits:
+    """Limits of a conversation."""
+
+    turns: int
+    """Most turns of the policy."""
+    turn_tokens: int
+    """Most tokens of a turn."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A conversation under way."""
+
+    group: GroupRequest
+    request: AnswerRequest
+    segments: list[Segment]
+    """Complete ones: a turn of the policy, a reply, a turn, …"""
+    turns: list[Turn] = field(default_factory=list)
+    reply: asyncio.Task[list[Step]] | None = None
+    """The environment's reply to the last turn, while it is waited for."""
+    due: int = 0
+    """Decode tick at which the reply is seen in deterministic mode."""
+    tick: int = 0
+    """Decode tick at the end of the last turn."""
+
+    @property
+    def key(self) -> Key:
+        """Group and answer."""
+        return self.group.group_id, self.request.index
+
+    @property
+    def length(self) -> int:
+        """Tokens of the complete segments."""
+        return sum(map(len, self.segments))
+
+    def event(self, kind: Any, segment: Segment = EMPTY, **fields: Any) -> CompletionEvent:
+        """Return an event of the conversation; `segment` is its turn under way."""
+        fields = {"finish_reason": "aborted", "tick": self.tick, **fields}
+        return CompletionEvent(*self.key, kind, segment, earlier=tuple(self.segments), **fields)
+
+
+class ConversationEngine:
+    """Implements `Engine` for conversations, over an engine that writes their turns.
+
+    Args:
+        engine: writes turns; nothing else may submit to it.
+        tokenizer: gives the tokens of replies.
+        parse: makes a turn of its text.
+        decode: token ids of a turn, without its stop token, to text.
+        environments: reply to turns.
+        deterministic: replies are seen `lag_ticks` after their turns, or once the engine is idle.
+        look_ticks: replies are then seen at multiples of this only.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: TurnTokenizer,
+        parse: Callable[[str], Turn],
+        decode: Callable[[IntArray], str],
+        environments: Environments,
+        limits: ConversationLimits,
+        *,
+        deterministic: bool,
+        lag_ticks: int = 0,
+        look_ticks: int = 1,
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._parse, self._decode = parse, decode
+        self._environments, self._limits = environments, limits
+        self._deterministic = deterministic
+        self._lag_ticks, self._look_ticks = lag_ticks, look_ticks
+        self._live: dict[Key, Conversation] = {}
+        self._events: list[CompletionEvent] = []  # not returned yet
+        self._aborted: OrderedDict[int, Conversation] = OrderedDict()
+        """By seed, those whose environments are kept for going on."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Methods that engines may have beyond the protocol: members, sleep, publication by buckets.
+        return getattr(self._engine, name)
+
+    # -- the protocol ---------------------------------------------------------------------------
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """Begin conversations, or continue them behind the segments of their requests."""
+        fresh = []
+        for group in groups:
+            begun = []
+            for request in group.answers:
+                conversation = self._open(group, request)
+                self._live[conversation.key] = conversation
+                if conversation.segments or request.prefix:
+                    await self._continue(conversation)
+                else:
+                    begun.append(request)
+            if begun:
+                tokens = min(self._limits.turn_tokens, group.sampling.max_tokens)
+                sampling = replace(group.sampling, max_tokens=tokens)
+                fresh.append(replace(group, answers=tuple(begun), sampling=sampling, prompt=None))
+        if fresh:
+            await self._engine.submit(fresh)
+
+    async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
+        """Wait for ends of conversations; return [] at tick `until`, or when idle.
+
+        Raises:
+            ModelError: the chat template fails with a reply.
+        """
+        while not self._events:
+            is_over = await (self._advance(until) if self._deterministic else self._wait())
+            if is_over:
+                break
+        events, self._events = self._events, []
+        return events
+
+    async def progress(self) -> Sequence[CompletionEvent]:
+        running = []
+        for event in await self._engine.progress():
+            if event.kind == "running":
+                conversation = self._live[event.group_id, event.answer]
+                running.append(self._turn_event(conversation, event))
+            else:
+                self._handle(event)
+        running += [each.event("running") for each in self._waiting()]
+        events, self._events = self._events, []
+        return [*events, *sorted(running, key=lambda event: event.key)]
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        await self._engine.abort(group_ids)
+        ids = set(group_ids)
+        for conversation in [each for each in self._waiting() if each.group.group_id in ids]:
+            self._events.append(conversation.event("aborted"))
+            self._set_aside(conversation)
+
+    async def load_weights(self, update: WeightUpdate) -> None:
+        await self._engine.load_weights(update)
+
+    def status(self) -> EngineStatus:
+        status = self._engine.status()
+        return replace(status, running=status.running + sum(1 for _ in self._waiting()))
+
+    async def close(self) -> None:
+        """Cancel what is waited for, and close the engine."""
+        tasks = [each.reply for each in [*self._live.values(), *self._aborted.values()]]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(t for t in tasks if t is not None), return_exceptions=True)
+        self._live.clear()
+        await self._engine.close()
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def _waiting(self) -> Iterator[Conversation]:
+        """Yield the conversations whose environments have the turn."""
+        return (each for each in self._live.values() if each.reply is not None)
+
+    async def _advance(self, until: int | None) -> bool:
+        """Run the engine to the next event, reply or `until`; return whether to wait no more."""
+        due = min((each.due for each in self._waiting()), default=None)
+        status = self._engine.status()
+        is_idle = not status.running + status.queued
+        if due is not None and (status.tick >= due or is_idle):
+            replied = sorted(self._waiting(), key=lambda each: (each.due, each.key))
+            for conversation in replied:
+                if is_idle or conversation.due <= status.tick:
+                    await self._take_reply(conversation)
+            return False
+        limits = [tick for tick in (due, until) if tick is not None]
+        events = await self._engine.events(min(limits, default=None))
+        for event in events:
+            self._handle(event)
+        is_late = until is not None and self._engine.status().tick >= until
+        return is_late or (not events and due is None)
+
+    async def _wait(self) -> bool:
+        """Wait for an event of the engine or a reply; return whether there is nothing to wait for.
+
+        A cancelled wait loses nothing: events are handled by the task that gets them.
+        """
+        status = self._engine.status()
+        replies = [each.reply for each in self._waiting() if each.reply is not None]
+        if not replies and not status.running + status.queued:
+            return True
+        collecting = asyncio.ensure_future(self._collect())
+        try:
+            await asyncio.wait([collecting, *replies], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            collecting.cancel()
+            (outcome,) = await asyncio.gather(collecting, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            raise outcome
+        for conversation in [each for each in self._waiting() if each.reply and each.reply.done()]:
+            await self._take_reply(conversation)
+        return False
+
+    async def _collect(self) -> None:
+        for event in await self._engine.events():
+            self._handle(event)
+
+    # -- turns and replies ----------------------------------------------------------------------
+
+    def _open(self, group: GroupRequest, request: AnswerRequest) -> Conversation:
+        """Return the conversation of a request: one set aside that has come as far, or a new one."""
+        aside = self._aborted.pop(request.seed, None)
+        if aside is not None and len(aside.segments) == len(request.earlier):
+            aside.group, aside.request = group, request
+            return aside
+        conversation = Conversation(group, request, list(request.earlier))
+        conversation.turns = [
+            self._turn_of(each, group) for each in request.earlier if each.source == "model"
+        ]
+        return conversation
+
+    async def _continue(self, conversation: Conversation) -> None:
+        """Ask for the reply to a complete last turn, or for the rest of the turn."""
+        segments, request = conversation.segments, conversation.request
+        if segments and segments[-1].source == "model":
+            if conversation.reply is None:
+                self._ask_environment(conversation)
+            return
+        prefix = _flatten([*segments, *([request.prefix] if request.prefix else [])])
+        sampling = conversation.group.sampling
+        tokens = min(conversation.length + self._limits.turn_tokens, sampling.max_tokens)
+        turn = replace(request, prefix=prefix, earlier=())
+        sampling = replace(sampling, max_tokens=tokens)
+        group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
+        await self._engine.submit([group])
+
+    def _turn_event(self, conversation: Conversation, event: CompletionEvent) -> CompletionEvent:
+        """Return an event of the engine as one of the conversation."""
+        segment = _part(event.segment, conversation.length)
+        return replace(event, segment=segment, earlier=tuple(conversation.segments))
+
+    def _handle(self, event: CompletionEvent) -> None:
+        """Process the end of a turn."""
+        conversation = self._live[event.group_id, event.answer]
+        told = self._turn_event(conversation, event)
+        conversation.tick = event.tick
+        if event.kind != "finished":
+            self._events.append(told)
+            self._set_aside(conversation)
+            return
+        if event.finish_reason != "stop":  # the turn has no end, so nothing can follow
+            self._finish(conversation, told)
+            return
+        conversation.segments.append(told.segment)
+        conversation.turns.append(self._turn_of(told.segment, conversation.group))
+        self._ask_environment(conversation)
+
+    def _ask_environment(self, conversation: Conversation) -> None:
+        prompt, look = conversation.group.prompt, self._look_ticks
+        assert prompt is not None, "a request of a conversation has its row"
+        step = self._environments.step(
+            conversation.request.seed, prompt, tuple(conversation.turns)
+        )
+        conversation.reply = asyncio.ensure_future(step)
+        tick = self._engine.status().tick
+        conversation.due = -(-(tick + self._lag_ticks) // look) * look
+
+    async def _take_reply(self, conversation: Conversation) -> None:
+        """Wait for the reply to the last turn; end the conversation, or begin its next turn."""
+        assert conversation.reply is not None
+        await asyncio.wait([conversation.reply])
+        reply, conversation.reply = conversation.reply, None
+        try:
+            *replayed, step = reply.result()
+            self._check_replay(conversation, replayed)
+            ids = self._reply_ids(conversation, step)
+        except EnvironmentFault as fault:
+            del self._live[conversation.key]
+            self._environments.close_conversation(conversation.request.seed)
+            self._events.append(conversation.event("failed", error=str(fault)))
+            return
+        segments = conversation.segments
+        segments[-1] = replace(segments[-1], reward=float(step.reward))
+        sampling = conversation.group.sampling
+        is_full = conversation.length + len(ids) >= sampling.max_tokens
+        if step.done or len(conversation.turns) >= self._limits.turns or is_full:
+            reason: FinishReason = "stop" if step.done else "length"
+            last = segments.pop()
+            event = conversation.event("finished", last, finish_reason=reason)
+            self._finish(conversation, event)
+            return
+        segments.append(Segment(ids, np.zeros(len(ids), np.float32), (), "environment"))
+        conversation.request = replace(conversation.request, prefix=None)
+        await self._continue(conversation)
+
+    def _reply_ids(self, conversation: Conversation, step: Step) -> IntArray:
+        """Return the ids of a reply.
+
+        Raises:
+            EnvironmentFault: it is no text.
+        """
+        if step.done:
+            return EMPTY.token_ids
+        try:
+            messages = messages_of(step.observation)
+        except TypeError as error:
+            raise EnvironmentFault(f"the observation of step is wrong: {error}") from error
+        last = conversation.segments[-1].token_ids[-1]
+        stopped = last in conversation.group.sampling.stop_token_ids
+        return self._tokenizer.reply_ids(messages, stopped)
+
+    def _check_replay(self, conversation: Conversation, steps: Sequence[Step]) -> None:
+        """Compare replayed replies with those that the conversation has.
+
+        Raises:
+            EnvironmentFault: one differs.
+        """
+        turns = [place for place, s in enumerate(conversation.segments) if s.source == "model"]
+        for step, place in zip(reversed(steps), reversed(turns[:-1]), strict=False):
+            stored = conversation.segments[place + 1]
+            before = replace(conversation, segments=conversation.segments[: place + 1])
+            ids = self._reply_ids(before, step)
+            if not np.array_equal(ids, stored.token_ids):
+                raise EnvironmentFault(
+                    f"turn {place // 2 + 1} was replayed with another reply; give the environment "
+                    "state_dict and load_state_dict, or let it depend on its row and turns alone"
+                )
+
+    def _turn_of(self, segment: Segment, group: GroupRequest) -> Turn:
+        ids = segment.token_ids
+        if len(ids) and ids[-1] in group.sampling.stop_token_ids:
+            ids = ids[:-1]
+        return self._parse(self._decode(ids))
+
+    def _finish(self, conversation: Conversation, event: CompletionEvent) -> None:
+        del self._live[conversation.key]
+        self._environments.close_conversation(conversation.request.seed)
+        self._events.append(event)
+
+    def _set_aside(self, conversation: Conversation) -> None:
+        """Remove a conversation that is to go on later, and keep its environment as room is."""
+        del self._live[conversation.key]
+        self._aborted[conversation.request.seed] = conversation
+        while len(self._aborted) > self._engine.status().slots:
+            seed, dropped = self._aborted.popitem(last=False)
+            if dropped.reply is not None:
+                dropped.reply.cancel()
+            self._environments.close_conversation(seed)
+
+
+def _flatten(segments: Sequence[Segment]) -> Segment:
+    """Return segments of several authors as one prefix.
+
+    Spans of the policy's turns begin where the span before them ends, so that they cover the
+    replies in between, too; `_part` takes them apart again.
+    """
+    spans, start = [], 0
+    for segment in segments:
+        spans += [VersionSpan(span.version, start + span.stop) for span in segment.spans]
+        start += len(segment)
+    ids = np.concatenate([segment.token_ids for segment in segments])
+    logprobs = np.concatenate([segment.logprobs for segment in segments])
+    return Segment(ids, logprobs, tuple(spans))
+
+
+def _part(segment: Segment, start: int) -> Segment:
+    """Return the tokens of a flat segment from `start` on, with their spans."""
+    if not start:
+        return segment
+    spans = [VersionSpan(s.version, s.stop - start) for s in segment.spans if s.stop > start]
+    return Segment(segment.token_ids[start:], segment.logprobs[start:], tuple(spans))
