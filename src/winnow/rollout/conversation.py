@@ -312,9 +312,7 @@ class ConversationEngine:
     def _ask_environment(self, conversation: Conversation) -> None:
         prompt, look = conversation.group.prompt, self._look_ticks
         assert prompt is not None, "a request of a conversation has its row"
-        step = self._environments.step(
-            conversation.request.seed, prompt, tuple(conversation.turns)
-        )
+        step = self._environments.step(conversation.request.seed, prompt, tuple(conversation.turns))
         conversation.reply = asyncio.ensure_future(step)
         tick = self._engine.status().tick
         conversation.due = -(-(tick + self._lag_ticks) // look) * look

@@ -334,7 +334,7 @@ def answer_seed(run_seed: int, turn: int, answer: int) -> int:
 def group_request(
     group_id: int,
     prompt: Prompt,
-    prefixes: Mapping[int, Segment | None],
+    begun: Mapping[int, Sequence[Segment] | None],
     sampling: SamplingParams,
     run_seed: int,
     greedy: int | None = None,
@@ -344,7 +344,8 @@ def group_request(
     """Make the request for answers of a group.
 
     Args:
-        prefixes: by the answer's index, its tokens so far.
+        begun: by the answer's index, its complete turns, and the tokens so far of the one under
+            way; None for an answer without any.
         greedy: index of the greedy answer, if the group has one.
         turn: seeds the answers together with the run's seed; None is the group's id.
         trained: True if the sampled answers may be trained on.
@@ -354,11 +355,12 @@ def group_request(
         AnswerRequest(
             index,
             answer_seed(run_seed, turn, index),
-            prefix,
+            segments[-1] if segments and len(segments[-1]) else None,
             greedy=index == greedy,
             trained=trained and index != greedy,
+            earlier=tuple(segments[:-1]) if segments else (),
         )
-        for index, prefix in prefixes.items()
+        for index, segments in begun.items()
     )
     return GroupRequest(group_id, prompt.token_ids, answers, sampling, group_id, prompt)
 

@@ -101,6 +101,7 @@ def _record_sampling(metrics: Metrics, sampled: StepGroups) -> None:
         **{f"tokens/{fate}": getattr(tokens, fate) for fate in counts.fates},
         "tokens/truncated": tokens.truncated_tokens,
         **({"tokens/baseline": tokens.baseline_tokens} if tokens.baseline_tokens else {}),
+        **({"tokens/environment": tokens.environment_tokens} if tokens.environment_tokens else {}),
         "answers/truncated": tokens.truncated_answers,
         "answers/resumed": tally.resumed_answers,
         "answers/aborted": tally.aborted_answers,

@@ -43,6 +43,8 @@ class TokenCounts:
     truncated_answers: int = 0
     baseline_tokens: int = 0
     """Tokens of settled groups' greedy answers."""
+    environment_tokens: int = 0
+    """Tokens of settled groups that environments wrote; `generated` counts none of them."""
 
     def minus(self, earlier: TokenCounts) -> TokenCounts:
         """Subtract an earlier reading."""
@@ -60,6 +62,7 @@ class TokenAccount:
     truncated_tokens: int = 0
     truncated_answers: int = 0
     baseline_tokens: int = 0
+    environment_tokens: int = 0
     booked: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
 
     def add_generated(self, tokens: int) -> None:
@@ -77,6 +80,7 @@ class TokenAccount:
         self.truncated_tokens += sum(cut_off)
         self.truncated_answers += len(cut_off)
         self.baseline_tokens += 0 if group.baseline is None else group.baseline.tokens
+        self.environment_tokens += group.environment_tokens
         self.check()
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from winnow.rollout.engine import EMPTY
 from winnow.sampling.admission import History
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 
@@ -13,7 +14,9 @@ class AnswerState:
     """One answer: waiting or running (with a prefix, perhaps), finished, scored."""
 
     prefix: Segment | None = None
-    """Tokens that are written of an unfinished answer."""
+    """Tokens that are written of an unfinished answer, or of the turn of it under way."""
+    earlier: tuple[Segment, ...] = ()
+    """Complete turns of an unfinished conversation."""
     trajectory: Trajectory | None = None
     """The finished answer."""
     score: Score | None = None
@@ -23,6 +26,19 @@ class AnswerState:
     """Times it was retried."""
     tokens: int = 0
     """Tokens booked for it so far."""
+
+    @property
+    def begun(self) -> tuple[Segment, ...] | None:
+        """Its complete turns and the one under way; None if nothing is written."""
+        if self.prefix is None and not self.earlier:
+            return None
+        return *self.earlier, self.prefix or EMPTY
+
+    @property
+    def environment_tokens(self) -> int:
+        """Tokens that an environment wrote in it so far."""
+        segments = self.earlier if self.trajectory is None else self.trajectory.segments
+        return sum(len(each) for each in segments if each.source == "environment")
 
     @property
     def answer(self) -> Answer | None:
@@ -76,6 +92,11 @@ class GroupState:
         return sum(answer.tokens for answer in self.answers)
 
     @property
+    def environment_tokens(self) -> int:
+        """Tokens that environments wrote in it so far."""
+        return sum(answer.environment_tokens for answer in self.answers)
+
+    @property
     def finished_answers(self) -> int:
         """Number of complete answers, scored or not."""
         return sum(answer.trajectory is not None for answer in self.answers)
@@ -89,11 +110,11 @@ class GroupState:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Answers of one group to submit to the engine, with their prefixes."""
+    """Answers of one group to submit to the engine, with what is written of them."""
 
     group_id: int
     prompt: Prompt
-    prefixes: dict[int, Segment | None]
+    begun: dict[int, tuple[Segment, ...] | None]
     turn: int
     greedy: int | None = None
     """The index that the group's greedy answer has, whether it is among these or not."""
@@ -135,14 +156,14 @@ class LiveGroups:
         batch: list[Dispatch] = []
         for group_id in sorted(self.waiting):
             group = self.open[group_id]
-            prefixes: dict[int, Segment | None] = {}
+            begun: dict[int, tuple[Segment, ...] | None] = {}
             for index, answer in enumerate(group.answers):
                 if answer.trajectory is None and not answer.running:
                     answer.running = True
-                    prefixes[index] = answer.prefix
-            group.running += len(prefixes)
-            self.running += len(prefixes)
-            batch.append(Dispatch(group_id, group.prompt, prefixes, group.turn, group.greedy))
+                    begun[index] = answer.begun
+            group.running += len(begun)
+            self.running += len(begun)
+            batch.append(Dispatch(group_id, group.prompt, begun, group.turn, group.greedy))
         self.waiting.clear()
         return batch
 

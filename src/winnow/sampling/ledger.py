@@ -29,6 +29,10 @@ from winnow.sampling.groups import AnswerState, Dispatch, GroupState, LiveGroups
 from winnow.types import Fate, Prompt, Score, Segment, Trajectory
 
 
+Turns = tuple[Segment, ...]
+"""Complete turns of a conversation, the policy's and the environment's."""
+
+
 class Ledger:
     """The state of all live groups, and the token account. O(1) amortised per event."""
 
@@ -127,37 +131,47 @@ class Ledger:
         """Return all answers to submit, in admission order, and mark them as running."""
         batch = self.groups.dispatch()
         for ask in batch:
-            self.tally.resumed_answers += sum(p is not None for p in ask.prefixes.values())
+            self.tally.resumed_answers += sum(each is not None for each in ask.begun.values())
         return batch
 
     # What the engine and the scorers report
 
-    def record_progress(self, group_id: int, index: int, segment: Segment) -> None:
-        """Record the tokens so far of an answer that continues; a restart resumes after them."""
+    def record_progress(
+        self, group_id: int, index: int, segment: Segment, earlier: Turns = ()
+    ) -> None:
+        """Record the tokens so far of an answer that continues; a restart resumes after them.
+
+        Args:
+            segment: of a conversation, its turn under way.
+            earlier: its complete turns.
+        """
         _, answer = self.groups.running_answer(group_id, index)
-        if self._book_tokens(answer, len(segment)):
-            answer.prefix = segment
+        self._record_tokens(answer, segment, earlier)
 
     def record_finished(self, group_id: int, index: int, trajectory: Trajectory) -> None:
         """Record a complete answer, whose score is pending."""
         group, answer = self.groups.return_answer(group_id, index)
         self._book_tokens(answer, trajectory.generated_tokens)
         answer.trajectory = trajectory
-        answer.prefix = None
+        answer.prefix, answer.earlier = None, ()
         self._settle_failed(group)
 
-    def record_aborted(self, group_id: int, index: int, segment: Segment, *, stalled: bool) -> None:
+    def record_aborted(
+        self, group_id: int, index: int, segment: Segment, earlier: Turns = (), *, stalled: bool
+    ) -> None:
         """Record an unfinished answer that the engine gave up; it continues after `segment`.
 
         Args:
             stalled: it was aborted for lack of progress, which counts as an attempt.
         """
         self.tally.aborted_answers += 1
-        self._requeue(group_id, index, segment, stalled, "no progress")
+        self._requeue(group_id, index, (segment, earlier), stalled, "no progress")
 
-    def record_failed(self, group_id: int, index: int, segment: Segment | None, error: str) -> None:
-        """Retry an answer on which the engine failed, with its prefix."""
-        self._requeue(group_id, index, segment, True, error)
+    def record_failed(
+        self, group_id: int, index: int, segment: Segment, error: str, earlier: Turns = ()
+    ) -> None:
+        """Retry an answer on which the engine or an environment failed, behind what is written."""
+        self._requeue(group_id, index, (segment, earlier), True, error)
 
     def requeue_running(self, error: str = "") -> None:
         """Continue every running answer from its last known prefix, as the engine has lost it.
@@ -286,13 +300,19 @@ class Ledger:
         self.account.add_generated(new)
         return True
 
-    def _requeue(
-        self, group_id: int, index: int, segment: Segment | None, attempt: bool, error: str
-    ) -> None:
-        group, answer = self.groups.return_answer(group_id, index)
+    def _record_tokens(self, answer: AnswerState, segment: Segment, earlier: Turns) -> None:
+        written = len(segment) + sum(len(s) for s in earlier if s.source == "model")
         # A failing engine may give back less than it was sent.
-        if segment is not None and self._book_tokens(answer, len(segment)):
-            answer.prefix = segment
+        if self._book_tokens(answer, written) or len(earlier) > len(answer.earlier):
+            answer.prefix, answer.earlier = segment, earlier
+
+    def _requeue(
+        self, group_id: int, index: int, written: tuple[Segment, Turns] | None, attempt: bool,
+        error: str,
+    ) -> None:  # fmt: skip
+        group, answer = self.groups.return_answer(group_id, index)
+        if written is not None:
+            self._record_tokens(answer, *written)
         if group.id in self.groups.failing:
             self._settle_failed(group)
         elif attempt and answer.attempts >= self.config.max_attempts:

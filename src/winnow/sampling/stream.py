@@ -353,7 +353,7 @@ class Sampler:
         in_order = self._config.commit == "admission_order"
         requests = [
             group_request(
-                *(ask.group_id, ask.prompt, ask.prefixes, sampling, seed, ask.greedy),
+                *(ask.group_id, ask.prompt, ask.begun, sampling, seed, ask.greedy),
                 turn=ask.turn if in_order else None,
             )
             for ask in ledger.dispatch()
@@ -420,11 +420,11 @@ class Sampler:
                 ledger.record_finished(*event.key, trajectory_of(event))
                 self._begin_scoring([event.key], event.tick)
             elif event.kind == "running":
-                ledger.record_progress(*event.key, event.segment)
+                ledger.record_progress(*event.key, event.segment, event.earlier)
             elif event.kind == "aborted":
-                ledger.record_aborted(*event.key, event.segment, stalled=stalled)
+                ledger.record_aborted(*event.key, event.segment, event.earlier, stalled=stalled)
             else:
-                ledger.record_failed(*event.key, event.segment, event.error)
+                ledger.record_failed(*event.key, event.segment, event.error, event.earlier)
 
     def _begin_scoring(self, keys: Iterable[Key], tick: int) -> None:
         """Score answers that finished at `tick`, unless their groups have ended."""

@@ -47,7 +47,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 class Counting:
     """Environments that reply with the number of turns so far, and a letter of the last one."""
 
-    def __init__(self, done_after: int = 3, fails: Sequence[int] = (), delay_s: float = 0.0) -> None:
+    def __init__(
+        self, done_after: int = 3, fails: Sequence[int] = (), delay_s: float = 0.0
+    ) -> None:
         self.done_after, self.fails, self.delay_s = done_after, [*fails], delay_s
         self.alive: dict[int, int] = {}
         self.calls = 0
@@ -70,7 +72,11 @@ class Counting:
 
 
 def make(
-    engine: Engine, environments: Counting, deterministic: bool = True, turns: int = 4, most: int = 12
+    engine: Engine,
+    environments: Counting,
+    deterministic: bool = True,
+    turns: int = 4,
+    most: int = 12,
 ) -> ConversationEngine:
     own = tokenizer()
     chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
@@ -83,7 +89,9 @@ def make(
 def requests(n: int = 3, groups: int = 4, tokens: int = 60):
     sampling = SamplingParams(tokens, 1.0, stop_token_ids=(EOS, 9, 14, 19, 24, 29))
     prompts = [Prompt(str(i), np.array([3, 6 + i, 4]), "", "", None) for i in range(groups)]
-    return [group_request(i, p, dict.fromkeys(range(n)), sampling, 7) for i, p in enumerate(prompts)]
+    return [
+        group_request(i, p, dict.fromkeys(range(n)), sampling, 7) for i, p in enumerate(prompts)
+    ]
 
 
 async def run(engine: ConversationEngine, asked, abort_after: int | None = None):
@@ -153,7 +161,9 @@ def test_interrupted_conversations_continue_with_the_same_tokens(abort_after, co
     environments = Counting()
     engine = make(engine_group(count)(model, slots=4), environments)
     done = asyncio.run(run(engine, requests(), abort_after))
-    assert {k: transcript(e) for k, e in done.items()} == {k: transcript(e) for k, e in plain.items()}
+    assert {k: transcript(e) for k, e in done.items()} == {
+        k: transcript(e) for k, e in plain.items()
+    }
     assert not environments.alive
 
 
@@ -162,7 +172,9 @@ def test_free_mode_gives_the_same_conversations():
     plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
     engine = make(torch_engine(model, slots=5), Counting(delay_s=0.01), deterministic=False)
     done = asyncio.run(run(engine, requests()))
-    assert {k: transcript(e) for k, e in done.items()} == {k: transcript(e) for k, e in plain.items()}
+    assert {k: transcript(e) for k, e in done.items()} == {
+        k: transcript(e) for k, e in plain.items()
+    }
 
 
 def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
@@ -170,4 +182,6 @@ def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
     plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
     engine = make(torch_engine(model, slots=5), Counting(fails=[2, 5]))
     done = asyncio.run(run(engine, requests()))
-    assert {k: transcript(e) for k, e in done.items()} == {k: transcript(e) for k, e in plain.items()}
+    assert {k: transcript(e) for k, e in done.items()} == {
+        k: transcript(e) for k, e in plain.items()
+    }

@@ -141,10 +141,10 @@ class World:
         for ask in batch:
             assert ask.group_id not in self.verdicts
             assert ask.greedy == (self.n if self.baseline else None)
-            for index, prefix in ask.prefixes.items():
+            for index, begun in ask.begun.items():
                 key = (ask.group_id, index)
                 assert key not in self.running
-                self.running[key] = len(prefix) if prefix else 0
+                self.running[key] = len(begun[-1]) if begun else 0
                 assert self.running[key] == self.lengths.get(key, 0)
 
     def engine_event(self) -> None:

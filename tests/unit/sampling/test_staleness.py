@@ -61,9 +61,9 @@ class World:
         for ask in ledger.dispatch():
             assert str(ask.turn) == ask.prompt.uid  # as the loader counts
             self.turns[ask.group_id] = ask.turn
-            for index, prefix in ask.prefixes.items():
+            for index, begun in ask.begun.items():
                 key = ask.group_id, index
-                self.running[key] = prefix or written(self.seed(key), 0, 0, 0)
+                self.running[key] = begun[-1] if begun else written(self.seed(key), 0, 0, 0)
 
     def possible(self) -> list[object]:
         found: list[object] = []

@@ -227,9 +227,9 @@ def test_a_state_between_two_steps_has_every_token_of_answers_under_way() -> Non
     assert other.sampler.ledger.account.totals() == run.sampler.ledger.account.totals()
     assert run.sampler.ledger.account.generated == run.engine.status().generated_tokens
     asked = {
-        (ask.group_id, index): len(prefix) if prefix else 0
+        (ask.group_id, index): len(begun[-1]) if begun else 0
         for ask in other.sampler.ledger.dispatch()
-        for index, prefix in ask.prefixes.items()
+        for index, begun in ask.begun.items()
     }
     assert asked == kept
 
