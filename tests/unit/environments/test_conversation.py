@@ -18,7 +18,7 @@ from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
 from winnow.environments import Step, Turn
 from winnow.errors import EnvironmentFault
-from winnow.rollout.conversation import ConversationEngine, ConversationLimits
+from winnow.environments.conversation import ConversationEngine, ConversationLimits
 from winnow.rollout.engine import Engine, SamplingParams, group_request
 from winnow.types import Prompt, Segment
 

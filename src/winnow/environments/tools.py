@@ -1,0 +1,133 @@
+"""Python functions as tools of the policy: schemas, calls with limits, the environment of them.
+
+A function with type hints and a docstring is a tool:
+
+    def calc(expression: str) -> str:
+        \"\"\"Work out a sum or a product.
+
+        Args:
+            expression: such as 37*48.
+        \"\"\"
+
+A class is one, too: an object of it is made for each conversation, with the row's
+`tools_kwargs.NAME.create_kwargs`, and its `__call__` has the hints and the docstring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from winnow.environments import Message, Step, ToolCall, Turn
+from winnow.errors import ConfigError
+
+Tool = Callable[..., Any]
+_FIELD = "environment.tools"
+_CUT = "\n… (cut)"
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """A tool's result with a reward for the turn, which a tool may return in place of a text."""
+
+    text: str
+    reward: float = 0.0
+
+
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    """Return the JSON schema of a tool, from its signature and docstring.
+
+    Raises:
+        ConfigError: a hint, the docstring, or an argument in it is missing.
+    """
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    name = tool.__name__
+    function = tool.__call__ if inspect.isclass(tool) else tool
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{_FIELD}: {name}: {reason}; give each argument a type hint, and a line under Args: in "
+            "the docstring"
+        ) from error
+    schema["function"]["name"] = name
+    schema["function"]["parameters"]["properties"].pop("self", None)
+    return schema
+
+
+class ToolEnvironment:
+    """Answers a turn's calls by tools; a turn without calls ends the conversation.
+
+    Whatever a tool raises is a text to the policy. The reward comes from the reward function, and
+    from tools that return a `ToolResult`.
+
+    Args:
+        timeout_s: limit of a call; a sync tool that is over it ends its process.
+        output_chars: longest result; the rest is cut.
+    """
+
+    def __init__(self, tools: Sequence[Tool], timeout_s: float, output_chars: int) -> None:
+        self._makers = {tool.__name__: tool for tool in tools}
+        self._timeout_s, self._output_chars = timeout_s, output_chars
+        self._tools: dict[str, Tool] = {}
+
+    def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+        """Make the tools of a conversation; its first messages are the row's."""
+        info = row.get("extra_info")
+        kwargs = (info or {}).get("tools_kwargs") if isinstance(info, Mapping) else None
+        for name, maker in self._makers.items():
+            tool = maker
+            if inspect.isclass(maker):
+                tool = maker(**((kwargs or {}).get(name) or {}).get("create_kwargs") or {})
+            self._tools[name] = tool
+        return ()
+
+    async def step(self, turn: Turn) -> Step:
+        """Call the tools, in the order of the calls."""
+        if not turn.calls and not turn.malformed:
+            return Step(done=True)
+        messages: list[Message] = []
+        reward = 0.0
+        for call in turn.calls:
+            result = await self._call(call)
+            reward += result.reward
+            text = result.text
+            if len(text) > self._output_chars:
+                text = text[: self._output_chars] + _CUT
+            messages.append({"role": "tool", "name": call.name, "content": text})
+        messages += [
+            {"role": "tool", "name": "error", "content": f"error: {fault}"}
+            for fault in turn.malformed
+        ]
+        return Step(messages, reward)
+
+    async def _call(self, call: ToolCall) -> ToolResult:
+        name = call.name
+        if not name and len(self._tools) == 1:  # a pattern without a group for it
+            (name,) = self._tools
+        tool = self._tools.get(name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            return ToolResult(f"error: no tool has the name {name!r}; there are {known}")
+        try:
+            inspect.signature(tool).bind(**call.arguments)
+        except TypeError as error:
+            return ToolResult(f"error: {error}")
+        try:
+            result = tool(**call.arguments)
+            if inspect.isawaitable(result):
+                result = await asyncio.wait_for(result, self._timeout_s)
+        except TimeoutError:
+            return ToolResult(f"error: {name} did not finish within {self._timeout_s:g} s")
+        except Exception as error:
+            return ToolResult(f"error: {type(error).__name__}: {error}")
+        return result if isinstance(result, ToolResult) else ToolResult(str(result))

@@ -1,0 +1,136 @@
+"""Calls in the text of turns: formats, faults; tools' schemas and results."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from winnow.environments import ToolCall, Turn
+from winnow.environments.calls import parse_turn, pattern_parser
+from winnow.environments.tools import ToolEnvironment, ToolResult, tool_schema
+from winnow.errors import ConfigError
+
+ADD = ToolCall("add", {"a": 1, "b": "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "turn"),
+    [
+        ("four", Turn("four")),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>', Turn("", (ADD,))),
+        ('So <tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', Turn("So", (ADD,))),
+        (
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
+            "</function>\n</tool_call>",
+            Turn("", (ADD,)),
+        ),
+        ('{"name": "add", "parameters": {"a": 1, "b": "x"}}', Turn("", (ADD,))),
+        ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}', Turn("", (ADD,))),
+        ('<think><tool_call>{"name": "no"}</tool_call></think>four', Turn("four")),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{</tool_call>', None),
+    ],
+)  # fmt: skip
+def test_each_format_is_parsed(text, turn):
+    parsed = parse_turn(text)
+    if turn is None:
+        assert parsed.calls == (ToolCall("f"),)
+        assert len(parsed.malformed) == 1
+    else:
+        assert parsed == turn
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('<tool_call>{"name": "add"', "without a </tool_call>"),
+        ("</tool_call>", "without a <tool_call>"),
+        ("<tool_call>[1]</tool_call>", "no JSON object with"),
+        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', '"arguments" is no JSON object'),
+        ('{"name": "f", "parameters"', "no JSON object"),
+        ("<tool_call><function=f></tool_call>", "without a </function>"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON object"),
+    ],
+)
+def test_a_malformed_call_has_a_line(text, fault):
+    turn = parse_turn(text)
+    assert not turn.calls
+    assert fault in turn.malformed[0]
+    assert len(turn.malformed[0]) <= 200
+
+
+def test_a_pattern_describes_calls():
+    parse = pattern_parser(r"<call>(?P<expression>[^<]*)</call>")
+    assert parse("<call>1+2</call>") == Turn("", (ToolCall("", {"expression": "1+2"}),))
+    assert parse("<call>1+2") == Turn("<call>1+2")
+
+
+def calc(expression: str) -> str:
+    """Work out a sum.
+
+    Args:
+        expression: such as 1+2.
+    """
+    a, b = expression.split("+")
+    return str(int(a) + int(b))
+
+
+class Counter:
+    """Counts."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.at = start
+
+    async def __call__(self, by: int) -> ToolResult:
+        """Count on.
+
+        Args:
+            by: how far.
+        """
+        await asyncio.sleep(0 if by < 9 else 60)
+        self.at += by
+        return ToolResult(str(self.at), reward=0.25)
+
+
+def test_schemas_come_from_signature_and_docstring():
+    schema = tool_schema(Counter)["function"]
+    assert schema["name"] == "Counter"
+    assert schema["parameters"]["properties"] == {
+        "by": {"type": "integer", "description": "how far."}
+    }
+    with pytest.raises(ConfigError, match="environment.tools: <lambda>: .*give each argument"):
+        tool_schema(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (ToolCall("calc", {"expression": "37+48"}), "85"),
+        (ToolCall("calc", {"expression": "37"}), "error: ValueError: not enough values"),
+        (ToolCall("calc", {"sum": "37"}), "error: missing a required argument: 'expression'"),
+        (ToolCall("calk", {}), "error: no tool has the name 'calk'; there are calc, Counter"),
+        (ToolCall("Counter", {"by": 2}), "7"),
+        (ToolCall("Counter", {"by": 9}), "error: Counter did not finish within 0.05 s"),
+    ],
+)
+def test_calls_are_answered(call, text):
+    tools = ToolEnvironment([calc, Counter], 0.05, 100)
+    tools.reset({"extra_info": {"tools_kwargs": {"Counter": {"create_kwargs": {"start": 5}}}}})
+    step = asyncio.run(tools.step(Turn("", (call,))))
+    (message,) = step.observation
+    assert message["role"] == "tool"
+    assert message["content"].startswith(text)
+    assert step.reward == (0.25 if text == "7" else 0)
+    assert not step.done
+
+
+def test_a_turn_without_calls_ends_and_faults_and_long_results_are_told():
+    def long() -> str:
+        """Return much."""
+        return "x" * 50
+
+    tools = ToolEnvironment([long], 1, 10)
+    tools.reset({})
+    assert asyncio.run(tools.step(Turn("done"))).done
+    step = asyncio.run(tools.step(Turn("", (ToolCall("long"),), ("no JSON",))))
+    assert [m["content"] for m in step.observation] == ["x" * 10 + "\n… (cut)", "error: no JSON"]
