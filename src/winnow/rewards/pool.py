@@ -1,4 +1,4 @@
-"""Scorers in separate processes, with limits of time and memory.
+"""Calls in separate processes, with limits of time and memory: of scorers, and others.
 
     score() ─► queue ─► a message to a process ─► its reply ─► the future that score() waits for
                  ▲                │ late, too large, dead
@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any, cast
 
 from winnow.config.reward import BatchManager, RewardConfig, UserFunction
 from winnow.errors import RewardError
@@ -38,12 +39,12 @@ from winnow.rewards.task import (
     Arguments,
     Failure,
     Outcome,
+    PoolJob,
+    PoolLimits,
+    PoolReply,
     Ready,
     ScoreItem,
-    ScorerJob,
-    ScorerReply,
     resident_bytes,
-    timeout_failure,
 )
 from winnow.workers.host import CallFailure
 from winnow.workers.local import LocalConnection, pack
@@ -75,8 +76,8 @@ _ENVIRONMENT = {
 class _Request:
     """An answer, and the future on which its caller waits for the score."""
 
-    item: ScoreItem
-    future: asyncio.Future[Outcome]
+    item: Any
+    future: asyncio.Future[Any]
 
 
 @dataclass(eq=False)
@@ -144,29 +145,35 @@ class _ScorerProcess:
         return now > oldest.since + timeout_s + (_GRACE_S if self.is_async else 0.0)
 
 
-class ScorerPool:
-    """Processes that score; used from one event loop at a time.
+class CallPool:
+    """Processes that make calls within limits; used from one event loop at a time.
 
-    They are started here, and the first has loaded what scores when this returns.
+    They are started here, and the first has loaded what makes the calls when this returns.
 
     Args:
-        config: gives the limits, and the most answers of one call (`reward/manager=batch`).
-        function: the user's; None: the processes run built-in scorers.
+        runtime, arguments: the class of the calls, as `PoolJob` has them.
+        user_file: key and path of what the user's file is given by, for errors; None: there is
+            none.
+        most_in_call: items in one call; 0: it takes them one by one.
 
     Raises:
-        RewardError: the user's file cannot be used; one line says why.
+        WinnowError: the user's file cannot be used; one line says why.
     """
 
-    def __init__(self, config: RewardConfig, function: UserFunction | None = None) -> None:
+    def __init__(
+        self,
+        limits: PoolLimits,
+        runtime: str,
+        arguments: tuple[Any, ...],
+        user_file: str | None = None,
+        most_in_call: int = 0,
+    ) -> None:
         self.finished = 0
-        self._config, self._function = config, function
-        self._most_in_call = 0
-        """Answers in one call of the function; 0: it takes them one by one."""
-        if function is not None and isinstance(config.manager, BatchManager):
-            self._most_in_call = config.manager.max_answers
-        self._workers = config.workers or default_workers()
-        self._memory_bytes = config.memory_mb << 20
-        self._late = timeout_failure(config.timeout_s)
+        self._limits, self._user_file = limits, user_file
+        self._runtime = runtime, arguments
+        self._most_in_call = most_in_call
+        self._workers = limits.workers
+        self._late = limits.late
         self._new: list[_Request] = []
         """Asked in this turn of the caller's event loop."""
         self._loaded = threading.Event()
@@ -178,7 +185,7 @@ class ScorerPool:
         self._scorers: list[_ScorerProcess] = []
         self._queue: deque[_Request] = deque()
         self._alone: deque[_Request] = deque()
-        self._done: list[tuple[_Request, Outcome | Exception]] = []
+        self._done: list[tuple[_Request, Any]] = []
         self._at_once = ASYNC_AT_ONCE
         self._lost_loading = 0
         serve = partial(self._loop.run_until_complete, self._serve())
@@ -196,16 +203,16 @@ class ScorerPool:
             self.close()
             raise self._broken
 
-    async def score(self, scorer: str, seed: int, arguments: Arguments) -> Outcome:
-        """Score one answer.
+    async def call(self, item: Any) -> Any:
+        """Return the outcome of a call, which is a `Failure` if it fails.
 
         Raises:
-            RewardError: a new process could not load the user's file.
+            WinnowError: a new process could not load the user's file.
         """
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
-        request = _Request(ScoreItem(scorer, seed, arguments), loop.create_future())
+        request = _Request(item, loop.create_future())
         if not self._new or self._new[-1].future.get_loop() is not loop:
             # Once for all of this turn.
             loop.call_soon(self._submit_new)
@@ -296,7 +303,7 @@ class ScorerPool:
             self._loaded.set()
 
     def _handle_reply(
-        self, scorer: _ScorerProcess, message: _Message, reply: ScorerReply | CallFailure
+        self, scorer: _ScorerProcess, message: _Message, reply: PoolReply | CallFailure
     ) -> None:
         self._wake.set()
         scorer.messages.remove(message)
@@ -321,11 +328,13 @@ class ScorerPool:
         if scorer.process.exit_reason() is not None:  # what it forked may keep the connection open
             await self._replace_process(scorer, None)
             return
-        memory, most = resident_bytes(scorer.process.pid), self._memory_bytes
-        timeout_s = self._config.timeout_s
+        memory, most = resident_bytes(scorer.process.pid), self._limits.memory_mb << 20
+        timeout_s = self._limits.timeout_s
         if memory > most:
-            line = f"used {memory >> 20:,} MiB of memory, reward.memory_mb is {most >> 20}"
-            await self._replace_process(scorer, f"the scorer {line}" if scorer.is_ready else line)
+            limit = f"{self._limits.section}.memory_mb is {most >> 20}"
+            line = f"used {memory >> 20:,} MiB of memory, {limit}"
+            whole = f"the {self._limits.noun} {line}"
+            await self._replace_process(scorer, whole if scorer.is_ready else line)
         elif not scorer.is_ready:
             if time.monotonic() > scorer.born + _LOAD_LIMIT_S:
                 await self._replace_process(scorer, f"took more than {_LOAD_LIMIT_S:g} s")
@@ -349,8 +358,8 @@ class ScorerPool:
             return
         guilty: list[_Request] = []
         if not scorer.is_leaving:
-            line = reason or f"the scorer's process {how}"
-            log.warning("replacing a scorer process: %s", line)
+            line = reason or f"the {self._limits.noun}'s process {how}"
+            log.warning("replacing a %s process: %s", self._limits.noun, line)
             guilty = requests if scorer.is_async or self._most_in_call else requests[at : at + 1]
             output = scorer.printed.decode(errors="replace").rstrip()
             trace = f"{line}\nOutput of the process:\n{output}" if output else line
@@ -361,11 +370,11 @@ class ScorerPool:
         self._lost_loading += 1
         is_chance = self._loaded.is_set() and self._lost_loading < _LOAD_ATTEMPTS
         if not scorer.refusal and is_chance:
-            log.warning("a scorer process %s while loading", how)
+            log.warning("a %s process %s while loading", self._limits.noun, how)
             return
         line = f"a process for built-in scorers {how}; raise reward.memory_mb, or see the log"
-        if self._function is not None:
-            who = f"reward.function.path {self._function.path}: the process that imports it"
+        if self._user_file is not None:
+            who = f"{self._user_file}: the process that imports it"
             line = f"{who} {how}; fix the file, or raise the limit"
         self._fail_all(RewardError(scorer.refusal or line))
 
@@ -377,7 +386,10 @@ class ScorerPool:
         is_over_time = requests and failure.line == self._late.line
         if is_over_time and self._at_once > 1 and not self._most_in_call:
             self._at_once //= 2
-            log.warning("an async scorer blocks the loop; now %d calls at once", self._at_once)
+            log.warning(
+                "an async %s blocks the loop; now %d calls at once",
+                *(self._limits.noun, self._at_once),
+            )
         self._alone.extend(requests)
 
     async def _reap(self, scorer: _ScorerProcess, patience_s: float) -> str | None:
@@ -397,7 +409,8 @@ class ScorerPool:
         if scorer.printed:
             printed = scorer.printed.decode(errors="replace")
             log.info(
-                "a scorer process printed %d bytes, beginning with: %s",
+                "a %s process printed %d bytes, beginning with: %s",
+                self._limits.noun,
                 scorer.printed_bytes,
                 printed.rstrip(),
                 extra={"printed": printed},
@@ -408,12 +421,10 @@ class ScorerPool:
         """Start processes until there are `reward.workers`."""
         while len(self._scorers) < self._workers and self._broken is None:
             scorer = _ScorerProcess()
-            user = self._function
-            job = ScorerJob(
-                (user.path, user.name, user.kwargs) if user and user.path else None,
+            job = PoolJob(
+                *self._runtime,
                 self._most_in_call > 0,
-                self._config.timeout_s,
-                self._memory_bytes,
+                self._limits,
                 tuple(sys.path),
                 cell=f"/proc/{os.getpid()}/fd/{scorer.cell}",
             )
@@ -472,6 +483,39 @@ class ScorerPool:
             if not request.future.done():
                 taken.append(request)
         return taken
+
+
+class ScorerPool(CallPool):
+    """Processes that score.
+
+    Args:
+        config: gives the limits, and the most answers of one call (`reward/manager=batch`).
+        function: the user's; None: the processes run built-in scorers.
+
+    Raises:
+        RewardError: the user's file cannot be used; one line says why.
+    """
+
+    def __init__(self, config: RewardConfig, function: UserFunction | None = None) -> None:
+        most, user = 0, function if function and function.path else None
+        if function is not None and isinstance(config.manager, BatchManager):
+            most = config.manager.max_answers
+        limits = PoolLimits(config.workers or default_workers(), config.timeout_s, config.memory_mb)
+        super().__init__(
+            limits,
+            "winnow.rewards.worker:ScorerRuntime",
+            ((user.path, user.name, user.kwargs) if user else None, most > 0),
+            f"reward.function.path {function.path}" if function else None,
+            most,
+        )
+
+    async def score(self, scorer: str, seed: int, arguments: Arguments) -> Outcome:
+        """Score one answer.
+
+        Raises:
+            RewardError: a new process could not load the user's file.
+        """
+        return cast("Outcome", await self.call(ScoreItem(scorer, seed, arguments)))
 
 
 def default_workers() -> int:

@@ -51,15 +51,36 @@ Outcome = Score | Failure
 
 
 @dataclass(frozen=True)
-class ScorerJob:
-    """The first message to a process of the pool; a `Ready` answers it."""
+class PoolLimits:
+    """The limits of a pool's processes, and the names for its messages."""
 
-    function: tuple[str, str, dict[str, Any]] | None
-    """Arguments of `UserScorer`; None: the built-in scorers."""
-    batched: bool
-    """True if the function takes many answers in a call."""
+    workers: int
     timeout_s: float
-    memory_bytes: int
+    """Of a call."""
+    memory_mb: int
+    """Resident, of a process."""
+    section: str = "reward"
+    """Section of the recipe with these keys."""
+    noun: str = "scorer"
+    result: str = "score"
+
+    @property
+    def late(self) -> Failure:
+        """The failure of a call whose time is up."""
+        return timeout_failure(self.timeout_s, self.section, self.result)
+
+
+@dataclass(frozen=True)
+class PoolJob:
+    """The first message to a process of a pool; a `Ready` answers it."""
+
+    runtime: str
+    """Import path of the class that makes the calls, a `PoolRuntime`."""
+    arguments: tuple[Any, ...]
+    """Of that class."""
+    batched: bool
+    """True if a call takes many items."""
+    limits: PoolLimits
     python_path: tuple[str, ...]
     """The run's: the user's file finds the same modules."""
     cell: str
@@ -77,7 +98,7 @@ class ScoreItem(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The process has loaded what scores, or cannot and ends."""
+    """The process has loaded what makes the calls, or cannot and ends."""
 
     is_async: bool
     """True if many calls of the function may wait side by side."""
@@ -85,11 +106,11 @@ class Ready(NamedTuple):
     """The reason why the user's file cannot be used, for the user."""
 
 
-class ScorerReply(NamedTuple):
-    """The outcomes of a message's first answers; the others were not scored."""
+class PoolReply(NamedTuple):
+    """The outcomes of a message's first items; no call was made for the others."""
 
-    outcomes: Sequence[Outcome | None]
-    """None: the fault may be another answer's, and the pool retries this one alone."""
+    outcomes: Sequence[Any]
+    """None: the fault may be another item's, and the pool retries this one alone."""
     is_last: bool = False
     """True if the process takes no more."""
 
@@ -238,9 +259,9 @@ def _to_float(value: Any, name: str) -> float:
     return float(value)
 
 
-def timeout_failure(timeout_s: float) -> Failure:
-    """The failure of an answer whose time is up."""
-    return Failure(f"no score within reward.timeout_s={timeout_s:g}")
+def timeout_failure(timeout_s: float, section: str = "reward", result: str = "score") -> Failure:
+    """Return the failure of a call whose time is up."""
+    return Failure(f"no {result} within {section}.timeout_s={timeout_s:g}")
 
 
 def make_failure(error: BaseException, user_file: str | None) -> Failure:

@@ -18,26 +18,27 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from winnow.errors import RewardError
+from winnow.errors import WinnowError
 from winnow.rewards.scorers import SCORERS
 from winnow.rewards.task import (
     Failure,
     Outcome,
+    PoolJob,
+    PoolLimits,
+    PoolReply,
     Ready,
     ScoreItem,
-    ScorerJob,
-    ScorerReply,
     UserScorer,
     make_failure,
     make_portable,
     resident_bytes,
     score_by_call,
     score_by_rule,
-    timeout_failure,
 )
 from winnow.types import Score
 from winnow.workers.child import die_with_parent
@@ -52,48 +53,77 @@ _BLOCKED_SHARE = 0.1
 """The share of an answer's time above which it cannot be said to have been slow itself."""
 
 
-@dataclass(frozen=True)
-class ScorerRuntime:
-    """A scorer, and the memory that this process may grow to before it is replaced."""
+class PoolRuntime(Protocol):
+    """The calls that a process of a pool makes; whatever happens in one is an outcome."""
 
-    user: UserScorer | None
+    is_async: bool
+    """True if many calls may wait side by side."""
+
+    def call_without_loop(self, items: Sequence[Any]) -> Sequence[Any] | Failure:
+        """Make a call for items, where it may run an event loop; return an outcome for each."""
+
+    async def call(self, items: Sequence[Any]) -> Sequence[Any] | Failure:
+        """Make a call that may wait concurrently with others."""
+
+
+class ScorerRuntime:
+    """Scores answers by a user's function, or by built-in scorers.
+
+    Args:
+        function: arguments of `UserScorer`; None: the built-in scorers.
+        batched: the function takes many answers in a call.
+
+    Raises:
+        RewardError: the user's file cannot be used.
+    """
+
+    def __init__(self, function: tuple[str, str, dict[str, Any]] | None, batched: bool) -> None:
+        self._user = UserScorer(*function, batched) if function else None
+        self.is_async = self._user is not None and self._user.is_async
+
+    def call_without_loop(self, items: Sequence[ScoreItem]) -> Sequence[Outcome] | Failure:
+        """Score answers in one call, where a scorer may run an event loop."""
+        if self._user is None:
+            (item,) = items
+            return [_portable(score_by_rule(SCORERS[item.scorer], item.arguments))]
+        try:
+            _seed_generators(items)
+            result = self._user.call([item.arguments for item in items])
+            return [_portable(each) for each in self._user.read(_run_awaitable(result), len(items))]
+        except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
+            return make_failure(error, self._user.file)
+
+    async def call(self, items: Sequence[ScoreItem]) -> Sequence[Outcome] | Failure:
+        """Score answers in one call that may wait concurrently with others."""
+        assert self._user is not None
+        try:
+            _seed_generators(items)
+            outcomes = await score_by_call(self._user, [item.arguments for item in items])
+        except BaseException as error:
+            return make_failure(error, self._user.file)
+        return outcomes if isinstance(outcomes, Failure) else [_portable(o) for o in outcomes]
+
+
+def _portable(outcome: Outcome) -> Outcome:
+    return make_portable(outcome) if isinstance(outcome, Score) else outcome
+
+
+@dataclass(frozen=True)
+class PoolProcess:
+    """This process: its calls, and the memory that it may grow to before it is replaced."""
+
+    runtime: PoolRuntime
+    limits: PoolLimits
     recycle_bytes: float
 
-    def call_without_loop(self, items: Sequence[ScoreItem]) -> ScorerReply:
-        """Score answers in one call, where a scorer may run an event loop.
-
-        Whatever happens short of the process's end is an outcome.
-        """
-        if self.user is None:
-            (item,) = items
-            return self._reply([score_by_rule(SCORERS[item.scorer], item.arguments)], 1)
-        outcomes: list[Outcome] | Failure
-        try:
-            _seed_generators(items)
-            result = self.user.call([item.arguments for item in items])
-            outcomes = self.user.read(_run_awaitable(result), len(items))
-        except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
-            outcomes = make_failure(error, self.user.file)
-        return self._reply(outcomes, len(items))
-
-    async def call(self, items: Sequence[ScoreItem]) -> ScorerReply:
-        """Score answers in one call that may wait concurrently with others."""
-        assert self.user is not None
-        outcomes: list[Outcome] | Failure
-        try:
-            _seed_generators(items)
-            outcomes = await score_by_call(self.user, [item.arguments for item in items])
-        except BaseException as error:
-            outcomes = make_failure(error, self.user.file)
-        return self._reply(outcomes, len(items))
-
-    def _reply(self, outcomes: list[Outcome] | Failure, count: int) -> ScorerReply:
+    def reply(self, outcomes: Sequence[Any] | Failure, count: int) -> PoolReply:
+        """Return the reply to a call for `count` items."""
         each = [outcomes] if isinstance(outcomes, Failure) else outcomes
         is_out = any(isinstance(r, Failure) and r.line.startswith("MemoryError") for r in each)
         is_last = is_out or resident_bytes() > self.recycle_bytes
         if len(each) < count:  # which answer is at fault, a call for each alone will tell
-            return ScorerReply([None] * count, is_last)
-        return ScorerReply([make_portable(r) if isinstance(r, Score) else r for r in each], is_last)
+            return PoolReply([None] * count, is_last)
+        return PoolReply(each, is_last)
 
 
 def _seed_generators(items: Sequence[ScoreItem]) -> None:
@@ -122,52 +152,50 @@ def main() -> None:
     message = receive_message(channel)
     if message is None:
         return
-    job: ScorerJob = unpack(message[1])
+    job: PoolJob = unpack(message[1])
     cell = os.open(job.cell, os.O_WRONLY)
     sys.path[:] = job.python_path
     try:
-        user = UserScorer(*job.function, job.batched) if job.function else None
-    except RewardError as error:
+        module, _, name = job.runtime.partition(":")
+        runtime: PoolRuntime = getattr(import_module(module), name)(*job.arguments)
+    except WinnowError as error:
         _send(channel, 0, Ready(False, str(error)))
         return
     loaded = resident_bytes()
-    runtime = ScorerRuntime(user, loaded + (job.memory_bytes - loaded) / 2)
-    is_async = user is not None and user.is_async
-    _send(channel, 0, Ready(is_async))
-    if is_async:
-        asyncio.run(_serve_side_by_side(channel, runtime, job.timeout_s))
+    process = PoolProcess(runtime, job.limits, (loaded + (job.limits.memory_mb << 20)) / 2)
+    _send(channel, 0, Ready(runtime.is_async))
+    if runtime.is_async:
+        asyncio.run(_serve_side_by_side(channel, process))
     else:
-        _serve_one_by_one(channel, runtime, job.batched, cell)
+        _serve_one_by_one(channel, process, job.batched, cell)
 
 
 def _serve_one_by_one(
-    channel: socket.socket, runtime: ScorerRuntime, batched: bool, cell: int
+    channel: socket.socket, process: PoolProcess, batched: bool, cell: int
 ) -> None:
     """Score the answers of each message, and reply once `MESSAGE_S` is over."""
     while (message := receive_message(channel)) is not None:
-        items: list[ScoreItem] = unpack(message[1])
-        outcomes: list[Outcome | None] = []
+        items: list[Any] = unpack(message[1])
+        outcomes: list[Any] = []
         give_back = time.monotonic() + MESSAGE_S
         for number, call in enumerate([items] if batched else [[item] for item in items]):
             os.pwrite(cell, bytes([number]), 0)
-            scored, is_last = runtime.call_without_loop(call)
-            outcomes += scored
+            done, is_last = process.reply(process.runtime.call_without_loop(call), len(call))
+            outcomes += done
             if is_last or time.monotonic() > give_back:
                 break
-        _send(channel, message[0], ScorerReply(outcomes, is_last))
+        _send(channel, message[0], PoolReply(outcomes, is_last))
         if is_last:
             return
 
 
-async def _serve_side_by_side(
-    channel: socket.socket, runtime: ScorerRuntime, timeout_s: float
-) -> None:
+async def _serve_side_by_side(channel: socket.socket, process: PoolProcess) -> None:
     """Make calls as they come, each with its own time.
 
     Where one of them blocks the event loop, the time of the others runs out by no fault of theirs:
     the pool is asked to send those again, alone.
     """
-    loop = asyncio.get_running_loop()
+    loop, timeout_s = asyncio.get_running_loop(), process.limits.timeout_s
     ended = asyncio.Event()
     running: set[asyncio.Task[None]] = set()
     blocked_s = 0.0
@@ -179,20 +207,20 @@ async def _serve_side_by_side(
             await asyncio.sleep(_TICK_S)
             blocked_s += max(0.0, loop.time() - due - _TICK_S)
 
-    async def answer(number: int, items: list[ScoreItem]) -> None:
+    async def answer(number: int, items: list[Any]) -> None:
         before_s = blocked_s
-        work = asyncio.ensure_future(runtime.call(items))
+        work = asyncio.ensure_future(process.runtime.call(items))
         await asyncio.wait({work}, timeout=timeout_s)
         if work.done():
-            outcomes, is_last = work.result()
-            _send(channel, number, ScorerReply(outcomes, is_last and not ended.is_set()))
+            outcomes, is_last = process.reply(work.result(), len(items))
+            _send(channel, number, PoolReply(outcomes, is_last and not ended.is_set()))
             if is_last:
                 ended.set()
             return
         work.cancel()
         is_innocent = blocked_s - before_s > _BLOCKED_SHARE * timeout_s
-        late = None if is_innocent or len(items) > 1 else timeout_failure(timeout_s)
-        _send(channel, number, ScorerReply([late] * len(items)))
+        late = None if is_innocent or len(items) > 1 else process.limits.late
+        _send(channel, number, PoolReply([late] * len(items)))
 
     def on_readable() -> None:
         message = receive_message(channel)
@@ -208,7 +236,7 @@ async def _serve_side_by_side(
     watching.cancel()
 
 
-def _send(channel: socket.socket, number: int, message: Ready | ScorerReply) -> None:
+def _send(channel: socket.socket, number: int, message: Ready | PoolReply) -> None:
     """Send a message; a pool that is gone is met at the next read."""
     with suppress(BrokenPipeError, ConnectionResetError):
         send_message(channel, number, pack(message))
