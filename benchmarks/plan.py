@@ -130,6 +130,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     import torch.distributed as dist
 
     from winnow.config.load import load_recipe
+    from winnow.config.roles import Roles
     from winnow.config.trainer import Fsdp2
     from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
     from winnow.learning.strategy import local
@@ -159,7 +160,9 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     full = full_batches(config)
     gc.collect()
     before = resident("VmRSS")
-    learning = make_learner(config, model, model.config.vocab_size, folder, mesh, Drawn)
+    learning = make_learner(
+        config, Roles(config), model, model.config.vocab_size, folder, mesh, Drawn
+    )
     found: dict[str, int] = {}
     last: list[str] = []
 

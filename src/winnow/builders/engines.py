@@ -20,7 +20,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Cluster, LocalCluster
+from winnow.config.trainer import Cluster, LocalCluster, TrainerConfig
 from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -91,31 +91,34 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     )
 
 
-def engines_sleep(config: Config, roles: Roles) -> bool:
+def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, roles: Roles) -> bool:
     """Return whether engines free their memory while a step is learned."""
-    sleep = getattr(config.rollout.engine, "sleep", False)
+    sleep = getattr(engine, "sleep", False)
     if sleep is not None:
         return bool(sleep)
-    shares = roles.shares_devices or config.cluster.share_devices
-    return shares and config.trainer.mode.name == "sync"
+    shares = roles.shares_devices or cluster.share_devices
+    return shares and trainer.mode.name == "sync"
 
 
-def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -> dict[str, Any]:
+def _memory_options(
+    config: Config, roles: Roles, policy: LoadedPolicy, trains: bool = True
+) -> dict[str, Any]:
     """Return the engine arguments about memory that it shares with the trainer.
 
     `reserved_gib` is an upper bound of what the trainer has yet to allocate on a GPU when an engine
     starts next to it: fp32 masters and AdamW's two moments of all trained weights, and of a critic
     as large as the policy; nothing where they stay in host memory.
     """
-    roles, strategy = Roles(config), config.trainer.strategy
+    trainer, strategy = config.trainer, config.trainer.strategy
+    sleep = engines_sleep(config.rollout.engine, trainer, config.cluster, roles)
     if not (trains and (roles.shares_devices or "rollout" not in roles)):
-        return {"sleep": engines_sleep(config, roles), "reserved_gib": None}
+        return {"sleep": sleep, "reserved_gib": None}
     reserved = 0.0
     if not getattr(strategy, "offload", False):
         trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
         models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
         reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
-    return {"sleep": engines_sleep(config, roles), "reserved_gib": reserved}
+    return {"sleep": sleep, "reserved_gib": reserved}
 
 
 def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True) -> Engine:
@@ -133,9 +136,10 @@ def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True)
         return load_custom_engine(section.path, section.options, model=policy.model, **options)
     if not isinstance(section, TorchEngineConfig | VllmEngineConfig):
         section = TorchEngineConfig()
-    longest, routes = max_sequence_tokens(config), config.rollout.routing_replay
+    routes = config.rollout.routing_replay
+    longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
     options |= engine_options(section, policy.vocabulary, longest, _TORCH_OPTIONS)
-    options |= _memory_options(config, policy, trains)
+    options |= _memory_options(config, Roles(config), policy, trains)
     return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
 
 
@@ -182,12 +186,13 @@ def engine_options(
 
 
 def engine_worker_arguments(
-    config: Config, policy: LoadedPolicy, start: str | None
+    config: Config, roles: Roles, policy: LoadedPolicy, start: str | None
 ) -> dict[str, Any]:
     """Return the arguments of an engine worker."""
     from winnow.models.lora import adapter_base, saved_adapter
 
     base, alone = None, published_adapter(config.model.adapter)
+    longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
     if isinstance(config.model.adapter, LoraAdapter):
         folder = Path(local_folder(policy.path))
         base = adapter_base(folder, start or config.model.source)
@@ -201,8 +206,8 @@ def engine_worker_arguments(
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
         **({"routes": True} if config.rollout.routing_replay else {}),
-        **engine_options(config.rollout.engine, policy.vocabulary, max_sequence_tokens(config)),
-        **_memory_options(config, policy),
+        **engine_options(config.rollout.engine, policy.vocabulary, longest),
+        **_memory_options(config, roles, policy),
     }
 
 
@@ -224,7 +229,8 @@ def make_engine(
     rollout = config.rollout
     if isinstance(rollout.engine, HttpEngineConfig):
         canary = draw_canary(policy, rollout.temperature)
-        longest = max(max_sequence_tokens(config), *map(len, canary.sequences))
+        longest = max_sequence_tokens(config.data, rollout, config.evaluation)
+        longest = max(longest, *map(len, canary.sequences))
         return _http_engine(rollout.engine, policy, not config.run.deterministic, longest)
     if "rollout" not in groups:
         return make_local_engine(config, policy, trains)

@@ -120,7 +120,8 @@ def deal_updates(
     shares = strategy.ranks // getattr(strategy, "sequence", 1)
     shares = strategy.data if isinstance(strategy, Megatron) else shares
     groups = config.sampling.groups_per_step
-    updates = split_updates(groups, config.groups_per_update, (config.run.seed, 1, 0))
+    size = config.trainer.groups_per_update(groups)
+    updates = split_updates(groups, size, (config.run.seed, 1, 0))
     lengths = lengths_B.reshape(groups, config.rollout.n)
     sorted_lengths = (np.sort(lengths[update].ravel())[::-1] for update in updates)
     return [assign(each, max_tokens, shares, width) for each in sorted_lengths]
@@ -157,7 +158,8 @@ def lockstep_notes(config: Config, shape: Any, lengths_B: IntArray | None = None
         if better >= LEAST_LOCKSTEP:
             remedy = f"set trainer.strategy.sequence={n} ({better:.2f})"
             break
-    answers = config.groups_per_update * config.rollout.n
+    groups = config.trainer.groups_per_update(config.sampling.groups_per_step)
+    answers = groups * config.rollout.n
     yield (
         f"Warning: trainer.strategy.ranks={strategy.ranks} wait for each other: {answers:,} "
         f"answers an update keep them busy {share:.2f} of the time (ranks/lockstep); {remedy}"

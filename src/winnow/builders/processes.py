@@ -59,7 +59,7 @@ def worker_processes(
         "start": start,
         "vocabulary": policy.vocabulary,
     }
-    engine = engine_worker_arguments(config, policy, start) if "rollout" in roles else {}
+    engine = engine_worker_arguments(config, roles, policy, start) if "rollout" in roles else {}
     # Ranks come last, but before engines that share their GPUs, which take what is left free.
     starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
     shared = [role for role in starts if role.name == "rollout" and roles.shares_devices]

@@ -108,7 +108,7 @@ def build_models(
     learner: AnyLearner
     states: ModelStates
     if ranks is None:
-        learning = make_learner(config, policy.model, policy.vocabulary, start)
+        learning = make_learner(config, roles, policy.model, policy.vocabulary, start)
         strategy, learner, passes = learning.policy, learning.learner, learning.passes
         states, machine = _local_states(learning, policy), describe_machine(policy.device)
         release: Callable[[], None] | None = release_memory
@@ -129,7 +129,8 @@ def build_models(
         machine |= _layout_facts(config.trainer.strategy)
         exports = remote.weights if adapter is None else remote.adapter
         weights = exports if has_weights else remote.trained
-    release = release if engines_sleep(config, roles) else None
+    sleeps = engines_sleep(section, config.trainer, config.cluster, roles)
+    release = release if sleeps else None
     publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine, release)
     if has_weights or ranks is not None:
         canary = draw_canary(policy, config.rollout.temperature)

@@ -354,7 +354,7 @@ def _find_fork_source(config: Config, fork: str) -> ForkSource:
     recipe = load_recipe(str(checkpoint.path / CONFIG))
     config, pinned = _pin_as_saved(config, recipe)
     changes = check_fork(config, recipe, str(checkpoint.path))
-    code = code_changes(config, manifest.code)
+    code = code_changes(user_code_files(config), manifest.code)
     began = f"Forked from {run} after step {checkpoint.step}"
     began += f", to be trained to step {config.trainer.steps}" if has_steps else ""
     return ForkSource(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
@@ -420,7 +420,7 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
             f"trainer.steps={steps} is below the {checkpoint.step} steps that {folder.path} has "
             "trained; increase it, or resume an earlier checkpoint with run.resume=FOLDER"
         )
-    notes += code_changes(config, manifest.code)
+    notes += code_changes(user_code_files(config), manifest.code)
     knows_steps = epochs is None or not _changes_step_count(config, recipe)
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
@@ -480,34 +480,31 @@ def _with_hub_files(config: Config, pins: Mapping[str, tuple[str, ...]]) -> Conf
     return with_settings(config, data={"hub_files": files}) if files else config
 
 
-def code_hashes(config: Config) -> dict[str, str]:
-    """Hash the user's own Python files that a recipe names, by its keys."""
-    return {
-        key: hashlib.sha256(path.read_bytes()).hexdigest()
-        for key, path in _user_code_paths(config)
-        if path.is_file()
-    }
+def user_code_files(config: Config) -> dict[str, Path]:
+    """Find the user's own Python files that a recipe names, by its keys."""
+    places = {key: value.rpartition(":")[0] or value for key, value in user_code_settings(config)}
+    paths = {key: Path(place).expanduser() for key, place in places.items()}
+    return {key: path for key, path in paths.items() if path.is_file()}
 
 
-def code_changes(config: Config, old_hashes: Mapping[str, str]) -> list[str]:
-    """Warn about the user's files that have changed.
+def code_hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """Hash files of `user_code_files`, by their keys."""
+    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in files.items()}
+
+
+def code_changes(files: Mapping[str, Path], old_hashes: Mapping[str, str]) -> list[str]:
+    """Warn about files of `user_code_files` that have changed.
 
     Args:
         old_hashes: `code_hashes` when the checkpoint was made.
     """
-    now = code_hashes(config)
-    changed = {key for key in now if old_hashes.get(key, now[key]) != now[key]}
+    now = code_hashes(files)
     return [
         f"Warning: {key}={path} has changed since the checkpoint was saved: the run uses the "
         "current file"
-        for key, path in _user_code_paths(config)
-        if key in changed
+        for key, path in files.items()
+        if old_hashes.get(key, now[key]) != now[key]
     ]
-
-
-def _user_code_paths(config: Config) -> Iterator[tuple[str, Path]]:
-    for key, value in user_code_settings(config):
-        yield key, Path(value.rpartition(":")[0] or value).expanduser()
 
 
 def user_code_settings(config: Config) -> Iterator[tuple[str, str]]:

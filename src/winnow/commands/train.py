@@ -31,6 +31,7 @@ from winnow.config.model import SftWarmStart
 from winnow.config.roles import Roles
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
+from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import LocalCluster
 from winnow.data.loader import PromptSource, training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
@@ -45,7 +46,14 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, load_user_sink
 from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
-from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
+from winnow.ranks.models import (
+    LoadedPolicy,
+    explain_oom,
+    fetch_models,
+    load_policy,
+    memory_remedy,
+    start_notes,
+)
 from winnow.run.loop import Run, train
 from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
@@ -130,7 +138,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         end = MachineDeadline(config.trainer)
         _note(sink, *end.notes, *startup_notes(roles, config.trainer.checkpoint_url))
         with (
-            explain_oom(config),
+            explain_oom(),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
@@ -153,7 +161,10 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 rewards.count_offloaded,
             )
             _start_sinks(sinks, run, folder, figures, options.began_s)
-            explained = explain_oom(config, policy.model, run.save_after_failure)
+            longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
+            sections = config.model, config.rollout, config.sampling, config.trainer
+            remedy = partial(memory_remedy, policy.model, *sections, longest)
+            explained = explain_oom(remedy, run.save_after_failure)
             stopped = _train(run, options.stop, end, explained, config.sampling.on_bound)
         if stopped is not None:
             _note(sink, _stopped_note(stopped, run.state.step, folder))
@@ -285,7 +296,8 @@ def _resolve_models(
         or a critic needs it, and figures of a warm start made now. A resumed run's warm start that
         is no longer cached is made again, with the same bits.
     """
-    checkpoint, is_needed = opened.checkpoint, needs_start(config)
+    checkpoint, algorithm = opened.checkpoint, config.algorithm
+    is_needed = needs_start(config.model, config.reference, config.critic, algorithm)
     if checkpoint is not None and not is_needed:
         return str(checkpoint.model), None, {}
     began, start, figures = time.monotonic(), config.model.source, {}
@@ -297,7 +309,8 @@ def _resolve_models(
         figures = {SFT_S: time.monotonic() - began}
     assert start is not None, "the configuration asks for a model or a warm start"
     if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
-        fetch_models(config, sink.print_line)
+        sections = config.model, config.reference, config.critic, config.reward
+        fetch_models(*sections, sink.print_line)
         _note(sink, *start_notes(config.model, start))
     if checkpoint is not None:
         return str(checkpoint.model), start, {}

@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from winnow.config.algorithm import AlgorithmConfig
+from winnow.config.base import Section
+from winnow.config.data import Sft
 from winnow.config.judge import scorer_sharding
+from winnow.config.reward import RewardConfig
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
+from winnow.config.trainer import Cluster, TrainerConfig
 
 POLICY_STATE = "ranks"
 """A checkpoint's folder of the state that the ranks of the policy hold."""
@@ -37,8 +42,8 @@ class Role:
     """Title of the processes, for people; `{s}` stands for the plural's s."""
     log_name: str = "{name}"
     """Name of a group in logs; `{number}` stands for that of an engine."""
-    is_needed: Callable[[Config], bool] = lambda config: True
-    """Test of a recipe: has it work for the role."""
+    is_needed: Callable[[AlgorithmConfig, Sft], bool] = lambda algorithm, sft: True
+    """Test of a recipe's sections: has it work for the role."""
     saved_in: str | None = None
     """A checkpoint's folder of the state that its ranks hold; None: they hold none."""
     worker_by_engine: Mapping[str, str] | None = None
@@ -86,7 +91,11 @@ class Roles:
     """The roles of a recipe, by name; iterates over those that have processes."""
 
     def __init__(self, config: Config) -> None:
-        roles = [_resolve_role(role, config) for role in ROLES]
+        roles = []
+        for role in ROLES:
+            section = getattr(config, role.key.partition(".")[0])
+            is_needed = role.is_needed(config.algorithm, config.sft)
+            roles.append(_resolve_role(role, is_needed, section, config.trainer, config.cluster))
         widths: dict[str, int] = {}
         for role in roles:
             if role.gpus:
@@ -119,9 +128,9 @@ class Roles:
         return tuple(self._roles.values())
 
 
-def needs_reference(config: Config) -> bool:
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """Return whether a loss or the rewards have a KL to the reference."""
-    kl = config.algorithm.kl
+    kl = algorithm.kl
     return (kl.reward.name, kl.loss.name) != ("none", "none")
 
 
@@ -174,40 +183,47 @@ ROLES = [
         "reference.strategy.ranks",
         "winnow.ranks.workers:ReferenceWorker",
         ("config", "start", "vocabulary"),
-        is_needed=lambda c: needs_reference(c) and c.sft.name == "none",
+        is_needed=lambda algorithm, sft: needs_reference(algorithm) and sft.name == "none",
     ),
     Role(
         "critic",
         "critic.strategy.ranks",
         "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
-        is_needed=lambda c: c.algorithm.advantage.name == "gae" and c.sft.name == "none",
+        is_needed=lambda algorithm, sft: algorithm.advantage.name == "gae" and sft.name == "none",
         saved_in="critic",
     ),
 ]
 """Each role of a recipe, in the order in which they get GPUs of one machine."""
 
 
-def _resolve_role(role: Role, config: Config) -> Role:
-    """Return a role with the counts and classes of a recipe."""
-    *path, name = role.key.split(".")
-    section: Any = config
+def _resolve_role(
+    role: Role, is_needed: bool, section: Section, trainer: TrainerConfig, cluster: Cluster
+) -> Role:
+    """Return a role with the counts and classes of a recipe.
+
+    Args:
+        section: that in which the role's key begins.
+    """
+    _, *path, name = role.key.split(".")
+    inner: Any = section
     for part in path:
-        section = getattr(section, part, None)
-    count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
-    width, model = getattr(section, "tensor_parallel", 1), config.reward.model
-    pools, by_role = (getattr(config.cluster, name, None) for name in ("pools", "roles"))
-    shares = role.name == "rollout" and config.cluster.share_devices and not pools
+        inner = getattr(inner, part, None)
+    count, is_vllm = getattr(inner, name, 0), isinstance(inner, VllmEngineConfig)
+    width = getattr(inner, "tensor_parallel", 1)
+    pools, by_role = (getattr(cluster, name, None) for name in ("pools", "roles"))
+    shares = role.name == "rollout" and cluster.share_devices and not pools
     if count is None:  # engines: 1 where none can be in the run's process
-        count = int(is_vllm or config.trainer.mode.name != "sync")
-        if shares and (ranks := getattr(config.trainer.strategy, "ranks", 0)):
+        count = int(is_vllm or trainer.mode.name != "sync")
+        if shares and (ranks := getattr(trainer.strategy, "ranks", 0)):
             count = max(ranks // width, 1)
-    if role.name == "reward":
+    if isinstance(inner, RewardConfig):  # scorers
+        model = inner.model
         width = int(model.name != "none" and scorer_sharding(model) is None)
     return replace(
         role,
-        worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),
-        count=count if role.is_needed(config) else 0,
+        worker=(role.worker_by_engine or {}).get(getattr(inner, "name", ""), role.worker),
+        count=count if is_needed else 0,
         width=width,
         is_vllm=is_vllm,
         pool="policy" if shares else getattr(by_role, role.name, None),

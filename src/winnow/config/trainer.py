@@ -257,6 +257,10 @@ class TrainerConfig(Section):
     """Seconds without progress (a token, an update, a step, a downloaded byte) after which a
     supervised run counts as hung; loading models and starting processes must take less."""
 
+    def groups_per_update(self, groups_per_step: int) -> int:
+        """Return the groups of an update, which are at most those of a step."""
+        return min(self.mini_batch_groups or groups_per_step, groups_per_step)
+
 
 class OptimConfig(Section):
     """AdamW. Schedules count steps (rollout steps), never updates."""

@@ -189,7 +189,8 @@ def _run_learner(
             with fake, tracker:
                 return cast(Strategy, kind(*args, **options))
 
-        learning = learner.make_learner(config, model, model.config.vocab_size, path, mesh, make)
+        of_policy = model, model.config.vocab_size, path
+        learning = learner.make_learner(config, Roles(config), *of_policy, mesh, make)
         roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
         models = {role: cast(TrackedStrategy, each) for role, each in roles.items() if each}
         with fake, tracker:
@@ -213,10 +214,11 @@ def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, 
     options = dict[str, Any]()
     if role == "reference":
         model = learner.load_role(load_causal_lm, config, role, path, _CPU, "shapes")
-        options = learner.readout_options(config, cast(Any, model).config.vocab_size)
+        sections, vocabulary = (config.rollout, config.trainer, config.model), cast(Any, model)
+        options = learner.readout_options(*sections, vocabulary.config.vocab_size)
     elif role == "critic":
         model = learner.load_role(load_value_model, config, role, path, _CPU, "shapes")
-        options = learner.critic_options(config)
+        options = learner.critic_options(config.critic)
     else:
         dtype = torch_dtype(section.dtype or config.model.dtype)
         model = load_reward_model(section.path, dtype, _CPU, hollow="shapes")
@@ -301,7 +303,8 @@ def run_phases(
     learners = {**learning.others, "policy": learning.policy}
     for strategy in learners.values():
         _fill_optimizer(strategy)
-    if learner.make_objective(config).old == "pass":
+    groups = config.sampling.groups_per_step
+    if learner.old_source(config.algorithm, config.trainer, groups) == "pass":
         begin("old log-probs")
         learning.policy.forward(full[:1], frozenset({"logprob", "entropy"}))
     if learning.reference is not None:
@@ -325,9 +328,10 @@ def _train_role(
     begin: Callable[[str], object],
 ) -> None:
     """Run an update of a model; for a critic, the pass for its values first."""
-    loss = cast(Any, learner.make_objective(config))
+    algorithm, rollout = config.algorithm, config.rollout
+    loss = cast(Any, learner.make_objective(algorithm, rollout, config.trainer, config.sampling))
     if role == "critic":
-        loss = learner.make_value_objective(config)
+        loss = learner.make_value_objective(config.critic, rollout)
         begin("values")
         strategy.forward([micro], loss.outputs)
     begin(f"{role} update")

@@ -254,7 +254,7 @@ class LearnerWorker(SavingRank):
         model = load_policy_model(
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )
-        self._learning = make_learner(config, model, vocabulary, start, self._mesh)
+        self._learning = make_learner(config, Roles(config), model, vocabulary, start, self._mesh)
         check_finite(path, self._learning.policy.local_weights())
         strategies = {"policy": self._learning.policy, **self._learning.others}
         self._strategies = cast("dict[str, RanksStrategy]", strategies)
@@ -483,7 +483,7 @@ class ReferenceWorker(Rank):
         super().__init__(rank, config.run, sharding.replicas)
         device = device_of(self._mesh)
         model = load_role(load_causal_lm, config, "reference", start, device, True)
-        readout = readout_options(config, vocabulary)
+        readout = readout_options(config.rollout, config.trainer, config.model, vocabulary)
         options = Sharding(offload=sharding.offload)
         self._strategy = FSDP2Strategy(model.requires_grad_(False), self._mesh, options, **readout)
         self._max_tokens = config.trainer.microbatch_tokens

@@ -82,7 +82,7 @@ def test_an_engine_takes_the_slots_of_as_many_ranks_as_it_has_gpus() -> None:
 def test_engines_sleep_where_they_share_gpus_with_ranks_in_sync_mode() -> None:
     def sleeps(*settings: str) -> bool:
         config = recipe("quickstart", *settings)
-        return engines_sleep(config, Roles(config))
+        return engines_sleep(config.rollout.engine, config.trainer, config.cluster, Roles(config))
 
     assert sleeps(*FOUR, SHARED)
     assert sleeps(SHARED)
@@ -314,7 +314,7 @@ def test_a_kernel_without_a_deterministic_form_is_named() -> None:
     named = (
         r"^run\.deterministic=true: put_ has no deterministic form .*; set run\.determ\S+=false$"
     )
-    with pytest.raises(TrainingError, match=named), explain_oom(recipe("quickstart")):
+    with pytest.raises(TrainingError, match=named), explain_oom():
         torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.small_models import save
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from winnow.data.loader import training_prompts
+from winnow.data.prompts import PromptSet
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError, TrainingError, WorkerError
 from winnow.ranks.models import (
@@ -22,19 +24,21 @@ from winnow.ranks.models import (
     explain_oom,
     is_out_of_memory,
     load_policy,
-    longest_prompt,
+    memory_remedy,
 )
 
 
 def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> None:
     config = recipe("quickstart", "rollout.engine.slots=64", "trainer.microbatch_tokens=5000")
     model = quickstart_model()
-    with pytest.raises(TrainingError) as told, explain_oom(config, model):
+    longest = config.data.max_prompt_tokens + 128
+    sections = config.model, config.rollout, config.sampling, config.trainer
+    remedy = partial(memory_remedy, model, *sections, longest)
+    with pytest.raises(TrainingError) as told, explain_oom(remedy):
         torch.empty(2**60)
     line = str(told.value)
     assert "\n" not in line
     assert line.startswith("out of memory: ")
-    longest = config.data.max_prompt_tokens + 128
     shape = model.config
     token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
     held = min(longest, shape.max_position_embeddings)
@@ -46,7 +50,7 @@ def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> N
     held = pytest.raises(
         TrainingError, match=r"^out of memory while models are loaded: .*cache_gib$"
     )
-    with held, explain_oom(config):
+    with held, explain_oom():
         np.empty(2**50)
 
 
@@ -57,7 +61,7 @@ def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> N
         raise gone
 
     told = pytest.raises(TrainingError, match=r"^out of memory: learner\[1\] failed in learn")
-    with told, explain_oom(recipe("quickstart"), quickstart_model(), save):
+    with told, explain_oom(lambda: "lower it", save):
         raise gone
 
 
@@ -74,7 +78,7 @@ def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> N
 def test_only_what_refuses_memory_is_told_so(error: Exception, says_so: bool) -> None:
     assert is_out_of_memory(error) == says_so
     kind = TrainingError if says_so else type(error)
-    with pytest.raises(kind), explain_oom(recipe("quickstart")):
+    with pytest.raises(kind), explain_oom():
         raise error
 
 
@@ -110,12 +114,15 @@ def test_learned_positions_must_hold_the_longest_prompt_that_is_left(
     ]
     config = recipe("quickstart", *settings)
     policy = load_policy(config, path, torch.device("cpu"))
-    longest = longest_prompt(config, training_prompts(config.data, policy.tokenizer, 0))
+    prompts = training_prompts(config.data, policy.tokenizer, 0)
+    given = config.data, config.sft, config.rollout, path, policy.model, prompts
     if fits:
-        check_positions(config, path, policy.model, longest)
+        check_positions(*given)
         return
     with pytest.raises(ModelError) as caught:
-        check_positions(config, path, policy.model, longest)
+        check_positions(*given)
+    assert isinstance(prompts, PromptSet)
+    longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
     assert str(caught.value) == (
         f"rollout.max_response_tokens 40 after the longest prompt's {longest} tokens does not fit "
         f"the model's 64 positions ({path}); lower it, or data.max_prompt_tokens, or use a model "
