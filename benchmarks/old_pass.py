@@ -49,7 +49,7 @@ def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict
     """A learner of the recipe from a start, with `old` from there; and its weights."""
     policy = load_policy(config, path, torch.device("cpu"))
     strategy = make_learner(config, Roles(config), policy.model, policy.vocabulary, None).policy
-    objective = make_objective(config.algorithm, config.rollout, config.trainer, config.sampling)
+    objective = make_objective(config)
     assert objective.old == "current", "a step of one update needs no pass"
     settings = LearnerSettings(
         groups_per_update=config.sampling.groups_per_step,

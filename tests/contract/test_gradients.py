@@ -297,7 +297,7 @@ def test_without_a_pass_of_its_own_one_update_has_the_same_gradient(loss: str) -
     aggregation = f"algorithm.aggregation={legal_aggregation(loss)}"
     changes = [f"algorithm/policy_loss={loss}", aggregation]
     config = load_recipe("quickstart", [*changes, "trainer.mini_batch_groups=null"])
-    objective = make_objective(config.algorithm, config.rollout, config.trainer, config.sampling)
+    objective = make_objective(config)
     assert objective.old == "current"
     with_pass = of_one_update(replace(objective, old="pass"))
     assert_same([of_one_update(objective)], [with_pass], 1e-6)

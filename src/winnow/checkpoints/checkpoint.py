@@ -101,6 +101,16 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Bytes and sha256 by path; filled in when the checkpoint is written."""
 
+    def machine_changes(self, machine: Mapping[str, str | int]) -> list[str]:
+        """Warn about differences between the checkpoint's machine and this one."""
+        was = self.machine
+        return [
+            f"Warning: {name} changed from {was[name]} to {now}: results may differ in the last "
+            "bits"
+            for name, now in machine.items()
+            if name in was and was[name] != now
+        ]
+
 
 _MANIFESTS = TypeAdapter(Manifest)
 

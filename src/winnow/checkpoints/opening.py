@@ -50,7 +50,7 @@ from winnow.checkpoints.checkpoint import (
 from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_state, with_settings
 from winnow.checkpoints.strangers import MARK, mark_as_local
 from winnow.config.base import CODE, side_effects
-from winnow.config.data import Demonstrations
+from winnow.config.data import DataConfig, Demonstrations, Sft
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -126,16 +126,6 @@ class OpenedRun:
     def is_finished(self, steps: int) -> bool:
         """Return whether all steps are known to be done."""
         return self.knows_steps and self.manifest.step >= steps and self.manifest.evaluated
-
-    def machine_changes(self, machine: Mapping[str, str | int]) -> list[str]:
-        """Warn about differences between the checkpoint's machine and this one."""
-        was = self.manifest.machine
-        return [
-            f"Warning: {name} changed from {was[name]} to {now}: results may differ in the last "
-            "bits"
-            for name, now in machine.items()
-            if name in was and was[name] != now
-        ]
 
     def rewind(self, metrics: MetricsLog, recipe: str) -> None:
         """Drop all records later than the checkpoint, and write the recipe to the folder.
@@ -421,7 +411,11 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
             "trained; increase it, or resume an earlier checkpoint with run.resume=FOLDER"
         )
     notes += code_changes(user_code_files(config), manifest.code)
-    knows_steps = epochs is None or not _changes_step_count(config, recipe)
+    # Passes over the data may give another number of steps than before.
+    lengths = [
+        (each.trainer.data_epochs, each.sampling.groups_per_step) for each in (config, recipe)
+    ]
+    knows_steps = epochs is None or lengths[0] == lengths[1]
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
     may_be_damaged = bool(rank_folders) and requested is None
@@ -436,7 +430,8 @@ def _pin_commits(config: Config) -> Config:
         DataError: there is no such data set or file, or the hub cannot be asked.
         ModelError: there is no such model or revision, or it cannot be fetched.
     """
-    config = _with_hub_files(config, {})
+    data = _pin_hub_files(config.data, config.sft, {})
+    config = config.model_copy(update={"data": data})
     path, revision = config.model.path, config.model.revision
     is_local = path is None or "://" in path or Path(path).expanduser().exists()
     if path is not None and not is_local and may_be_hub_name(path):
@@ -455,7 +450,8 @@ def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     the data is read, the commit of a branch."""
     if config.trainer.data_epochs is not None:
         config = with_settings(config, trainer={"steps": saved.trainer.steps})
-    config = _with_hub_files(config, saved.data.hub_files)
+    data = _pin_hub_files(config.data, config.sft, saved.data.hub_files)
+    config = config.model_copy(update={"data": data})
     was, now = saved.model.revision, config.model.revision
     is_commit = now is not None and _COMMIT.fullmatch(now)
     if was is None or is_commit or config.model.path != saved.model.path:
@@ -464,20 +460,14 @@ def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     return with_settings(config, model={"revision": was}), [note] if now is not None else []
 
 
-def _changes_step_count(config: Config, saved: Config) -> bool:
-    """Return whether passes over the data may give another number of steps than before."""
-    is_same = config.trainer.data_epochs == saved.trainer.data_epochs
-    return not is_same or config.sampling.groups_per_step != saved.sampling.groups_per_step
-
-
-def _with_hub_files(config: Config, pins: Mapping[str, tuple[str, ...]]) -> Config:
+def _pin_hub_files(data: DataConfig, sft: Sft, pins: Mapping[str, tuple[str, ...]]) -> DataConfig:
     """Pin the data files on the hub that are not pinned yet."""
-    shown = config.sft if isinstance(config.sft, Demonstrations) else Demonstrations()
-    named = (c.train_files + c.eval_files for c in (config.data, shown))
+    shown = sft if isinstance(sft, Demonstrations) else Demonstrations()
+    named = (c.train_files + c.eval_files for c in (data, shown))
     urls = [url for url in chain(*named) if is_on_hub(url)]
-    hub_files = {**config.data.hub_files, **pins}
+    hub_files = {**data.hub_files, **pins}
     files = {url: hub_files[url] if url in hub_files else pin_files(url) for url in urls}
-    return with_settings(config, data={"hub_files": files}) if files else config
+    return data.model_copy(update={"hub_files": files}) if files else data
 
 
 def user_code_files(config: Config) -> dict[str, Path]:

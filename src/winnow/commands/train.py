@@ -31,7 +31,6 @@ from winnow.config.model import SftWarmStart
 from winnow.config.roles import Roles
 from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
-from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import LocalCluster
 from winnow.data.loader import PromptSource, training_prompts
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
@@ -46,14 +45,7 @@ from winnow.observe.rollouts import RolloutGroup
 from winnow.observe.sinks import BackgroundSink, Kind, RunInfo, Sink, Sinks, load_user_sink
 from winnow.observe.trace import TraceFile
 from winnow.ranks.learner import needs_start
-from winnow.ranks.models import (
-    LoadedPolicy,
-    explain_oom,
-    fetch_models,
-    load_policy,
-    memory_remedy,
-    start_notes,
-)
+from winnow.ranks.models import LoadedPolicy, explain_oom, fetch_models, load_policy, start_notes
 from winnow.run.loop import Run, train
 from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
@@ -138,7 +130,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         end = MachineDeadline(config.trainer)
         _note(sink, *end.notes, *startup_notes(roles, config.trainer.checkpoint_url))
         with (
-            explain_oom(),
+            explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
@@ -152,7 +144,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
             run = _build(context, data, sink)
-            _note(sink, *opened.machine_changes(placed.machine))
+            _note(sink, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch_counters(
@@ -161,10 +153,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 rewards.count_offloaded,
             )
             _start_sinks(sinks, run, folder, figures, options.began_s)
-            longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
-            sections = config.model, config.rollout, config.sampling, config.trainer
-            remedy = partial(memory_remedy, policy.model, *sections, longest)
-            explained = explain_oom(remedy, run.save_after_failure)
+            explained = explain_oom(config, policy.model, run.save_after_failure)
             stopped = _train(run, options.stop, end, explained, config.sampling.on_bound)
         if stopped is not None:
             _note(sink, _stopped_note(stopped, run.state.step, folder))
@@ -201,11 +190,8 @@ def _read_data(
         data = training_prompts(config.data, policy.tokenizer, config.run.seed)
         groups, task = config.sampling.groups_per_step, config.data.task.name
         steps = steps if epochs is None else count_steps(epochs, groups, data, task)
-    config, saved_config = (
-        each.model_copy(update={"trainer": each.trainer.model_copy(update={"steps": steps})})
-        for each in (config, opened.config)
-    )
-    return data, config, saved_config
+    config, saved = (with_settings(c, trainer={"steps": steps}) for c in (config, opened.config))
+    return data, config, saved
 
 
 def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:

@@ -11,13 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from winnow.config.algorithm import AlgorithmConfig
-from winnow.config.base import Section
-from winnow.config.data import Sft
 from winnow.config.judge import scorer_sharding
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
-from winnow.config.trainer import Cluster, TrainerConfig
 
 POLICY_STATE = "ranks"
 """A checkpoint's folder of the state that the ranks of the policy hold."""
@@ -42,8 +39,8 @@ class Role:
     """Title of the processes, for people; `{s}` stands for the plural's s."""
     log_name: str = "{name}"
     """Name of a group in logs; `{number}` stands for that of an engine."""
-    is_needed: Callable[[AlgorithmConfig, Sft], bool] = lambda algorithm, sft: True
-    """Test of a recipe's sections: has it work for the role."""
+    is_needed: Callable[[AlgorithmConfig], bool] | None = None
+    """Test of what learns from rewards: has it work for the role; None: any recipe has, SFT too."""
     saved_in: str | None = None
     """A checkpoint's folder of the state that its ranks hold; None: they hold none."""
     worker_by_engine: Mapping[str, str] | None = None
@@ -92,10 +89,34 @@ class Roles:
 
     def __init__(self, config: Config) -> None:
         roles = []
+        trainer, cluster, learns = config.trainer, config.cluster, config.sft.name == "none"
+        pools, by_role = (getattr(cluster, name, None) for name in ("pools", "roles"))
         for role in ROLES:
-            section = getattr(config, role.key.partition(".")[0])
-            is_needed = role.is_needed(config.algorithm, config.sft)
-            roles.append(_resolve_role(role, is_needed, section, config.trainer, config.cluster))
+            *path, key = role.key.split(".")
+            section: Any = config
+            for part in path:
+                section = getattr(section, part, None)
+            count, is_vllm = getattr(section, key, 0), isinstance(section, VllmEngineConfig)
+            width = getattr(section, "tensor_parallel", 1)
+            shares = role.name == "rollout" and cluster.share_devices and not pools
+            if count is None:  # engines: 1 where none can be in the run's process
+                count = int(is_vllm or trainer.mode.name != "sync")
+                if shares and (ranks := getattr(trainer.strategy, "ranks", 0)):
+                    count = max(ranks // width, 1)
+            if role.is_needed and not (learns and role.is_needed(config.algorithm)):
+                count = 0
+            if isinstance(section, RewardConfig):  # scorers
+                model = section.model
+                width = int(model.name != "none" and scorer_sharding(model) is None)
+            resolved = replace(
+                role,
+                worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),
+                count=count,
+                width=width,
+                is_vllm=is_vllm,
+                pool="policy" if shares else getattr(by_role, role.name, None),
+            )
+            roles.append(resolved)
         widths: dict[str, int] = {}
         for role in roles:
             if role.gpus:
@@ -183,48 +204,15 @@ ROLES = [
         "reference.strategy.ranks",
         "winnow.ranks.workers:ReferenceWorker",
         ("config", "start", "vocabulary"),
-        is_needed=lambda algorithm, sft: needs_reference(algorithm) and sft.name == "none",
+        is_needed=needs_reference,
     ),
     Role(
         "critic",
         "critic.strategy.ranks",
         "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
-        is_needed=lambda algorithm, sft: algorithm.advantage.name == "gae" and sft.name == "none",
+        is_needed=lambda algorithm: algorithm.advantage.name == "gae",
         saved_in="critic",
     ),
 ]
 """Each role of a recipe, in the order in which they get GPUs of one machine."""
-
-
-def _resolve_role(
-    role: Role, is_needed: bool, section: Section, trainer: TrainerConfig, cluster: Cluster
-) -> Role:
-    """Return a role with the counts and classes of a recipe.
-
-    Args:
-        section: that in which the role's key begins.
-    """
-    _, *path, name = role.key.split(".")
-    inner: Any = section
-    for part in path:
-        inner = getattr(inner, part, None)
-    count, is_vllm = getattr(inner, name, 0), isinstance(inner, VllmEngineConfig)
-    width = getattr(inner, "tensor_parallel", 1)
-    pools, by_role = (getattr(cluster, name, None) for name in ("pools", "roles"))
-    shares = role.name == "rollout" and cluster.share_devices and not pools
-    if count is None:  # engines: 1 where none can be in the run's process
-        count = int(is_vllm or trainer.mode.name != "sync")
-        if shares and (ranks := getattr(trainer.strategy, "ranks", 0)):
-            count = max(ranks // width, 1)
-    if isinstance(inner, RewardConfig):  # scorers
-        model = inner.model
-        width = int(model.name != "none" and scorer_sharding(model) is None)
-    return replace(
-        role,
-        worker=(role.worker_by_engine or {}).get(getattr(inner, "name", ""), role.worker),
-        count=count if is_needed else 0,
-        width=width,
-        is_vllm=is_vllm,
-        pool="policy" if shares else getattr(by_role, role.name, None),
-    )

@@ -18,13 +18,7 @@ from winnow.config.reward import RewardConfig
 from winnow.config.roles import Roles
 from winnow.config.rollout import VLLM_MAX_RANK, RolloutConfig, SamplingConfig
 from winnow.config.root import Config, RunConfig
-from winnow.config.trainer import (
-    Cluster,
-    CriticConfig,
-    EvaluationConfig,
-    OptimConfig,
-    TrainerConfig,
-)
+from winnow.config.trainer import Cluster, EvaluationConfig, TrainerConfig
 from winnow.errors import ConfigError
 
 Rule = Callable[..., Iterator[str]]
@@ -96,26 +90,27 @@ def _correction_warnings(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> 
 
 
 def _batch_warnings(
-    trainer: TrainerConfig,
-    sampling: SamplingConfig,
-    rollout: RolloutConfig,
-    data: DataConfig,
-    roles: Roles,
+    trainer: TrainerConfig, sampling: SamplingConfig, rollout: RolloutConfig, roles: Roles
 ) -> Iterator[str]:
-    """Yield the cost of steps that ranks or micro-batches do not divide; nothing is dropped."""
+    """Yield the cost of steps that ranks do not divide; nothing is dropped."""
     strategy = trainer.strategy
     sharing = getattr(strategy, "sequence", 1)
     if strategy.name == "megatron":
         sharing = strategy.model_parallel_ranks
     ranks = roles["policy"].count // sharing
     update = trainer.groups_per_update(sampling.groups_per_step) * rollout.n
-    longest = data.max_prompt_tokens + rollout.max_response_tokens
     if ranks > update:
         yield (
             f"Warning: an update has {update} answers for {ranks} data-parallel ranks, so "
             f"{ranks - update} idle; raise trainer.mini_batch_groups or sampling.groups_per_step, "
             "or use fewer ranks"
         )
+
+
+def _microbatch_warnings(
+    data: DataConfig, rollout: RolloutConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
     if longest > trainer.microbatch_tokens:
         yield (
             "Warning: <trainer.microbatch_tokens> is less than the longest prompt and answer "
@@ -123,36 +118,23 @@ def _batch_warnings(
         )
 
 
-def _critic_warnings(
-    algorithm: AlgorithmConfig, critic: CriticConfig, trainer: TrainerConfig
-) -> Iterator[str]:
-    if algorithm.advantage.name == "gae" and critic.warmup_steps >= trainer.steps:
-        yield (
-            "Warning: <critic.warmup_steps> leaves none of <trainer.steps> for the policy: the "
-            f"first {trainer.steps - 1} train the critic only"
-        )
-
-
-def _staleness_warnings(trainer: TrainerConfig, sampling: SamplingConfig) -> Iterator[str]:
-    if trainer.mode.name != "sync" and sampling.max_staleness == 1:
+def _warmup_warnings(config: Config) -> Iterator[str]:
+    trainer, critic, start = config.trainer, config.critic, config.warm_start
+    warmups = [("optim", config.optim.warmup_steps, "trainer", trainer.steps)]
+    if config.algorithm.advantage.name == "gae":
+        warmups.append(("critic.optim", critic.optim.warmup_steps, "trainer", trainer.steps))
+        if critic.warmup_steps >= trainer.steps:
+            yield (
+                "Warning: <critic.warmup_steps> leaves none of <trainer.steps> for the policy: the "
+                f"first {trainer.steps - 1} train the critic only"
+            )
+    if trainer.mode.name != "sync" and config.sampling.max_staleness == 1:
         yield (
             "<trainer/mode> with <sampling.max_staleness> opens no new groups while a full step "
             "waits for the trainer; 2 keeps the engines busier"
         )
-
-
-def _warmup_warnings(
-    optim: OptimConfig,
-    critic: CriticConfig,
-    warm_start: WarmStart,
-    algorithm: AlgorithmConfig,
-    trainer: TrainerConfig,
-) -> Iterator[str]:
-    warmups = [("optim", optim.warmup_steps, "trainer", trainer.steps)]
-    if algorithm.advantage.name == "gae":
-        warmups.append(("critic.optim", critic.optim.warmup_steps, "trainer", trainer.steps))
-    if warm_start.name == "sft":
-        warmups.append(("warm_start", warm_start.warmup_steps, "warm_start", warm_start.steps))
+    if start.name == "sft":
+        warmups.append(("warm_start", start.warmup_steps, "warm_start", start.steps))
     for at, warmup, run, steps in warmups:
         if warmup > steps:
             yield (
@@ -497,6 +479,5 @@ RULES: tuple[Rule, ...] = (
     *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement, _sharing),
 )
 WARNINGS: tuple[Rule, ...] = (
-    *(_correction_warnings, _batch_warnings, _critic_warnings, _staleness_warnings),
-    _warmup_warnings,
+    *(_correction_warnings, _batch_warnings, _microbatch_warnings, _warmup_warnings),
 )

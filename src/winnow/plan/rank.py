@@ -303,8 +303,7 @@ def run_phases(
     learners = {**learning.others, "policy": learning.policy}
     for strategy in learners.values():
         _fill_optimizer(strategy)
-    groups = config.sampling.groups_per_step
-    if learner.old_source(config.algorithm, config.trainer, groups) == "pass":
+    if learner.make_objective(config).old == "pass":
         begin("old log-probs")
         learning.policy.forward(full[:1], frozenset({"logprob", "entropy"}))
     if learning.reference is not None:
@@ -328,10 +327,9 @@ def _train_role(
     begin: Callable[[str], object],
 ) -> None:
     """Run an update of a model; for a critic, the pass for its values first."""
-    algorithm, rollout = config.algorithm, config.rollout
-    loss = cast(Any, learner.make_objective(algorithm, rollout, config.trainer, config.sampling))
+    loss = cast(Any, learner.make_objective(config))
     if role == "critic":
-        loss = learner.make_value_objective(config.critic, rollout)
+        loss = learner.make_value_objective(config.critic, config.rollout)
         begin("values")
         strategy.forward([micro], loss.outputs)
     begin(f"{role} update")

@@ -27,7 +27,7 @@ from winnow.config.algorithm import (
 from winnow.config.data import Demonstrations
 from winnow.config.model import ModelConfig, NoAdapter, ReferenceConfig
 from winnow.config.roles import Roles, needs_reference
-from winnow.config.rollout import RolloutConfig, SamplingConfig
+from winnow.config.rollout import RolloutConfig
 from winnow.config.root import Config
 from winnow.config.trainer import (
     CriticConfig,
@@ -138,7 +138,7 @@ def make_learner(
         if path is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
             frozen = load_role(load_causal_lm, config, "reference", start, policy.device, hollow)
             reference = hold(frozen.requires_grad_(False), **readout)
-    objective = make_objective(algorithm, config.rollout, trainer, config.sampling)
+    objective = make_objective(config)
     learner = Learner(
         Policy(policy, objective),
         _advantage_stage(algorithm),
@@ -215,13 +215,9 @@ def make_value_objective(critic: CriticConfig, rollout: RolloutConfig) -> ValueO
     return ValueObjective(loss.clip, loss.aggregation, rollout.max_response_tokens)
 
 
-def make_objective(
-    algorithm: AlgorithmConfig,
-    rollout: RolloutConfig,
-    trainer: TrainerConfig,
-    sampling: SamplingConfig,
-) -> PolicyObjective:
+def make_objective(config: Config) -> PolicyObjective:
     """Make the loss that an update of the policy minimizes."""
+    algorithm = config.algorithm
     kl = algorithm.kl.loss
     section = algorithm.policy_loss
     if isinstance(section, CustomPolicyLoss):
@@ -234,10 +230,10 @@ def make_objective(
         loss=loss,
         options=options,
         aggregation=algorithm.aggregation,
-        norm_tokens=algorithm.aggregation_norm_tokens or rollout.max_response_tokens,
+        norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
         entropy_coef=algorithm.entropy_coef,
         kl=KlTerm(kl.coef, kl.estimator, kl.importance_weight) if isinstance(kl, LossKl) else None,
-        old=old_source(algorithm, trainer, sampling.groups_per_step),
+        old=old_source(algorithm, config.trainer, config.sampling.groups_per_step),
         correction=_correction_options(algorithm.correction, recomputed=False),
     )
 
@@ -306,7 +302,15 @@ def _hold(
         assert isinstance(chosen, WholeModels)
         return partial(Strategy, compiles=chosen.compile)
     if isinstance(chosen, Megatron):
-        return _megatron(chosen, mesh, planned)
+        from winnow.learning.data_parallel import device_of
+        from winnow.models.megatron.mcore_import import import_megatron
+
+        import_megatron(device_of(mesh))
+        from winnow.learning.megatron import MegatronStrategy, RankLayout
+
+        split = chosen.sequence_parallel
+        layout = RankLayout(chosen.tensor, chosen.pipeline, chosen.expert, split)
+        return partial(planned or MegatronStrategy, mesh=mesh, layout=layout)
     from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
     from winnow.learning.sequence import sequence_group
 
@@ -318,21 +322,6 @@ def _hold(
         sharding=Sharding(chosen.reshard_after_forward, chosen.offload, chosen.prefetch),
         sequence=sequence_group(chosen.sequence),
     )
-
-
-def _megatron(
-    chosen: Megatron, mesh: DeviceMesh, planned: Callable[..., Strategy] | None
-) -> Callable[..., Strategy]:
-    """Return what holds a model by Megatron's layers."""
-    from winnow.learning.data_parallel import device_of
-    from winnow.models.megatron.mcore_import import import_megatron
-
-    import_megatron(device_of(mesh))
-    from winnow.learning.megatron import MegatronStrategy, RankLayout
-
-    split = chosen.sequence_parallel
-    layout = RankLayout(chosen.tensor, chosen.pipeline, chosen.expert, split)
-    return partial(planned or MegatronStrategy, mesh=mesh, layout=layout)
 
 
 def readout_options(
@@ -352,22 +341,16 @@ def _adamw_options(optim: OptimConfig) -> dict[str, Any]:
 
 
 def _advantage_stage(algorithm: AlgorithmConfig) -> AdvantageStage:
-    section, penalty = algorithm.advantage, _kl_penalty(algorithm)
+    section, kl = algorithm.advantage, algorithm.kl.reward
+    penalty = None if isinstance(kl, NoKl) else KlPenalty(kl.coef, kl.estimator)
+    if isinstance(kl, AdaptiveRewardKl):
+        penalty = KlPenalty(kl.coef, kl.estimator, kl.target, kl.horizon_samples)
     if isinstance(section, CustomAdvantage):
         from winnow.learning.custom import load_estimator
 
         return AdvantageStage(load_estimator(section), section.options, penalty)
     options = section.model_dump(exclude={"name"})
     return AdvantageStage(ESTIMATORS[section.name], options, penalty)
-
-
-def _kl_penalty(algorithm: AlgorithmConfig) -> KlPenalty | None:
-    kl = algorithm.kl.reward
-    if isinstance(kl, NoKl):
-        return None
-    if isinstance(kl, AdaptiveRewardKl):
-        return KlPenalty(kl.coef, kl.estimator, kl.target, kl.horizon_samples)
-    return KlPenalty(kl.coef, kl.estimator)
 
 
 def _corrects(correction: CorrectionConfig) -> bool:

@@ -17,10 +17,10 @@ from winnow.config.data import DataConfig, Demonstrations, NoTask, Sft
 from winnow.config.judge import EngineJudge, SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig, ReferenceConfig
 from winnow.config.reward import RewardConfig
-from winnow.config.rollout import RolloutConfig, SamplingConfig, VllmEngineConfig
+from winnow.config.rollout import RolloutConfig, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import CriticConfig, Fsdp2, LocalCluster, Megatron, TrainerConfig
+from winnow.config.trainer import CriticConfig, Fsdp2, LocalCluster, Megatron
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import has_tokenizer, load_tokenizer, make_decoder, stop_token_ids
 from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
@@ -184,7 +184,7 @@ def load_policy(
     if not folder and is_adapter(path) and not has_tokenizer(local_folder(path)):
         source = _whole(path) or path
     tokenizer = load_tokenizer(source, config.model.trust_remote_code, field)
-    with explain_oom():
+    with explain_oom(config):
         model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
     embedded = cast(int, model.config.vocab_size)
@@ -226,42 +226,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | RuntimeError | WorkerError) and match is not None
 
 
-def memory_remedy(
-    policy: PreTrainedModel,
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    sampling: SamplingConfig,
-    trainer: TrainerConfig,
-    longest: int,
-) -> str:
-    """Return what takes the memory of a run, and how to take less.
-
-    Args:
-        longest: most tokens of a prompt and its answer.
-    """
-    answers, engine = sampling.groups_per_step * rollout.n, ""
-    if slots := getattr(rollout.engine, "slots", 0):
-        size = slots * cache_bytes_per_slot(policy.config, torch_dtype(model.dtype), longest)
-        engine = (
-            f"an engine writes up to {slots:,} answers of {longest:,} tokens at once (keys and "
-            f"values of {size / 2**30:.3g} GiB): lower rollout.engine.slots or "
-            "rollout.engine.cache_gib; "
-        )
-    return (
-        f"{engine}learning runs {trainer.microbatch_tokens:,} tokens of {answers:,} answers at "
-        "once: lower trainer.microbatch_tokens, or set model.gradient_checkpointing=true; with "
-        "run.fork a run goes on from its last checkpoint with other settings"
-    )
-
-
 @contextlib.contextmanager
 def explain_oom(
-    remedy: Callable[[], str] | None = None, save: Callable[[], None] = lambda: None
+    config: Config,
+    model: PreTrainedModel | None = None,
+    save: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Tell what took the memory where it ends within the block, and how to take less.
 
     Args:
-        remedy: says what to change, as `memory_remedy` does; None while models are loaded.
+        model: the policy's; None while models are loaded.
         save: saves what can be, before; ranks that have failed cannot.
 
     Raises:
@@ -278,7 +252,7 @@ def explain_oom(
             ) from error
         if not is_out_of_memory(error):
             raise
-        if remedy is None:
+        if model is None:
             raise TrainingError(
                 f"out of memory while models are loaded: {one_line(error)[:200]}; choose a smaller "
                 "model.path or model.dtype=bfloat16, share it out with trainer/strategy=fsdp2 and "
@@ -286,7 +260,22 @@ def explain_oom(
             ) from error
         with contextlib.suppress(MemoryError, RuntimeError, WinnowError):
             save()
-        raise TrainingError(f"out of memory: {one_line(error)[:200]}; {remedy()}") from error
+        answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
+        longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
+        if slots := getattr(config.rollout.engine, "slots", 0):
+            dtype = torch_dtype(config.model.dtype)
+            size = slots * cache_bytes_per_slot(model.config, dtype, longest)
+            engine = (
+                f"an engine writes up to {slots:,} answers of {longest:,} tokens at once (keys and "
+                f"values of {size / 2**30:.3g} GiB): lower rollout.engine.slots or "
+                "rollout.engine.cache_gib; "
+            )
+        raise TrainingError(
+            f"out of memory: {one_line(error)[:200]}; {engine}learning runs "
+            f"{config.trainer.microbatch_tokens:,} tokens of {answers:,} answers at once: lower "
+            "trainer.microbatch_tokens, or set model.gradient_checkpointing=true; with run.fork "
+            "a run goes on from its last checkpoint with other settings"
+        ) from error
 
 
 def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -339,8 +339,8 @@ def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
 def test_another_machine_is_told_apart(tmp_path: Path) -> None:
     run_to(tmp_path, 4)
     opened = open_again(recipe(tmp_path))
-    assert opened.machine_changes({"threads": 1, "torch": "9"}) == []
-    assert opened.machine_changes({"threads": 2}) == [
+    assert opened.manifest.machine_changes({"threads": 1, "torch": "9"}) == []
+    assert opened.manifest.machine_changes({"threads": 2}) == [
         "Warning: threads changed from 1 to 2: results may differ in the last bits"
     ]
 

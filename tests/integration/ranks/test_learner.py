@@ -61,21 +61,21 @@ OLD_POLICY = {
 
 def test_a_pass_for_the_old_policy_is_made_only_where_something_needs_it() -> None:
     configs = {words: load_recipe("quickstart", words.split()) for words in OLD_POLICY}
-    sections = {w: (c.algorithm, c.rollout, c.trainer, c.sampling) for w, c in configs.items()}
-    assert {words: make_objective(*each).old for words, each in sections.items()} == OLD_POLICY
+    assert {words: make_objective(config).old for words, config in configs.items()} == OLD_POLICY
 
 
 def test_the_objective_takes_over_what_the_recipe_says() -> None:
-    c = load_recipe(
-        "quickstart",
-        [
-            *("algorithm.aggregation=seq-mean-token-sum-norm", "algorithm.entropy_coef=0.01"),
-            *("algorithm/kl/loss=fixed", "algorithm.kl.loss.coef=0.2", ONE_UPDATE),
-            *("algorithm.kl.loss.estimator=k2", "algorithm.correction.mode=fused"),
-            *("algorithm/correction/weight=masked", "algorithm/correction/rejection=k1"),
-        ],
+    objective = make_objective(
+        load_recipe(
+            "quickstart",
+            [
+                *("algorithm.aggregation=seq-mean-token-sum-norm", "algorithm.entropy_coef=0.01"),
+                *("algorithm/kl/loss=fixed", "algorithm.kl.loss.coef=0.2", ONE_UPDATE),
+                *("algorithm.kl.loss.estimator=k2", "algorithm.correction.mode=fused"),
+                *("algorithm/correction/weight=masked", "algorithm/correction/rejection=k1"),
+            ],
+        )
     )
-    objective = make_objective(c.algorithm, c.rollout, c.trainer, c.sampling)
     assert objective.options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10}
     assert objective.norm_tokens == 128
     assert objective.entropy_coef == 0.01

@@ -314,7 +314,7 @@ def test_a_kernel_without_a_deterministic_form_is_named() -> None:
     named = (
         r"^run\.deterministic=true: put_ has no deterministic form .*; set run\.determ\S+=false$"
     )
-    with pytest.raises(TrainingError, match=named), explain_oom():
+    with pytest.raises(TrainingError, match=named), explain_oom(recipe("quickstart")):
         torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,21 +23,18 @@ from winnow.ranks.models import (
     explain_oom,
     is_out_of_memory,
     load_policy,
-    memory_remedy,
 )
 
 
 def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> None:
     config = recipe("quickstart", "rollout.engine.slots=64", "trainer.microbatch_tokens=5000")
     model = quickstart_model()
-    longest = config.data.max_prompt_tokens + 128
-    sections = config.model, config.rollout, config.sampling, config.trainer
-    remedy = partial(memory_remedy, model, *sections, longest)
-    with pytest.raises(TrainingError) as told, explain_oom(remedy):
+    with pytest.raises(TrainingError) as told, explain_oom(config, model):
         torch.empty(2**60)
     line = str(told.value)
     assert "\n" not in line
     assert line.startswith("out of memory: ")
+    longest = config.data.max_prompt_tokens + 128
     shape = model.config
     token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4
     held = min(longest, shape.max_position_embeddings)
@@ -50,7 +46,7 @@ def test_the_line_names_rows_tokens_bytes_and_the_settings_that_take_less() -> N
     held = pytest.raises(
         TrainingError, match=r"^out of memory while models are loaded: .*cache_gib$"
     )
-    with held, explain_oom():
+    with held, explain_oom(config):
         np.empty(2**50)
 
 
@@ -61,7 +57,7 @@ def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> N
         raise gone
 
     told = pytest.raises(TrainingError, match=r"^out of memory: learner\[1\] failed in learn")
-    with told, explain_oom(lambda: "lower it", save):
+    with told, explain_oom(recipe("quickstart"), quickstart_model(), save):
         raise gone
 
 
@@ -78,7 +74,7 @@ def test_ranks_that_cannot_save_any_more_do_not_hide_what_took_the_memory() -> N
 def test_only_what_refuses_memory_is_told_so(error: Exception, says_so: bool) -> None:
     assert is_out_of_memory(error) == says_so
     kind = TrainingError if says_so else type(error)
-    with pytest.raises(kind), explain_oom():
+    with pytest.raises(kind), explain_oom(recipe("quickstart")):
         raise error
 
 
