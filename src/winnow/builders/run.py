@@ -38,11 +38,7 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import TimedScorer
 from winnow.ranks.learner import kl_notes, needs_of
-from winnow.ranks.models import (
-    LoadedPolicy,
-    check_positions,
-    use_deterministic_kernels,
-)
+from winnow.ranks.models import LoadedPolicy, check_positions, use_deterministic_kernels
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
 from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run

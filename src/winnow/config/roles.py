@@ -185,11 +185,7 @@ ROLES = [
         "pipelines",
         "scorer{s}",
     ),
-    Role(
-        "reward_model",
-        "reward.model.strategy.ranks",
-        "winnow.ranks.workers:RewardModelWorker",
-    ),
+    Role("reward_model", "reward.model.strategy.ranks", "winnow.ranks.workers:RewardModelWorker"),
     Role(
         "judge",
         "reward.judge.engine.processes",

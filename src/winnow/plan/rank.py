@@ -320,11 +320,7 @@ def _fill_optimizer(strategy: Any) -> None:
 
 
 def _train_role(
-    config: Config,
-    role: str,
-    strategy: Strategy,
-    micro: MicroBatch,
-    begin: Callable[[str], object],
+    config: Config, role: str, strategy: Strategy, micro: MicroBatch, begin: Callable[[str], object]
 ) -> None:
     """Run an update of a model; for a critic, the pass for its values first."""
     loss = cast(Any, learner.make_objective(config))

@@ -163,11 +163,7 @@ class LoadedPolicy:
 
 
 def load_policy(
-    config: Config,
-    path: str,
-    device: torch.device,
-    start: str | None = None,
-    hollow: bool = False,
+    config: Config, path: str, device: torch.device, start: str | None = None, hollow: bool = False
 ) -> LoadedPolicy:
     """Load the model and tokenizer of a folder.
 
@@ -228,9 +224,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explain_oom(
-    config: Config,
-    model: PreTrainedModel | None = None,
-    save: Callable[[], None] = lambda: None,
+    config: Config, model: PreTrainedModel | None = None, save: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Tell what took the memory where it ends within the block, and how to take less.
 

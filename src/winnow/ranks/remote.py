@@ -11,10 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from winnow.checkpoints.checkpoint import (
-    FileEntry,
-    Snapshot,
-)
+from winnow.checkpoints.checkpoint import FileEntry, Snapshot
 from winnow.checkpoints.run_state import ModelStates
 from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError
