@@ -136,8 +136,7 @@ def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True)
         return load_custom_engine(section.path, section.options, model=policy.model, **options)
     if not isinstance(section, TorchEngineConfig | VllmEngineConfig):
         section = TorchEngineConfig()
-    routes = config.rollout.routing_replay
-    longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
+    longest, routes = max_sequence_tokens(config), config.rollout.routing_replay
     options |= engine_options(section, policy.vocabulary, longest, _TORCH_OPTIONS)
     options |= _memory_options(config, Roles(config), policy, trains)
     return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
@@ -192,7 +191,6 @@ def engine_worker_arguments(
     from winnow.models.lora import adapter_base, saved_adapter
 
     base, alone = None, published_adapter(config.model.adapter)
-    longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
     if isinstance(config.model.adapter, LoraAdapter):
         folder = Path(local_folder(policy.path))
         base = adapter_base(folder, start or config.model.source)
@@ -206,7 +204,7 @@ def engine_worker_arguments(
         "live_updates": not config.run.deterministic,
         "fp32_head": config.model.fp32_head,
         **({"routes": True} if config.rollout.routing_replay else {}),
-        **engine_options(config.rollout.engine, policy.vocabulary, longest),
+        **engine_options(config.rollout.engine, policy.vocabulary, max_sequence_tokens(config)),
         **_memory_options(config, roles, policy),
     }
 
@@ -229,8 +227,7 @@ def make_engine(
     rollout = config.rollout
     if isinstance(rollout.engine, HttpEngineConfig):
         canary = draw_canary(policy, rollout.temperature)
-        longest = max_sequence_tokens(config.data, rollout, config.evaluation)
-        longest = max(longest, *map(len, canary.sequences))
+        longest = max(max_sequence_tokens(config), *map(len, canary.sequences))
         return _http_engine(rollout.engine, policy, not config.run.deterministic, longest)
     if "rollout" not in groups:
         return make_local_engine(config, policy, trains)

@@ -119,9 +119,8 @@ def deal_updates(
     """
     shares = strategy.ranks // getattr(strategy, "sequence", 1)
     shares = strategy.data if isinstance(strategy, Megatron) else shares
-    groups = config.sampling.groups_per_step
-    size = config.trainer.groups_per_update(groups)
-    updates = split_updates(groups, size, (config.run.seed, 1, 0))
+    groups, seed = config.sampling.groups_per_step, (config.run.seed, 1, 0)
+    updates = split_updates(groups, config.trainer.groups_per_update(groups), seed)
     lengths = lengths_B.reshape(groups, config.rollout.n)
     sorted_lengths = (np.sort(lengths[update].ravel())[::-1] for update in updates)
     return [assign(each, max_tokens, shares, width) for each in sorted_lengths]
@@ -158,8 +157,7 @@ def lockstep_notes(config: Config, shape: Any, lengths_B: IntArray | None = None
         if better >= LEAST_LOCKSTEP:
             remedy = f"set trainer.strategy.sequence={n} ({better:.2f})"
             break
-    groups = config.trainer.groups_per_update(config.sampling.groups_per_step)
-    answers = groups * config.rollout.n
+    answers = config.trainer.groups_per_update(config.sampling.groups_per_step) * config.rollout.n
     yield (
         f"Warning: trainer.strategy.ranks={strategy.ranks} wait for each other: {answers:,} "
         f"answers an update keep them busy {share:.2f} of the time (ranks/lockstep); {remedy}"

@@ -103,8 +103,7 @@ def make_evaluator(
         ModelError: the longest prompt does not fit the model.
         RewardError: a data source has no scorer.
     """
-    model = policy.path, policy.model
-    check_positions(config.data, config.sft, config.rollout, *model, held_out)
+    check_positions(config.data, config.sft, config.rollout, policy.path, policy.model, held_out)
     rewards.check_sources(held_out.data_sources, held_out=True)
     return Evaluator(
         engine,
@@ -182,8 +181,7 @@ def build_run(
     """
     config, policy, folder = context.config, context.policy, context.folder
     rewards, placed, tell = context.rewards, context.placed, context.timeline
-    model = policy.path, policy.model
-    check_positions(config.data, config.sft, config.rollout, *model, source)
+    check_positions(config.data, config.sft, config.rollout, policy.path, policy.model, source)
     rewards.check_sources(source.data_sources)
     rewards.check_prompt(source.prompt(0))
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):

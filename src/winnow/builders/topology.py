@@ -129,8 +129,7 @@ def build_models(
         machine |= _layout_facts(config.trainer.strategy)
         exports = remote.weights if adapter is None else remote.adapter
         weights = exports if has_weights else remote.trained
-    sleeps = engines_sleep(section, config.trainer, config.cluster, roles)
-    release = release if sleeps else None
+    release = release if engines_sleep(section, config.trainer, config.cluster, roles) else None
     publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine, release)
     if has_weights or ranks is not None:
         canary = draw_canary(policy, config.rollout.temperature)

@@ -105,10 +105,9 @@ class Manifest:
         """Warn about differences between the checkpoint's machine and this one."""
         was = self.machine
         return [
-            f"Warning: {name} changed from {was[name]} to {now}: results may differ in the last "
-            "bits"
-            for name, now in machine.items()
-            if name in was and was[name] != now
+            f"Warning: {key} changed from {was[key]} to {now}: results may differ in the last bits"
+            for key, now in machine.items()
+            if key in was and was[key] != now
         ]
 
 

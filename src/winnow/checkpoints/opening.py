@@ -52,6 +52,7 @@ from winnow.checkpoints.strangers import MARK, mark_as_local
 from winnow.config.base import CODE, side_effects
 from winnow.config.data import DataConfig, Demonstrations, Sft
 from winnow.config.load import dump_config, load_recipe
+from winnow.config.model import ModelConfig
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.data.hub import is_on_hub, pin_files
@@ -127,21 +128,22 @@ class OpenedRun:
         """Return whether all steps are known to be done."""
         return self.knows_steps and self.manifest.step >= steps and self.manifest.evaluated
 
-    def rewind(self, metrics: MetricsLog, recipe: str) -> None:
-        """Drop all records later than the checkpoint, and write the recipe to the folder.
 
-        In this order: a crash within leaves what the same call can finish.
+def rewind(folder: RunFolder, manifest: Manifest, metrics: MetricsLog, recipe: str) -> None:
+    """Drop all records later than a checkpoint, and write the recipe to the folder.
 
-        Raises:
-            WinnowError: the folder cannot be changed, or metrics.jsonl was.
-        """
-        folder, step = self.folder, self.manifest.step
-        remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
-        delete_rollouts_after(folder.ledger, step)
-        delete_rollouts_after(folder.rollouts, step)
-        delete_rollouts_after(folder.evaluations, step if self.manifest.evaluated else step - 1)
-        metrics.truncate(self.manifest.metrics_bytes)
-        folder.save_config(recipe)
+    In this order: a crash within leaves what the same call can finish.
+
+    Raises:
+        WinnowError: the folder cannot be changed, or metrics.jsonl was.
+    """
+    step = manifest.step
+    remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
+    delete_rollouts_after(folder.ledger, step)
+    delete_rollouts_after(folder.rollouts, step)
+    delete_rollouts_after(folder.evaluations, step if manifest.evaluated else step - 1)
+    metrics.truncate(manifest.metrics_bytes)
+    folder.save_config(recipe)
 
 
 @contextlib.contextmanager
@@ -262,7 +264,11 @@ def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> Opene
             stack.enter_context(locked(named.path))
             return _reopen_run(config, named, None)
     origin = None if run.fork is None else _find_fork_source(config, run.fork)
-    config = _pin_commits(config) if origin is None else origin.config
+    if origin is None:
+        data = _pin_hub_files(config.data, config.sft, {})
+        config = config.model_copy(update={"data": data, "model": _pin_commit(config.model)})
+    else:
+        config = origin.config
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
     stack.enter_context(locked(named.path))
@@ -412,10 +418,8 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
         )
     notes += code_changes(user_code_files(config), manifest.code)
     # Passes over the data may give another number of steps than before.
-    lengths = [
-        (each.trainer.data_epochs, each.sampling.groups_per_step) for each in (config, recipe)
-    ]
-    knows_steps = epochs is None or lengths[0] == lengths[1]
+    was, now = ((c.trainer.data_epochs, c.sampling.groups_per_step) for c in (recipe, config))
+    knows_steps = epochs is None or was == now
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
     may_be_damaged = bool(rank_folders) and requested is None
@@ -423,26 +427,23 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
     return OpenedRun(folder, saved_config, tuple(notes), *state)
 
 
-def _pin_commits(config: Config) -> Config:
-    """Pin data and model on the hub to their current commits, so that resuming uses the same.
+def _pin_commit(model: ModelConfig) -> ModelConfig:
+    """Pin a model on the hub to its current commit, so that resuming uses the same.
 
     Raises:
-        DataError: there is no such data set or file, or the hub cannot be asked.
         ModelError: there is no such model or revision, or it cannot be fetched.
     """
-    data = _pin_hub_files(config.data, config.sft, {})
-    config = config.model_copy(update={"data": data})
-    path, revision = config.model.path, config.model.revision
+    path, revision = model.path, model.revision
     is_local = path is None or "://" in path or Path(path).expanduser().exists()
     if path is not None and not is_local and may_be_hub_name(path):
         snapshot = local_folder(f"{path}@{revision or 'main'}")
-        return with_settings(config, model={"revision": Path(snapshot).name})
+        return model.model_copy(update={"revision": Path(snapshot).name})
     if revision is not None:
         raise ConfigError(
             f"model.revision={revision} only applies to models on the hub, and model.path={path} "
             "is a folder; set model.revision=null"
         )
-    return config
+    return model
 
 
 def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
@@ -461,7 +462,11 @@ def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
 
 
 def _pin_hub_files(data: DataConfig, sft: Sft, pins: Mapping[str, tuple[str, ...]]) -> DataConfig:
-    """Pin the data files on the hub that are not pinned yet."""
+    """Pin the data files on the hub that are not pinned yet to their current commits.
+
+    Raises:
+        DataError: there is no such data set or file, or the hub cannot be asked.
+    """
     shown = sft if isinstance(sft, Demonstrations) else Demonstrations()
     named = (c.train_files + c.eval_files for c in (data, shown))
     urls = [url for url in chain(*named) if is_on_hub(url)]
@@ -472,8 +477,8 @@ def _pin_hub_files(data: DataConfig, sft: Sft, pins: Mapping[str, tuple[str, ...
 
 def user_code_files(config: Config) -> dict[str, Path]:
     """Find the user's own Python files that a recipe names, by its keys."""
-    places = {key: value.rpartition(":")[0] or value for key, value in user_code_settings(config)}
-    paths = {key: Path(place).expanduser() for key, place in places.items()}
+    places = ((key, v.rpartition(":")[0] or v) for key, v in user_code_settings(config))
+    paths = {key: Path(place).expanduser() for key, place in places}
     return {key: path for key, path in paths.items() if path.is_file()}
 
 

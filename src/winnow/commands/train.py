@@ -22,7 +22,7 @@ from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
 from winnow.builders.topology import build_models, build_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
-from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run
+from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run, rewind
 from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
@@ -50,7 +50,6 @@ from winnow.run.loop import Run, train
 from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
 from winnow.sampling.ledger import Ledger
-from winnow.sampling.stream import Sampler
 from winnow.views.curve import CurveSink, draw_curve
 from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
@@ -282,8 +281,7 @@ def _resolve_models(
         or a critic needs it, and figures of a warm start made now. A resumed run's warm start that
         is no longer cached is made again, with the same bits.
     """
-    checkpoint, algorithm = opened.checkpoint, config.algorithm
-    is_needed = needs_start(config.model, config.reference, config.critic, algorithm)
+    checkpoint, is_needed = opened.checkpoint, needs_start(config)
     if checkpoint is not None and not is_needed:
         return str(checkpoint.model), None, {}
     began, start, figures = time.monotonic(), config.model.source, {}
@@ -314,23 +312,17 @@ def _restore(context: RunContext, opened: OpenedRun, run: Run | SftRun, sink: Co
         run.evaluate_before = False
         if isinstance(run, Run) and run.prompt_budget.is_exhausted and run.unfinished is None:
             sink.print_line(_finished_note(config, opened.folder))
-    opened.rewind(context.metrics, context.recipe)
+    rewind(opened.folder, opened.manifest, context.metrics, context.recipe)
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
     _note(sink, *run.notes, *profile)
     if isinstance(run, Run) and config.sampling.score_lag_ticks is None:
-        _note(sink, *_lag_notes(run.sampler))
-
-
-def _lag_notes(sampler: Sampler) -> list[str]:
-    """Describe the score lag, where scores are late and the recipe does not set it."""
-    lag, looks = sampler.score_lag_ticks, sampler.look_ticks
-    if not lag:
-        return []
-    when = f", when the engines are next polled (every {looks} ticks)" if looks > 1 else ""
-    return [
-        f"Scorers run concurrently with the engine: a score arrives {lag} decode ticks after its "
-        f"answer ends{when} (sampling.score_lag_ticks)"
-    ]
+        lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
+        when = f", when the engines are next polled (every {looks} ticks)" if looks > 1 else ""
+        late = (
+            f"Scorers run concurrently with the engine: a score arrives {lag} decode ticks after "
+            f"its answer ends{when} (sampling.score_lag_ticks)"
+        )
+        _note(sink, *[late] * bool(lag))
 
 
 def _train(

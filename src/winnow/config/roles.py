@@ -106,8 +106,7 @@ class Roles:
             if role.is_needed and not (learns and role.is_needed(config.algorithm)):
                 count = 0
             if isinstance(section, RewardConfig):  # scorers
-                model = section.model
-                width = int(model.name != "none" and scorer_sharding(model) is None)
+                width = int(section.model.name != "none" and not scorer_sharding(section.model))
             resolved = replace(
                 role,
                 worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),

@@ -23,7 +23,7 @@ from winnow.errors import ConfigError
 
 Rule = Callable[..., Iterator[str]]
 """Yields a line for each fault. Its parameters are the sections that it depends on, by their names;
-`roles` are the recipe's, and `config` is the whole recipe."""
+`roles` are the recipe's, `longest` is of `max_sequence_tokens`, and `config` is all of it."""
 _KEY = re.compile(r"(?<![^ (])<([a-z_./]+)>")
 
 
@@ -45,12 +45,10 @@ def config_warnings(config: Config) -> list[str]:
 
 def _apply(rules: Iterable[Rule], config: Config) -> list[str]:
     """Return the lines of rules, with the value of each key in them."""
-    arguments = {**dict(config), "roles": Roles(config), "config": config}
-    lines = [
-        line
-        for rule in rules
-        for line in rule(**{name: arguments[name] for name in signature(rule).parameters})
-    ]
+    arguments = {**dict(config), "config": config, "roles": Roles(config)}
+    arguments["longest"] = max_sequence_tokens(config)
+    calls = (rule(**{n: arguments[n] for n in signature(rule).parameters}) for rule in rules)
+    lines = [line for call in calls for line in call]
     settings = _settings(config, _KEY.findall(" ".join(lines)))
     return [_KEY.sub(lambda match: settings[match[1]], line) for line in lines]
 
@@ -69,12 +67,10 @@ def _settings(config: Config, keys: Iterable[str]) -> dict[str, str]:
     return settings
 
 
-def max_sequence_tokens(
-    data: DataConfig, rollout: RolloutConfig, evaluation: EvaluationConfig
-) -> int:
+def max_sequence_tokens(config: Config) -> int:
     """Return the most tokens that an answer has with its prompt, in training and evaluation."""
-    evaluated = evaluation.max_response_tokens or 0
-    return data.max_prompt_tokens + max(rollout.max_response_tokens, evaluated)
+    evaluated = config.evaluation.max_response_tokens or 0
+    return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, evaluated)
 
 
 def _correction_warnings(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:
@@ -364,14 +360,8 @@ def _evaluation(
         )
 
 
-def _engine(
-    rollout: RolloutConfig, model: ModelConfig, data: DataConfig, evaluation: EvaluationConfig
-) -> Iterator[str]:
-    engine, adapter, longest = (
-        rollout.engine,
-        model.adapter,
-        max_sequence_tokens(data, rollout, evaluation),
-    )
+def _engine(rollout: RolloutConfig, model: ModelConfig, longest: int) -> Iterator[str]:
+    engine, adapter = rollout.engine, model.adapter
     if engine.name != "vllm":
         return
     if adapter.name == "lora" and adapter.publish == "adapter" and adapter.rank > VLLM_MAX_RANK:
@@ -474,10 +464,8 @@ def _sharing(
         )
 
 
-RULES: tuple[Rule, ...] = (
+RULES = (
     *(_sources, _truth_column, _group_size, _admission, _updates, _lengths, _reward),
     *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement, _sharing),
 )
-WARNINGS: tuple[Rule, ...] = (
-    *(_correction_warnings, _batch_warnings, _microbatch_warnings, _warmup_warnings),
-)
+WARNINGS = _correction_warnings, _batch_warnings, _microbatch_warnings, _warmup_warnings

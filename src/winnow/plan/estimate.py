@@ -281,8 +281,7 @@ def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: F
     room = min(alone, machine.limit_gib - beside)
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
     whole = rank.parameters["policy"] * dtype.itemsize / GIB
-    longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
-    row = cache_bytes_per_slot(rank.shape, dtype, longest) / GIB
+    row = cache_bytes_per_slot(rank.shape, dtype, max_sequence_tokens(config)) / GIB
     half = alone / 2  # for weights, so that many answers fit
     enough = (n for n in (1, 2, 4, 8) if max(whole / n, row / min(n, heads)) <= half)
     split = getattr(engine, "tensor_parallel", 1)
@@ -494,8 +493,7 @@ class RecipeEstimate:
         if not engine["fits"]:
             return engine
         # Each decoding step reads the weights and half of the final KV cache of its rows.
-        longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
-        share = (self.prompts_B + self.answers_B).mean() / longest
+        share = (self.prompts_B + self.answers_B).mean() / max_sequence_tokens(config)
         row = engine["longest_row_gib"] * share
         rows = min(engine["cache_gib"] / row, getattr(config.rollout.engine, "slots", np.inf))
         read = (engine["weights_gib"] + rows * row / 2) * GIB / machine.memory_bytes_s

@@ -230,8 +230,7 @@ def _learns_alike(first: Config, second: Config) -> bool:
 def list_changes(config: Config) -> list[list[str]]:
     """List changes of a recipe that reduce the memory of a rank, cheapest first."""
     must = ["model.dtype=bfloat16"] if config.model.dtype == "float32" else []
-    longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
-    singles = []
+    longest, singles = max_sequence_tokens(config), []
     if not config.model.gradient_checkpointing:
         singles.append("model.gradient_checkpointing=true")
     if config.trainer.microbatch_tokens > longest:

@@ -218,7 +218,7 @@ def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, 
         options = learner.readout_options(*sections, vocabulary.config.vocab_size)
     elif role == "critic":
         model = learner.load_role(load_value_model, config, role, path, _CPU, "shapes")
-        options = learner.critic_options(config.critic)
+        options = learner.critic_options(config)
     else:
         dtype = torch_dtype(section.dtype or config.model.dtype)
         model = load_reward_model(section.path, dtype, _CPU, hollow="shapes")
@@ -325,7 +325,7 @@ def _train_role(
     """Run an update of a model; for a critic, the pass for its values first."""
     loss = cast(Any, learner.make_objective(config))
     if role == "critic":
-        loss = learner.make_value_objective(config.critic, config.rollout)
+        loss = learner.make_value_objective(config)
         begin("values")
         strategy.forward([micro], loss.outputs)
     begin(f"{role} update")

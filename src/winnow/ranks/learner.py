@@ -25,18 +25,11 @@ from winnow.config.algorithm import (
     NoWeight,
 )
 from winnow.config.data import Demonstrations
-from winnow.config.model import ModelConfig, NoAdapter, ReferenceConfig
+from winnow.config.model import ModelConfig, NoAdapter
 from winnow.config.roles import Roles, needs_reference
 from winnow.config.rollout import RolloutConfig
 from winnow.config.root import Config
-from winnow.config.trainer import (
-    CriticConfig,
-    Fsdp2,
-    Megatron,
-    OptimConfig,
-    TrainerConfig,
-    WholeModels,
-)
+from winnow.config.trainer import Fsdp2, Megatron, OptimConfig, TrainerConfig, WholeModels
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.imitation import Imitator
@@ -75,14 +68,12 @@ def needs_of(advantage: Advantage) -> frozenset[str]:
     return ESTIMATORS[advantage.name].needs
 
 
-def needs_start(
-    model: ModelConfig, reference: ReferenceConfig, critic: CriticConfig, algorithm: AlgorithmConfig
-) -> bool:
+def needs_start(config: Config) -> bool:
     """Return whether a resumed run needs the model that the run began from."""
     return (
-        not isinstance(model.adapter, NoAdapter)
-        or (needs_reference(algorithm) and reference.path is None)
-        or ("values" in needs_of(algorithm.advantage) and critic.path is None)
+        not isinstance(config.model.adapter, NoAdapter)
+        or (needs_reference(config.algorithm) and config.reference.path is None)
+        or ("values" in needs_of(config.algorithm.advantage) and config.critic.path is None)
     )
 
 
@@ -174,14 +165,13 @@ def make_critic(
     from winnow.models.value import load_value_model
 
     model = load_role(load_value_model, config, "critic", start, device, hollow)
-    objective = make_value_objective(config.critic, config.rollout)
-    return Critic(hold(model, **critic_options(config.critic)), objective)
+    return Critic(hold(model, **critic_options(config)), make_value_objective(config))
 
 
-def critic_options(critic: CriticConfig) -> dict[str, Any]:
+def critic_options(config: Config) -> dict[str, Any]:
     """Return what a critic's strategy is made with besides its model."""
-    checkpointing = critic.gradient_checkpointing
-    return {"gradient_checkpointing": checkpointing, **_adamw_options(critic.optim)}
+    checkpointing = config.critic.gradient_checkpointing
+    return {"gradient_checkpointing": checkpointing, **_adamw_options(config.critic.optim)}
 
 
 def critic_passes(strategy: Strategy) -> dict[str, Any]:
@@ -209,10 +199,10 @@ def make_settings(config: Config) -> LearnerSettings:
     )
 
 
-def make_value_objective(critic: CriticConfig, rollout: RolloutConfig) -> ValueObjective:
+def make_value_objective(config: Config) -> ValueObjective:
     """Make the loss that an update of the critic minimizes."""
-    loss = critic.value_loss
-    return ValueObjective(loss.clip, loss.aggregation, rollout.max_response_tokens)
+    loss = config.critic.value_loss
+    return ValueObjective(loss.clip, loss.aggregation, config.rollout.max_response_tokens)
 
 
 def make_objective(config: Config) -> PolicyObjective:

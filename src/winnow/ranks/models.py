@@ -196,8 +196,7 @@ def load_policy(
 
         is_local = isinstance(config.cluster, LocalCluster)
         on_cpu = is_local and device.type == "cpu" and not torch.cuda.is_available()
-        longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
-        check_vllm_model(path, model.config, longest, on_cpu)
+        check_vllm_model(path, model.config, max_sequence_tokens(config), on_cpu)
     strategy = config.trainer.strategy
     if isinstance(strategy, Fsdp2):
         from winnow.learning.sequence import check_model
@@ -255,7 +254,7 @@ def explain_oom(
         with contextlib.suppress(MemoryError, RuntimeError, WinnowError):
             save()
         answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
-        longest = max_sequence_tokens(config.data, config.rollout, config.evaluation)
+        longest = max_sequence_tokens(config)
         if slots := getattr(config.rollout.engine, "slots", 0):
             dtype = torch_dtype(config.model.dtype)
             size = slots * cache_bytes_per_slot(model.config, dtype, longest)

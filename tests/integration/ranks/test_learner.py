@@ -104,10 +104,7 @@ NEEDS_START = {
 
 
 def test_the_start_is_needed_by_a_reference_or_a_critic_of_its_own() -> None:
-    configs = {words: load_recipe("quickstart", words.split()) for words in NEEDS_START}
-    found = {
-        w: needs_start(c.model, c.reference, c.critic, c.algorithm) for w, c in configs.items()
-    }
+    found = {words: needs_start(load_recipe("quickstart", words.split())) for words in NEEDS_START}
     assert found == NEEDS_START
 
 
