@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from winnow.builders.preflight import deal_updates, lockstep
+from winnow.builders.lockstep import deal_updates, lockstep
 from winnow.config.model import NoAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config

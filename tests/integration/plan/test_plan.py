@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from winnow.builders.preflight import draw_lengths
+from winnow.builders.lockstep import draw_lengths
 from winnow.cli.main import app
 from winnow.config.files import available_recipes
 from winnow.config.load import load_recipe, parse_recipe
