@@ -11,7 +11,7 @@ from winnow.config.base import Section
 from winnow.config.judge import Judge, SequenceClassifier, scorer_sharding, to_judge_keys
 from winnow.config.model import LoraAdapter
 from winnow.config.reward import RewardConfig
-from winnow.config.roles import Roles
+from winnow.config.roles import Roles, needs_reference
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
@@ -20,7 +20,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Cluster, LocalCluster
+from winnow.config.trainer import Cluster, LocalCluster, Megatron
 from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -29,6 +29,8 @@ from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, load_custom_engine
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
     from winnow.learning.canary import Canary
     from winnow.rollout.http.engine import HttpEngine
     from winnow.workers.group import WorkerGroup
@@ -100,22 +102,48 @@ def engines_sleep(config: Config, roles: Roles) -> bool:
     return shares and config.trainer.mode.name == "sync"
 
 
-def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -> dict[str, Any]:
-    """Return the engine arguments about memory that it shares with the trainer.
+def engines_share_gpus(roles: Roles) -> bool:
+    """Return whether engines are on GPUs of what trains: in its processes, or in its pool."""
+    return roles.shares_devices or "rollout" not in roles
 
-    `reserved_gib` is an upper bound of what the trainer has yet to allocate on a GPU when an engine
-    starts next to it: fp32 masters and AdamW's two moments of all trained weights, and of a critic
-    as large as the policy; nothing where they stay in host memory.
+
+def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -> dict[str, Any]:
+    """Return the engine arguments about memory that it shares with the trainer."""
+    roles = Roles(config)
+    shares = trains and engines_share_gpus(roles)
+    reserved = reserved_gib(config, list(policy.model.parameters())) if shares else None
+    return {"sleep": engines_sleep(config, roles), "reserved_gib": reserved}
+
+
+def reserved_gib(config: Config, policy: Sequence[Parameter]) -> float:
+    """Return an upper bound of what learning has yet to allocate on a GPU of an engine that starts.
+
+    These are fp32 masters and AdamW's two moments of all trained weights, shared out over the ranks
+    of a replica, and nothing where they stay in host memory. The run's own process loads critic and
+    reference after the engines, too. Both are taken to be as large as the policy.
     """
     roles, strategy = Roles(config), config.trainer.strategy
-    if not (trains and (roles.shares_devices or "rollout" not in roles)):
-        return {"sleep": engines_sleep(config, roles), "reserved_gib": None}
-    reserved = 0.0
+    critic: Any = config.critic.strategy if "critic" in roles else strategy
+    whole, itemsize = sum(p.numel() for p in policy), policy[0].element_size()
+    has_critic = config.algorithm.advantage.name == "gae"
+    total = 0.0
     if not getattr(strategy, "offload", False):
-        trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-        models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
-        reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
-    return {"sleep": engines_sleep(config, roles), "reserved_gib": reserved}
+        total = 12 * sum(p.numel() for p in policy if p.requires_grad) / _shards(strategy)
+    is_beside = "critic" not in roles or roles["critic"].pool_name == roles["policy"].pool_name
+    if has_critic and is_beside and not getattr(critic, "offload", False):
+        total += 12 * whole / _shards(critic)
+    if "policy" not in roles:
+        is_adapted = isinstance(config.model.adapter, LoraAdapter) and not config.reference.path
+        has_reference = needs_reference(config) and "reference" not in roles and not is_adapted
+        total += whole * itemsize * (has_reference + (has_critic and "critic" not in roles))
+    return total / 2**30
+
+
+def _shards(strategy: Any) -> int:
+    """Return the ranks over which a strategy shares out one copy of a model."""
+    if isinstance(strategy, Megatron):
+        return strategy.model_parallel_ranks
+    return int(getattr(strategy, "ranks", 1)) // int(getattr(strategy, "replicas", 1))
 
 
 def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True) -> Engine:

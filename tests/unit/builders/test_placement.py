@@ -12,7 +12,7 @@ import torch
 from tests.recipes import recipe
 
 from winnow.builders import processes
-from winnow.builders.engines import driver_uses_device, engines_sleep
+from winnow.builders.engines import driver_uses_device, engines_sleep, reserved_gib
 from winnow.builders.placement import (
     assign_local_gpus,
     count_devices,
@@ -21,6 +21,7 @@ from winnow.builders.placement import (
 )
 from winnow.builders.processes import launcher
 from winnow.builders.run import prepare_device
+from winnow.builders.topology import _release_memory
 from winnow.checkpoints.run_state import _random_states, _set_random_states
 from winnow.config.roles import Roles
 from winnow.config.root import Config
@@ -226,9 +227,57 @@ def test_throughput_and_mfu_are_of_all_devices_that_learn_or_write() -> None:
         learning_devices(on_ray(*CRITIC, pools, "cluster.roles={policy:a,rollout:b,critic:c}"), 4)
         == 7
     )
-    pools = "cluster.pools={a:{per_node:4},b:{per_node:1}}"
-    shared = pools, "cluster.roles={policy:a,rollout:b,critic:a}", "critic.strategy.ranks=4"
-    assert learning_devices(on_ray(*CRITIC, *shared), 4) == 5
+    assert learning_devices(on_ray(*CRITIC, *CRITIC_BESIDE), 4) == 5
+
+
+CRITIC_BESIDE = (
+    "cluster.pools={a:{per_node:4},b:{per_node:1}}",
+    "cluster.roles={policy:a,rollout:b,critic:a}",
+    "critic.strategy.ranks=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib"),
+    [
+        ((), 12),
+        (("algorithm/advantage=gae",), 12 + 12 + 2),
+        (("algorithm/advantage=gae", "algorithm/kl/loss=fixed"), 12 + 12 + 2 + 2),
+        ((*FOUR, "algorithm/advantage=gae", "algorithm/kl/loss=fixed"), 3 + 3),
+        ((*FOUR, "trainer.strategy.replicas=2"), 6),
+        ((*FOUR, "trainer.strategy.offload=true"), 0),
+        ((*FOUR, "trainer/strategy=megatron", "trainer.strategy.tensor=2"), 6),
+        (CRITIC, 3),
+        (("cluster=ray", *CRITIC, *CRITIC_BESIDE), 3 + 3),
+    ],
+)
+def test_engines_leave_room_for_what_training_has_yet_to_allocate(
+    settings: tuple[str, ...], gib: float
+) -> None:
+    """Of 2^30 weights in half precision: masters and moments of 12 bytes, copies of 2."""
+    weights = torch.nn.Parameter(torch.empty(2**30, dtype=torch.bfloat16, device="meta"))
+    assert reserved_gib(recipe("quickstart", *settings), [weights]) == gib
+
+
+class Ranks:
+    """A group of ranks that takes calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def call_blocking(self, method: str) -> list[None]:
+        self.calls.append(method)
+        return [None]
+
+
+def test_all_ranks_in_the_pool_of_engines_release_memory_for_them() -> None:
+    pools = "cluster.pools={a:{per_node:4},b:{per_node:2}}", "critic.strategy.ranks=4"
+    roles = "cluster.roles={policy:a,rollout:a,critic:a,reward_model:b}"
+    placed = Roles(on_ray(*CRITIC, "rollout.engine.processes=4", *SHARDED, *pools, roles))
+    groups: dict[str, Any] = {role.name: [Ranks()] for role in placed}
+    _release_memory(placed, groups)
+    released = {name for name, (group,) in groups.items() if group.calls == ["release_memory"]}
+    assert released == {"policy", "critic"}
 
 
 @pytest.mark.parametrize(("seen", "shown"), [(None, "2,3"), ("4, 5,6,7", "6,7"), ("", "2,3")])
