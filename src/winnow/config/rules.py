@@ -389,9 +389,9 @@ def _placement(c: Config) -> Iterator[str]:
         widths = (each.width for each in roles if name and each.pool == name and each.gpus)
         if role.width % (narrow := min(widths, default=1)):
             yield (
-                f"{role.key.replace('processes', 'tensor_parallel')}={role.width} is not a multiple of {narrow}, the GPUs of a slot of "
-                f"cluster.pools.{name}; use a multiple, or name another pool in "
-                f"cluster.roles.{role.name}"
+                f"{role.key.replace('processes', 'tensor_parallel')}={role.width} is not a "
+                f"multiple of {narrow}, the GPUs of a slot of cluster.pools.{name}; use a "
+                f"multiple, or name another pool in cluster.roles.{role.name}"
             )
     for name in [name for name in pools if name not in chosen.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or remove it"
