@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.recipes import recipe
 
-from winnow.builders import processes
+from winnow.builders import judge, processes
 from winnow.builders.engines import driver_uses_device, engines_sleep, reserved_gib
 from winnow.builders.placement import (
     assign_local_gpus,
@@ -23,9 +23,10 @@ from winnow.builders.processes import launcher
 from winnow.builders.run import prepare_device
 from winnow.builders.topology import _release_memory
 from winnow.checkpoints.run_state import _random_states, _set_random_states
+from winnow.commands.evaluate import _with_local_engine
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.trainer import RayCluster, WholeModels
+from winnow.config.trainer import LocalCluster, RayCluster, WholeModels
 from winnow.errors import ConfigError, TrainingError
 from winnow.ranks.models import explain_oom, use_deterministic_kernels
 from winnow.workers import group
@@ -382,6 +383,23 @@ def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _random_states()
     with pytest.raises(AssertionError, match="opened"):
         _set_random_states(states)
+
+
+def test_engines_of_evaluations_and_judges_have_the_recipes_time_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clusters: list[Any] = []
+
+    def launcher(config: Config, *_: Any, **__: Any) -> Any:
+        clusters.append(config.cluster)
+        raise LookupError
+
+    patient = on_ray(*FOUR, *JUDGE, "cluster.start_timeout_s=7")
+    clusters.append(_with_local_engine(patient, has_servers=False)[0].cluster)
+    monkeypatch.setattr(judge, "launcher", launcher)
+    with pytest.raises(LookupError), judge._start_judge_engines(patient, cast(Any, None)):
+        pass
+    assert clusters == [LocalCluster(start_timeout_s=7)] * 2
 
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
