@@ -126,12 +126,12 @@ def reserved_gib(config: Config, policy: Sequence[Parameter]) -> float:
     critic: Any = config.critic.strategy if "critic" in roles else strategy
     whole, itemsize = sum(p.numel() for p in policy), policy[0].element_size()
     has_critic = config.algorithm.advantage.name == "gae"
-    total = 0.0
-    if not getattr(strategy, "offload", False):
-        total = 12 * sum(p.numel() for p in policy if p.requires_grad) / _shards(strategy)
+    trained = [(sum(p.numel() for p in policy if p.requires_grad), strategy)]
     is_beside = "critic" not in roles or roles["critic"].pool_name == roles["policy"].pool_name
-    if has_critic and is_beside and not getattr(critic, "offload", False):
-        total += 12 * whole / _shards(critic)
+    if has_critic and is_beside:
+        trained.append((whole, critic))
+    on_gpus = [(n, each) for n, each in trained if not getattr(each, "offload", False)]
+    total = sum(12 * n / _shards(each) for n, each in on_gpus)
     if "policy" not in roles:
         is_adapted = isinstance(config.model.adapter, LoraAdapter) and not config.reference.path
         has_reference = needs_reference(config) and "reference" not in roles and not is_adapted

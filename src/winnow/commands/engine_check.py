@@ -24,12 +24,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 import torch
 
-from winnow.builders.engines import (
-    check_engine_installed,
-    draw_canary,
-    engines_sleep,
-    make_engine,
-)
+from winnow.builders.engines import check_engine_installed, draw_canary, engines_sleep, make_engine
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import prepare_device
 from winnow.checkpoints.recipe_changes import with_settings

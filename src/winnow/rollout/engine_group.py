@@ -377,15 +377,11 @@ class EngineGroup:
     async def sleep(self) -> None:
         """Have all engines free their GPU memory; all must support it."""
         await self._finish_quantum()
-        await self._for_each(
-            self._alive(), lambda client: cast(SleepingEngine, client.engine).sleep()
-        )
+        await self._for_each(self._alive(), lambda c: cast(SleepingEngine, c.engine).sleep())
 
     async def wake(self, part: MemoryPart) -> None:
         """Have all engines allocate their GPU memory again."""
-        await self._for_each(
-            self._alive(), lambda client: cast(SleepingEngine, client.engine).wake(part)
-        )
+        await self._for_each(self._alive(), lambda c: cast(SleepingEngine, c.engine).wake(part))
 
     def _reject(self, name: str, error: PublicationError) -> None:
         """Retire an engine with damaged weights; in deterministic mode, raise."""

@@ -89,9 +89,8 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         weight = self._head.weight
         if longest is not None:
             if cache_gib is None and weight.device.type == "cuda":
-                free_gib, total_gib = gpu_memory_gib(weight.device)
-                shares = memory_share, reserved_gib, sleep
-                cache_gib = cache_room_gib(free_gib, total_gib, *shares)
+                memory = gpu_memory_gib(weight.device)
+                cache_gib = cache_room_gib(*memory, memory_share, reserved_gib, sleep)
             slots = max_slots(model.config, weight.dtype, slots, longest, cache_gib)
         super().__init__(PrefilledAnswer, slots, decode, live_updates)
         self._model, self._device = model, weight.device

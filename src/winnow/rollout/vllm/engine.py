@@ -77,11 +77,7 @@ from winnow.rollout.vllm.refusals import (  # noqa: E402
     check_head_size,
     explain_start_error,
 )
-from winnow.rollout.vllm.worker import (  # noqa: E402
-    VllmOptions,
-    memory_share,
-    read_gpu_memory_gib,
-)
+from winnow.rollout.vllm.worker import VllmOptions, memory_share, read_gpu_memory_gib  # noqa: E402
 from winnow.rollout.weights import (  # noqa: E402
     Bucket,
     Named,
