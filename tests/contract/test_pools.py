@@ -172,6 +172,22 @@ def test_a_recipe_for_cpus_reserves_no_device(monkeypatch: pytest.MonkeyPatch) -
     assert [device for _, device in ranks + engines] == [None, None]
 
 
+async def start_twice() -> None:
+    reserved = await reserve([Pool("a", {"wide": 2}, per_node=2, devices=1)])
+    try:
+        first = await start_ray("wide", PROBE, {}, reserved.placement("wide"))
+        with pytest.raises(WorkerError, match=r"^wide\[0\] did not start within cluster\.start_t"):
+            await start_ray("wide", PROBE, {}, reserved.placement("wide"), start_timeout_s=0.5)
+        await first.close()
+    finally:
+        reserved.release()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_devices_that_others_hold_are_waited_for_as_long_as_a_start_may_take() -> None:
+    asyncio.run(asyncio.wait_for(start_twice(), 200))
+
+
 async def lose_a_node(workers: RayWorkers) -> None:
     count = 200_000
     reserved = await reserve([Pool("a", {"a": 1}, cpus=3.0), Pool("b", {"b": 1}, cpus=3.0)])

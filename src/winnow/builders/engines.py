@@ -11,7 +11,7 @@ from winnow.config.base import Section
 from winnow.config.judge import Judge, SequenceClassifier, scorer_sharding, to_judge_keys
 from winnow.config.model import LoraAdapter
 from winnow.config.reward import RewardConfig
-from winnow.config.roles import Roles
+from winnow.config.roles import Roles, needs_reference
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
@@ -20,7 +20,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Cluster, LocalCluster, TrainerConfig
+from winnow.config.trainer import Cluster, LocalCluster, Megatron, TrainerConfig
 from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -29,6 +29,8 @@ from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, load_custom_engine
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
     from winnow.learning.canary import Canary
     from winnow.rollout.http.engine import HttpEngine
     from winnow.workers.group import WorkerGroup
@@ -100,25 +102,55 @@ def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, rol
     return shares and trainer.mode.name == "sync"
 
 
+def engines_share_gpus(roles: Roles) -> bool:
+    """Return whether engines are on GPUs of what trains: in its processes, or in its pool."""
+    return roles.shares_devices or "rollout" not in roles
+
+
 def _memory_options(
     config: Config, roles: Roles, policy: LoadedPolicy, trains: bool = True
 ) -> dict[str, Any]:
-    """Return the engine arguments about memory that it shares with the trainer.
+    """Return the engine arguments about memory that it shares with the trainer."""
+    shares = trains and engines_share_gpus(roles)
+    return {
+        "sleep": engines_sleep(config.rollout.engine, config.trainer, config.cluster, roles),
+        "reserved_gib": reserved_gib(config, roles, list(policy.model.parameters()))
+        if shares
+        else None,
+    }
 
-    `reserved_gib` is an upper bound of what the trainer has yet to allocate on a GPU when an engine
-    starts next to it: fp32 masters and AdamW's two moments of all trained weights, and of a critic
-    as large as the policy; nothing where they stay in host memory.
+
+def reserved_gib(config: Config, roles: Roles, policy: Sequence[Parameter]) -> float:
+    """Return an upper bound of what learning has yet to allocate on a GPU of an engine that starts.
+
+    These are fp32 masters and AdamW's two moments of all trained weights, shared out over the ranks
+    of a replica, and nothing where they stay in host memory. The run's own process loads critic and
+    reference after the engines, too. Both are taken to be as large as the policy.
     """
-    trainer, strategy = config.trainer, config.trainer.strategy
-    sleep = engines_sleep(config.rollout.engine, trainer, config.cluster, roles)
-    if not (trains and (roles.shares_devices or "rollout" not in roles)):
-        return {"sleep": sleep, "reserved_gib": None}
-    reserved = 0.0
-    if not getattr(strategy, "offload", False):
-        trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-        models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
-        reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
-    return {"sleep": sleep, "reserved_gib": reserved}
+    strategy = config.trainer.strategy
+    critic: Any = config.critic.strategy if "critic" in roles else strategy
+    whole, itemsize = sum(p.numel() for p in policy), policy[0].element_size()
+    has_critic = config.algorithm.advantage.name == "gae"
+    trained = [(sum(p.numel() for p in policy if p.requires_grad), strategy)]
+    is_beside = "critic" not in roles or roles["critic"].pool_name == roles["policy"].pool_name
+    if has_critic and is_beside:
+        trained.append((whole, critic))
+    on_gpus = [(n, each) for n, each in trained if not getattr(each, "offload", False)]
+    total = sum(12 * n / _shards(each) for n, each in on_gpus)
+    if "policy" not in roles:
+        is_adapted = isinstance(config.model.adapter, LoraAdapter) and not config.reference.path
+        has_reference = (
+            needs_reference(config.algorithm) and "reference" not in roles and not is_adapted
+        )
+        total += whole * itemsize * (has_reference + (has_critic and "critic" not in roles))
+    return total / 2**30
+
+
+def _shards(strategy: Any) -> int:
+    """Return the ranks over which a strategy shares out one copy of a model."""
+    if isinstance(strategy, Megatron):
+        return strategy.model_parallel_ranks
+    return int(getattr(strategy, "ranks", 1)) // int(getattr(strategy, "replicas", 1))
 
 
 def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True) -> Engine:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from winnow.builders.lockstep import lockstep_notes
 from winnow.builders.placement import uses_gpu
-from winnow.builders.preflight import lockstep_notes
 from winnow.builders.topology import RunModels
 from winnow.checkpoints.checkpoint import Manifest
 from winnow.checkpoints.opening import code_hashes, user_code_files

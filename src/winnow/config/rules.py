@@ -413,6 +413,13 @@ def _placement(cluster: Cluster, roles: Roles) -> Iterator[str]:
                 f"{role.slots} GPUs over nodes; use a multiple of {role.slots}, or another "
                 f"{role.key.replace('processes', 'tensor_parallel')}"
             )
+        widths = (each.width for each in roles if name and each.pool == name and each.gpus)
+        if role.width % (narrow := min(widths, default=1)):
+            yield (
+                f"{role.key.replace('processes', 'tensor_parallel')}={role.width} is not a "
+                f"multiple of {narrow}, the GPUs of a slot of cluster.pools.{name}; use a "
+                f"multiple, or name another pool in cluster.roles.{role.name}"
+            )
     for name in [name for name in pools if name not in chosen.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or remove it"
 

@@ -84,10 +84,6 @@ class RemoteLearner:
             learned = replace(learned, targets=(returns, masks))
         return learned
 
-    def release_memory(self) -> None:
-        """Have the ranks give GPU memory back that their next step alone needs."""
-        self.call("release_memory")
-
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the loss of demonstrations, as `Imitator.held_out` does."""
         return cast(float, self.call("held_out", list(groups)))

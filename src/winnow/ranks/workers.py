@@ -139,6 +139,10 @@ class Rank:
         if kind != "cpu":
             self._host_mesh = make_mesh("cpu", rank.size, replicas)
 
+    def release_memory(self) -> None:
+        """Give GPU memory back that the next step alone needs, as an engine takes its turn."""
+        release_memory()
+
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
@@ -279,10 +283,6 @@ class LearnerWorker(SavingRank):
         learning = self._learning
         machine = describe_machine(learning.policy.device)
         return RankFacts(learning.passes, learning.learner.state_dict(), machine)
-
-    def release_memory(self) -> None:
-        """Give GPU memory back that the next step alone needs, as an engine takes its turn."""
-        release_memory()
 
     def learn(
         self, groups: Sequence[Group], step: int, **columns: Any

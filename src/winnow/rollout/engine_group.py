@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
 from winnow.errors import PublicationError, TrainingError, WorkerError
 from winnow.rollout.engine import (
@@ -29,6 +29,7 @@ from winnow.rollout.engine import (
     GroupRequest,
     MemoryPart,
     PublishedEngine,
+    SleepingEngine,
     check_update_allowed,
 )
 from winnow.rollout.remote_engine import RemoteEngine
@@ -376,11 +377,11 @@ class EngineGroup:
     async def sleep(self) -> None:
         """Have all engines free their GPU memory; all must support it."""
         await self._finish_quantum()
-        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).sleep())
+        await self._for_each(self._alive(), lambda c: cast(SleepingEngine, c.engine).sleep())
 
     async def wake(self, part: MemoryPart) -> None:
         """Have all engines allocate their GPU memory again."""
-        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).wake(part))
+        await self._for_each(self._alive(), lambda c: cast(SleepingEngine, c.engine).wake(part))
 
     def _reject(self, name: str, error: PublicationError) -> None:
         """Retire an engine with damaged weights; in deterministic mode, raise."""

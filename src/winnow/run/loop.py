@@ -81,7 +81,8 @@ class MemoryTurns:
             assert self._release is not None
             await in_thread(self._release)
             await cast(SleepingEngine, self._engine).wake(part)
-            self._is_asleep = part == "weights"
+            if part == "cache":  # the last part
+                self._is_asleep = False
 
 
 class SharedWeightsPublisher(MemoryTurns):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.recipes import recipe
 
-from winnow.builders import processes
-from winnow.builders.engines import driver_uses_device, engines_sleep
+from winnow.builders import judge, processes
+from winnow.builders.engines import driver_uses_device, engines_sleep, reserved_gib
 from winnow.builders.placement import (
     assign_local_gpus,
     count_devices,
@@ -21,10 +21,12 @@ from winnow.builders.placement import (
 )
 from winnow.builders.processes import launcher
 from winnow.builders.run import prepare_device
+from winnow.builders.topology import _release_memory
 from winnow.checkpoints.run_state import _random_states, _set_random_states
+from winnow.commands.evaluate import _with_local_engine
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.trainer import RayCluster, WholeModels
+from winnow.config.trainer import LocalCluster, RayCluster, WholeModels
 from winnow.errors import ConfigError, TrainingError
 from winnow.ranks.models import explain_oom, use_deterministic_kernels
 from winnow.workers import group
@@ -226,9 +228,58 @@ def test_throughput_and_mfu_are_of_all_devices_that_learn_or_write() -> None:
         learning_devices(on_ray(*CRITIC, pools, "cluster.roles={policy:a,rollout:b,critic:c}"), 4)
         == 7
     )
-    pools = "cluster.pools={a:{per_node:4},b:{per_node:1}}"
-    shared = pools, "cluster.roles={policy:a,rollout:b,critic:a}", "critic.strategy.ranks=4"
-    assert learning_devices(on_ray(*CRITIC, *shared), 4) == 5
+    assert learning_devices(on_ray(*CRITIC, *CRITIC_BESIDE), 4) == 5
+
+
+CRITIC_BESIDE = (
+    "cluster.pools={a:{per_node:4},b:{per_node:1}}",
+    "cluster.roles={policy:a,rollout:b,critic:a}",
+    "critic.strategy.ranks=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib"),
+    [
+        ((), 12),
+        (("algorithm/advantage=gae",), 12 + 12 + 2),
+        (("algorithm/advantage=gae", "algorithm/kl/loss=fixed"), 12 + 12 + 2 + 2),
+        ((*FOUR, "algorithm/advantage=gae", "algorithm/kl/loss=fixed"), 3 + 3),
+        ((*FOUR, "trainer.strategy.replicas=2"), 6),
+        ((*FOUR, "trainer.strategy.offload=true"), 0),
+        ((*FOUR, "trainer/strategy=megatron", "trainer.strategy.tensor=2"), 6),
+        (CRITIC, 3),
+        (("cluster=ray", *CRITIC, *CRITIC_BESIDE), 3 + 3),
+    ],
+)
+def test_engines_leave_room_for_what_training_has_yet_to_allocate(
+    settings: tuple[str, ...], gib: float
+) -> None:
+    """Of 2^30 weights in half precision: masters and moments of 12 bytes, copies of 2."""
+    weights = torch.nn.Parameter(torch.empty(2**30, dtype=torch.bfloat16, device="meta"))
+    config = recipe("quickstart", *settings)
+    assert reserved_gib(config, Roles(config), [weights]) == gib
+
+
+class Ranks:
+    """A group of ranks that takes calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def call_blocking(self, method: str) -> list[None]:
+        self.calls.append(method)
+        return [None]
+
+
+def test_all_ranks_in_the_pool_of_engines_release_memory_for_them() -> None:
+    pools = "cluster.pools={a:{per_node:4},b:{per_node:2}}", "critic.strategy.ranks=4"
+    roles = "cluster.roles={policy:a,rollout:a,critic:a,reward_model:b}"
+    placed = Roles(on_ray(*CRITIC, "rollout.engine.processes=4", *SHARDED, *pools, roles))
+    groups: dict[str, Any] = {role.name: [Ranks()] for role in placed}
+    _release_memory(placed, groups)
+    released = {name for name, (group,) in groups.items() if group.calls == ["release_memory"]}
+    assert released == {"policy", "critic"}
 
 
 @pytest.mark.parametrize(("seen", "shown"), [(None, "2,3"), ("4, 5,6,7", "6,7"), ("", "2,3")])
@@ -333,6 +384,23 @@ def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _random_states()
     with pytest.raises(AssertionError, match="opened"):
         _set_random_states(states)
+
+
+def test_engines_of_evaluations_and_judges_have_the_recipes_time_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clusters: list[Any] = []
+
+    def launcher(config: Config, *_: Any, **__: Any) -> Any:
+        clusters.append(config.cluster)
+        raise LookupError
+
+    patient = on_ray(*FOUR, *JUDGE, "cluster.start_timeout_s=7")
+    clusters.append(_with_local_engine(patient, has_servers=False)[0].cluster)
+    monkeypatch.setattr(judge, "launcher", launcher)
+    with pytest.raises(LookupError), judge._start_judge_engines(patient, cast(Any, None)):
+        pass
+    assert clusters == [LocalCluster(start_timeout_s=7)] * 2
 
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

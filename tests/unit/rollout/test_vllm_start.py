@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from winnow.errors import ConfigError, ModelError
+from winnow.rollout.vllm import worker
 from winnow.rollout.vllm.refusals import (
     check_adapted,
     check_extra,
@@ -176,3 +177,11 @@ def test_a_refusal_of_vllm_is_one_line_with_the_key_and_the_remedy(
     told = str(explain_start_error(ValueError(said), "M", cache_gib))
     assert line in told
     assert "\n" not in told
+
+
+def test_another_process_asks_for_the_memory_of_several_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here nothing of CUDA is called, which this machine lacks."""
+    monkeypatch.setattr(worker, "_ASK_MEMORY", "print([(7 << 30, 24 << 30), ({} << 30, 24 << 30)])")
+    assert worker.read_gpu_memory_gib(2) == (2, 24)

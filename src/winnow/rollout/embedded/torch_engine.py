@@ -34,6 +34,7 @@ from winnow.rollout.embedded.slots import (
     PromptBlock,
     Slots,
     cache_room_gib,
+    gpu_memory_gib,
     max_slots,
 )
 from winnow.rollout.engine import CompletionEvent, GroupRequest, MemoryPart, check_may_sleep
@@ -88,7 +89,8 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         weight = self._head.weight
         if longest is not None:
             if cache_gib is None and weight.device.type == "cuda":
-                cache_gib = cache_room_gib(weight.device, memory_share, reserved_gib, sleep)
+                memory = gpu_memory_gib(weight.device)
+                cache_gib = cache_room_gib(*memory, memory_share, reserved_gib, sleep)
             slots = max_slots(model.config, weight.dtype, slots, longest, cache_gib)
         super().__init__(PrefilledAnswer, slots, decode, live_updates)
         self._model, self._device = model, weight.device

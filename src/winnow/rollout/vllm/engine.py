@@ -77,7 +77,7 @@ from winnow.rollout.vllm.refusals import (  # noqa: E402
     check_head_size,
     explain_start_error,
 )
-from winnow.rollout.vllm.worker import VllmOptions  # noqa: E402
+from winnow.rollout.vllm.worker import VllmOptions, memory_share, read_gpu_memory_gib  # noqa: E402
 from winnow.rollout.weights import (  # noqa: E402
     Bucket,
     Named,
@@ -100,10 +100,6 @@ _LONGEST_SCORED = 512
 """Tokens of the longest sequence that a publication is checked with."""
 _SCORED_AT_ONCE = 4
 """Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
-_SHARE = "gpu_memory_utilization"
-OF_FREE = 0.92
-"""Share of a GPU's free memory that vLLM may take where the recipe does not say: its own default,
-of a GPU of its own."""
 _SALTS = count()
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Folder of an adapter's files while vLLM's workers read them, where it has room; None: the
@@ -468,7 +464,11 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
     # vLLM asks for steps that hold the longest sequence where it may not cut one.
     uncut = 0 if options.chunked_prefill else longest or positions or 0
     step_tokens = max(options.prefill_tokens, batch, uncut)
-    cache_gib, routes = options.cache_gib, options.routes
+    cache_gib, routes, share = options.cache_gib, options.routes, options.memory_share
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and share is None:
+        memory = read_gpu_memory_gib(options.tensor_parallel)
+        share = memory_share(*memory, None, options.reserved_gib)
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": options.dtype,
@@ -483,8 +483,8 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         "enable_prefix_caching": options.prefix_caching,
         "enable_chunked_prefill": options.chunked_prefill,
         "enable_sleep_mode": options.sleep,
-        **_memory_share(options),
-        "enforce_eager": not torch.cuda.is_available(),
+        **({} if share is None else {"gpu_memory_utilization": share}),
+        "enforce_eager": not has_gpu,
         "logits_processors": [_select_draw_processor(routes)],
         "weight_transfer_config": WeightTransferConfig(backend=plugin.BACKEND),
         "enable_return_routed_experts": routes,
@@ -501,16 +501,6 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         raise explain_start_error(error, model, cache_gib) from error
     _check_kernels(llm, model)
     return llm
-
-
-def _memory_share(options: VllmOptions) -> dict[str, float]:
-    """Return the share of each GPU that vLLM may take: of the whole card, as vLLM counts it."""
-    if options.memory_share is not None or not torch.cuda.is_available():
-        return {} if options.memory_share is None else {_SHARE: options.memory_share}
-    devices = range(options.tensor_parallel)
-    free, total = zip(*map(torch.cuda.mem_get_info, devices), strict=True)
-    left = min(free) - (options.reserved_gib or 0.0) * 2**30
-    return {_SHARE: max(OF_FREE * left / max(total), 0.01)}
 
 
 def _select_draw_processor(routes: bool) -> type[Any]:

@@ -17,11 +17,11 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
@@ -31,6 +31,7 @@ from winnow.workers.logs import LogReceiver, LogSender
 from winnow.workers.ray.session import Placement, ray_module
 from winnow.workers.threads import spawn
 
+_T = TypeVar("_T")
 _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[\d*m")
@@ -73,18 +74,23 @@ async def start_ray(
     try:
         async with group.closed_on_error():
             for rank, token in enumerate(tokens):
-                variables = await _visible_devices(placement, rank) | dict(environment or {})
+                shown = _visible_devices(placement, rank)
+                devices = await _within(start_timeout_s, role, rank, shown)
+                variables = devices | dict(environment or {})
                 options = _actor_options(placement, rank, variables, nsight)
                 actor_class = ray_module().remote(RayWorker).options(**options)
                 actors.append(actor_class.remote(address, token))
             processes = []
             for listener, actor in zip(listeners, actors, strict=True):
-                processes.append(await _connect_actor(listener, actor, start_timeout_s))
+                connected = actor.connect.remote()
+                place = await _within(start_timeout_s, role, listener.rank, connected)
+                assert isinstance(place, ActorProcess)
+                processes.append(place)
                 group.add(RayConnection(actor, processes[-1], listener), listener)
             device = 0 if placement.worker_resources.get("GPU") else None  # of the visible ones
             master = processes[0].address, processes[0].free_port
-            devices, store = [device] * len(actors), partial(RayStore, role)
-            await group.start(path, kwargs, master, devices, store)
+            store = partial(RayStore, role)
+            await group.start(path, kwargs, master, [device] * len(actors), store)
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
@@ -140,21 +146,24 @@ def _slot_devices() -> list[str]:
     return names
 
 
-async def _connect_actor(worker: LogReceiver, actor: Any, timeout_s: float) -> ActorProcess:
-    name = f"{worker.role}[{worker.rank}]"
+async def _within(timeout_s: float, role: str, rank: int, started: Awaitable[_T]) -> _T:
+    """Wait for a part of the start of a worker.
+
+    Raises:
+        WorkerError: it takes too long, or Ray cannot do it.
+    """
+    name = f"{role}[{rank}]"
     try:
-        place = await asyncio.wait_for(actor.connect.remote(), timeout_s)
+        return await asyncio.wait_for(started, timeout_s)
     except TimeoutError:
         line = (
             f"{name} did not start within cluster.start_timeout_s={timeout_s:g} s; raise it, or "
             "check that its node is reachable"
         )
-        raise WorkerError(line, worker.role, worker.rank) from None
+        raise WorkerError(line, role, rank) from None
     except ray_module().exceptions.RayError as error:
         line = f"{name} did not start: {_shorten_error(error)}"
-        raise WorkerError(line, worker.role, worker.rank) from error
-    assert isinstance(place, ActorProcess)
-    return place
+        raise WorkerError(line, role, rank) from error
 
 
 async def _serve_logs(
