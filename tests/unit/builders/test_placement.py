@@ -356,7 +356,7 @@ def test_processes_here_get_their_variables_by_role(
     config = recipe("quickstart", *apart, f"run.deterministic={deterministic}")
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         for role in Roles(config):
-            launch(role, {}, 0)
+            launch(role, {}, 0)()
     assert given["learner"].items() >= (EXPANDABLE.items() if on_gpus else set())
     assert ("PYTORCH_CUDA_ALLOC_CONF" in given["learner"]) == on_gpus
     assert "PYTORCH_CUDA_ALLOC_CONF" not in given["engine 0"]
