@@ -245,7 +245,8 @@ class EngineGroup:
     Args:
         engines: at least one.
         deterministic: events depend on submissions and ticks alone. Deaths of engines and damaged
-            weights are then raised; else they are logged, and raised when no engine is left.
+            weights are then raised; else they are logged, and raised when no engine is left
+            (`replacement` has a group that starts such engines again).
         quantum_ticks: ticks between two polls of deterministic engines.
 
     Raises:

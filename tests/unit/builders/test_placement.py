@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,6 +334,17 @@ def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _random_states()
     with pytest.raises(AssertionError, match="opened"):
         _set_random_states(states)
+
+
+def test_a_model_of_a_removed_checkpoint_is_replaced_by_the_newest(tmp_path: Path) -> None:
+    removed = tmp_path / "checkpoints" / "step-2" / "model"
+    assert processes.existing_model(str(removed)) == str(removed)
+    for step in (4, 10):
+        (tmp_path / "checkpoints" / f"step-{step}" / "model").mkdir(parents=True)
+    newest = tmp_path / "checkpoints" / "step-10" / "model"
+    assert processes.existing_model(str(removed)) == str(newest)
+    for path in (str(newest.parents[1] / "step-4" / "model"), "Qwen/Qwen3-0.6B"):
+        assert processes.existing_model(path) == path
 
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
