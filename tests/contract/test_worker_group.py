@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -236,19 +236,6 @@ def test_what_is_kept_outlives_its_worker(start: Start, run: Any) -> None:
     block = run(work()).block
     expected = np.random.default_rng([4, 1]).integers(9, size=count)
     np.testing.assert_array_equal(ArrayRef(block, 0, 0, count, np.int64), expected)
-
-
-def test_a_group_of_which_a_worker_died_is_restarted_in_its_place(start: Start, run: Any) -> None:
-    with closing(WorkerGroups()) as groups:
-        (group,) = groups.start(partial(start, {"start": 3}))
-        first = group.pids()
-        os.kill(first[1], signal.SIGKILL)
-        assert group.restart is not None
-        again: WorkerGroup = run(group.restart())
-        assert not any(Path(f"/proc/{pid}").exists() for pid in first)
-        assert run(again.call("add", 1)) == [4, 4]
-        assert again.restart is not None
-    assert not any(Path(f"/proc/{pid}").exists() for pid in again.pids())
 
 
 def test_a_restart_under_way_ends_with_the_groups(run: Any) -> None:
