@@ -220,13 +220,14 @@ def workers(cluster: str, limit: int) -> Iterator[list[WorkerGroup]]:
             stack.callback(reserved.release)
             stack.callback(crew.close)
             starts = [
-                start_ray(role, path, made, reserved.placement(role))
+                partial(start_ray, role, path, made, reserved.placement(role))
                 for role, (path, made, _) in kinds.items()
             ]
         else:
             crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             starts = [
-                start_local(role, path, made, count) for role, (path, made, count) in kinds.items()
+                partial(start_local, role, path, made, count)
+                for role, (path, made, count) in kinds.items()
             ]
         yield crew.start(*starts)
 

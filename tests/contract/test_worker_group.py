@@ -11,17 +11,18 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.processes import descendants
+from tests.processes import children, descendants
 from tests.ray_nodes import RayWorkers
 
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
-from winnow.workers.group import WorkerGroup, start_local
+from winnow.workers.group import WorkerGroup, WorkerGroups, start_local
 from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Placement, Pool, node_resources, ray_session, reserve
 
@@ -235,6 +236,23 @@ def test_what_is_kept_outlives_its_worker(start: Start, run: Any) -> None:
     block = run(work()).block
     expected = np.random.default_rng([4, 1]).integers(9, size=count)
     np.testing.assert_array_equal(ArrayRef(block, 0, 0, count, np.int64), expected)
+
+
+def test_a_restart_under_way_ends_with_the_groups(run: Any) -> None:
+    async def work() -> None:
+        groups = WorkerGroups()
+        (group,) = groups.start(partial(local, {}))
+        first = {*group.pids()}
+        assert group.restart is not None
+        restarting = asyncio.ensure_future(group.restart())
+        await until(lambda: bool(children() - before - first))
+        await asyncio.to_thread(groups.close)
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+
+    before = children()
+    run(work())
+    assert children() <= before
 
 
 def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:

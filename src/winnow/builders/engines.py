@@ -266,11 +266,25 @@ def make_engine(
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
-    engines = [RemoteEngine(each, each.call_blocking("call", "")[0]) for each in groups["rollout"]]
+    workers = {RemoteEngine(g, g.call_blocking("call", "")[0]): g for g in groups["rollout"]}
+    engines = list(workers)
     if len(engines) == 1:
         return engines[0]
-    quantum = quantum_for(rollout.max_response_tokens)
-    return EngineGroup(engines, config.run.deterministic, quantum)
+    if config.run.deterministic or not trains:
+        quantum = quantum_for(rollout.max_response_tokens)
+        return EngineGroup(engines, config.run.deterministic, quantum)
+    from winnow.rollout.replacement import ReplacingEngineGroup
+
+    async def restart(engine: RemoteEngine) -> RemoteEngine:
+        start = workers.pop(engine).restart
+        assert start is not None, "`WorkerGroups` has started it"
+        group = await start()
+        replacement = RemoteEngine(group, await group.call_rank(0, "call", ""))
+        replacement.on_served = engine.on_served
+        workers[replacement] = group
+        return replacement
+
+    return ReplacingEngineGroup(engines, restart, Roles(config).shares_devices)
 
 
 def has_separate_weights(engine: Section, roles: Roles | Mapping[str, Any]) -> bool:

@@ -135,7 +135,8 @@ def build_models(
     publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine, release)
     if has_weights or ranks is not None:
         canary = draw_canary(policy, config.rollout.temperature)
-        publish = WeightPublisher(engine, weights, canary, scores, release)
+        on_checked = getattr(engine, "admit_replacements", dict)
+        publish = WeightPublisher(engine, weights, canary, scores, release, on_checked)
     if reference is not None or critic is not None:
         from winnow.ranks.remote import AssistedLearner
 

@@ -101,6 +101,7 @@ class WeightPublisher(MemoryTurns):
         weights: exports the update of a version.
         expected: computes the trainer's log-probs of the canary's sequences.
         release: of `MemoryTurns`; the engine sleeps from `sleep_engines` to the next publication.
+        on_checked: called when the canary has passed; returns metrics.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class WeightPublisher(MemoryTurns):
         canary: Canary,
         expected: Callable[[Canary], CanaryScores],
         release: Callable[[], None] | None = None,
+        on_checked: Callable[[], Mapping[str, Number]] = dict,
     ) -> None:
         super().__init__(engine, release)
+        self._on_checked = on_checked
         self._weights, self._canary, self._expected = weights, canary, expected
 
     async def __call__(self, version: int) -> Mapping[str, Number]:
-        """Publish and return `publish/max_delta` in nats.
+        """Publish and return `publish/max_delta` in nats, and the metrics of `on_checked`.
 
         Raises:
             PublicationError: an engine holds other weights, or does not answer with them.
@@ -126,7 +129,7 @@ class WeightPublisher(MemoryTurns):
         await engine.load_weights(await in_thread(self._weights, version))
         await self._wake("cache")
         most = await self._canary.check(expected, version, engines_by_name(engine))
-        return {"publish/max_delta": most}
+        return {"publish/max_delta": most, **self._on_checked()}
 
 
 async def _keep_awake(sampler: Sampler) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -403,6 +404,17 @@ def test_engines_of_evaluations_and_judges_have_the_recipes_time_to_start(
     assert clusters == [LocalCluster(start_timeout_s=7)] * 2
 
 
+def test_a_model_of_a_removed_checkpoint_is_replaced_by_the_newest(tmp_path: Path) -> None:
+    removed = tmp_path / "checkpoints" / "step-2" / "model"
+    assert processes.existing_model(str(removed)) == str(removed)
+    for step in (4, 10):
+        (tmp_path / "checkpoints" / f"step-{step}" / "model").mkdir(parents=True)
+    newest = tmp_path / "checkpoints" / "step-10" / "model"
+    assert processes.existing_model(str(removed)) == str(newest)
+    for path in (str(newest.parents[1] / "step-4" / "model"), "Qwen/Qwen3-0.6B"):
+        assert processes.existing_model(path) == path
+
+
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -424,7 +436,7 @@ def test_processes_here_get_their_variables_by_role(
     config = recipe("quickstart", *apart, f"run.deterministic={deterministic}")
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         for role in Roles(config):
-            launch(role, {}, 0)
+            launch(role, {}, 0)()
     assert given["learner"].items() >= (EXPANDABLE.items() if on_gpus else set())
     assert ("PYTORCH_CUDA_ALLOC_CONF" in given["learner"]) == on_gpus
     assert "PYTORCH_CUDA_ALLOC_CONF" not in given["engine 0"]
