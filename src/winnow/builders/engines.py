@@ -108,14 +108,17 @@ def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -
     as large as the policy; nothing where they stay in host memory.
     """
     roles, strategy = Roles(config), config.trainer.strategy
+    options: dict[str, Any] = {"sleep": engines_sleep(config, roles), "reserved_gib": None}
+    # In other modes answers wait for new weights in any case.
+    options["staging"] = (config.trainer.mode.name == "async") * max(roles["rollout"].count, 1)
     if not (trains and (roles.shares_devices or "rollout" not in roles)):
-        return {"sleep": engines_sleep(config, roles), "reserved_gib": None}
+        return options
     reserved = 0.0
     if not getattr(strategy, "offload", False):
         trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
         models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
         reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
-    return {"sleep": engines_sleep(config, roles), "reserved_gib": reserved}
+    return options | {"reserved_gib": reserved}
 
 
 def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True) -> Engine:

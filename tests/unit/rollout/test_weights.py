@@ -70,6 +70,11 @@ class Model:
         self.arriving.finish(update.version)
 
 
+async def load_all(update: WeightUpdate, receiver: Model) -> None:
+    async for _ in load_stored(update, receiver.take_bucket):
+        pass
+
+
 async def publish(
     update: WeightUpdate, bucket_bytes: int = BUCKET_BYTES, **receivers: Model | TorchEngine
 ) -> None:
@@ -136,7 +141,7 @@ def test_an_update_of_nothing_is_refused() -> None:
     model = Model(Holder([], 1))
     for work in (
         publish(WeightUpdate(1, []), a=model),
-        load_stored(WeightUpdate(1, stored=[Elsewhere([])]), model.take_bucket),
+        load_all(WeightUpdate(1, stored=[Elsewhere([])]), model),
     ):
         with pytest.raises(PublicationError, match="version 1: the update has no tensors"):
             asyncio.run(work)
@@ -262,7 +267,7 @@ def test_what_ranks_share_out_is_what_one_packs(
     assert [b.checksum() for b in listed(update)] == [b.checksum() for b in whole]
     assert not any(handle.fetched for handle in shelf.handles), "a checksum needs no bytes"
     model = Model(target)
-    asyncio.run(load_stored(update, model.take_bucket))
+    asyncio.run(load_all(update, model))
     asyncio.run(model.load_weights(update))
     for name, tensor in source.tensors().items():
         assert torch.equal(target.tensors()[name], tensor)
@@ -287,7 +292,7 @@ def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
     shelf.handles[0].value[1].view(np.uint8)[0] ^= 1
     engine = Model(Holder([(3, 4), (5,)], 1))
     with pytest.raises(PublicationError, match="has other bytes than were sent in bucket 0"):
-        asyncio.run(load_stored(update, engine.take_bucket))
+        asyncio.run(load_all(update, engine))
 
 
 async def test_an_engine_takes_stored_buckets_and_counts_them() -> None:
