@@ -146,9 +146,9 @@ class Canary:
         """Derive the limits from log-probs and from how far rounding moves some of them."""
         # Log-probs of random ids spread as logits do, from which they differ by a log-sum-exp that
         # hardly varies.
-        most = CEILING * torch.finfo(self.dtype).eps * float(logprobs.std())
+        most = CEILING * rounding_step(self.dtype) * float(logprobs.std())
         # Log-probs are fp32 numbers, which a flat model's may differ by and no more.
-        least = torch.finfo(torch.float32).eps * float(np.abs(logprobs).mean())
+        least = rounding_step(torch.float32) * float(np.abs(logprobs).mean())
         mean = ALLOWED[self.dtype] * max(min(float(np.abs(moved).mean()), most), least)
         return CanaryLimits(LARGEST * mean, mean)
 
@@ -191,6 +191,11 @@ class Canary:
         return largest
 
 
+def rounding_step(dtype: torch.dtype) -> float:
+    """Return the distance from 1 to the next number of a type."""
+    return torch.finfo(dtype).eps
+
+
 def _logprobs(strategy: Strategy, batch: Batch) -> list[FloatArray]:
     """Return the log-probs of the last `SCORED` tokens of each sequence."""
     parts = strategy.sharder.all_micro_batches(batch, _MICROBATCH_TOKENS)
@@ -212,7 +217,7 @@ def _nudged_embeddings(strategy: Strategy, micro: MicroBatch) -> Iterator[None]:
         # Behind the last token is padding, or all of it where a rank has none.
         padded = F.pad(places, (0, output.shape[-2] - len(places)), value=-1).to(output.device)
         columns = torch.arange(output.shape[-1], device=output.device) % 8
-        step = 1 + torch.finfo(output.dtype).eps
+        step = 1 + rounding_step(output.dtype)
         return output * torch.ones_like(output).masked_fill_(padded[:, None] == columns, step)
 
     embeddings = strategy.embeddings
