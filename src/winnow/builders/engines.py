@@ -100,6 +100,14 @@ def engines_sleep(config: Config, roles: Roles) -> bool:
     return shares and config.trainer.mode.name == "sync"
 
 
+def staging_engines(config: Config, roles: Roles) -> int:
+    """Return how many engines may copy an update beside their weights, if memory allows; or 0.
+
+    In other modes than `async` no answer goes on while weights are published.
+    """
+    return max(roles["rollout"].count, 1) if config.trainer.mode.name == "async" else 0
+
+
 def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -> dict[str, Any]:
     """Return the engine arguments about memory that it shares with the trainer.
 
@@ -109,8 +117,7 @@ def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -
     """
     roles, strategy = Roles(config), config.trainer.strategy
     options: dict[str, Any] = {"sleep": engines_sleep(config, roles), "reserved_gib": None}
-    # In other modes answers wait for new weights in any case.
-    options["staging"] = (config.trainer.mode.name == "async") * max(roles["rollout"].count, 1)
+    options["staging"] = staging_engines(config, roles)
     if not (trains and (roles.shares_devices or "rollout" not in roles)):
         return options
     reserved = 0.0

@@ -307,7 +307,8 @@ async def test_an_update_beside_the_weights_that_breaks_off_leaves_them_whole(fa
         assert torch.equal(engine._model.get_parameter(name), parameter)
     # The next one is complete.
     await publish(WeightUpdate(3, tensors), a=engine)
-    assert 0 < at < at + 5 < (now := engine.status().tick)
+    now = engine.status().tick
+    assert 0 < at < at + 5 < now
     (event,) = await engine.events()
     expected = await updated_at(now, tensors)
     assert event.segment.spans == expected.spans
