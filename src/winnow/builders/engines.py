@@ -102,6 +102,14 @@ def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, rol
     return shares and trainer.mode.name == "sync"
 
 
+def staging_engines(trainer: TrainerConfig, roles: Roles) -> int:
+    """Return how many engines may copy an update beside their weights, if memory allows; or 0.
+
+    In other modes than `async` no answer goes on while weights are published.
+    """
+    return max(roles["rollout"].count, 1) if trainer.mode.name == "async" else 0
+
+
 def engines_share_gpus(roles: Roles) -> bool:
     """Return whether engines are on GPUs of what trains: in its processes, or in its pool."""
     return roles.shares_devices or "rollout" not in roles
@@ -112,11 +120,11 @@ def _memory_options(
 ) -> dict[str, Any]:
     """Return the engine arguments about memory that it shares with the trainer."""
     shares = trains and engines_share_gpus(roles)
+    parameters = list(policy.model.parameters())
     return {
         "sleep": engines_sleep(config.rollout.engine, config.trainer, config.cluster, roles),
-        "reserved_gib": reserved_gib(config, roles, list(policy.model.parameters()))
-        if shares
-        else None,
+        "reserved_gib": reserved_gib(config, roles, parameters) if shares else None,
+        "staging": staging_engines(config.trainer, roles),
     }
 
 

@@ -128,6 +128,10 @@ class MegatronStrategy(Strategy):
         layout = self._dimensions, self._place, self._dtype
         return Stage(model.config, *layout, has_head, split, self._recomputes)
 
+    @property
+    def embeddings(self) -> nn.Module | None:
+        return cast("nn.Module | None", getattr(self._stage, "embedding", None))
+
     def _add_faster_layers(self, compiles: bool | None) -> None:
         assert not compiles, "the recipe's rules refuse it"
 

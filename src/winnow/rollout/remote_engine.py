@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 
 _WORK = {
     **{"events": "write", "progress": "write", "": "write"},
-    **{"take_bucket": "publish", "load_weights": "publish", "logprobs_of": "canary"},
+    **dict.fromkeys(("take_bucket", "take_stored", "load_weights"), "publish"),
+    "logprobs_of": "canary",
 }
 """Names of methods on a timeline."""
 
@@ -340,7 +341,15 @@ class RemoteEngine:
         if update.tensors is not None:
             await send_weights(update, self._take_bucket)
             update = WeightUpdate(update.version)
+        if update.stored is not None:
+            # In parts, as answers may go on meanwhile: replies tell of those that end.
+            while not await self.take_stored(update, PATIENCE_S):
+                pass
+            update = WeightUpdate(update.version)
         await self._call("load_weights", update)
+
+    async def take_stored(self, update: WeightUpdate, patience_s: float) -> bool:
+        return cast("bool", await self._call("take_stored", update, patience_s))
 
     async def _take_bucket(self, bucket: Bucket) -> dict[str, int]:
         return {"engine 0": await self.take_bucket(bucket)}

@@ -13,7 +13,7 @@ import torch
 from tests.recipes import recipe
 
 from winnow.builders import judge, processes
-from winnow.builders.engines import driver_uses_device, engines_sleep, reserved_gib
+from winnow.builders.engines import driver_uses_device, engines_sleep, reserved_gib, staging_engines
 from winnow.builders.placement import (
     assign_local_gpus,
     count_devices,
@@ -441,3 +441,19 @@ def test_processes_here_get_their_variables_by_role(
     assert ("PYTORCH_CUDA_ALLOC_CONF" in given["learner"]) == on_gpus
     assert "PYTORCH_CUDA_ALLOC_CONF" not in given["engine 0"]
     assert all(("CUBLAS_WORKSPACE_CONFIG" in each) == deterministic for each in given.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        (("trainer/mode=async", "run.deterministic=false", "rollout.engine.processes=3"), 3),
+        (("trainer/mode=async", "run.deterministic=false"), 1),
+        (("trainer/mode=one_step_off", "rollout.engine.processes=3"), 0),
+        (("rollout.engine.processes=3",), 0),
+    ],
+)
+def test_updates_come_beside_the_weights_where_answers_go_on(
+    overrides: tuple[str, ...], engines: int
+) -> None:
+    config = recipe("quickstart", *overrides)
+    assert staging_engines(config.trainer, Roles(config)) == engines

@@ -2,7 +2,8 @@
 
     submit ──► queue ──free slots──► LLMEngine.step(), one tick ──► finished answers
                                        ▲ draws: plugin.HashSampler
-    take_bucket ──whole tensors──► plugin.TensorTransfer, in each of vLLM's workers
+    take_bucket ──whole tensors──► plugin.TensorTransfer, in each of vLLM's workers; at once, or
+                                   at the end, where they are kept beside the weights until then
 
 vLLM seeds global generators, binds memory and takes `torch.set_num_threads` out of use: it belongs
 in a process of its own, which `VllmEngineWorker` sets up. Its prefix cache knows no versions of
@@ -20,6 +21,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -129,6 +131,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         vocab_size: ids at or beyond it are never drawn (padding of the embedding).
         decode: token ids to text; needed only where requests carry stop strings.
         live_updates: take new weights while answers run.
+        staging: as `fits_beside` takes `engines`, of the host's memory.
 
     Raises:
         ConfigError: vLLM does not apply an adapter to all layers that have one.
@@ -142,8 +145,10 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
+        staging: int = 0,
     ) -> None:
         super().__init__(VllmAnswer, slots, decode, live_updates)
+        self._staging = staging
         self._llm, self._model, self._vocab_size = llm, model, vocab_size
         self._scored: dict[str, FloatArray | None] = {}
         self._numbers = count()
@@ -190,9 +195,11 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         def load(named: Named) -> None:
             self._call_workers("update_weights", update_info={"named": named})
 
-        self._call_workers("start_weight_update")
-        finish = "finish_weight_update"
-        return StagedReceiver(self._model, version, load, lambda: self._call_workers(finish))
+        begin, finish = (
+            partial(self._call_workers, f"{part}_weight_update") for part in ("start", "finish")
+        )
+        options: dict[str, Any] = {"may_stage": self._may_stage}
+        return StagedReceiver(self._model, version, begin, load, finish, **options)
 
     def _adapter_receiver(self, version: int) -> WeightReceiver:
         """Gather an adapter, which vLLM takes as a whole."""
@@ -202,7 +209,8 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
             with self._break_on_error("add_lora"):
                 self._load_adapter(named)
 
-        return StagedReceiver(self._model, version, named.extend, finish, self._expected)
+        options: dict[str, Any] = {"only": self._expected, "may_stage": self._may_stage}
+        return StagedReceiver(self._model, version, lambda: None, named.extend, finish, **options)
 
     def _load_adapter(self, named: Named) -> None:
         """Have vLLM apply an adapter from its next step on, in the place of the one before."""
@@ -228,6 +236,10 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         with self._abort_update_on_error(bucket.version):
             return await super().take_bucket(bucket)
 
+    async def take_stored(self, update: WeightUpdate, patience_s: float) -> bool:
+        with self._abort_update_on_error(update.version):
+            return await super().take_stored(update, patience_s)
+
     async def load_weights(self, update: WeightUpdate) -> None:
         with self._abort_update_on_error(update.version):
             await super().load_weights(update)
@@ -237,7 +249,8 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         try:
             yield
         except PublicationError as error:
-            self._mark_broken(f"weights of version {version} came in part: {error}")
+            if self._receiving is None or not self._receiving.is_beside:
+                self._mark_broken(f"weights of version {version} came in part: {error}")
             raise
 
     def _call_workers(self, method: str, **kwargs: Any) -> None:
@@ -548,7 +561,7 @@ class VllmEngineWorker(EngineWorker):
         model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
-        vocab_size, live_updates: of `VllmEngine`.
+        vocab_size, live_updates, staging: of `VllmEngine`.
         adapter: to be put beside the model's weights; publications then are of it alone.
         profiler: of this process; vLLM's own processes, which tensor_parallel has, are not in it.
         options: of `VllmOptions`.
@@ -568,6 +581,7 @@ class VllmEngineWorker(EngineWorker):
         slots: int,
         vocab_size: int,
         live_updates: bool = False,
+        staging: int = 0,
         adapter: LoraAdapter | None = None,
         profiler: StepProfiler | None = None,
         **options: Any,
@@ -581,5 +595,5 @@ class VllmEngineWorker(EngineWorker):
             model, VllmOptions(dtype=dtype, slots=slots, trust_remote_code=code, **options)
         )
         decode = None if tokenizer is None else load_decoder(tokenizer, code)
-        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
+        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates, staging)
         super().__init__(engine, profiler)
