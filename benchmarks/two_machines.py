@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fcntl import ioctl
 from functools import partial
@@ -122,9 +122,10 @@ def boot(number: int, folder: Path) -> Machine:
     return Machine(number, own, process)
 
 
-def wait_until(sign: object, process: subprocess.Popen[bytes], longest_s: float = 60.0) -> None:
+def wait_until(
+    sign: Callable[[], bool], process: subprocess.Popen[bytes], longest_s: float = 60.0
+) -> None:
     """Wait for a sign, while a process runs."""
-    assert callable(sign)
     give_up = time.monotonic() + longest_s
     while not sign():
         if process.poll() is not None:
@@ -243,12 +244,12 @@ class Drive:
         return time.monotonic() - began
 
 
-def places(run: Path) -> dict[str, str]:
-    """Return on which machine each worker was, by the run's log."""
-    told = re.findall(
-        r"(\S+(?: \d+)?\[\d+\]): ready: process \d+ on (\S+)", (run / "log.txt").read_text()
-    )
-    return dict(told)
+def places(run: Path) -> str:
+    """Return which workers each machine had, by the run's log."""
+    ready = r"(\w+(?: \d+)?\[\d+\]): ready: process \d+ on (\S+)"
+    found = re.findall(ready, (run / "log.txt").read_text())
+    lists = {place: sorted(name for name, on in found if on == place) for _, place in found}
+    return "; ".join(f"{place}: {', '.join(names)}" for place, names in sorted(lists.items()))
 
 
 def compare(machine: Machine, home: Path) -> list[str]:
@@ -256,7 +257,8 @@ def compare(machine: Machine, home: Path) -> list[str]:
     alone = Drive(machine, home, "alone", ALONE)
     lines = [f"alone: {alone.finish():.0f} s"]
     both = Drive(machine, home, "both", [*ADDRESSED, *layout(2, 2)])
-    lines.append(f"two machines: {both.finish():.0f} s; {places(both.folder)}")
+    lines.append(f"two machines: {both.finish():.0f} s")
+    lines.append(places(both.folder))
     same = trained_answers(alone.folder) == trained_answers(both.folder)
     differs, name = largest_difference(alone.folder, both.folder)
     return [*lines, f"equal ids: {same}; largest difference of a figure: {differs:.1e} ({name})"]
@@ -266,7 +268,7 @@ def cut(machines: Sequence[Machine], home: Path, link: str) -> list[str]:
     """Fail the link after a run's first step, and say what becomes of the run."""
     settings = [*ADDRESSED, "rollout/engine=torch", *layout(2, 2, 1)]
     calm = Drive(machines[0], home, "calm", settings)
-    lines = [f"undisturbed: {calm.finish():.0f} s; {places(calm.folder)}"]
+    lines = [f"undisturbed: {calm.finish():.0f} s", places(calm.folder)]
     restarts = ["trainer.max_restarts=1"] if link == "restart" else []
     run = Drive(machines[0], home, link, [*settings, *restarts])
     process, log = run.start(), run.folder / "log.txt"
@@ -282,7 +284,7 @@ def cut(machines: Sequence[Machine], home: Path, link: str) -> list[str]:
         time.sleep(SHORT_S)
     elif link == "restart":
         wait_until(lambda: "Waiting at most" in log.read_text(), process, LONGEST_S)
-        note(f"waits: {log.read_text().splitlines()[-1]}")
+        note(log.read_text().splitlines()[-1].partition(": ")[2])
     else:
         note(f"exit code {process.wait(LONGEST_S)}: {run.said()}")
         busy = "ps -eo args | grep -c '^ray::RayWorker' || true"

@@ -74,7 +74,9 @@ class RayWorkers:
             patch.setenv(ray_worker.PATH, str(self.path))
             from ray.cluster_utils import Cluster
 
-            cluster = self.cluster = Cluster(initialize_head=True, head_node_args={**head, **_HEAD, **_NODE})
+            cluster = self.cluster = Cluster(
+                initialize_head=True, head_node_args={**head, **_HEAD, **_NODE}
+            )
             try:
                 for offer in more:
                     cluster.add_node(**offer, **_NODE)
