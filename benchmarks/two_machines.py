@@ -109,9 +109,9 @@ def boot(number: int, folder: Path) -> Machine:
     )
     ray = f"{sys.executable} -m ray.scripts.scripts start --block --num-cpus=2 {place}"
     script = (
-        f"hostname {name}; mount --bind {own}/hosts /etc/hosts; mount -t tmpfs tmpfs /dev/shm; "
-        f"mount -t tmpfs tmpfs {shared}; ip link set lo up; touch {own}/booted; "
-        f"while [ ! -e {own}/ray ]; do sleep 0.05; done; while :; do "
+        f"set -e; hostname {name}; mount --bind {own}/hosts /etc/hosts; "
+        f"mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs {shared}; ip link set lo up; "
+        f"touch {own}/booted; set +e; while [ ! -e {own}/ray ]; do sleep 0.05; done; while :; do "
         f"{ray} --object-store-memory={100 << 20} --disable-usage-stats >>{own}/ray.txt 2>&1; "
         f"sleep 1; done"
     )
@@ -141,7 +141,8 @@ def two_machines(folder: Path, delay_ms: float | None) -> Iterator[list[Machine]
     machines: list[Machine] = []
     relay = None
     try:
-        machines += [boot(number, folder) for number in (0, 1)]
+        for number in (0, 1):
+            machines.append(boot(number, folder))
         pids = [machine.pid for machine in machines]
         if delay_ms is None:
             peer = f"type veth peer name {WIRE} netns {pids[1]}"
@@ -167,20 +168,20 @@ def two_machines(folder: Path, delay_ms: float | None) -> Iterator[list[Machine]
             process.wait()
 
 
-def wait_for_nodes(head: Machine, count: int = 2) -> float:
-    """Wait until Ray has that many live nodes; return the seconds."""
+def wait_for_nodes(head: Machine) -> None:
+    """Wait until Ray has two live nodes."""
     began = time.monotonic()
     program = (
         "import ray, sys; ray.init(address='auto', logging_level='ERROR', log_to_driver=False); "
-        "sys.exit(sum(node['Alive'] for node in ray.nodes()) != " + str(count) + ")"
+        "sys.exit(sum(node['Alive'] for node in ray.nodes()) != 2)"
     )
     while True:
         words = head.command(sys.executable, "-c", program)
         done = subprocess.run(words, check=False, capture_output=True, text=True)
         if done.returncode == 0:
-            return time.monotonic() - began
+            return
         if time.monotonic() - began > LONGEST_S:
-            raise SystemExit(f"Ray has not {count} nodes: {done.stderr[-500:]}")
+            raise SystemExit(f"Ray has not two nodes: {done.stderr[-500:]}")
         time.sleep(1)
 
 
