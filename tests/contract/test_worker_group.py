@@ -23,7 +23,7 @@ from tests.ray_nodes import RayWorkers
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
 from winnow.workers.group import WorkerGroup, WorkerGroups, start_local
-from winnow.workers.ray.actors import start_ray
+from winnow.workers.ray.actors import interface_of, start_ray
 from winnow.workers.ray.session import Placement, Pool, node_resources, ray_session, reserve
 
 PATH = "tests.workers:Probe"
@@ -259,6 +259,15 @@ def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> No
     names = "WINNOW_TEST_WORD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"
     found = run(group.call("environment", *names))
     assert found == [["chaff", "false", os.environ["OMP_NUM_THREADS"]]] * group.size
+
+
+@pytest.mark.parametrize("group", ["ray"], indirect=True)
+def test_gloo_on_ray_listens_where_the_ranks_reach_each_other(group: WorkerGroup, run: Any) -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+    address = run(group.call("about"))[0][0].master_address
+    found = run(group.call("environment", "GLOO_SOCKET_IFNAME"))
+    assert found == [[interface_of(address)]] * group.size
 
 
 def test_workers_reach_each_other_through_torch(group: WorkerGroup, run: Any) -> None:

@@ -158,7 +158,8 @@ def launcher(
         # Not those that this process sees: its node may have none, or hide them.
         has_devices = any(node["GPU"] for node in node_resources().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
-        reserved = groups.wait(reserve(make_pools(roles, cluster, has_devices)))
+        pools = make_pools(roles, cluster, has_devices)
+        reserved = groups.wait(reserve(pools, lost_timeout_s=cluster.start_timeout_s))
 
         def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Start:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)

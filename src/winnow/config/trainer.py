@@ -462,7 +462,8 @@ class RayCluster(Section):
     """Put engines on the GPUs of the ranks, which take turns: an engine of tensor_parallel=N on
     those of N ranks of one node. Pools say that themselves, by roles of one pool."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds in which processes must have loaded their models, once Ray has placed them."""
+    """Seconds in which processes must have loaded their models, once Ray has placed them, and in
+    which a node that Ray has lost must be back where the others do not suffice."""
     cpus: float = Field(1.0, gt=0)
     """Cores per worker."""
     pools: dict[str, PoolConfig] = Field({})

@@ -16,10 +16,12 @@ import secrets
 import select
 import signal
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from fcntl import ioctl
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,8 +37,13 @@ _T = TypeVar("_T")
 _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[\d*m")
+_GET_ADDRESS = 0x8915
+"""The request SIOCGIFADDR of Linux."""
 _EXIT_GRACE_S = 1.0
 """Seconds for a process to exit after Ray's kill, before a SIGKILL."""
+_UNREACHABLE_S = 120
+"""Seconds after which a worker ends whose driver cannot be reached."""
+_LOST_NODE = re.compile(r"\bip: (\S+).*its node has died", re.DOTALL)
 _DETAIL_S = 2.0
 """Seconds for Ray to report how an actor died."""
 
@@ -238,6 +245,16 @@ class RayWorker:
         sender.redirect_output()
         self._host = Host(sender, self._is_orphan)
         address = self._stream.getsockname()[0]
+        # An unreachable driver closes no connection: this worker ends some time after Ray has given
+        # up its node, and frees its device.
+        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            self._stream.setsockopt(socket.IPPROTO_TCP, option, _UNREACHABLE_S // 4)
+        limit_ms = _UNREACHABLE_S * 1000
+        self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+        if interface := interface_of(address):
+            # By default gloo listens on the address of the machine's name, often a loopback's.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         return ActorProcess(os.getpid(), process_namespace(), address, free_port(address))
 
     async def call(self, number: int, request: WorkerSpec | Call) -> tuple[Any, Any, Any]:
@@ -264,6 +281,17 @@ class RayWorker:
             return False
         except OSError:
             return True
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface whose IPv4 address this is; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address, or was removed
+                request = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(ioctl(probe, _GET_ADDRESS, request)[20:24]) == address:
+                    return name
+    return None
 
 
 def process_namespace() -> str:
@@ -413,6 +441,8 @@ class RayStore:
 def _shorten_error(error: BaseException) -> str:
     """Return Ray's message about an error in one line."""
     text = str(error)
+    if lost := _LOST_NODE.search(text):
+        return f"its node {lost[1]} has ended or cannot be reached; see `ray status`"
     detail = text.partition("Worker exit detail: ")[2] or text
     detail = detail.partition(" Some common causes include")[0]
     return " ".join(detail.split())[:300]
