@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,9 @@ from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 
 STUB = """
-signed char devices = 0;
+signed char fake_devices = 0;
 signed char device_count(void) __asm__("_ZN3c104cuda12device_countEv");
-signed char device_count(void) { return devices; }
+signed char device_count(void) { return fake_devices; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
     *flags = 0;
     *active = 0;
@@ -64,23 +63,24 @@ NUMBERS = (
 """Operations that return a number."""
 SHAPE = {"num_hidden_layers": 2}
 """Changes to Qwen3-0.6B's shape: what one block does the others repeat."""
-IDS = TINY["vocab_size"] - 267
-"""Of the tokenizer; an odd number of logits a row, as the head is cut there."""
+UNUSED = 267
+"""Rows of the head behind the tokenizer's ids: an odd number of logits is left."""
 LENGTHS = (4000, 3000, 4000, 2000)
 
 
 class HostReads(TorchDispatchMode):
-    """Answers reads of a fake number with 1, and counts them by their place in Winnow."""
+    """Answers reads of a fake number with 1, and notes their places in Winnow."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: Counter[str] = Counter()
+        self.places: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (*NUMBERS, ATEN.nonzero.default):
             return func(*args, **(kwargs or {}))
-        frames = [f for f in traceback.extract_stack() if f"{os.sep}winnow{os.sep}" in f.filename]
-        self.places[f"{Path(frames[-1].filename).name}: {frames[-1].line}"] += 1
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/src/")]
+        place = f"{Path(frames[-1].filename).name}: {frames[-1].line}"
+        self.places += [place] if place not in self.places else []
         # Nothing is finished where the engine asks which rows are.
         return 1.0 if func in NUMBERS else args[0].new_empty(0, 1).long()
 
@@ -89,15 +89,15 @@ class Reads:
     """Reads of numbers by what was done."""
 
     def __init__(self) -> None:
-        self.places: dict[str, dict[str, int]] = {}
+        self.places: dict[str, list[str]] = {}
 
     @contextlib.contextmanager
     def of(self, work: str) -> Iterator[None]:
-        """Run the block on fake tensors, and count its reads."""
+        """Note the reads of a block, on fake tensors."""
         # Autograd has no thread for a device that is not there.
         with HostReads() as mode, torch.autograd.set_multithreading_enabled(False):
             yield
-        self.places[work] = dict(mode.places)
+        self.places[work] = mode.places
 
 
 def efficient_attention(
@@ -145,7 +145,7 @@ def make_model(device: str, dtype: torch.dtype) -> Any:
 def micro_batches() -> list[MicroBatch]:
     """Return micro-batches of random tokens, on the host as those of a run."""
     rng = np.random.default_rng(0)
-    batch = pack_sequences([rng.integers(0, IDS, n) for n in LENGTHS])
+    batch = pack_sequences([rng.integers(0, TINY["vocab_size"], n) for n in LENGTHS])
     columns = dict.fromkeys(("old", "advantages"), torch.ones(len(batch.token_ids)))
     batch.columns.update(columns)
     return all_micro_batches(batch, 8192)
@@ -161,8 +161,9 @@ def learn(micro: list[MicroBatch], device: str, dtype: torch.dtype, **options: A
     objective = PolicyObjective(POLICY_LOSSES["ppo_clip"], CLIP, "token-mean")
     outputs = frozenset({"logprob", "entropy", "prob_square_sum"})
     model = make_model(device, dtype)
+    ids = model.config.vocab_size - UNUSED
     with reads.of("Strategy"):
-        strategy = Strategy(model, vocab_size=IDS, **options)
+        strategy = Strategy(model, vocab_size=ids, **options)
     with reads.of("forward"):
         strategy.forward(micro, outputs)
     with reads.of("forward_backward"):
@@ -184,13 +185,13 @@ def learn(micro: list[MicroBatch], device: str, dtype: torch.dtype, **options: A
 def decode(_: object, device: str, dtype: torch.dtype) -> Reads:
     """Prefill prompts, and draw two tokens of each answer."""
     reads, rng, model = Reads(), np.random.default_rng(0), make_model(device, dtype)
-    engine = TorchEngine(model, 8, 4096, IDS)
+    engine = TorchEngine(model, 8, 4096, model.config.vocab_size - UNUSED)
     limits = {"max_tokens": 64, "stop_token_ids": (2,), "top_k": 50}
     # Fake tensors of one number keep it, and would go to the device.
     settings = [SamplingParams(**limits, temperature=t, top_p=p) for t, p in ((1, 0.9), (0.5, 0.8))]
     answers = tuple(AnswerRequest(index, seed=index) for index in range(4))
     groups = [
-        GroupRequest(number, rng.integers(0, IDS, 60 + number), answers, sampling, 0)
+        GroupRequest(number, rng.integers(0, TINY["vocab_size"], 60 + number), answers, sampling, 0)
         for number, sampling in enumerate(settings)
     ]
 
@@ -223,11 +224,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cuda" and torch.version.cuda is None:
         print(f"PyTorch {torch.__version__} is no CUDA build", file=sys.stderr)
         return 2
-    if device == "cuda" and not hasattr(ctypes.CDLL(None), "cuDevicePrimaryCtxGetState"):
+    if device == "cuda" and not hasattr(ctypes.CDLL(None), "fake_devices"):
         return run_with_stub()
     if device == "cuda":
         with FakeTensorMode():  # puts a guard without a device in the place of CUDA's own
-            ctypes.c_byte.in_dll(ctypes.CDLL(None), "devices").value = 127
+            ctypes.c_byte.in_dll(ctypes.CDLL(None), "fake_devices").value = 127
         torch.cuda.is_available = lambda: False
         functional.scaled_dot_product_attention = efficient_attention
         slots.scaled_dot_product_attention = efficient_attention
