@@ -35,7 +35,7 @@ import torch
 from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
-from winnow.checkpoints.checkpoint import Manifest
+from winnow.checkpoints.checkpoint import FileEntry, Manifest
 from winnow.checkpoints.run_state import RunState
 from winnow.config.rollout import SamplingConfig
 from winnow.config.root import ObserveConfig
@@ -171,8 +171,9 @@ class Rank:
     def copy(self) -> None:
         pass
 
-    def write(self, checkpoint: str) -> None:
+    def write(self, checkpoint: str) -> dict[str, FileEntry]:
         (Path(checkpoint) / "model").mkdir(exist_ok=True)
+        return {}
 
 
 @dataclass(frozen=True)

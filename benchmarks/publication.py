@@ -115,7 +115,6 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
     tensors = list(policy.export_weights(dtype))
     turns = Turns(tensors, repeats)
     name = str(dtype).removeprefix("torch.")
-    options = SETTINGS | {"model": config_of(layers).to_dict(), "dtype": name}
     canary = Canary.random(64_000, POSITIONS, dtype)
 
     async def checksum() -> None:
@@ -130,9 +129,13 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
     use_layout_attention(here)
     embedded = EngineGroup([TorchEngine(here, **SETTINGS)], True)
     lines.append(await turns.row("published to an engine in this process", publish(embedded)))
-    groups = await asyncio.gather(
-        *(start_local("engine", WORKER, options, 1, {"OMP_NUM_THREADS": "1"}) for _ in range(2))
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        here.save_pretrained(folder)
+        options = SETTINGS | {"model": folder, "dtype": name}
+        starts = [
+            start_local("engine", WORKER, options, 1, {"OMP_NUM_THREADS": "1"}) for _ in range(2)
+        ]
+        groups = await asyncio.gather(*starts)
     try:
         engines = [RemoteEngine(each, await each.call_rank(0, "call", "")) for each in groups]
         for count, what in (

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.test_engine import groups_of, to_the_end
+from tests.devices import DEVICE
 from tests.small_models import digits_folder, digits_model
 
 from winnow.errors import PublicationError, WorkerError
@@ -50,7 +51,8 @@ def run() -> Iterator[Run]:
 def worker(folder: Path, run: Run) -> Iterator[WorkerGroup]:
     options = {"model": str(folder), "dtype": "float32", "slots": SLOTS, "prefill_tokens": 64}
     options |= {"live_updates": True, "tokenizer": str(folder)}
-    group = run(start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0))
+    devices = None if DEVICE.type == "cpu" else [0]
+    group = run(start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0, devices))
     yield group
     pids = group.pids()
     run(group.close())
@@ -79,7 +81,7 @@ async def written(engine: Engine, groups: Sequence[GroupRequest]) -> dict[Any, C
 
 
 def in_this_process(folder: Path) -> TorchEngine:
-    model = load_causal_lm(str(folder), torch.float32, torch.device("cpu"))
+    model = load_causal_lm(str(folder), torch.float32, DEVICE)
     use_layout_attention(model)
     return TorchEngine(model, slots=SLOTS, prefill_tokens=64, live_updates=True)
 
@@ -124,7 +126,7 @@ def test_new_weights_arrive_in_both_and_the_canary_hears_them(
 
 
 def load_model(learned: bool) -> Any:
-    model = digits_model(initializer_range=0.3)
+    model = digits_model(initializer_range=0.3).to(DEVICE)
     if learned:
         with torch.no_grad():
             for parameter in model.parameters():

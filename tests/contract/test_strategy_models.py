@@ -19,7 +19,6 @@ import torch
 from peft import PeftModel
 from tests.contract.test_strategy import (
     CONFIGS,
-    CPU,
     RAGGED,
     SIZES,
     TEMPERATURE,
@@ -33,6 +32,7 @@ from tests.contract.test_strategy import (
     take_whole_gradients,
 )
 from tests.contract.test_strategy import one_process as one_process
+from tests.devices import DEVICE
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
@@ -67,7 +67,7 @@ class Case:
 
 
 def load_policy(folder: Path, dtype: torch.dtype) -> Any:
-    return load_causal_lm(str(folder / "base"), dtype, CPU)
+    return load_causal_lm(str(folder / "base"), dtype, DEVICE)
 
 
 def load_adapted(folder: Path, dtype: torch.dtype, adapter: str = "adapter") -> Any:
@@ -77,7 +77,7 @@ def load_adapted(folder: Path, dtype: torch.dtype, adapter: str = "adapter") -> 
 
 
 def load_scorer(folder: Path, dtype: torch.dtype) -> Any:
-    return load_reward_model(str(folder / "scorer"), dtype, CPU).requires_grad_(True)
+    return load_reward_model(str(folder / "scorer"), dtype, DEVICE).requires_grad_(True)
 
 
 def their_policy(folder: Path, dtype: torch.dtype) -> Any:
@@ -108,7 +108,7 @@ CASES = {
     ),
     "value": Case(
         "qwen3",
-        lambda folder, dtype: load_value_model(str(folder / "critic"), dtype, CPU),
+        lambda folder, dtype: load_value_model(str(folder / "critic"), dtype, DEVICE),
         lambda folder, dtype: AutoModelForTokenClassification.from_pretrained(
             folder / "critic", dtype=dtype, attn_implementation="sdpa"
         ),
@@ -152,7 +152,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             randomize(dict(model.named_parameters()))
             model.save_pretrained(root / family / kind)
         for name, targets in (("adapter", "all-linear"), ("attention", ("q_proj", "v_proj"))):
-            adapted = load_causal_lm(str(root / family / "base"), torch.float32, CPU)
+            adapted = load_causal_lm(str(root / family / "base"), torch.float32, DEVICE)
             section = LoraAdapter(rank=3, alpha=5.0, target_modules=targets)  # type: ignore[arg-type]
             add_lora(adapted, section, seed=1)
             weights = dict(adapter_weights(adapted))
@@ -345,6 +345,7 @@ def test_compiled_blocks_are_sharded_as_others_are(
     assert graphs["unique_graphs"] > 1
 
 
+@pytest.mark.host
 def test_blocks_of_dense_models_are_compiled_by_default_on_cuda_alone(
     families: dict[str, Path],
     graphs: Counter[str],
@@ -369,6 +370,7 @@ def missing_compiler(x: Tensor) -> Tensor:
     raise RuntimeError("Cannot find a working triton installation")
 
 
+@pytest.mark.host
 def test_without_a_compiler_one_line_says_what_is_needed(
     families: dict[str, Path], graphs: Counter[str]
 ) -> None:
