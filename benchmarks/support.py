@@ -359,7 +359,7 @@ def _complete(
     return completed(run.values())
 
 
-_HEAD = """# What goes with what
+_HEAD = """# Support matrix
 
 Each pair of the choices below is either supported, or refused before anything is trained: on
 standard error, in one line that names field, value and remedy, with exit code 2. The page is made
@@ -368,12 +368,12 @@ from the rules themselves, by `python -m benchmarks.support > docs/support.md`;
 
 | | |
 |---|---|
-| ✓ | supported: one of the [runs](#runs) below has both, and trains three steps of a tiny model. Tests see that all steps end, that the policy gets gradients, and that a critic, a reference, a judge, … leave their figures. On a CPU; megatron-core with [answers in CUDA's place](megatron.md#what-was-run-and-what-was-not) |
+| ✓ | supported: one of the [runs](#runs) below has both, and trains three steps of a tiny model. Tests see that all steps end, that the policy gets gradients, and that a critic, a reference, a judge, … leave their figures. On a CPU; megatron-core with [answers in CUDA's place](megatron.md#test-coverage) |
 | ○ | accepted by the rules, needs a GPU, and [has not been run](gpu.md) |
 | a number | [refused](#refusals) with that line |
 
 What depends on the model is refused when that is read, and is not on this page: families, heads,
-layers and experts for [Megatron](megatron.md#what-is-refused) or
+layers and experts for [Megatron](megatron.md#unsupported-settings) or
 [a mixture](ranks.md#mixtures-of-experts). An engine of your own has to give the routes of tokens
 for `rollout.routing_replay=true`. Losses, estimators and KL are in [algorithms](algorithms.md), keys
 of verl, TRL and OpenRLHF in [coming from](coming_from.md).
