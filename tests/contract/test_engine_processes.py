@@ -1,4 +1,4 @@
-"""Engines in processes of their own: the same tokens, verified weights, deaths that cost none.
+"""Engines in separate processes: the same tokens, and stop strings by the folder's tokenizer.
 
 The contract of `test_engine.py` is run against `RemoteEngine` there, over a wire in one process.
 """
@@ -6,8 +6,6 @@ The contract of `test_engine.py` is run against `RemoteEngine` there, over a wir
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,13 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.test_engine import groups_of, to_the_end
-from tests.small_models import digits_folder, digits_model
+from tests.small_models import digits_folder
 
-from winnow.errors import PublicationError, WorkerError
-from winnow.learning.canary import Canary
-from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm, use_layout_attention
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import CompletionEvent, Engine, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
 from winnow.rollout.remote_engine import RemoteEngine
-from winnow.rollout.weights import WeightUpdate
 from winnow.workers.group import WorkerGroup, start_local
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -102,37 +96,6 @@ def test_an_engine_elsewhere_writes_what_one_here_writes_to_the_bit(
         assert (event.tick, event.finish_reason) == (other.tick, other.finish_reason)
 
 
-def test_new_weights_arrive_in_both_and_the_canary_hears_them(
-    worker: WorkerGroup, folder: Path, run: Run
-) -> None:
-    policy = Strategy(load_model(learned=True))
-    canary = Canary.random(29, 256, torch.float32)
-
-    async def publish() -> None:
-        group = await both(worker, folder, False)
-        expected = canary.score(policy)
-        engines: Any = group.engines
-        with pytest.raises(PublicationError, match="version 3: engine 0 disagrees"):
-            await canary.check(expected, 3, engines)
-        await group.load_weights(WeightUpdate(3, policy.export_weights(torch.float32)))
-        assert group.status().weight_version == 3
-        assert await canary.check(expected, 3, engines) < 1e-5
-        done = await written(group, requests(4, limit=5))
-        assert {event.segment.spans[0].version for event in done.values()} == {3}
-
-    run(publish())
-
-
-def load_model(learned: bool) -> Any:
-    model = digits_model(initializer_range=0.3)
-    if learned:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.3)
-    use_layout_attention(model)
-    return model.eval()
-
-
 def test_a_stop_string_is_read_with_the_folders_tokenizer(worker: WorkerGroup, run: Run) -> None:
     async def texts() -> list[int]:
         done = await written(await connected(worker), requests(6, stop=("7",)))
@@ -141,39 +104,3 @@ def test_a_stop_string_is_read_with_the_folders_tokenizer(worker: WorkerGroup, r
         return [int(event.segment.token_ids[-1]) for event in stopped]
 
     assert len(set(run(texts()))) == 1
-
-
-def test_an_engine_that_is_killed_costs_no_answer(
-    worker: WorkerGroup, folder: Path, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    # It stands last: the process is gone afterwards.
-    groups = requests(12, limit=80)
-    (victim,) = worker.pids()
-
-    async def killed() -> dict[Any, CompletionEvent]:
-        group = await both(worker, folder, False)
-        await group.submit(groups[:2])
-        out: list[CompletionEvent] = []
-        while not any(len(event.segment) > 3 for event in out):
-            await asyncio.sleep(0.005)
-            out += await group.progress()
-        out = [event for event in out if event.kind != "running"]
-        # Stopped, it cannot outrun the rest, of which it gets a share: it dies at work.
-        os.kill(victim, signal.SIGSTOP)
-        await group.submit(groups[2:])
-        out += await group.events()
-        os.kill(victim, signal.SIGKILL)
-        out += await to_the_end(group)
-        assert group.dead == ["engine 1"]
-        assert group.status().slots == SLOTS
-        assert group.status().running == group.status().queued == 0
-        written_ = sum(len(event.segment) for event in out)
-        assert group.status().generated_tokens >= written_
-        with pytest.raises(WorkerError):
-            await connected(worker)
-        return {(event.group_id, event.answer): event for event in out}
-
-    done = run(killed())
-    assert len(done) == 36
-    assert {event.kind for event in done.values()} == {"finished"}
-    assert caplog.text.count("engine 1 died, 1 of 2 engines remain") == 1

@@ -131,12 +131,6 @@ def test_several_labels_are_refused(load: Any, auto: Any, tmp_path: Path) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
-    folder = folder_of("qwen3", AutoModelForCausalLM, tmp_path)
-    with pytest.raises(ModelError, match=r"missing \(1, such as score\.weight\)"):
-        load_reward_model(str(folder), torch.float32, CPU)
-
-
 def test_a_critic_whose_head_was_lost_does_not_start_anew(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
