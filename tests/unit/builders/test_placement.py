@@ -45,7 +45,6 @@ REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHAR
 CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
 JUDGE = "reward/judge=engine", "reward.judge.path=J", "reward.judge.engine.processes=2"
 WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def on_ray(*overrides: str) -> Config:
@@ -332,6 +331,9 @@ def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _random_states()
     with pytest.raises(AssertionError, match="opened"):
         _set_random_states(states)
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
