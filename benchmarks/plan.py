@@ -1,6 +1,7 @@
 """What `winnow plan` says of a rank's memory, against real ranks over gloo; what 32B costs it.
 
     python -m benchmarks.plan [--only NAME …] [--out benchmarks/results/plan.md]
+    python -m benchmarks.plan --published [--out FILE]    # against prime-rl's published rows
 
 Each configuration is planned (fake tensors, one process), then run: 2 or 4 ranks over gloo on this
 machine take the same update with the same two micro-batches, one thread each. Measured is the
@@ -297,7 +298,9 @@ def main() -> None:
     parser.add_argument("--store", default="")
     asked = parser.parse_args()
     if asked.published:
-        published()
+        table = published()
+        if asked.out is not None:
+            asked.out.write_text(table)
         return
     if asked.rank is not None:
         be_rank(asked.only[0], asked.folder, asked.store, asked.rank)

@@ -1,4 +1,4 @@
-"""Engines in processes of their own: the same tokens, verified weights, deaths that cost none.
+"""Engines in separate processes: the same tokens, verified weights, stop strings.
 
 The contract of `test_engine.py` is run against `RemoteEngine` there, over a wire in one process.
 """
@@ -6,8 +6,6 @@ The contract of `test_engine.py` is run against `RemoteEngine` there, over a wir
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from tests.contract.test_engine import groups_of, to_the_end
 from tests.devices import DEVICE
 from tests.small_models import digits_folder, digits_model
 
-from winnow.errors import PublicationError, WorkerError
+from winnow.errors import PublicationError
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm, use_layout_attention
@@ -143,39 +141,3 @@ def test_a_stop_string_is_read_with_the_folders_tokenizer(worker: WorkerGroup, r
         return [int(event.segment.token_ids[-1]) for event in stopped]
 
     assert len(set(run(texts()))) == 1
-
-
-def test_an_engine_that_is_killed_costs_no_answer(
-    worker: WorkerGroup, folder: Path, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    # It stands last: the process is gone afterwards.
-    groups = requests(12, limit=80)
-    (victim,) = worker.pids()
-
-    async def killed() -> dict[Any, CompletionEvent]:
-        group = await both(worker, folder, False)
-        await group.submit(groups[:2])
-        out: list[CompletionEvent] = []
-        while not any(len(event.segment) > 3 for event in out):
-            await asyncio.sleep(0.005)
-            out += await group.progress()
-        out = [event for event in out if event.kind != "running"]
-        # Stopped, it cannot outrun the rest, of which it gets a share: it dies at work.
-        os.kill(victim, signal.SIGSTOP)
-        await group.submit(groups[2:])
-        out += await group.events()
-        os.kill(victim, signal.SIGKILL)
-        out += await to_the_end(group)
-        assert group.dead == ["engine 1"]
-        assert group.status().slots == SLOTS
-        assert group.status().running == group.status().queued == 0
-        written_ = sum(len(event.segment) for event in out)
-        assert group.status().generated_tokens >= written_
-        with pytest.raises(WorkerError):
-            await connected(worker)
-        return {(event.group_id, event.answer): event for event in out}
-
-    done = run(killed())
-    assert len(done) == 36
-    assert {event.kind for event in done.values()} == {"finished"}
-    assert caplog.text.count("engine 1 died, 1 of 2 engines remain") == 1

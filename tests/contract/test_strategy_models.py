@@ -256,6 +256,36 @@ def whole(batch: Batch, budget: int = 10_000) -> list[MicroBatch]:
     return micro_batches(batch, range(batch.n_groups), budget)
 
 
+def first_layer(model: Any) -> Any:
+    """The model without its other layers."""
+    del model.model.layers[1:]
+    return model
+
+
+def missing_compiler(x: Tensor) -> Tensor:
+    raise RuntimeError("Cannot find a working triton installation")
+
+
+def train(strategy: Strategy, case: Case, updates: int = 2) -> None:
+    micro = whole(batch_of(RAGGED, torch.float32))
+    for _ in range(updates):
+        strategy.forward_backward(micro, case.outputs, loss)
+        assert strategy.optimizer_step(1e-2)["skipped"] == 0.0
+
+
+def bits_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def graphs() -> Iterator[Counter[str]]:
+    """What was compiled in this test."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters["stats"]
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("dtype", "checkpointing"), [(torch.float32, True), (torch.float64, False)]
 )
@@ -272,21 +302,6 @@ def test_outputs_and_gradients_are_those_of_hugging_face_for_each_sequence_alone
         assert relative(ours, wanted) <= TOLERANCE[dtype]
         assert torch.equal(ours == 0, wanted == 0)
     assert_close(gradients_of(strategy, micro, case), gradients, TOLERANCE[dtype])
-
-
-@pytest.fixture
-def graphs() -> Iterator[Counter[str]]:
-    """What was compiled in this test."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield counters["stats"]
-    torch._dynamo.reset()
-
-
-def first_layer(model: Any) -> Any:
-    """The model without its other layers."""
-    del model.model.layers[1:]
-    return model
 
 
 @pytest.mark.parametrize(
@@ -366,10 +381,6 @@ def test_blocks_of_dense_models_are_compiled_by_default_on_cuda_alone(
     assert "blocks run uncompiled: trainer.strategy.compile=true needs" in caplog.text
 
 
-def missing_compiler(x: Tensor) -> Tensor:
-    raise RuntimeError("Cannot find a working triton installation")
-
-
 @pytest.mark.host
 def test_without_a_compiler_one_line_says_what_is_needed(
     families: dict[str, Path], graphs: Counter[str]
@@ -419,27 +430,6 @@ def test_gradients_do_not_depend_on_split_or_order(
     split = gradients_of(strategy, whole(batch, budget)[::-1], case)
     # In bf16 each micro-batch rounds its own sums.
     assert_close(split, at_once, TOLERANCE.get(dtype, 0.1))
-
-
-def train(strategy: Strategy, case: Case, updates: int = 2) -> None:
-    micro = whole(batch_of(RAGGED, torch.float32))
-    for _ in range(updates):
-        strategy.forward_backward(micro, case.outputs, loss)
-        assert strategy.optimizer_step(1e-2)["skipped"] == 0.0
-
-
-def bits_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_same(a: Any, b: Any) -> None:
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-        return
-    assert a.keys() == b.keys()
-    for name in a:
-        assert_same(a[name], b[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

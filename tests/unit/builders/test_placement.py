@@ -39,6 +39,15 @@ POOL = "cluster.pools={all:{nodes:2,per_node:2,cpus:3}}"
 TOGETHER = (*FOUR, "rollout.engine.processes=4", POOL, "cluster.roles={policy:all,rollout:all}")
 JUDGED = "reward/model=sequence_classifier", "reward.model.path=R"
 SHARDED = (*JUDGED, "reward/model/strategy=fsdp2")
+ENGINES = [f"rollout.engine.processes={count}" for count in range(5)]
+VLLM, SPLIT = "rollout/engine=vllm", "rollout.engine.tensor_parallel=2"
+WIDE = VLLM, "rollout.engine.processes=2", SPLIT
+SHARED = "cluster.share_devices=true"
+APART = *FOUR, "rollout.engine.processes=1"
+REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHARDED
+CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
+JUDGE = "reward/judge=engine", "reward.judge.path=J", "reward.judge.engine.processes=2"
+WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"
 
 
 def on_ray(*overrides: str) -> Config:
@@ -56,6 +65,22 @@ def devices(config: Config, trains: bool = True) -> dict[str, range]:
 
 def learning_devices(config: Config, ranks: int) -> int:
     return count_devices(Roles(config), ranks)
+
+
+def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels as they were, after the test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
@@ -101,22 +126,6 @@ def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
     alone = config.trainer.model_copy(update={"strategy": WholeModels()})
     (pool,) = pools(config.model_copy(update={"trainer": alone}), True)
     assert [*pool.roles] == ["rollout"]
-
-
-def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-
-
-ENGINES = [f"rollout.engine.processes={count}" for count in range(5)]
-VLLM, SPLIT = "rollout/engine=vllm", "rollout.engine.tensor_parallel=2"
-WIDE = VLLM, "rollout.engine.processes=2", SPLIT
-SHARED = "cluster.share_devices=true"
-APART = *FOUR, "rollout.engine.processes=1"
-REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHARDED
-CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
-JUDGE = "reward/judge=engine", "reward.judge.path=J", "reward.judge.engine.processes=2"
-WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"
 
 
 @pytest.mark.parametrize(
@@ -334,17 +343,6 @@ def test_a_run_whose_models_are_elsewhere_leaves_gpus_alone(
     engine, roles = chosen.rollout.engine, Roles(chosen)
     uses_device = driver_uses_device(engine, chosen.reward, chosen.cluster, roles)
     assert prepare_device(chosen.run, None, uses_device).type == device
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels as they were, after the test."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 @pytest.mark.parametrize("chosen", [True, False])
