@@ -22,7 +22,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.policy import PolicyObjective
+from winnow.learning.runner import Output
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.sharded_loading import replace_parameters
@@ -55,7 +56,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
 }
 """
 """A driver with devices that nobody has used: autograd asks for its contexts, fake or not."""
-ATEN = torch.ops.aten
+ATEN: Any = torch.ops.aten
 NUMBERS = (
     *(ATEN._local_scalar_dense.default, ATEN.item.default, ATEN.is_nonzero.default),
     ATEN.allclose.default,
@@ -68,11 +69,11 @@ UNUSED = 267
 LENGTHS = (4000, 3000, 4000, 2000)
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers reads of a fake number with 1, and notes their places in Winnow."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.places: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,12 +116,11 @@ def efficient_attention(
         AssertionError: no kernel takes them, so that PyTorch would keep all scores.
     """
     if query.dtype == torch.bfloat16 and attn_mask is None:
-        return ATEN._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, is_causal, scale=scale
-        )[0]
+        flash = ATEN._scaled_dot_product_flash_attention
+        return cast(Tensor, flash(query, key, value, 0.0, is_causal, scale=scale)[0])
     assert not enable_gqa, "the memory-efficient kernel takes equal numbers of heads"
     kernel = ATEN._scaled_dot_product_efficient_attention
-    return kernel(query, key, value, attn_mask, True, 0.0, is_causal, scale=scale)[0]
+    return cast(Tensor, kernel(query, key, value, attn_mask, True, 0.0, is_causal, scale=scale)[0])
 
 
 def make_model(device: str, dtype: torch.dtype) -> Any:
@@ -159,7 +159,7 @@ def learn(micro: list[MicroBatch], device: str, dtype: torch.dtype, **options: A
     """
     reads = Reads()
     objective = PolicyObjective(POLICY_LOSSES["ppo_clip"], CLIP, "token-mean")
-    outputs = frozenset({"logprob", "entropy", "prob_square_sum"})
+    outputs: frozenset[Output] = frozenset({"logprob", "entropy", "prob_square_sum"})
     model = make_model(device, dtype)
     ids = model.config.vocab_size - UNUSED
     with reads.of("Strategy"):
@@ -186,7 +186,7 @@ def decode(_: object, device: str, dtype: torch.dtype) -> Reads:
     """Prefill prompts, and draw two tokens of each answer."""
     reads, rng, model = Reads(), np.random.default_rng(0), make_model(device, dtype)
     engine = TorchEngine(model, 8, 4096, model.config.vocab_size - UNUSED)
-    limits = {"max_tokens": 64, "stop_token_ids": (2,), "top_k": 50}
+    limits: dict[str, Any] = {"max_tokens": 64, "stop_token_ids": (2,), "top_k": 50}
     # Fake tensors of one number keep it, and would go to the device.
     settings = [SamplingParams(**limits, temperature=t, top_p=p) for t, p in ((1, 0.9), (0.5, 0.8))]
     answers = tuple(AnswerRequest(index, seed=index) for index in range(4))
@@ -230,8 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with FakeTensorMode():  # puts a guard without a device in the place of CUDA's own
             ctypes.c_byte.in_dll(ctypes.CDLL(None), "fake_devices").value = 127
         torch.cuda.is_available = lambda: False
-        functional.scaled_dot_product_attention = efficient_attention
-        slots.scaled_dot_product_attention = efficient_attention
+        for module in cast("tuple[Any, ...]", (functional, slots)):
+            module.scaled_dot_product_attention = efficient_attention
     failures, micro = 0, micro_batches()
     # A CPU's draws choose rows by their numbers.
     cases = [case for case in CASES if device == "cuda" or case[0] is learn]

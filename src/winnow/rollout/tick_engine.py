@@ -368,7 +368,9 @@ class TickEngine(QueueEngine[Answer]):
         return is_busy and fits_beside(nbytes, self._staging_device, self._staging)
 
     async def _fetch(self, buckets: Iterator[Bucket]) -> Bucket | None:
-        work = partial(next, buckets, None)
+        def work() -> Bucket | None:
+            return next(buckets, None)
+
         if self._receiving is None or not self._receiving.is_beside:
             return work()
         return await self._tick_during(work)

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -464,7 +464,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)
+    stream = cast(Any, torch.cuda).Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.stream(stream):
         yield
