@@ -365,7 +365,7 @@ async def _async(run: Run) -> None:
                 await _publish_and_record(sampling, step, sampled, learned, metrics)
         except Stopped:
             with contextlib.suppress(WorkerError):  # then the last boundary counts
-                await sampling.pause()
+                await sampling.free_engine()
                 if sampling.failure is None:
                     run.state.record_sampling()
             raise
@@ -413,7 +413,7 @@ async def _evaluate_log_save(
     run, figures = sampling.run, dict[str, Number]()
     if run.is_due(run.evaluate_every, step):
         with run.watch.phase("evaluate"):
-            await sampling.pause()
+            await sampling.free_engine()
         # Evaluation may take longer than a batch system waits after SIGTERM.
         with run.watch.phase("checkpoint"):
             run.record_boundary(step, record, overrides=sampling.overrides)
@@ -444,12 +444,12 @@ class ForegroundSampling:
     async def update_ledger(self) -> None:
         """Enter the tokens written so far in the ledger, before a boundary is recorded."""
 
-    async def pause(self) -> None:
+    async def free_engine(self) -> None:
         """Turn open answers into prefixes, so that the engine is free for evaluation."""
         await self.run.sampler.abort_running()
 
     def resume(self) -> None:
-        """Continue after a pause."""
+        """Continue sampling."""
 
     def overlap_figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
         """Return the metrics `overlap/…` since the last call, from `time/…` of that time."""
@@ -529,11 +529,11 @@ class BackgroundSampling(ForegroundSampling):
         if not self._task.done():
             await self.run.sampler.record_progress()
 
-    async def pause(self) -> None:
+    async def free_engine(self) -> None:
         if self._task.done() and not self._task.cancelled():
             self._task.result()  # an error is not lost with its task
         await self.aclose()
-        await super().pause()
+        await super().free_engine()
 
     async def aclose(self) -> None:
         """Cancel the sampling; its open groups stay in the ledger."""

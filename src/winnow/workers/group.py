@@ -358,7 +358,7 @@ class WorkerGroup:
             self._is_closing = True
             for rank in self._ranks:
                 rank.connection.kill()
-            await asyncio.gather(*map(self._wait_for_exit, self._ranks))
+            await asyncio.gather(*map(self._wait_after_kill, self._ranks))
             if self._failure is None:
                 self._fail(self._closed_error())
             for rank in self._ranks:
@@ -368,7 +368,7 @@ class WorkerGroup:
             for task in self._tasks - {asyncio.current_task()}:
                 task.cancel()
 
-    async def _wait_for_exit(self, rank: _Rank) -> None:
+    async def _wait_after_kill(self, rank: _Rank) -> None:
         if not await rank.connection.wait_for_exit(GONE_TIMEOUT_S):
             log.error("%s: process %d did not exit after SIGKILL", self.role, rank.connection.pid)
 
