@@ -106,11 +106,11 @@ def keys_told(title: str) -> dict[str, set[str]]:
 def test_the_tables_name_every_estimator_loss_and_aggregation() -> None:
     assert first_cells("Advantage") == [*ESTIMATORS, "custom"]
     assert sorted(first_cells("Policy loss")) == sorted([*POLICY_LOSSES, "custom"])
-    assert sorted(first_cells("What")) == sorted(AGGREGATIONS)
+    assert sorted(first_cells("Loss aggregation")) == sorted(AGGREGATIONS)
 
 
 def test_the_tables_name_every_recipe_of_a_family() -> None:
-    small, real = first_cells("Small recipes"), first_cells("Real recipes")
+    small, real = first_cells("Toy recipes"), first_cells("Published recipes")
     assert sorted([*small, *real]) == sorted(
         set(available_recipes()) - {"quickstart", "dapo-math", "gsm8k", "sft"}
     )
