@@ -35,7 +35,7 @@ import torch
 from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
-from winnow.checkpoints.checkpoint import Manifest
+from winnow.checkpoints.checkpoint import FileEntry, Manifest
 from winnow.checkpoints.run_state import RunState
 from winnow.config.rollout import SamplingConfig
 from winnow.config.root import ObserveConfig
@@ -171,8 +171,9 @@ class Rank:
     def copy(self) -> None:
         pass
 
-    def write(self, checkpoint: str) -> None:
+    def write(self, checkpoint: str) -> dict[str, FileEntry]:
         (Path(checkpoint) / "model").mkdir(exist_ok=True)
+        return {}
 
 
 @dataclass(frozen=True)
@@ -220,13 +221,14 @@ def workers(cluster: str, limit: int) -> Iterator[list[WorkerGroup]]:
             stack.callback(reserved.release)
             stack.callback(crew.close)
             starts = [
-                start_ray(role, path, made, reserved.placement(role))
+                partial(start_ray, role, path, made, reserved.placement(role))
                 for role, (path, made, _) in kinds.items()
             ]
         else:
             crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             starts = [
-                start_local(role, path, made, count) for role, (path, made, count) in kinds.items()
+                partial(start_local, role, path, made, count)
+                for role, (path, made, count) in kinds.items()
             ]
         yield crew.start(*starts)
 
