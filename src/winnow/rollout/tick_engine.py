@@ -368,7 +368,7 @@ class TickEngine(QueueEngine[Answer]):
         return is_busy and fits_beside(nbytes, self._staging_device, self._staging)
 
     async def _fetch(self, buckets: Iterator[Bucket]) -> Bucket | None:
-        work = partial(next, buckets, None)
+        work: Callable[[], Bucket | None] = partial(next, buckets, None)
         if self._receiving is None or not self._receiving.is_beside:
             return work()
         return await self._tick_during(work)
