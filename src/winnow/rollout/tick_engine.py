@@ -325,7 +325,9 @@ class TickEngine(QueueEngine[Answer]):
         self._reset_caches()
         self._version = update.version
 
-    async def take_stored(self, update: WeightUpdate, patience_s: float) -> bool:
+    async def take_stored(
+        self, update: WeightUpdate, patience_s: float, is_due: Callable[[], bool] = lambda: False
+    ) -> bool:
         loop = asyncio.get_running_loop()
         until = loop.time() + patience_s
         if self._loading is None or self._loading[0] != update.version:
@@ -333,7 +335,7 @@ class TickEngine(QueueEngine[Answer]):
             self._loading = update.version, loading
         try:
             async for _ in self._loading[1]:
-                if self._events or loop.time() >= until:
+                if self._events or loop.time() >= until or is_due():
                     return False
         except BaseException:
             self._loading = None

@@ -230,9 +230,9 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         with self._abort_update_on_error(bucket.version):
             return await super().take_bucket(bucket)
 
-    async def take_stored(self, update: WeightUpdate, patience_s: float) -> bool:
+    async def take_stored(self, update: WeightUpdate, *args: Any) -> bool:
         with self._abort_update_on_error(update.version):
-            return await super().take_stored(update, patience_s)
+            return await super().take_stored(update, *args)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         with self._abort_update_on_error(update.version):
