@@ -193,12 +193,6 @@ class PublishedEngine(Engine, Protocol):
         then no token is drawn, or the old weights draw all tokens.
         """
 
-    async def take_stored(self, update: WeightUpdate, patience_s: float) -> bool:
-        """Copy the stored buckets of an update, as `take_bucket`; return True after the last one.
-
-        Returns False earlier if there are events, or after `patience_s`: it is to be called again.
-        """
-
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int
     ) -> list[FloatArray]:
@@ -214,6 +208,19 @@ class PublishedEngine(Engine, Protocol):
 
         Returns:
             [min(last, L - 1)] for each sequence.
+        """
+
+
+class StoringEngine(PublishedEngine, Protocol):
+    """A `PublishedEngine` in a worker's process, where it takes stored buckets in parts."""
+
+    async def take_stored(
+        self, update: WeightUpdate, patience_s: float, is_due: Callable[[], bool]
+    ) -> bool:
+        """Copy the stored buckets of an update, as `take_bucket`; return True after the last one.
+
+        Returns False earlier if there are events, after `patience_s`, or as soon as `is_due`: it is
+        to be called again.
         """
 
 

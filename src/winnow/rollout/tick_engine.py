@@ -325,7 +325,9 @@ class TickEngine(QueueEngine[Answer]):
         self._reset_caches()
         self._version = update.version
 
-    async def take_stored(self, update: WeightUpdate, patience_s: float) -> bool:
+    async def take_stored(
+        self, update: WeightUpdate, patience_s: float, is_due: Callable[[], bool] = lambda: False
+    ) -> bool:
         loop = asyncio.get_running_loop()
         until = loop.time() + patience_s
         if self._loading is None or self._loading[0] != update.version:
@@ -333,7 +335,7 @@ class TickEngine(QueueEngine[Answer]):
             self._loading = update.version, loading
         try:
             async for _ in self._loading[1]:
-                if self._events or loop.time() >= until:
+                if self._events or loop.time() >= until or is_due():
                     return False
         except BaseException:
             self._loading = None
@@ -368,9 +370,7 @@ class TickEngine(QueueEngine[Answer]):
         return is_busy and fits_beside(nbytes, self._staging_device, self._staging)
 
     async def _fetch(self, buckets: Iterator[Bucket]) -> Bucket | None:
-        def work() -> Bucket | None:
-            return next(buckets, None)
-
+        work: Callable[[], Bucket | None] = partial(next, buckets, None)
         if self._receiving is None or not self._receiving.is_beside:
             return work()
         return await self._tick_during(work)

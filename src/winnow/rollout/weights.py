@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -464,7 +464,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = cast(Any, torch.cuda).Stream(device)
+    stream: Any = cast(Any, torch.cuda).Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.stream(stream):
         yield
@@ -479,27 +479,25 @@ class StagedReceiver(WeightReceiver):
 
     Args:
         model: on the meta device; has the tensors to receive.
-        begin: begins the update in vLLM.
         load: loads tensors into vLLM.
-        finish: ends the update in vLLM.
-        options: as `WeightReceiver` takes them.
+        mark: tells vLLM of the update's "start" and "finish".
+        options: `only` and `may_stage`, as `WeightReceiver` takes them.
     """
 
     def __init__(
         self,
         model: nn.Module,
         version: int,
-        begin: Callable[[], None],
         load: Callable[[Named], None],
-        finish: Callable[[], None],
-        **options: Any,
+        mark: Callable[[Literal["start", "finish"]], None],
+        *options: Any,
     ) -> None:
-        super().__init__(model, version, **options)
-        self._begin, self._load, self._finish = begin, load, finish
+        super().__init__(model, version, *options)
+        self._load, self._mark = load, mark
         self._part: Tensor | None = None  # the tensor that is being received
         self._whole: list[Named] = []  # by bucket
         if not self.is_beside:
-            begin()
+            mark("start")
 
     def take(self, bucket: Bucket) -> int:
         self._whole.append([])
@@ -526,6 +524,6 @@ class StagedReceiver(WeightReceiver):
     def finish(self, version: int) -> None:
         super().finish(version)
         if self.is_beside:
-            self._begin()
+            self._mark("start")
             self._load_whole()
-        self._finish()
+        self._mark("finish")

@@ -2,8 +2,7 @@
 
     submit ──► queue ──free slots──► LLMEngine.step(), one tick ──► finished answers
                                        ▲ draws: plugin.HashSampler
-    take_bucket ──whole tensors──► plugin.TensorTransfer, in each of vLLM's workers; at once, or
-                                   at the end, where they are kept beside the weights until then
+    take_bucket ──whole tensors──► plugin.TensorTransfer, in each of vLLM's workers
 
 vLLM seeds global generators, binds memory and takes `torch.set_num_threads` out of use: it belongs
 in a process of its own, which `VllmEngineWorker` sets up. Its prefix cache knows no versions of
@@ -21,7 +20,6 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import count
 from operator import attrgetter
 from pathlib import Path
@@ -88,13 +86,7 @@ from winnow.rollout.weights import (  # noqa: E402
     WeightUpdate,
     pack_buckets,
 )
-from winnow.types import (  # noqa: E402
-    PROMPT_ROUTES,
-    ROUTES,
-    FinishReason,
-    FloatArray,
-    IntArray,
-)
+from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -148,10 +140,9 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         staging: int = 0,
     ) -> None:
         super().__init__(VllmAnswer, slots, decode, live_updates)
-        self._staging = staging
         self._llm, self._model, self._vocab_size = llm, model, vocab_size
         self._scored: dict[str, FloatArray | None] = {}
-        self._numbers = count()
+        self._numbers, self._staging = count(), staging
         self._broken: str | None = None
         self._expected: dict[str, Tensor] | None = None  # of an adapter
         self._lora: LoRARequest | None = None
@@ -195,22 +186,21 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         def load(named: Named) -> None:
             self._call_workers("update_weights", update_info={"named": named})
 
-        begin, finish = (
-            partial(self._call_workers, f"{part}_weight_update") for part in ("start", "finish")
-        )
-        options: dict[str, Any] = {"may_stage": self._may_stage}
-        return StagedReceiver(self._model, version, begin, load, finish, **options)
+        def mark(end: str) -> None:
+            self._call_workers(f"{end}_weight_update")
+
+        return StagedReceiver(self._model, version, load, mark, None, self._may_stage)
 
     def _adapter_receiver(self, version: int) -> WeightReceiver:
         """Gather an adapter, which vLLM takes as a whole."""
-        named: Named = []
+        named, only = Named(), self._expected
 
-        def finish() -> None:
-            with self._break_on_error("add_lora"):
-                self._load_adapter(named)
+        def mark(end: str) -> None:
+            if end == "finish":
+                with self._break_on_error("add_lora"):
+                    self._load_adapter(named)
 
-        options: dict[str, Any] = {"only": self._expected, "may_stage": self._may_stage}
-        return StagedReceiver(self._model, version, lambda: None, named.extend, finish, **options)
+        return StagedReceiver(self._model, version, named.extend, mark, only, self._may_stage)
 
     def _load_adapter(self, named: Named) -> None:
         """Have vLLM apply an adapter from its next step on, in the place of the one before."""
@@ -236,9 +226,9 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         with self._abort_update_on_error(bucket.version):
             return await super().take_bucket(bucket)
 
-    async def take_stored(self, update: WeightUpdate, patience_s: float) -> bool:
+    async def take_stored(self, update: WeightUpdate, *args: Any) -> bool:
         with self._abort_update_on_error(update.version):
-            return await super().take_stored(update, patience_s)
+            return await super().take_stored(update, *args)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         with self._abort_update_on_error(update.version):
