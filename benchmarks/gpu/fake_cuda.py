@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.policy import PolicyObjective
+from winnow.learning.runner import Output
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.sharded_loading import replace_parameters
@@ -68,11 +70,11 @@ UNUSED = 267
 LENGTHS = (4000, 3000, 4000, 2000)
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers reads of a fake number with 1, and notes their places in Winnow."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.places: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,7 +110,7 @@ def efficient_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Call the kernel that attends in the place of PyTorch's function, which asks the device.
 
     Raises:
@@ -159,7 +161,7 @@ def learn(micro: list[MicroBatch], device: str, dtype: torch.dtype, **options: A
     """
     reads = Reads()
     objective = PolicyObjective(POLICY_LOSSES["ppo_clip"], CLIP, "token-mean")
-    outputs = frozenset({"logprob", "entropy", "prob_square_sum"})
+    outputs: frozenset[Output] = frozenset({"logprob", "entropy", "prob_square_sum"})
     model = make_model(device, dtype)
     ids = model.config.vocab_size - UNUSED
     with reads.of("Strategy"):
@@ -186,7 +188,7 @@ def decode(_: object, device: str, dtype: torch.dtype) -> Reads:
     """Prefill prompts, and draw two tokens of each answer."""
     reads, rng, model = Reads(), np.random.default_rng(0), make_model(device, dtype)
     engine = TorchEngine(model, 8, 4096, model.config.vocab_size - UNUSED)
-    limits = {"max_tokens": 64, "stop_token_ids": (2,), "top_k": 50}
+    limits: dict[str, Any] = {"max_tokens": 64, "stop_token_ids": (2,), "top_k": 50}
     # Fake tensors of one number keep it, and would go to the device.
     settings = [SamplingParams(**limits, temperature=t, top_p=p) for t, p in ((1, 0.9), (0.5, 0.8))]
     answers = tuple(AnswerRequest(index, seed=index) for index in range(4))
@@ -229,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cuda":
         with FakeTensorMode():  # puts a guard without a device in the place of CUDA's own
             ctypes.c_byte.in_dll(ctypes.CDLL(None), "fake_devices").value = 127
-        torch.cuda.is_available = lambda: False
-        functional.scaled_dot_product_attention = efficient_attention
-        slots.scaled_dot_product_attention = efficient_attention
+        patch.object(torch.cuda, "is_available", lambda: False).start()
+        for module in (functional, slots):
+            patch.object(module, "scaled_dot_product_attention", efficient_attention).start()
     failures, micro = 0, micro_batches()
     # A CPU's draws choose rows by their numbers.
     cases = [case for case in CASES if device == "cuda" or case[0] is learn]
