@@ -22,7 +22,8 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
 }
 """
 """A driver with devices that nobody has used: autograd asks for its contexts, fake or not."""
-ATEN: Any = torch.ops.aten
+ATEN = torch.ops.aten
 NUMBERS = (
     *(ATEN._local_scalar_dense.default, ATEN.item.default, ATEN.is_nonzero.default),
     ATEN.allclose.default,
@@ -109,18 +110,19 @@ def efficient_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Call the kernel that attends in the place of PyTorch's function, which asks the device.
 
     Raises:
         AssertionError: no kernel takes them, so that PyTorch would keep all scores.
     """
     if query.dtype == torch.bfloat16 and attn_mask is None:
-        flash = ATEN._scaled_dot_product_flash_attention
-        return cast(Tensor, flash(query, key, value, 0.0, is_causal, scale=scale)[0])
+        return ATEN._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, scale=scale
+        )[0]
     assert not enable_gqa, "the memory-efficient kernel takes equal numbers of heads"
     kernel = ATEN._scaled_dot_product_efficient_attention
-    return cast(Tensor, kernel(query, key, value, attn_mask, True, 0.0, is_causal, scale=scale)[0])
+    return kernel(query, key, value, attn_mask, True, 0.0, is_causal, scale=scale)[0]
 
 
 def make_model(device: str, dtype: torch.dtype) -> Any:
@@ -229,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cuda":
         with FakeTensorMode():  # puts a guard without a device in the place of CUDA's own
             ctypes.c_byte.in_dll(ctypes.CDLL(None), "fake_devices").value = 127
-        torch.cuda.is_available = lambda: False
-        for module in cast("tuple[Any, ...]", (functional, slots)):
-            module.scaled_dot_product_attention = efficient_attention
+        patch.object(torch.cuda, "is_available", lambda: False).start()
+        for module in (functional, slots):
+            patch.object(module, "scaled_dot_product_attention", efficient_attention).start()
     failures, micro = 0, micro_batches()
     # A CPU's draws choose rows by their numbers.
     cases = [case for case in CASES if device == "cuda" or case[0] is learn]
