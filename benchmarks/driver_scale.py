@@ -35,7 +35,7 @@ import torch
 from benchmarks.loop_scale import SavedPrompts
 from tests.engines import ScriptedEngine, uniform
 
-from winnow.checkpoints.checkpoint import Manifest
+from winnow.checkpoints.checkpoint import FileEntry, Manifest
 from winnow.checkpoints.run_state import RunState
 from winnow.config.rollout import SamplingConfig
 from winnow.config.root import ObserveConfig
@@ -171,8 +171,9 @@ class Rank:
     def copy(self) -> None:
         pass
 
-    def write(self, checkpoint: str) -> None:
+    def write(self, checkpoint: str) -> dict[str, FileEntry]:
         (Path(checkpoint) / "model").mkdir(exist_ok=True)
+        return {}
 
 
 @dataclass(frozen=True)
@@ -214,19 +215,20 @@ def workers(cluster: str, limit: int) -> Iterator[list[WorkerGroup]]:
                 for role, (_, _, count) in kinds.items()
             ]
             total = int(sum(pool.per_node for pool in pools) * cores + 1)
-            stack.enter_context(ray_session(None, cpus=total, devices=0, store_bytes=8 << 30))
+            stack.enter_context(ray_session(None, cpus=total, store_bytes=8 << 30))
             crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             reserved = crew.wait(reserve(pools))
             stack.callback(reserved.release)
             stack.callback(crew.close)
             starts = [
-                start_ray(role, path, made, reserved.placement(role))
+                partial(start_ray, role, path, made, reserved.placement(role))
                 for role, (path, made, _) in kinds.items()
             ]
         else:
             crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             starts = [
-                start_local(role, path, made, count) for role, (path, made, count) in kinds.items()
+                partial(start_local, role, path, made, count)
+                for role, (path, made, count) in kinds.items()
             ]
         yield crew.start(*starts)
 

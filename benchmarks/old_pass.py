@@ -31,6 +31,7 @@ from winnow.algorithms.advantages import ESTIMATORS
 from winnow.builders.run import prepare_device
 from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
+from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.learning.advantage import AdvantageStage
 from winnow.learning.learner import Learner, LearnerSettings
@@ -47,7 +48,7 @@ SOURCES: tuple[OldSource, ...] = ("current", "pass")
 def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict[str, Tensor]]:
     """A learner of the recipe from a start, with `old` from there; and its weights."""
     policy = load_policy(config, path, torch.device("cpu"))
-    strategy = make_learner(config, policy.model, policy.vocabulary, None).policy
+    strategy = make_learner(config, Roles(config), policy.model, policy.vocabulary, None).policy
     objective = make_objective(config)
     assert objective.old == "current", "a step of one update needs no pass"
     settings = LearnerSettings(

@@ -1,6 +1,7 @@
 """What `winnow plan` says of a rank's memory, against real ranks over gloo; what 32B costs it.
 
     python -m benchmarks.plan [--only NAME …] [--out benchmarks/results/plan.md]
+    python -m benchmarks.plan --published [--out FILE]    # against prime-rl's published rows
 
 Each configuration is planned (fake tensors, one process), then run: 2 or 4 ranks over gloo on this
 machine take the same update with the same two micro-batches, one thread each. Measured is the
@@ -130,6 +131,7 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     import torch.distributed as dist
 
     from winnow.config.load import load_recipe
+    from winnow.config.roles import Roles
     from winnow.config.trainer import Fsdp2
     from winnow.learning.fsdp2 import FSDP2Strategy, make_mesh
     from winnow.learning.strategy import local
@@ -159,7 +161,9 @@ def be_rank(name: str, folder: str, store: str, rank: int) -> None:
     full = full_batches(config)
     gc.collect()
     before = resident("VmRSS")
-    learning = make_learner(config, model, model.config.vocab_size, folder, mesh, Drawn)
+    learning = make_learner(
+        config, Roles(config), model, model.config.vocab_size, folder, mesh, Drawn
+    )
     found: dict[str, int] = {}
     last: list[str] = []
 
@@ -294,7 +298,9 @@ def main() -> None:
     parser.add_argument("--store", default="")
     asked = parser.parse_args()
     if asked.published:
-        published()
+        table = published()
+        if asked.out is not None:
+            asked.out.write_text(table)
         return
     if asked.rank is not None:
         be_rank(asked.only[0], asked.folder, asked.store, asked.rank)

@@ -7,6 +7,9 @@ A random Qwen3 (166 M weights by default) is published to engines in buckets, wi
 training does after each step: to one in this process, to one and to two in processes of their own.
 A copy is `memcpy` from one warm buffer to another, of as many bytes. The figures of a row are taken
 in turns with the copy, so that other work on the machine hits both alike; medians of the turns.
+
+The last table has how long an engine in another process stands still while it writes answers: the
+longest time between two of its ticks, with the update copied beside its weights and into them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import asyncio
 import statistics
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,12 +34,14 @@ from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.embedded.torch_engine import TorchEngine
+from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.engine_group import EngineGroup
-from winnow.rollout.remote_engine import RemoteEngine
+from winnow.rollout.remote_engine import RemoteEngine, TorchEngineWorker
 from winnow.rollout.weights import WeightUpdate, to_array
 from winnow.workers.group import start_local
 
 WORKER = "winnow.rollout.remote_engine:TorchEngineWorker"
+WATCHED = "benchmarks.publication:WatchedWorker"
 POSITIONS = 2048
 SETTINGS: dict[str, Any] = {"slots": 4, "prefill_tokens": 2048}
 HEAD = "| what | s | GB/s | times a copy (least, most) |\n|---|---|---|---|"
@@ -109,7 +115,6 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
     tensors = list(policy.export_weights(dtype))
     turns = Turns(tensors, repeats)
     name = str(dtype).removeprefix("torch.")
-    options = SETTINGS | {"model": config_of(layers).to_dict(), "dtype": name}
     canary = Canary.random(64_000, POSITIONS, dtype)
 
     async def checksum() -> None:
@@ -124,9 +129,13 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
     use_layout_attention(here)
     embedded = EngineGroup([TorchEngine(here, **SETTINGS)], True)
     lines.append(await turns.row("published to an engine in this process", publish(embedded)))
-    groups = await asyncio.gather(
-        *(start_local("engine", WORKER, options, 1, {"OMP_NUM_THREADS": "1"}) for _ in range(2))
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        here.save_pretrained(folder)
+        options = SETTINGS | {"model": folder, "dtype": name}
+        starts = [
+            start_local("engine", WORKER, options, 1, {"OMP_NUM_THREADS": "1"}) for _ in range(2)
+        ]
+        groups = await asyncio.gather(*starts)
     try:
         engines = [RemoteEngine(each, await each.call_rank(0, "call", "")) for each in groups]
         for count, what in (
@@ -153,17 +162,107 @@ async def measure(layers: int, dtype: torch.dtype, repeats: int) -> str:
     return title + "\n".join([HEAD, turns.copy_row(), *lines]) + "\n"
 
 
+class WatchedWorker(TorchEngineWorker):
+    """A worker that notes the longest time between two ticks of its engine."""
+
+    def __init__(self, rank: Any, **options: Any) -> None:
+        super().__init__(rank, **options)
+        engine: Any = self._engine
+        advance, self._ended_s, self._gap_s = engine._advance, 0.0, 0.0
+
+        def noted() -> Any:
+            self._gap_s = max(self._gap_s, time.perf_counter() - self._ended_s)
+            events = advance()
+            self._ended_s = time.perf_counter()
+            return events
+
+        engine._advance = noted
+
+    def take_gap(self) -> float:
+        """Return the longest time since the last call."""
+        gap, self._gap_s, self._ended_s = self._gap_s, 0.0, time.perf_counter()
+        return gap
+
+
+async def _ticks(engine: RemoteEngine, count: int) -> None:
+    """Wait for so many ticks."""
+    until = engine.status().tick + count
+    while engine.status().tick < until:
+        await engine.progress()
+
+
+async def stalls(layers: int, dtype: torch.dtype, repeats: int) -> str:
+    """One table of how long decoding stands still."""
+    torch.manual_seed(0)
+    policy: Any = Qwen3ForCausalLM(config_of(layers)).to(dtype).eval()
+    tensors = [(name, tensor.detach()) for name, tensor in policy.named_parameters()]
+    folder = tempfile.mkdtemp(prefix="winnow-publication-")
+    policy.save_pretrained(folder)
+    options = SETTINGS | {"model": folder, "dtype": str(dtype).removeprefix("torch.")}
+    options |= {"live_updates": True, "longest": POSITIONS}
+    kinds = ("into the weights", 0), ("beside them", 1)
+    found: dict[str, list[tuple[float, float, int]]] = {what: [] for what, _ in kinds}
+    groups = {
+        what: await start_local(
+            "engine", WATCHED, options | {"staging": engines}, 1, {"OMP_NUM_THREADS": "1"}
+        )
+        for what, engines in kinds
+    }
+    try:
+        engines = {
+            what: RemoteEngine(each, await each.call_rank(0, "call", ""))
+            for what, each in groups.items()
+        }
+        for number in range(repeats + 1):
+            for what, engine in engines.items():
+                answers = tuple(AnswerRequest(i, i) for i in range(4))
+                sampling = SamplingParams(POSITIONS - 8)
+                await engine.submit([GroupRequest(0, np.arange(3, 9), answers, sampling, 0)])
+                waiting = asyncio.ensure_future(engine.events())
+                await _ticks(engine, 8)
+                await groups[what].call_rank(0, "take_gap")
+                began, before = time.perf_counter(), engine.status().generated_tokens
+                await engine.load_weights(WeightUpdate(number + 1, tensors))
+                took = time.perf_counter() - began
+                await _ticks(engine, 1)
+                written = engine.status().generated_tokens - before
+                gap = await groups[what].call_rank(0, "take_gap")
+                if number:  # the first one warms up
+                    found[what].append((took, gap, written))
+                await engine.abort([0])
+                await waiting
+    finally:
+        await asyncio.gather(*(group.close() for group in groups.values()))
+    size = sum(tensor.nbytes for _, tensor in tensors) / 1e9
+    lines = [
+        f"## Decoding meanwhile, {size:.2f} GB in {options['dtype']}",
+        "",
+        "| copied | publication, s | stands still, s | tokens written meanwhile |",
+        "|---|---|---|---|",
+    ]
+    for what, rows in found.items():
+        took, gap, written = (statistics.median(column) for column in zip(*rows, strict=True))
+        lines.append(f"| {what} | {took:.3f} | {gap:.3f} | {written:.0f} |")
+    pairs = zip(*found.values(), strict=True)
+    ratios = [beside[1] / into[1] for into, beside in pairs]
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    lines.append(f"\nBeside the weights it stands still {spread} times as long as otherwise.")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Measure in both dtypes, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--stalls", action="store_true", help="the last table alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     load = Path("/proc/loadavg").read_text().split()[0]
-    dtypes = (torch.bfloat16, torch.float32)
+    dtypes = () if args.stalls else (torch.bfloat16, torch.float32)
     tables = [asyncio.run(measure(args.layers, dtype, args.repeats)) for dtype in dtypes]
+    tables.append(asyncio.run(stalls(args.layers, torch.float32, args.repeats)))
     command = " ".join(["python", "benchmarks/publication.py", *sys.argv[1:]])
     head = f"# What publishing weights costs\n\nMade by `{command}`, one thread a process; other "
     head += f"work on the machine (load average) when it began: {load}.\n\n"

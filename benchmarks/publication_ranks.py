@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,10 +113,11 @@ def measure(folder: str, counts: Sequence[int], engines: int, repeats: int) -> l
     said: dict[int, str] = {}
     try:
         one = {"OMP_NUM_THREADS": "1"}
-        starting = [start_local(f"engine {i}", ENGINE, common, 1, one) for i in range(engines)]
+        names = [f"engine {i}" for i in range(engines)]
+        starts = [partial(start_local, name, ENGINE, common, 1, one) for name in names]
         own = {"folder": folder}
-        starting += [start_local(f"learner {n}", RANK, own, n, one) for n in counts]
-        started = groups.start(*starting)
+        starts += [partial(start_local, f"learner {n}", RANK, own, n, one) for n in counts]
+        started = groups.start(*starts)
         members = [
             RemoteEngine(each, each.call_blocking("call", "")[0]) for each in started[:engines]
         ]

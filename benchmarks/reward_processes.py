@@ -71,6 +71,10 @@ class AtOnce:
     async def score(self, *_: Any) -> ScoredAnswer:
         return self._judged
 
+    def close(self) -> None: ...
+
+    check_prompt = takes_time = count_offloaded = close
+
 
 def answers(count: int, tokens: int, far: bool) -> list[tuple[Prompt, Trajectory]]:
     """Of groups that share a prompt."""

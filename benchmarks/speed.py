@@ -31,6 +31,7 @@ from winnow.builders.rewards import make_rewards
 from winnow.builders.run import rollout_sampling
 from winnow.builders.warm_start import make_warm_start
 from winnow.config.load import load_recipe
+from winnow.config.roles import Roles
 from winnow.data.loader import PromptLoader, training_prompts
 from winnow.observe.console import make_console
 from winnow.observe.metrics import Metrics, Stopwatch
@@ -66,7 +67,9 @@ class Quickstart:
             sampling=rollout_sampling(config.rollout, policy),
             run_seed=config.run.seed,
         )
-        self._learner = make_learner(config, policy.model, policy.vocabulary, None).learner
+        self._learner = make_learner(
+            config, Roles(config), policy.model, policy.vocabulary, None
+        ).learner
 
     async def step(self, step: int, watch: Stopwatch) -> int:
         """One step; returns the tokens written."""

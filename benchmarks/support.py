@@ -359,28 +359,28 @@ def _complete(
     return completed(run.values())
 
 
-_HEAD = """# What goes with what
+_HEAD = """# Support matrix
 
-Each pair of the choices below is either supported, or refused before anything is trained: on
-standard error, in one line that names field, value and remedy, with exit code 2. The page is made
-from the rules themselves, by `python -m benchmarks.support > docs/support.md`;
-`tests/e2e/test_support.py` compares the two, types every refused pair, and trains the others.
+Each pair of the choices below is either supported, or refused before training: on standard error, in
+one line with field, value and remedy, with exit code 2. The page is generated from the rules by
+`python -m benchmarks.support > docs/support.md`; `tests/e2e/test_support.py` compares the two, runs
+every refused pair, and trains the others.
 
 | | |
 |---|---|
-| ✓ | supported: one of the [runs](#runs) below has both, and trains three steps of a tiny model. Tests see that all steps end, that the policy gets gradients, and that a critic, a reference, a judge, … leave their figures. On a CPU; megatron-core with [answers in CUDA's place](megatron.md#what-was-run-and-what-was-not) |
+| ✓ | supported: one of the [runs](#runs) below has both, and trains three steps of a tiny model. Tests check that all steps finish, that the policy gets gradients, and that a critic, a reference, a judge, … record their metrics. On a CPU; megatron-core with [stubs for CUDA](megatron.md#test-coverage) |
 | ○ | accepted by the rules, needs a GPU, and [has not been run](gpu.md) |
 | a number | [refused](#refusals) with that line |
 
-What depends on the model is refused when that is read, and is not on this page: families, heads,
-layers and experts for [Megatron](megatron.md#what-is-refused) or
-[a mixture](ranks.md#mixtures-of-experts). An engine of your own has to give the routes of tokens
-for `rollout.routing_replay=true`. Losses, estimators and KL are in [algorithms](algorithms.md), keys
+Restrictions that depend on the model are checked when it is read, and are not on this page: families,
+heads, layers and experts for [Megatron](megatron.md#unsupported-settings) or
+[a mixture](ranks.md#mixtures-of-experts). A custom engine must return the routes of
+tokens for `rollout.routing_replay=true`. Losses, estimators and KL are in [algorithms](algorithms.md), keys
 of verl, TRL and OpenRLHF in [coming from](coming_from.md).
 
 ## Choices
 
-The first choice of an axis excludes nothing; a table below has it for each axis that it does not
+The first choice of an axis can be combined with everything; tables use it for axes that they do not
 name.
 """  # noqa: E501
 _OVERVIEW = """

@@ -1,6 +1,6 @@
 """What a call of a worker group costs, on local processes and on a private Ray.
 
-    python benchmarks/worker_groups.py [local] [ray]
+    python -m benchmarks.worker_groups [local] [ray]
 
 Prints seconds to start two workers, of a call without arguments there and back, and of one with
 20 MB of float64 that both add up.
@@ -21,7 +21,7 @@ from winnow.workers.host import RankInfo
 from winnow.workers.ray.actors import start_ray
 from winnow.workers.ray.session import Pool, ray_session, reserve
 
-PATH = "worker_groups:Adder"
+PATH = "benchmarks.worker_groups:Adder"
 CALLS = 200
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     kinds = {"local": local, "ray": on_ray}
     for name in sys.argv[1:] or kinds:
         began = time.perf_counter()
-        with ray_session(None, cpus=2, devices=0) if name == "ray" else nullcontext():
+        with ray_session(None, cpus=2) if name == "ray" else nullcontext():
             if name == "ray":
                 print(f"a private Ray: {time.perf_counter() - began:.1f} s")
             asyncio.run(measure(name, kinds[name]))

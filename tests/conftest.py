@@ -54,6 +54,7 @@ collect_ignore = [] if getattr(importlib.util.find_spec("vllm"), "origin", None)
 """Tests of the vLLM engine run in `.venv-vllm` (`make test-vllm`)."""
 NO_GPU = "needs a GPU"
 NO_SHARED_DATA = "shared data absent"
+ON_HOST = "computes on the CPU alone: unset WINNOW_TEST_DEVICE"
 EXEMPT_REASONS = (NO_GPU, NO_SHARED_DATA)
 
 # No time limits for examples: on a machine that others use too they would say nothing. The strict
@@ -236,8 +237,21 @@ LONGEST_FIRST = (
 """So that of several processes none is left with a long file when the others have ended."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Have `-m gpu` choose the contract tests that follow `tests.devices`, too."""
+    if config.option.markexpr == "gpu":
+        os.environ.setdefault("WINNOW_TEST_DEVICE", "cuda")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked `real` unless `-m` names them; order the files by what they take."""
+    if os.environ.get("WINNOW_TEST_DEVICE", "cpu") != "cpu":
+        for item in items:
+            if item.nodeid.startswith("tests/contract/"):
+                module = getattr(item, "module", None)
+                follows = hasattr(module, "DEVICE") and not item.get_closest_marker("host")
+                item.add_marker(pytest.mark.gpu if follows else pytest.mark.skip(reason=ON_HOST))
     if "real" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[i for i in items if i.get_closest_marker("real")])
         items[:] = [i for i in items if not i.get_closest_marker("real")]

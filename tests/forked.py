@@ -28,7 +28,7 @@ from typing import Any
 from tests import pauses
 from tests.spares import Spares, adopt, be_orphan
 
-from winnow.gc_tuning import disabled
+from winnow import gc_tuning
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
@@ -173,7 +173,7 @@ class Server:
 
 def main() -> None:
     """Serve until the input ends; in a forked child, be the process that was asked for."""
-    with disabled():
+    with gc_tuning.disabled():
         for name in (*PRELOADED, *sys.argv[2:]):
             importlib.import_module(name)
     # A child that looked at each object to collect or to free it would copy the memory they lie in:

@@ -54,6 +54,12 @@ class RayWorkers:
         """The process of the node that a worker belongs to."""
         return int(self.path.with_name(str(worker)).read_text())
 
+    def add_node(self, **offer: Any) -> None:
+        """Have another node join the newest cluster."""
+        before = signal.getsignal(signal.SIGTERM)
+        self.cluster.add_node(**offer, **_NODE)
+        signal.signal(signal.SIGTERM, before)
+
     @contextmanager
     def nodes(self, *nodes: dict[str, Any]) -> Iterator[str]:
         """The address of a cluster.
@@ -68,7 +74,9 @@ class RayWorkers:
             patch.setenv(ray_worker.PATH, str(self.path))
             from ray.cluster_utils import Cluster
 
-            cluster = Cluster(initialize_head=True, head_node_args={**head, **_HEAD, **_NODE})
+            cluster = self.cluster = Cluster(
+                initialize_head=True, head_node_args={**head, **_HEAD, **_NODE}
+            )
             try:
                 for offer in more:
                     cluster.add_node(**offer, **_NODE)

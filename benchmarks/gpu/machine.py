@@ -37,9 +37,9 @@ def machine(bench: Bench) -> None:
 
 
 def gpu_tests(bench: Bench) -> None:
-    """Run the tests of `tests/unit` that are marked `gpu`."""
-    every = (ROOT / "tests/unit").rglob("test_*.py")
-    files = [str(path) for path in every if "mark.gpu" in path.read_text()]
+    """Run the tests that are marked `gpu`, and those of `tests/contract` that follow a device."""
+    every = [*(ROOT / "tests/unit").rglob("test_*.py"), *(ROOT / "tests/contract").glob("*.py")]
+    files = [str(each) for each in every if re.search("mark.gpu|tests.devices", each.read_text())]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

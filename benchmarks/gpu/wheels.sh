@@ -21,7 +21,7 @@ else
 import sys, tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 print(*(each for each in project["dependencies"] if not each.startswith("torch>")), sep="\n")
-print("pytest", "pytest-timeout", "hypothesis", sep="\n")
+print("pytest", "pytest-timeout", "hypothesis", "peft", sep="\n")
 PYTHON
 fi >"$folder/requirements.txt"
 pip=("$python" -m pip --disable-pip-version-check)

@@ -7,7 +7,7 @@ import { Choice, Empty, Legend, Panel, Problem, RunChoice } from './parts'
 
 type Numbers = Record<string, number>
 interface Totals { mean_response: number; tokens: number; step_seconds?: number; mfu?: number; hours?: number; gpu_hours?: number; cost?: number }
-interface Change extends Totals { set: string[]; peak_gib: number; host_gib: number; rows: number }
+interface Change extends Totals { set: string[]; peak_gib: number; host_gib: number; rows: number; expected: Totals }
 interface Plan {
   machine: { gpu: string; nodes: number; gpus_each: number }
   overrides: string[]
@@ -20,7 +20,9 @@ interface Plan {
   apart?: Record<string, { ranks: number; peak_gib: number; beside_policy: boolean; seconds: number }>
   transfers: { publication_gib: number; publication_seconds: number; checkpoint_gib: number; checkpoint_seconds: number }
   run: Totals
+  expected: { learning: { seconds: Numbers }; engine: { rollout_seconds?: number }; apart: Record<string, { seconds: number }>; run: Totals }
 }
+type Row = [name: string, least: string, expected?: string]
 type Line = { told?: string; plan?: Plan; error?: string }
 
 const COLORS = ['--c0', '--c1', '--c2', '--c3', '--c4', '--c5', '--c6', '--c7']
@@ -90,11 +92,11 @@ function Field({ label, children }: { label: string; children: ComponentChildren
 }
 
 function Result({ plan }: { plan: Plan }) {
-  const { memory, learning, engine, transfers, machine } = plan
+  const { memory, learning, engine, transfers, machine, expected } = plan
   const own = plan.overrides.filter((each) => each.startsWith('trainer'))
-  const seconds: Numbers = { ...learning.seconds }
-  if (engine.rollout_seconds !== undefined) seconds.rollout_seconds = engine.rollout_seconds
-  seconds.publication_seconds = transfers.publication_seconds
+  const { publication_seconds } = transfers
+  const seconds = phases(learning.seconds, engine.rollout_seconds, publication_seconds)
+  const likely = phases(expected.learning.seconds, expected.engine.rollout_seconds, publication_seconds)
   return (
     <>
       <Panel title={plan.faults.length ? 'It does not fit' : 'It fits'} unit={`${machine.nodes} × ${machine.gpus_each} ${machine.gpu}`} class={plan.faults.length ? 'unfit' : 'fit'}>
@@ -109,14 +111,15 @@ function Result({ plan }: { plan: Plan }) {
           <Bars title="tensors_gib: the largest at the peak" values={memory.tensors_gib} limit={Math.max(...Object.values(memory.tensors_gib))} />
           {memory.host_gib > 0 && <p class="note">host_gib {number(memory.host_gib, 'gib')}</p>}
         </Panel>
-        <Panel title="A step" unit={`${duration(Object.values(seconds).reduce((a, b) => a + b, 0))} at least`}>
-          <Stack values={seconds} />
+        <Panel title="A step" unit={`${sum(seconds)} at least, ${sum(likely)} expected`}>
+          <Stack title="at least" values={seconds} />
+          <Stack title="expected" values={likely} />
           {engine.rollout_seconds === undefined && <Empty>Without an engine that fits nothing is written.</Empty>}
           <Facts rows={[
             ['lockstep', learning.lockstep.toFixed(3)],
             ['micro_batches', number(learning.micro_batches, 'count')],
             ['petaflop', number(learning.petaflop)],
-            ...Object.entries(learning.sent_gib).map(([kind, size]): [string, string] => [`sent_gib ${kind}`, number(size, 'gib')]),
+            ...Object.entries(learning.sent_gib).map(([kind, size]): Row => [`sent_gib ${kind}`, number(size, 'gib')]),
             ['publication_gib', number(transfers.publication_gib, 'gib')],
             ['checkpoint_gib', number(transfers.checkpoint_gib, 'gib')],
             ['checkpoint_seconds', `${duration(transfers.checkpoint_seconds)}, beside the next step`],
@@ -125,16 +128,16 @@ function Result({ plan }: { plan: Plan }) {
         <Panel title="Engines" unit={engine.fits ? `${engine.engines} of ${engine.gpus_each} GPU` : 'do not fit'}>
           <Facts rows={[
             ['rows', number(engine.rows, 'count')],
-            ...(['weights_gib', 'cache_gib', 'room_gib', 'longest_row_gib'] as const).map((name): [string, string] => [name, number(engine[name], 'gib')]),
+            ...(['weights_gib', 'cache_gib', 'room_gib', 'longest_row_gib'] as const).map((name): Row => [name, number(engine[name], 'gib')]),
           ]} />
         </Panel>
         {plan.apart && (
           <Panel title="Frozen models" unit="on ranks of their own">
-            <Facts rows={Object.entries(plan.apart).flatMap(([role, each]): [string, string][] => [[`${role} ranks`, `${each.ranks}${each.beside_policy ? ', on GPUs of the policy' : ''}`], ['peak_gib', number(each.peak_gib, 'gib')], ['seconds', duration(each.seconds)]])} />
+            <Facts rows={Object.entries(plan.apart).flatMap(([role, each]): Row[] => [[`${role} ranks`, `${each.ranks}${each.beside_policy ? ', on GPUs of the policy' : ''}`], ['peak_gib', number(each.peak_gib, 'gib')], ['seconds', duration(each.seconds), duration(expected.apart[role]!.seconds)]])} />
           </Panel>
         )}
-        <Panel title="The run" unit="at least">
-          <Facts rows={totals(plan.run)} />
+        <Panel title="The run" unit="at the peaks of the GPUs, and at the efficiencies of winnow plan">
+          <Facts rows={totals(plan.run, expected.run)} />
           <Facts rows={Object.entries(plan.parameters).map(([role, count]) => [`parameters ${role}`, number(count, 'count')])} />
         </Panel>
       </div>
@@ -150,28 +153,44 @@ function Fits({ change }: { change: Change }) {
       <p>It fits with</p>
       <pre><code>{words}</code></pre>
       <button type="button" onClick={() => void navigator.clipboard.writeText(words).then(() => copy(true))}>{copied ? 'Copied' : 'Copy'}</button>
-      <Facts rows={[['peak_gib', number(change.peak_gib, 'gib')], ...(change.host_gib ? [['host_gib', number(change.host_gib, 'gib')] as [string, string]] : []), ['rows', number(change.rows, 'count')], ...totals(change)]} />
+      <Facts rows={[['peak_gib', number(change.peak_gib, 'gib')], ...(change.host_gib ? [['host_gib', number(change.host_gib, 'gib')] as Row] : []), ['rows', number(change.rows, 'count')], ...totals(change, change.expected)]} />
     </div>
   )
 }
 
 const whole = (value: number) => (value < 100 ? number(value) : Math.round(value).toLocaleString('en-US'))
 
-function totals(run: Totals): [string, string][] {
-  const rows: [string, string | undefined][] = [
-    ['mean_response', `${number(run.mean_response, 'tokens')} tokens`],
-    ['tokens', number(run.tokens, 'tokens')],
-    ['step_seconds', run.step_seconds === undefined ? undefined : duration(run.step_seconds)],
-    ['mfu', run.mfu === undefined ? undefined : `${run.mfu.toFixed(3)} at most`],
-    ['hours', run.hours === undefined ? undefined : number(run.hours)],
-    ['gpu_hours', run.gpu_hours === undefined ? undefined : whole(run.gpu_hours)],
-    ['cost', run.cost === undefined ? undefined : whole(run.cost)],
+/** The figures of a run at the peaks of its GPUs, and the expected ones where they differ. */
+function totals(run: Totals, expected: Totals): Row[] {
+  const texts: [keyof Totals, (value: number) => string][] = [
+    ['mean_response', (value) => `${number(value, 'tokens')} tokens`],
+    ['tokens', (value) => number(value, 'tokens')],
+    ['step_seconds', duration],
+    ['mfu', (value) => value.toFixed(3)],
+    ['hours', (value) => number(value)],
+    ['gpu_hours', whole],
+    ['cost', whole],
   ]
-  return rows.filter((row): row is [string, string] => row[1] !== undefined)
+  return texts.filter(([name]) => run[name] !== undefined).map(([name, text]): Row => {
+    const [least, likely] = [run[name]!, expected[name]!]
+    return [name, name === 'mfu' ? `${text(least)} at most` : text(least), likely === least ? undefined : text(likely)]
+  })
 }
 
-function Facts({ rows }: { rows: [string, string][] }) {
-  return <table class="plain"><tbody>{rows.map(([name, value]) => <tr><td>{name}</td><td class="n">{value}</td></tr>)}</tbody></table>
+function phases(learning: Numbers, rollout_seconds: number | undefined, publication_seconds: number): Numbers {
+  return { ...learning, ...(rollout_seconds === undefined ? {} : { rollout_seconds }), publication_seconds }
+}
+
+const sum = (seconds: Numbers) => duration(Object.values(seconds).reduce((a, b) => a + b, 0))
+
+function Facts({ rows }: { rows: Row[] }) {
+  const isPaired = rows.some(([, , expected]) => expected !== undefined)
+  return (
+    <table class="plain">
+      {isPaired && <thead><tr><th /><th class="n">at least</th><th class="n">expected</th></tr></thead>}
+      <tbody>{rows.map(([name, least, expected]) => <tr><td>{name}</td><td class="n">{least}</td>{isPaired && <td class="n">{expected}</td>}</tr>)}</tbody>
+    </table>
+  )
 }
 
 /** A bar for each value, as long as its share of the limit. */
@@ -190,13 +209,14 @@ function Bars({ title, values, limit }: { title: string; values: Numbers; limit:
 }
 
 /** One bar of parts beside each other. */
-function Stack({ values }: { values: Numbers }) {
+function Stack({ title, values }: { title: string; values: Numbers }) {
   const parts = Object.entries(values).filter(([, value]) => value > 0)
   const all = parts.reduce((sum, [, value]) => sum + value, 0) || 1
   let at = 0
   return (
     <div class="stack">
-      <svg width="100%" height="26" role="img" aria-label={parts.map(([name, value]) => `${name} ${duration(value)}`).join(', ')}>
+      <p class="caption">{title}</p>
+      <svg width="100%" height="26" role="img" aria-label={title + ': ' + parts.map(([name, value]) => `${name} ${duration(value)}`).join(', ')}>
         {parts.map(([name, value], n) => {
           const from = at
           at += value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 from tests.contract import test_engine
-from tests.contract.test_engine import groups_of, model_of, use_layout_attention
+from tests.contract.test_engine import model_of, use_layout_attention
 
 from winnow.errors import ConfigError
-from winnow.rollout.engine import SamplingParams, generate, load_custom_engine
+from winnow.rollout.engine import load_custom_engine
 
 ENGINE = """
 from winnow.rollout.embedded.torch_engine import TorchEngine
@@ -45,13 +44,6 @@ def made(place: str, **options: Any) -> Any:
     use_layout_attention(model)
     given: dict[str, Any] = {"vocab_size": 40, "decode": str, "live_updates": True}
     return load_custom_engine(place, options, model=model, **given)
-
-
-def test_an_engine_by_its_place_gets_the_policy_and_the_recipes_options(file: Path) -> None:
-    engine = made(f"{file}:Wrapped", slots=3)
-    assert (engine.status().slots, engine.status().live_updates) == (3, True)
-    done = asyncio.run(generate(engine, groups_of(sampling=SamplingParams(4))))
-    assert len(done) == 15
 
 
 def test_an_engine_that_does_not_fit_is_refused_with_what_is_wrong(file: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.devices import DEVICE
 from transformers import LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -78,6 +79,7 @@ def model_of(name: str = "qwen3", dtype: torch.dtype = torch.float64) -> PreTrai
 
 
 def torch_engine(model: PreTrainedModel, **options: object) -> TorchEngine:
+    model.to(DEVICE)
     use_layout_attention(model)
     settings: dict[str, object] = {"slots": 8, "prefill_tokens": 64} | options
     return TorchEngine(model, **settings)  # type: ignore[arg-type]
@@ -164,7 +166,7 @@ if place := os.environ.get("WINNOW_ENGINE"):  # a user's own
         **options: Any,
     ) -> Engine:
         """Slots and other options of our own engine go along, for those that have them."""
-        use_layout_attention(model)
+        use_layout_attention(model.to(DEVICE))
         given = {"vocab_size": vocab_size, "decode": decode, "live_updates": live_updates}
         assert place
         return load_custom_engine(place, {"slots": 8, **options}, model=model, **given)

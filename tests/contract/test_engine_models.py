@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.contract.test_engine import groups_of, to_the_end
+from tests.devices import DEVICE
 from tests.small_models import digits_folder
 from tests.written import answer
 
@@ -29,7 +30,7 @@ TEMPERATURE = 0.7
 
 def load(folder: Path, dtype: torch.dtype, **changes: Any) -> Any:
     digits_folder(folder, initializer_range=0.5, **changes)
-    return load_causal_lm(str(folder), dtype, torch.device("cpu"))
+    return load_causal_lm(str(folder), dtype, DEVICE)
 
 
 def sampled(engine: TorchEngine, version: int = 0) -> Batch:
@@ -100,7 +101,8 @@ def test_an_fp32_head_is_the_same_in_engine_and_trainer_and_exact(
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
     # Or else a tied head says the last token again.
-    model.model.norm.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    norm = model.model.norm.weight.data
+    norm.copy_(torch.randn(len(norm), generator=torch.Generator().manual_seed(0)))
     gaps = []
     for fp32_head in (True, False):
         strategy = Strategy(model, temperature=TEMPERATURE, fp32_head=fp32_head)
@@ -114,7 +116,9 @@ def test_an_fp32_head_is_the_same_in_engine_and_trainer_and_exact(
 def exact_logprobs(model: Any, batch: Batch) -> torch.Tensor:
     """From the rounded states and weights, with every product in float64."""
     with torch.no_grad():
-        states = model.model.norm(model.model.embed_tokens(batch.token_ids)).double()
+        embedded = model.model.embed_tokens(batch.token_ids.to(DEVICE))
+        states = model.model.norm(embedded).double()
         logits = states @ model.get_output_embeddings().weight.double().T / TEMPERATURE
+    logits = logits.cpu()
     logp = logits[:-1].log_softmax(-1).gather(1, batch.token_ids[1:, None])[:, 0]
     return torch.cat([logp.new_zeros(1), logp])

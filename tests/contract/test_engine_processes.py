@@ -1,4 +1,4 @@
-"""Engines in processes of their own: the same tokens, verified weights, deaths that cost none.
+"""Engines in separate processes: the same tokens, verified weights, stop strings.
 
 The contract of `test_engine.py` is run against `RemoteEngine` there, over a wire in one process.
 """
@@ -6,8 +6,6 @@ The contract of `test_engine.py` is run against `RemoteEngine` there, over a wir
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.test_engine import groups_of, to_the_end
+from tests.devices import DEVICE
 from tests.small_models import digits_folder, digits_model
 
-from winnow.errors import PublicationError, WorkerError
+from winnow.errors import PublicationError
 from winnow.learning.canary import Canary
 from winnow.learning.strategy import Strategy
 from winnow.models.causal_lm import load_causal_lm, use_layout_attention
@@ -50,7 +49,8 @@ def run() -> Iterator[Run]:
 def worker(folder: Path, run: Run) -> Iterator[WorkerGroup]:
     options = {"model": str(folder), "dtype": "float32", "slots": SLOTS, "prefill_tokens": 64}
     options |= {"live_updates": True, "tokenizer": str(folder)}
-    group = run(start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0))
+    devices = None if DEVICE.type == "cpu" else [0]
+    group = run(start_local("engine", PATH, options, 1, {"OMP_NUM_THREADS": "1"}, 60.0, devices))
     yield group
     pids = group.pids()
     run(group.close())
@@ -79,7 +79,7 @@ async def written(engine: Engine, groups: Sequence[GroupRequest]) -> dict[Any, C
 
 
 def in_this_process(folder: Path) -> TorchEngine:
-    model = load_causal_lm(str(folder), torch.float32, torch.device("cpu"))
+    model = load_causal_lm(str(folder), torch.float32, DEVICE)
     use_layout_attention(model)
     return TorchEngine(model, slots=SLOTS, prefill_tokens=64, live_updates=True)
 
@@ -124,7 +124,7 @@ def test_new_weights_arrive_in_both_and_the_canary_hears_them(
 
 
 def load_model(learned: bool) -> Any:
-    model = digits_model(initializer_range=0.3)
+    model = digits_model(initializer_range=0.3).to(DEVICE)
     if learned:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -141,39 +141,3 @@ def test_a_stop_string_is_read_with_the_folders_tokenizer(worker: WorkerGroup, r
         return [int(event.segment.token_ids[-1]) for event in stopped]
 
     assert len(set(run(texts()))) == 1
-
-
-def test_an_engine_that_is_killed_costs_no_answer(
-    worker: WorkerGroup, folder: Path, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    # It stands last: the process is gone afterwards.
-    groups = requests(12, limit=80)
-    (victim,) = worker.pids()
-
-    async def killed() -> dict[Any, CompletionEvent]:
-        group = await both(worker, folder, False)
-        await group.submit(groups[:2])
-        out: list[CompletionEvent] = []
-        while not any(len(event.segment) > 3 for event in out):
-            await asyncio.sleep(0.005)
-            out += await group.progress()
-        out = [event for event in out if event.kind != "running"]
-        # Stopped, it cannot outrun the rest, of which it gets a share: it dies at work.
-        os.kill(victim, signal.SIGSTOP)
-        await group.submit(groups[2:])
-        out += await group.events()
-        os.kill(victim, signal.SIGKILL)
-        out += await to_the_end(group)
-        assert group.dead == ["engine 1"]
-        assert group.status().slots == SLOTS
-        assert group.status().running == group.status().queued == 0
-        written_ = sum(len(event.segment) for event in out)
-        assert group.status().generated_tokens >= written_
-        with pytest.raises(WorkerError):
-            await connected(worker)
-        return {(event.group_id, event.answer): event for event in out}
-
-    done = run(killed())
-    assert len(done) == 36
-    assert {event.kind for event in done.values()} == {"finished"}
-    assert caplog.text.count("engine 1 died, 1 of 2 engines remain") == 1

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import Phase, given
 from hypothesis import strategies as st
+from tests.devices import DEVICE
 from tests.examples import examples
 from tests.objectives import advantage_stage, legal_aggregation, policy_objective
 from tests.recorded import VOCABULARY, quickstart_model, recorded_groups
@@ -54,7 +55,7 @@ class Recorder(Strategy):
     """Keeps each update's gradient, and moves the weights by fixed noise."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, vocab_size=VOCABULARY)
+        super().__init__(model.to(DEVICE), vocab_size=VOCABULARY)
         self.gradients: list[Gradient] = []
 
     def forward_backward(
@@ -70,7 +71,8 @@ class Recorder(Strategy):
         torch.manual_seed(len(self.gradients))
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)
+                noise = torch.randn(parameter.shape, dtype=torch.float64)
+                parameter += 0.02 * noise.to(DEVICE)
         return {"grad_norm": 1.0, "skipped": 0.0}
 
 

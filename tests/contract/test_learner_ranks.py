@@ -104,7 +104,7 @@ def learnt(learning: Learning, steps: int) -> Found:
 
 def in_one_process(config: Config, folder: str, steps: int) -> Found:
     model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
-    return learnt(make_learner(config, model, VOCABULARY, folder), steps)
+    return learnt(make_learner(config, Roles(config), model, VOCABULARY, folder), steps)
 
 
 def on_rank(config: Config, folder: str, is_replicated: bool, steps: int) -> Found:
@@ -112,7 +112,7 @@ def on_rank(config: Config, folder: str, is_replicated: bool, steps: int) -> Fou
     layout: Any = ((2, 2), ("replicate", "shard")) if is_replicated else ((4,), ("shard",))
     mesh = init_device_mesh("cpu", layout[0], mesh_dim_names=layout[1])
     model = load_policy_model(config.model, folder, cpu, config.run.seed, hollow=True)
-    return learnt(make_learner(config, model, VOCABULARY, folder, mesh), steps)
+    return learnt(make_learner(config, Roles(config), model, VOCABULARY, folder, mesh), steps)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_reference_on_ranks_of_its_own_is_the_one_beside_the_policy(folder: st
     wanted = in_one_process(recipe(folder, beside), folder, 2)
     config = recipe(folder, apart)
     model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
-    learning = make_learner(config, model, VOCABULARY, folder)
+    learning = make_learner(config, Roles(config), model, VOCABULARY, folder)
     assert learning.passes.forwards == 1  # for `old`; it holds no reference
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         given = {"config": config, "start": folder, "vocabulary": VOCABULARY}
@@ -191,7 +191,7 @@ def test_a_critic_on_ranks_of_its_own_is_the_one_beside_the_policy(folder: str) 
     wanted, weights = in_one_process(recipe(folder, beside), folder, 3)
     config = recipe(folder, (*beside, "critic/strategy=fsdp2", "run.threads=1"))
     model = load_policy_model(config.model, folder, torch.device("cpu"), config.run.seed)
-    learning = make_learner(config, model, VOCABULARY, folder)
+    learning = make_learner(config, Roles(config), model, VOCABULARY, folder)
     assert not learning.others
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         given = {"config": config, "start": folder}

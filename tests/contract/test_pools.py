@@ -172,9 +172,26 @@ def test_a_recipe_for_cpus_reserves_no_device(monkeypatch: pytest.MonkeyPatch) -
     assert [device for _, device in ranks + engines] == [None, None]
 
 
-async def lose_a_node(workers: RayWorkers) -> None:
+async def start_twice() -> None:
+    reserved = await reserve([Pool("a", {"wide": 2}, per_node=2, devices=1)])
+    try:
+        first = await start_ray("wide", PROBE, {}, reserved.placement("wide"))
+        with pytest.raises(WorkerError, match=r"^wide\[0\] did not start within cluster\.start_t"):
+            await start_ray("wide", PROBE, {}, reserved.placement("wide"), start_timeout_s=0.5)
+        await first.close()
+    finally:
+        reserved.release()
+
+
+@pytest.mark.usefixtures("nodes")
+def test_devices_that_others_hold_are_waited_for_as_long_as_a_start_may_take() -> None:
+    asyncio.run(asyncio.wait_for(start_twice(), 200))
+
+
+async def lose_a_node(workers: RayWorkers, caplog: pytest.LogCaptureFixture) -> None:
     count = 200_000
-    reserved = await reserve([Pool("a", {"a": 1}, cpus=3.0), Pool("b", {"b": 1}, cpus=3.0)])
+    pools = [Pool("a", {"a": 1}, cpus=3.0), Pool("b", {"b": 1}, cpus=3.0)]
+    reserved = await reserve(pools)
     writer = await start_ray("writer", PROBE, {}, reserved.placement("a"))
     reader = await start_ray("reader", PROBE, {}, reserved.placement("b"))
     lost_node, other_node = (workers.node_of(each.pids()[0]) for each in (writer, reader))
@@ -197,11 +214,19 @@ async def lose_a_node(workers: RayWorkers) -> None:
         await writer.close()
         await reader.close()
         reserved.release()
+    with pytest.raises(ConfigError, match="do not fit"):
+        await reserve(pools)
+    again = asyncio.ensure_future(reserve(pools, lost_timeout_s=100.0))
+    while "Ray has lost 1 of the cluster's nodes, and the pools do not fit" not in caplog.text:
+        assert not again.done()
+        await asyncio.sleep(0.01)
+    workers.add_node(num_cpus=4)
+    (await again).release()
 
 
 @pytest.mark.usefixtures("nodes")
-def test_what_was_kept_on_a_node_that_is_gone_is_told_as_lost(
-    ray_workers: RayWorkers,
+def test_what_was_kept_on_a_node_that_is_gone_is_told_as_lost_and_pools_wait_for_another(
+    ray_workers: RayWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last test: one of the two nodes is gone afterwards."""
-    asyncio.run(asyncio.wait_for(lose_a_node(ray_workers), 200))
+    """The last test: one of the two nodes is gone afterwards, and another is there."""
+    asyncio.run(asyncio.wait_for(lose_a_node(ray_workers, caplog), 200))

@@ -28,6 +28,7 @@ from tests.contract.test_engine import (
     torch_engine,
 )
 from tests.contract.test_fsdp2 import gradients_of, mesh_of, sequence_of
+from tests.devices import DEVICE
 from tests.objectives import advantage_stage, policy_objective
 from tests.ranks import Ranks
 from tests.recorded import recorded_groups
@@ -83,7 +84,7 @@ def mixture(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
 
 
 def trainable(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    model = mixture(dtype, **changes)
+    model = mixture(dtype, **changes).to(DEVICE)
     use_layout_attention(model)
     return model
 
@@ -202,7 +203,7 @@ def assert_near(found: dict[str, Tensor], tolerance: float = 1e-6) -> None:
     gradients, _ = wanted()
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        away = float((found[name] - gradient).norm() / gradient.norm())
+        away = float((found[name].cpu() - gradient).norm() / gradient.norm())
         assert away <= tolerance, f"{name}: {away:.1e}"
 
 
@@ -259,6 +260,7 @@ def learn_on_rank(shape: tuple[int, int], size: int, checkpointing: bool) -> Any
     return gradients, strategy.expert_load()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("shape", "size", "checkpointing"), [((1, 4), 2, True), ((2, 2), 1, False), ((1, 4), 4, False)]
 )
@@ -288,7 +290,7 @@ def test_the_routers_own_choice_replayed_changes_no_bit(dtype: torch.dtype, scal
         for hook in hooks:
             hook.remove()
         assert strategy.replayed is not None
-        routes = torch.stack(own[:LAYERS], 1).to(strategy.replayed.dtype)
+        routes = torch.stack(own[:LAYERS], 1).to("cpu", strategy.replayed.dtype)
         batch.columns[ROUTES] = torch.empty_like(routes)
         batch.columns[ROUTES][micro[0].source] = routes
     load = strategy.expert_load()

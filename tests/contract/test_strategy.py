@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.devices import DEVICE
 from tests.objectives import policy_objective
 from tests.written import answer, written
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from winnow.types import Group, Prompt
 
 VOCABULARY, TOKENIZER = 40, 37
 TEMPERATURE = 0.8
-CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 BOTH = frozenset({"logprob", "entropy"})
 OBJECTIVE = policy_objective("ppo_clip", {"clip_high": 0.28}, entropy_coef=0.01)
@@ -56,7 +56,7 @@ class Implementation:
 
 def make_single(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Strategy:
     options = {"temperature": TEMPERATURE, "vocab_size": TOKENIZER, **options}
-    return Strategy(load_causal_lm(str(folder), dtype, CPU), **options)
+    return Strategy(load_causal_lm(str(folder), dtype, DEVICE), **options)
 
 
 def take_gradients(strategy: Strategy | FSDP2Strategy) -> dict[str, Tensor]:
@@ -76,24 +76,25 @@ class Alone(FSDP2Strategy):
 
 def joined(state: Any) -> Any:
     if isinstance(state, Tensor):
-        return whole(state, CPU)
+        return whole(state, DEVICE)
     return {name: joined(value) for name, value in state.items()}
 
 
 def alone(model: Any, **options: Any) -> Alone:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     options = {"temperature": TEMPERATURE, "vocab_size": TOKENIZER, **options}
-    return Alone(model, init_device_mesh("cpu", (1,)), Sharding(), **options)
+    return Alone(model, init_device_mesh(DEVICE.type, (1,)), Sharding(), **options)
 
 
 def make_alone(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Alone:
-    return alone(load_causal_lm(str(folder), dtype, CPU), **options)
+    return alone(load_causal_lm(str(folder), dtype, DEVICE), **options)
 
 
 def take_whole_gradients(strategy: Alone) -> dict[str, Tensor]:
     gradients = take_gradients(strategy)
-    return {name: whole(gradient, CPU) for name, gradient in gradients.items()}
+    return {name: whole(gradient, DEVICE) for name, gradient in gradients.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,7 +184,8 @@ def set_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+    a, b = a.cpu().double(), b.cpu().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:

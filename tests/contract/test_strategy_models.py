@@ -19,7 +19,6 @@ import torch
 from peft import PeftModel
 from tests.contract.test_strategy import (
     CONFIGS,
-    CPU,
     RAGGED,
     SIZES,
     TEMPERATURE,
@@ -33,6 +32,7 @@ from tests.contract.test_strategy import (
     take_whole_gradients,
 )
 from tests.contract.test_strategy import one_process as one_process
+from tests.devices import DEVICE
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
@@ -67,7 +67,7 @@ class Case:
 
 
 def load_policy(folder: Path, dtype: torch.dtype) -> Any:
-    return load_causal_lm(str(folder / "base"), dtype, CPU)
+    return load_causal_lm(str(folder / "base"), dtype, DEVICE)
 
 
 def load_adapted(folder: Path, dtype: torch.dtype, adapter: str = "adapter") -> Any:
@@ -77,7 +77,7 @@ def load_adapted(folder: Path, dtype: torch.dtype, adapter: str = "adapter") -> 
 
 
 def load_scorer(folder: Path, dtype: torch.dtype) -> Any:
-    return load_reward_model(str(folder / "scorer"), dtype, CPU).requires_grad_(True)
+    return load_reward_model(str(folder / "scorer"), dtype, DEVICE).requires_grad_(True)
 
 
 def their_policy(folder: Path, dtype: torch.dtype) -> Any:
@@ -108,7 +108,7 @@ CASES = {
     ),
     "value": Case(
         "qwen3",
-        lambda folder, dtype: load_value_model(str(folder / "critic"), dtype, CPU),
+        lambda folder, dtype: load_value_model(str(folder / "critic"), dtype, DEVICE),
         lambda folder, dtype: AutoModelForTokenClassification.from_pretrained(
             folder / "critic", dtype=dtype, attn_implementation="sdpa"
         ),
@@ -152,7 +152,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             randomize(dict(model.named_parameters()))
             model.save_pretrained(root / family / kind)
         for name, targets in (("adapter", "all-linear"), ("attention", ("q_proj", "v_proj"))):
-            adapted = load_causal_lm(str(root / family / "base"), torch.float32, CPU)
+            adapted = load_causal_lm(str(root / family / "base"), torch.float32, DEVICE)
             section = LoraAdapter(rank=3, alpha=5.0, target_modules=targets)  # type: ignore[arg-type]
             add_lora(adapted, section, seed=1)
             weights = dict(adapter_weights(adapted))
@@ -256,6 +256,36 @@ def whole(batch: Batch, budget: int = 10_000) -> list[MicroBatch]:
     return micro_batches(batch, range(batch.n_groups), budget)
 
 
+def first_layer(model: Any) -> Any:
+    """The model without its other layers."""
+    del model.model.layers[1:]
+    return model
+
+
+def missing_compiler(x: Tensor) -> Tensor:
+    raise RuntimeError("Cannot find a working triton installation")
+
+
+def train(strategy: Strategy, case: Case, updates: int = 2) -> None:
+    micro = whole(batch_of(RAGGED, torch.float32))
+    for _ in range(updates):
+        strategy.forward_backward(micro, case.outputs, loss)
+        assert strategy.optimizer_step(1e-2)["skipped"] == 0.0
+
+
+def bits_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def graphs() -> Iterator[Counter[str]]:
+    """What was compiled in this test."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters["stats"]
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("dtype", "checkpointing"), [(torch.float32, True), (torch.float64, False)]
 )
@@ -272,21 +302,6 @@ def test_outputs_and_gradients_are_those_of_hugging_face_for_each_sequence_alone
         assert relative(ours, wanted) <= TOLERANCE[dtype]
         assert torch.equal(ours == 0, wanted == 0)
     assert_close(gradients_of(strategy, micro, case), gradients, TOLERANCE[dtype])
-
-
-@pytest.fixture
-def graphs() -> Iterator[Counter[str]]:
-    """What was compiled in this test."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield counters["stats"]
-    torch._dynamo.reset()
-
-
-def first_layer(model: Any) -> Any:
-    """The model without its other layers."""
-    del model.model.layers[1:]
-    return model
 
 
 @pytest.mark.parametrize(
@@ -345,6 +360,7 @@ def test_compiled_blocks_are_sharded_as_others_are(
     assert graphs["unique_graphs"] > 1
 
 
+@pytest.mark.host
 def test_blocks_of_dense_models_are_compiled_by_default_on_cuda_alone(
     families: dict[str, Path],
     graphs: Counter[str],
@@ -365,10 +381,7 @@ def test_blocks_of_dense_models_are_compiled_by_default_on_cuda_alone(
     assert "blocks run uncompiled: trainer.strategy.compile=true needs" in caplog.text
 
 
-def missing_compiler(x: Tensor) -> Tensor:
-    raise RuntimeError("Cannot find a working triton installation")
-
-
+@pytest.mark.host
 def test_without_a_compiler_one_line_says_what_is_needed(
     families: dict[str, Path], graphs: Counter[str]
 ) -> None:
@@ -417,27 +430,6 @@ def test_gradients_do_not_depend_on_split_or_order(
     split = gradients_of(strategy, whole(batch, budget)[::-1], case)
     # In bf16 each micro-batch rounds its own sums.
     assert_close(split, at_once, TOLERANCE.get(dtype, 0.1))
-
-
-def train(strategy: Strategy, case: Case, updates: int = 2) -> None:
-    micro = whole(batch_of(RAGGED, torch.float32))
-    for _ in range(updates):
-        strategy.forward_backward(micro, case.outputs, loss)
-        assert strategy.optimizer_step(1e-2)["skipped"] == 0.0
-
-
-def bits_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_same(a: Any, b: Any) -> None:
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-        return
-    assert a.keys() == b.keys()
-    for name in a:
-        assert_same(a[name], b[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

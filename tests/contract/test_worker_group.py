@@ -11,18 +11,19 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.processes import descendants
+from tests.processes import children, descendants
 from tests.ray_nodes import RayWorkers
 
 from winnow.errors import ConfigError, RewardError, WinnowError, WorkerError
 from winnow.workers.array_refs import ArrayRef, SplitResult
-from winnow.workers.group import WorkerGroup, start_local
-from winnow.workers.ray.actors import start_ray
+from winnow.workers.group import WorkerGroup, WorkerGroups, start_local
+from winnow.workers.ray.actors import interface_of, start_ray
 from winnow.workers.ray.session import Placement, Pool, node_resources, ray_session, reserve
 
 PATH = "tests.workers:Probe"
@@ -237,10 +238,36 @@ def test_what_is_kept_outlives_its_worker(start: Start, run: Any) -> None:
     np.testing.assert_array_equal(ArrayRef(block, 0, 0, count, np.int64), expected)
 
 
+def test_a_restart_under_way_ends_with_the_groups(run: Any) -> None:
+    async def work() -> None:
+        groups = WorkerGroups()
+        (group,) = groups.start(partial(local, {}))
+        first = {*group.pids()}
+        assert group.restart is not None
+        restarting = asyncio.ensure_future(group.restart())
+        await until(lambda: bool(children() - before - first))
+        await asyncio.to_thread(groups.close)
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+
+    before = children()
+    run(work())
+    assert children() <= before
+
+
 def test_variables_of_the_environment_arrive(group: WorkerGroup, run: Any) -> None:
     names = "WINNOW_TEST_WORD", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS"
     found = run(group.call("environment", *names))
     assert found == [["chaff", "false", os.environ["OMP_NUM_THREADS"]]] * group.size
+
+
+@pytest.mark.parametrize("group", ["ray"], indirect=True)
+def test_gloo_on_ray_listens_where_the_ranks_reach_each_other(group: WorkerGroup, run: Any) -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+    address = run(group.call("about"))[0][0].master_address
+    found = run(group.call("environment", "GLOO_SOCKET_IFNAME"))
+    assert found == [[interface_of(address)]] * group.size
 
 
 def test_workers_reach_each_other_through_torch(group: WorkerGroup, run: Any) -> None:

@@ -394,7 +394,14 @@ def test_a_run_is_planned_on_other_gpus_by_its_page(look: Watched) -> None:
     expect(nodes).to_have_value("2")
     for name in ("lockstep", "checkpoint_seconds", "rows", "gpu_hours", "cost"):
         page.get_by_role("cell", name=name, exact=True).wait_for()
-    page.get_by_role("img", name=re.compile(r"policy update .* rollout_seconds")).wait_for()
+    for column in ("at least", "expected"):
+        page.get_by_role("columnheader", name=column, exact=True).first.wait_for()
+        bar = re.compile(rf"^{column}: .*policy update .* rollout_seconds")
+        page.get_by_role("img", name=bar).wait_for()
+    hours = page.get_by_role("row", name=re.compile("^gpu_hours"))
+    texts = hours.get_by_role("cell").all_inner_texts()[1:]
+    least, expected = (float(text.replace(" e\u2212", "e-")) for text in texts)
+    assert 0 < least < expected
     assert page.get_by_role("list", name="roles_gib").get_by_role("listitem").count() > 3
     assert page.evaluate(WIDER) == []
 

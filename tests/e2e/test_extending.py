@@ -70,7 +70,7 @@ def home(home: Path) -> Path:
     for code in blocks(PAGE, "python"):
         (home / code.splitlines()[0].removeprefix("# ")).write_text(code)
     (home / "failing.py").write_text(FAILING)
-    for title in (TEN_LINES, "Debug one"):
+    for title in (TEN_LINES, "Debug a reward"):
         (code,) = blocks(SECTIONS[title], "python")
         (name,) = set(re.findall(r"`(\w+\.py)`", SECTIONS[title]))
         (home / name).write_text(code)
@@ -217,8 +217,8 @@ def test_the_reward_has_ten_lines_scores_as_shown_and_trains(home: Path) -> None
 
 
 def test_a_failure_is_shown_as_in_the_docs(home: Path) -> None:
-    (command,) = blocks(SECTIONS["Debug one"], "sh")[0].splitlines()
-    (shown,) = blocks(SECTIONS["Debug one"], "text")
+    (command,) = blocks(SECTIONS["Debug a reward"], "sh")[0].splitlines()
+    (shown,) = blocks(SECTIONS["Debug a reward"], "text")
     said = winnow(home, *shlex.split(command)[1:])
     assert said.code == 2
     assert steady(said.out + said.err) == steady(shown)

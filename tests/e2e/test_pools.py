@@ -56,7 +56,7 @@ cluster:
   pools:
     all: {nodes: 2}
     rest: {nodes: 2}
-  roles: {policy: all, rollout: all, reward_model: rest, reference: rest, critic: rest}
+  roles: {policy: all, rollout: all, critic: all, reward_model: rest, reference: rest}
 critic:
   strategy: {name: fsdp2}
 reference:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from benchmarks.kill import LONGEST_S, STEPS, Lab, code_of, differences
 from tests.fault.quick_lab import QuickLab
 from tests.fault.test_ranks import check_same
 from tests.pauses import go_on
-from tests.processes import workers_of
+from tests.processes import gone, workers_of
+from tests.ray_nodes import RayWorkers
 
 from winnow.checkpoints.checkpoint import checkpoints_in, load_state
 from winnow.observe.files import RunFolder
@@ -80,13 +84,13 @@ RUNNING_ON = (
 )
 
 
-def check_nothing_is_lost_or_repeated(run: Path) -> None:
+def check_nothing_is_lost_or_repeated(run: Path, steps: int = STEPS) -> None:
     """By the ledger's file, and what the last checkpoint holds: each group has one course."""
     rows = read_ledger(RunFolder(run)).to_pylist()
     trained = [row for row in rows if row["fate"] == "trained"]
     ids = [row["group"] for row in trained]
     assert ids == sorted(set(ids))
-    assert [row["learnt_step"] for row in trained] == sorted([*range(1, STEPS + 1)] * 8)
+    assert [row["learnt_step"] for row in trained] == sorted([*range(1, steps + 1)] * 8)
     assert all(row["staleness"] <= 2 for row in rows)
     assert {row["fate"] for row in rows}.isdisjoint({"stale", "surplus"})
     ledger = load_state(checkpoints_in(run / "checkpoints")[-1])["sampler"]["ledger"]
@@ -103,17 +107,85 @@ def test_async_killed_at_a_random_moment_loses_no_group_and_learns_none_twice(
     check_nothing_is_lost_or_repeated(run)
 
 
-def test_async_goes_on_without_an_engine_that_is_killed_and_loses_no_answer(
-    lab: QuickLab,
+TWO_ENGINES = "run.deterministic=false", "rollout.engine.processes=2", "trainer.steps=6"
+HELD_SCORER = """
+import os, time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, hold=""):
+    while os.path.exists(hold):
+        time.sleep(0.01)
+    return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
+"""
+SHARED = "trainer/strategy=fsdp2", "cluster.share_devices=true"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RUNNING_ON,
+        ("trainer/mode=one_step_off", "sampling.max_staleness=2"),
+        ("trainer/mode=sync", "trainer/strategy=fsdp2"),
+        ("trainer/mode=sync", *SHARED),
+        (*RUNNING_ON, "cluster=ray"),
+    ],
+    ids=["async", "one_step_off", "sync", "shared", "ray"],
+)
+def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(
+    lab: QuickLab, settings: Sequence[str], ray_workers: RayWorkers
 ) -> None:
-    run = lab.run("engine-killed-async")
-    process = lab.start(run.name, *RUNNING_ON, "rollout.engine.processes=2", pauses={2: 0.05})
-    driver = lab.stands_still(process, run.name, 2)
-    os.kill(workers_of(run)["engine 1[0]"], signal.SIGKILL)
-    go_on(driver)
-    assert process.wait(LONGEST_S) == 0
-    assert "engine 1 died, 1 of 2 engines remain" in (run / "log.txt").read_text()
-    check_nothing_is_lost_or_repeated(run)
+    run = lab.run(f"replaced-{abs(hash(settings))}")
+    hold, scorer = lab.folder / f"{run.name}.hold", lab.folder / "held.py"
+    scorer.write_text(HELD_SCORER)
+    scoring = f"reward.function.path={scorer}", f"+reward.function.kwargs={{hold: {hold}}}"
+    words = *TWO_ENGINES, *settings, *scoring, "reward.workers=1"
+    with contextlib.ExitStack() as stack:
+        if "cluster=ray" in settings:
+            address = stack.enter_context(ray_workers.nodes({"num_cpus": 4}))
+            words = *words, f"cluster.address={address}"
+        process = lab.start(run.name, *words, pauses={2: 0.0})
+        driver, engines = lab.stands_still(process, run.name, 2), workers_of(run)
+        os.kill(engines["engine 1[0]"], signal.SIGKILL)
+        if settings[-2:] != SHARED:  # there it starts with the next publication
+            hold.touch()
+        go_on(driver)
+        while hold.exists():
+            if "engine 1 is started again" in (run / "log.txt").read_text():
+                hold.unlink()
+            assert process.poll() is None
+            time.sleep(0.01)
+        assert process.wait(LONGEST_S) == 0
+    told = (run / "log.txt").read_text()
+    assert told.count("engine 1 died, 1 of 2 engines remain") == 1
+    assert told.count("engine 1 is replaced, with weights of version") == 1
+    newest = workers_of(run)
+    assert newest["engine 0[0]"] == engines["engine 0[0]"]
+    assert gone({*engines.values(), *newest.values()})
+    records = read_metrics(run / "metrics.jsonl")[1:]
+    assert [record["step"] for record in records] == list(range(1, 7))
+    (step,) = (r["step"] for r in records if r["publish/replaced_engines"] == 1)
+    assert 3 <= step < 6
+    # By the timeline, it generated after that step.
+    events = json.loads(RunFolder(run).trace.read_text())
+    tracks = {e["args"].get("name"): e.get("tid") for e in events if e["ph"] == "M"}
+    (ended,) = (e["ts"] for e in events if e["name"] == f"step {step}")
+    assert any(
+        e["name"] == "write" and e["ts"] > ended for e in events if e["tid"] == tracks["engine 1"]
+    )
+    if RUNNING_ON[0] in settings:
+        check_nothing_is_lost_or_repeated(run, 6)
     # Each answer of every group that is told of was finished: none failed with its engine.
     rows = read_ledger(RunFolder(run)).to_pylist()
     assert all(row["fate"] != "failed" and row["answers"] == 4 for row in rows)
+
+
+def test_a_run_of_which_all_engines_are_killed_ends_in_one_line(lab: QuickLab) -> None:
+    run = lab.run("all-engines-killed")
+    process = lab.start(run.name, *RUNNING_ON, *TWO_ENGINES, pauses={2: 0.05})
+    driver, engines = lab.stands_still(process, run.name, 2), workers_of(run)
+    for engine in engines.values():
+        os.kill(engine, signal.SIGKILL)
+    go_on(driver)
+    assert process.wait(LONGEST_S) == 1
+    assert "was killed by SIGKILL" in (run / "log.txt").read_text().splitlines()[-1]
+    assert gone({*engines.values(), *workers_of(run).values()})

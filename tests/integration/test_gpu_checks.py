@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.gpu.__main__ import CHECKS, main
+from benchmarks.gpu.fake_cuda import main as learn_on_fakes
 from benchmarks.gpu.harness import ON_CPU
 
 pytestmark = pytest.mark.real
@@ -66,3 +67,13 @@ def test_several_checks_run_in_a_process_each_and_those_that_fail_are_named(
     out, err = capfd.readouterr()
     assert {json.loads(line)["check"] for line in out.splitlines()} == {"machine", "head"}
     assert "failed: machine, head of 2 checks" in err
+
+
+def test_fake_tensors_tell_where_the_host_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert learn_on_fakes(["--device", "cpu"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["dtype"] for line in lines} == {"bfloat16", "float32"}
+    for line in lines:
+        reads = line["host_reads"]
+        assert reads["forward"] == reads["export_weights"] == reads["load_state_dict"] == []
+        assert len(reads["forward_backward"]) == len(reads["optimizer_step"]) == 1

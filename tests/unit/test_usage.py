@@ -25,6 +25,11 @@ WRONG = [
         "invalid value for '--max-prompt-tokens': Input should be a valid integer, unable to parse "
         "string as an integer, got 'q'; see `winnow data check --help`",
     ),
+    (
+        "data check f --max-prompt-tokens 0",
+        "invalid value for '--max-prompt-tokens': Input should be greater than or equal to 1, got "
+        "'0'; see `winnow data check --help`",
+    ),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from itertools import count
 from typing import Any
 
@@ -57,13 +58,17 @@ def group_of(prompt: np.ndarray, number: int, n: int = 3, limit: int = 20) -> Gr
     return GroupRequest(number, prompt, answers, SamplingParams(limit), number)
 
 
-async def publish(engine: Any, update: WeightUpdate) -> None:
-    packed = list(pack_buckets(update, 20_000))
+async def publish(engine: Any, update: WeightUpdate, bucket_bytes: int = 20_000) -> list[int]:
+    """Returns the engine's tick before each bucket and after the last one."""
+    packed = list(pack_buckets(update, bucket_bytes))
     assert len(packed) > 10
+    ticks = [engine.status().tick]
     for bucket in packed:
         assert await engine.take_bucket(bucket) == bucket.checksum()
+        ticks.append(engine.status().tick)
         await asyncio.sleep(0)
     await engine.load_weights(WeightUpdate(update.version))
+    return ticks
 
 
 # A tied head, one of its own, and experts, whose width vLLM pads.
@@ -99,6 +104,44 @@ def test_fresh_answers_are_of_the_new_weights_though_their_prompt_was_cached(nam
         np.testing.assert_allclose(event.segment.logprobs, want, atol=5e-6)
     assert len(cached) == 3
     assert len(fresh) == 6
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-experts"])
+def test_answers_go_on_while_an_update_is_kept_beside_the_weights(name: str) -> None:
+    group, new = group_of(np.arange(3, 9), 0, limit=240), weights_of(learned(name))
+    size = sum(tensor.nbytes for _, tensor in new) // 11
+
+    async def run(staging: int, at: int, breaks_off: bool = False) -> tuple[list[int], list[Any]]:
+        engine = engines[staging]
+        before = engine.status().tick
+        await engine.submit([group])
+        assert await engine.events(until=before + at) == []
+        if breaks_off:
+            with pytest.raises(PublicationError, match="are missing"):
+                await publish(engine, WeightUpdate(1, new[:-1]), size)
+            assert engine.status().weight_version == 0
+        ticks = await publish(engine, WeightUpdate(1, new), size)
+        found: list[Any] = []
+        while events := await engine.events():
+            found += events
+        return [tick - before for tick in ticks], found
+
+    engines = {}
+    told = []
+    for breaks_off in (False, True):
+        engines[1] = vllm_engine(model_of(name), live_updates=True, staging=1)
+        ticks, beside = asyncio.run(run(1, 3, breaks_off))
+        assert all(later > earlier for earlier, later in itertools.pairwise(ticks))
+        engines[0] = vllm_engine(model_of(name), live_updates=True)
+        still, found = asyncio.run(run(0, ticks[-1]))
+        assert set(still) == {ticks[-1]}
+        told.append(ticks[-1])
+        for ours, theirs in zip(beside, found, strict=True):
+            assert ours.segment.spans == theirs.segment.spans
+            assert [(span.version, span.stop) for span in ours.segment.spans][1:] == [(1, 240)]
+            np.testing.assert_array_equal(ours.segment.token_ids, theirs.segment.token_ids)
+            np.testing.assert_allclose(ours.segment.logprobs, theirs.segment.logprobs, atol=1e-6)
+    assert told[1] > told[0]
 
 
 def test_answers_that_wait_for_memory_begin_with_the_new_weights() -> None:

@@ -11,7 +11,7 @@ from winnow.config.base import Section
 from winnow.config.judge import Judge, SequenceClassifier, scorer_sharding, to_judge_keys
 from winnow.config.model import LoraAdapter
 from winnow.config.reward import RewardConfig
-from winnow.config.roles import Roles
+from winnow.config.roles import Roles, needs_reference
 from winnow.config.rollout import (
     CustomEngine,
     HttpEngineConfig,
@@ -20,7 +20,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Cluster, LocalCluster
+from winnow.config.trainer import Cluster, LocalCluster, Megatron, TrainerConfig
 from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -29,6 +29,8 @@ from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, load_custom_engine
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
     from winnow.learning.canary import Canary
     from winnow.rollout.http.engine import HttpEngine
     from winnow.workers.group import WorkerGroup
@@ -91,31 +93,72 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     )
 
 
-def engines_sleep(config: Config, roles: Roles) -> bool:
+def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, roles: Roles) -> bool:
     """Return whether engines free their memory while a step is learned."""
-    sleep = getattr(config.rollout.engine, "sleep", False)
+    sleep = getattr(engine, "sleep", False)
     if sleep is not None:
         return bool(sleep)
-    shares = roles.shares_devices or config.cluster.share_devices
-    return shares and config.trainer.mode.name == "sync"
+    shares = roles.shares_devices or cluster.share_devices
+    return shares and trainer.mode.name == "sync"
 
 
-def _memory_options(config: Config, policy: LoadedPolicy, trains: bool = True) -> dict[str, Any]:
-    """Return the engine arguments about memory that it shares with the trainer.
+def staging_engines(trainer: TrainerConfig, roles: Roles) -> int:
+    """Return how many engines may copy an update beside their weights, if memory allows; or 0.
 
-    `reserved_gib` is an upper bound of what the trainer has yet to allocate on a GPU when an engine
-    starts next to it: fp32 masters and AdamW's two moments of all trained weights, and of a critic
-    as large as the policy; nothing where they stay in host memory.
+    In other modes than `async` no answer goes on while weights are published.
     """
-    roles, strategy = Roles(config), config.trainer.strategy
-    if not (trains and (roles.shares_devices or "rollout" not in roles)):
-        return {"sleep": engines_sleep(config, roles), "reserved_gib": None}
-    reserved = 0.0
-    if not getattr(strategy, "offload", False):
-        trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-        models = 1 + ("critic" not in roles and config.algorithm.advantage.name == "gae")
-        reserved = 12 * trained * models / int(getattr(strategy, "ranks", 1)) / 2**30
-    return {"sleep": engines_sleep(config, roles), "reserved_gib": reserved}
+    return max(roles["rollout"].count, 1) if trainer.mode.name == "async" else 0
+
+
+def engines_share_gpus(roles: Roles) -> bool:
+    """Return whether engines are on GPUs of what trains: in its processes, or in its pool."""
+    return roles.shares_devices or "rollout" not in roles
+
+
+def _memory_options(
+    config: Config, roles: Roles, policy: LoadedPolicy, trains: bool = True
+) -> dict[str, Any]:
+    """Return the engine arguments about memory that it shares with the trainer."""
+    shares = trains and engines_share_gpus(roles)
+    parameters = list(policy.model.parameters())
+    return {
+        "sleep": engines_sleep(config.rollout.engine, config.trainer, config.cluster, roles),
+        "reserved_gib": reserved_gib(config, roles, parameters) if shares else None,
+        "staging": staging_engines(config.trainer, roles),
+    }
+
+
+def reserved_gib(config: Config, roles: Roles, policy: Sequence[Parameter]) -> float:
+    """Return an upper bound of what learning has yet to allocate on a GPU of an engine that starts.
+
+    These are fp32 masters and AdamW's two moments of all trained weights, shared out over the ranks
+    of a replica, and nothing where they stay in host memory. The run's own process loads critic and
+    reference after the engines, too. Both are taken to be as large as the policy.
+    """
+    strategy = config.trainer.strategy
+    critic: Any = config.critic.strategy if "critic" in roles else strategy
+    whole, itemsize = sum(p.numel() for p in policy), policy[0].element_size()
+    has_critic = config.algorithm.advantage.name == "gae"
+    trained = [(sum(p.numel() for p in policy if p.requires_grad), strategy)]
+    is_beside = "critic" not in roles or roles["critic"].pool_name == roles["policy"].pool_name
+    if has_critic and is_beside:
+        trained.append((whole, critic))
+    on_gpus = [(n, each) for n, each in trained if not getattr(each, "offload", False)]
+    total = sum(12 * n / _shards(each) for n, each in on_gpus)
+    if "policy" not in roles:
+        is_adapted = isinstance(config.model.adapter, LoraAdapter) and not config.reference.path
+        has_reference = (
+            needs_reference(config.algorithm) and "reference" not in roles and not is_adapted
+        )
+        total += whole * itemsize * (has_reference + (has_critic and "critic" not in roles))
+    return total / 2**30
+
+
+def _shards(strategy: Any) -> int:
+    """Return the ranks over which a strategy shares out one copy of a model."""
+    if isinstance(strategy, Megatron):
+        return strategy.model_parallel_ranks
+    return int(getattr(strategy, "ranks", 1)) // int(getattr(strategy, "replicas", 1))
 
 
 def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True) -> Engine:
@@ -135,7 +178,7 @@ def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True)
         section = TorchEngineConfig()
     longest, routes = max_sequence_tokens(config), config.rollout.routing_replay
     options |= engine_options(section, policy.vocabulary, longest, _TORCH_OPTIONS)
-    options |= _memory_options(config, policy, trains)
+    options |= _memory_options(config, Roles(config), policy, trains)
     return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
 
 
@@ -182,7 +225,7 @@ def engine_options(
 
 
 def engine_worker_arguments(
-    config: Config, policy: LoadedPolicy, start: str | None
+    config: Config, roles: Roles, policy: LoadedPolicy, start: str | None
 ) -> dict[str, Any]:
     """Return the arguments of an engine worker."""
     from winnow.models.lora import adapter_base, saved_adapter
@@ -202,7 +245,7 @@ def engine_worker_arguments(
         "fp32_head": config.model.fp32_head,
         **({"routes": True} if config.rollout.routing_replay else {}),
         **engine_options(config.rollout.engine, policy.vocabulary, max_sequence_tokens(config)),
-        **_memory_options(config, policy),
+        **_memory_options(config, roles, policy),
     }
 
 
@@ -231,11 +274,25 @@ def make_engine(
     from winnow.rollout.engine_group import EngineGroup, quantum_for
     from winnow.rollout.remote_engine import RemoteEngine
 
-    engines = [RemoteEngine(each, each.call_blocking("call", "")[0]) for each in groups["rollout"]]
+    workers = {RemoteEngine(g, g.call_blocking("call", "")[0]): g for g in groups["rollout"]}
+    engines = list(workers)
     if len(engines) == 1:
         return engines[0]
-    quantum = quantum_for(rollout.max_response_tokens)
-    return EngineGroup(engines, config.run.deterministic, quantum)
+    if config.run.deterministic or not trains:
+        quantum = quantum_for(rollout.max_response_tokens)
+        return EngineGroup(engines, config.run.deterministic, quantum)
+    from winnow.rollout.replacement import ReplacingEngineGroup
+
+    async def restart(engine: RemoteEngine) -> RemoteEngine:
+        start = workers.pop(engine).restart
+        assert start is not None, "`WorkerGroups` has started it"
+        group = await start()
+        replacement = RemoteEngine(group, await group.call_rank(0, "call", ""))
+        replacement.on_served = engine.on_served
+        workers[replacement] = group
+        return replacement
+
+    return ReplacingEngineGroup(engines, restart, Roles(config).shares_devices)
 
 
 def has_separate_weights(engine: Section, roles: Roles | Mapping[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from winnow.config.judge import EngineJudge, NoRewardModel
 from winnow.config.roles import Roles
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
+from winnow.config.trainer import LocalCluster
 from winnow.data.tokenizer import load_tokenizer, make_decoder, stop_token_ids
 from winnow.errors import ModelError
 from winnow.http.client import RemoteError
@@ -260,7 +261,8 @@ def _start_judge_engines(config: Config, model: JudgeSpec) -> Iterator[Sequence[
     from winnow.workers.group import WorkerGroups
 
     reward = config.reward.model_copy(update={"model": NoRewardModel()})
-    config = Config(run=config.run, model=config.model, reward=reward)
+    cluster = LocalCluster(start_timeout_s=config.cluster.start_timeout_s)
+    config = Config(run=config.run, model=config.model, reward=reward, cluster=cluster)
     check_engine_installed(config.cluster, config.rollout.engine, reward.judge)
     roles, arguments = Roles(config), {"config": config}
     role = roles["judge"]

@@ -98,8 +98,9 @@ def allocator_variables(
 ) -> dict[str, str]:
     """Return the variable that makes the allocator of ranks on GPUs use expandable segments.
 
-    Micro-batches have many lengths, which fragments fixed segments until none fits. Engines do
-    without: vLLM's sleep mode does not work with it.
+    Micro-batches have many lengths, which fragments fixed segments until none fits. Engines need
+    none; a user's own variable reaches them, too, and vLLM's sleep mode turns them off for what it
+    frees.
 
     Args:
         variables: set by the recipe; an allocator variable there, or here, takes precedence.

@@ -16,6 +16,7 @@ from winnow.builders.placement import (
     make_runtime_env,
     visible_devices_variable,
 )
+from winnow.checkpoints.checkpoint import checkpoints_in
 from winnow.config.roles import Role, Roles
 from winnow.config.root import Config
 from winnow.config.trainer import RayCluster
@@ -24,15 +25,16 @@ from winnow.observe.profile import make_profiler, ray_nsight_options
 from winnow.ranks.models import CUBLAS_VARIABLE, LoadedPolicy
 
 if TYPE_CHECKING:
-    from winnow.workers.group import Starting, WorkerGroup, WorkerGroups
+    from winnow.workers.group import Start, WorkerGroup, WorkerGroups
 
 StartWorkers = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
 """Starts a run's worker processes in parallel at the first call, and loads their models; returns
 the groups of each role. Each engine is a group, so that others go on when one dies."""
 
 
-Launch = Callable[[Role, Mapping[str, Any], int], "Starting"]
-"""Starts a group, given its role, the arguments of the worker class and the engine's number."""
+Launch = Callable[[Role, Mapping[str, Any], int], "Start"]
+"""Returns the start of a group, given its role, the arguments of the worker class and the engine's
+number."""
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def worker_processes(
         "start": start,
         "vocabulary": policy.vocabulary,
     }
-    engine = engine_worker_arguments(config, policy, start) if "rollout" in roles else {}
+    engine = engine_worker_arguments(config, roles, policy, start) if "rollout" in roles else {}
     # Ranks come last, but before engines that share their GPUs, which take what is left free.
     starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
     shared = [role for role in starts if role.name == "rollout" and roles.shares_devices]
@@ -69,12 +71,16 @@ def worker_processes(
         if role.name != "rollout":
             return {name: worker_arguments[name] for name in role.arguments}
         profiler = make_profiler(config.trainer.profile, "engine", number)
-        return engine if profiler is None else {**engine, "profiler": profiler}
+        alone = {} if profiler is None else {"profiler": profiler}
+        return {**engine, "model": existing_model(engine["model"]), **alone}
 
     with (
         contextlib.closing(WorkerGroups()) as groups,
         launcher(config, roles, groups, trains) as launch,
     ):
+
+        async def begin(role: Role, number: int) -> WorkerGroup:
+            return await launch(role, arguments(role, number), number)()
 
         @functools.cache
         def started() -> dict[str, list[WorkerGroup]]:
@@ -82,12 +88,21 @@ def worker_processes(
             for together in ([role for role in starts if role not in shared], shared):
                 counts = ((r, r.count if r.kind == "engines" else 1) for r in together)
                 numbered = [(role, i) for role, count in counts for i in range(count)]
-                starting = (launch(role, arguments(role, i), i) for role, i in numbered)
-                for (role, _), group in zip(numbered, groups.start(*starting), strict=True):
+                begins = (functools.partial(begin, role, i) for role, i in numbered)
+                for (role, _), group in zip(numbered, groups.start(*begins), strict=True):
                     by_role.setdefault(role.name, []).append(group)
             return by_role
 
         yield started
+
+
+def existing_model(path: str) -> str:
+    """Return a model's path, or the run's newest one where that checkpoint has been removed."""
+    folder = Path(path)
+    if folder.parent.parent.name != "checkpoints" or folder.exists():
+        return path
+    models = [checkpoint.model for checkpoint in checkpoints_in(folder.parent.parent)]
+    return str(models[-1]) if models else path
 
 
 @contextlib.contextmanager
@@ -113,7 +128,7 @@ def launcher(
 
         devices = assign_local_gpus(roles, config.run.device, trains)
 
-        def start_locally(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
+        def start_locally(role: Role, arguments: Mapping[str, Any], number: int) -> Start:
             size, gpus = role.count, devices.get(role.name)
             variables = environment | allocator_variables(role, bool(gpus), {})
             if role.kind == "engines":
@@ -121,7 +136,8 @@ def launcher(
                 if gpus and role.is_vllm:
                     variables, gpus = environment | visible_devices_variable(gpus), range(1)
             group = role.group_name(number), role.worker, arguments, size
-            return start_local(*group, variables, stall_timeout_s, gpus, cluster.start_timeout_s)
+            limits = stall_timeout_s, gpus, cluster.start_timeout_s
+            return functools.partial(start_local, *group, variables, *limits)
 
         yield start_locally
         return
@@ -142,16 +158,17 @@ def launcher(
         # Not those that this process sees: its node may have none, or hide them.
         has_devices = any(node["GPU"] for node in node_resources().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
-        reserved = groups.wait(reserve(make_pools(roles, cluster, has_devices)))
+        pools = make_pools(roles, cluster, has_devices)
+        reserved = groups.wait(reserve(pools, lost_timeout_s=cluster.start_timeout_s))
 
-        def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Starting:
+        def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Start:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)
             group = role.group_name(number), role.worker, arguments, place
             on_device = place.worker_resources.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)
             nsight = ray_nsight_options(config.trainer.profile, role.name)
             limits = stall_timeout_s, nsight, cluster.start_timeout_s
-            return start_ray(*group, worker_variables, *limits)
+            return functools.partial(start_ray, *group, worker_variables, *limits)
 
         try:
             yield start_on_ray

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from winnow.builders.lockstep import lockstep_notes
 from winnow.builders.placement import uses_gpu
-from winnow.builders.preflight import lockstep_notes
 from winnow.builders.topology import RunModels
 from winnow.checkpoints.checkpoint import Manifest
-from winnow.checkpoints.opening import code_hashes
+from winnow.checkpoints.opening import code_hashes, user_code_files
 from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.base import Section
 from winnow.config.data import DataConfig
@@ -38,12 +38,7 @@ from winnow.observe.rollouts import RolloutGroup, choose_text_groups, write_roll
 from winnow.observe.sinks import Sinks
 from winnow.observe.trace import TimedScorer
 from winnow.ranks.learner import kl_notes, needs_of
-from winnow.ranks.models import (
-    LoadedPolicy,
-    check_positions,
-    longest_prompt,
-    use_deterministic_kernels,
-)
+from winnow.ranks.models import LoadedPolicy, check_positions, use_deterministic_kernels
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, engines_by_name
 from winnow.run.loop import BaseRun, PendingSteps, PromptBudget, Run
@@ -108,7 +103,7 @@ def make_evaluator(
         ModelError: the longest prompt does not fit the model.
         RewardError: a data source has no scorer.
     """
-    check_positions(config, policy.path, policy.model, longest_prompt(config, held_out))
+    check_positions(config.data, config.sft, config.rollout, policy.path, policy.model, held_out)
     rewards.check_sources(held_out.data_sources, held_out=True)
     return Evaluator(
         engine,
@@ -186,7 +181,7 @@ def build_run(
     """
     config, policy, folder = context.config, context.policy, context.folder
     rewards, placed, tell = context.rewards, context.placed, context.timeline
-    check_positions(config, policy.path, policy.model, longest_prompt(config, source))
+    check_positions(config.data, config.sft, config.rollout, policy.path, policy.model, source)
     rewards.check_sources(source.data_sources)
     rewards.check_prompt(source.prompt(0))
     if isinstance(config.sampling.filter, VarianceFilter | BandFilter):
@@ -211,7 +206,7 @@ def build_run(
         *_row_notes(config.data, "training", source, config.data.max_train_prompts),
         *_row_notes(config.data, "held-out", held_out, config.evaluation.max_prompts),
         *_scorer_notes(config.reward, config.sampling.filter, source),
-        *kl_notes(config),
+        *kl_notes(config.algorithm),
         *config_warnings(config),
         *lockstep_notes(config, policy.model.config),
     ]
@@ -258,7 +253,7 @@ def make_base_run(
         context.folder,
         context.metrics,
         trainer,
-        Manifest(machine=placed.machine, code=code_hashes(config)),
+        Manifest(machine=placed.machine, code=code_hashes(user_code_files(config))),
         context.recipe,
         tell,
     )
@@ -289,7 +284,7 @@ def _make_sampler(
 ) -> Sampler:
     """Make the sampler; failed scorings are first counted after as many as a step has answers."""
     config, rewards, engine = context.config, context.rewards, context.placed.engine
-    with_baseline = "greedy_rewards" in needs_of(config)
+    with_baseline = "greedy_rewards" in needs_of(config.algorithm.advantage)
     step_answers = config.sampling.groups_per_step * (config.rollout.n + with_baseline)
     rewards.patience = step_answers
     lag, deterministic = config.sampling.score_lag_ticks, config.run.deterministic

@@ -8,8 +8,9 @@ driver calls. `Roles` says which processes there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from winnow.builders.engines import (
@@ -40,6 +41,7 @@ from winnow.run.step_metrics import StepFlop
 
 if TYPE_CHECKING:
     from winnow.learning.canary import Canary, CanaryScores
+    from winnow.workers.group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,9 @@ def build_models(
     learner: AnyLearner
     states: ModelStates
     if ranks is None:
-        learning = make_learner(config, policy.model, policy.vocabulary, start)
+        learning = make_learner(config, roles, policy.model, policy.vocabulary, start)
         strategy, learner, passes = learning.policy, learning.learner, learning.passes
         states, machine = _local_states(learning, policy), describe_machine(policy.device)
-        release: Callable[[], None] | None = release_memory
 
         def scores(canary: Canary) -> CanaryScores:
             return canary.score(strategy)
@@ -124,16 +125,18 @@ def build_models(
         from winnow.ranks.remote import RemoteLearner
 
         learner = states = remote = RemoteLearner(ranks)
-        passes, scores, release = remote.facts.passes, remote.canary, remote.release_memory
+        passes, scores = remote.facts.passes, remote.canary
         machine = {**remote.facts.machine, "ranks": ranks.size}
         machine |= _layout_facts(config.trainer.strategy)
         exports = remote.weights if adapter is None else remote.adapter
         weights = exports if has_weights else remote.trained
-    release = release if engines_sleep(config, roles) else None
+    sleeps = engines_sleep(section, config.trainer, config.cluster, roles)
+    release = partial(_release_memory, roles, groups) if sleeps else None
     publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine, release)
     if has_weights or ranks is not None:
         canary = draw_canary(policy, config.rollout.temperature)
-        publish = WeightPublisher(engine, weights, canary, scores, release)
+        on_checked = getattr(engine, "admit_replacements", dict)
+        publish = WeightPublisher(engine, weights, canary, scores, release, on_checked)
     if reference is not None or critic is not None:
         from winnow.ranks.remote import AssistedLearner
 
@@ -144,6 +147,16 @@ def build_models(
         passes = replace(passes, **critic.call_blocking("passes")[0])
     devices = count_devices(roles, 1 if ranks is None else ranks.size)
     return RunModels(engine, learner, states, publish, passes, machine, devices)
+
+
+def _release_memory(roles: Roles, groups: Mapping[str, Sequence[WorkerGroup]]) -> None:
+    """Have the policy, and all ranks in the pool of engines, free memory for engines that wake."""
+    if "policy" not in roles:
+        release_memory()
+    pool = roles["rollout"].pool_name
+    for role in roles:
+        if role.kind == "ranks" and (role.name == "policy" or role.pool_name == pool):
+            groups[role.name][0].call_blocking("release_memory")
 
 
 def _local_states(learning: Learning, policy: LoadedPolicy) -> LocalModelStates:

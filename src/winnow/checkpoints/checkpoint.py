@@ -101,6 +101,15 @@ class Manifest:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Bytes and sha256 by path; filled in when the checkpoint is written."""
 
+    def machine_changes(self, machine: Mapping[str, str | int]) -> list[str]:
+        """Warn about differences between the checkpoint's machine and this one."""
+        was = self.machine
+        return [
+            f"Warning: {key} changed from {was[key]} to {now}: results may differ in the last bits"
+            for key, now in machine.items()
+            if key in was and was[key] != now
+        ]
+
 
 _MANIFESTS = TypeAdapter(Manifest)
 

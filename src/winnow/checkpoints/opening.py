@@ -50,8 +50,9 @@ from winnow.checkpoints.checkpoint import (
 from winnow.checkpoints.recipe_changes import check_fork, check_same, forked_state, with_settings
 from winnow.checkpoints.strangers import MARK, mark_as_local
 from winnow.config.base import CODE, side_effects
-from winnow.config.data import Demonstrations
+from winnow.config.data import DataConfig, Demonstrations, Sft
 from winnow.config.load import dump_config, load_recipe
+from winnow.config.model import ModelConfig
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.data.hub import is_on_hub, pin_files
@@ -127,31 +128,22 @@ class OpenedRun:
         """Return whether all steps are known to be done."""
         return self.knows_steps and self.manifest.step >= steps and self.manifest.evaluated
 
-    def machine_changes(self, machine: Mapping[str, str | int]) -> list[str]:
-        """Warn about differences between the checkpoint's machine and this one."""
-        was = self.manifest.machine
-        return [
-            f"Warning: {name} changed from {was[name]} to {now}: results may differ in the last "
-            "bits"
-            for name, now in machine.items()
-            if name in was and was[name] != now
-        ]
 
-    def rewind(self, metrics: MetricsLog, recipe: str) -> None:
-        """Drop all records later than the checkpoint, and write the recipe to the folder.
+def rewind(folder: RunFolder, manifest: Manifest, metrics: MetricsLog, recipe: str) -> None:
+    """Drop all records later than a checkpoint, and write the recipe to the folder.
 
-        In this order: a crash within leaves what the same call can finish.
+    In this order: a crash within leaves what the same call can finish.
 
-        Raises:
-            WinnowError: the folder cannot be changed, or metrics.jsonl was.
-        """
-        folder, step = self.folder, self.manifest.step
-        remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
-        delete_rollouts_after(folder.ledger, step)
-        delete_rollouts_after(folder.rollouts, step)
-        delete_rollouts_after(folder.evaluations, step if self.manifest.evaluated else step - 1)
-        metrics.truncate(self.manifest.metrics_bytes)
-        folder.save_config(recipe)
+    Raises:
+        WinnowError: the folder cannot be changed, or metrics.jsonl was.
+    """
+    step = manifest.step
+    remove(c for c in reversed(checkpoints_in(folder.checkpoints)) if c.step > step)
+    delete_rollouts_after(folder.ledger, step)
+    delete_rollouts_after(folder.rollouts, step)
+    delete_rollouts_after(folder.evaluations, step if manifest.evaluated else step - 1)
+    metrics.truncate(manifest.metrics_bytes)
+    folder.save_config(recipe)
 
 
 @contextlib.contextmanager
@@ -272,7 +264,11 @@ def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> Opene
             stack.enter_context(locked(named.path))
             return _reopen_run(config, named, None)
     origin = None if run.fork is None else _find_fork_source(config, run.fork)
-    config = _pin_commits(config) if origin is None else origin.config
+    if origin is None:
+        data = _pin_hub_files(config.data, config.sft, {})
+        config = config.model_copy(update={"data": data, "model": _pin_commit(config.model)})
+    else:
+        config = origin.config
     if named is None or is_begun or not names:
         named = RunFolder.create(run.dir, run.name, recipe)
     stack.enter_context(locked(named.path))
@@ -354,7 +350,7 @@ def _find_fork_source(config: Config, fork: str) -> ForkSource:
     recipe = load_recipe(str(checkpoint.path / CONFIG))
     config, pinned = _pin_as_saved(config, recipe)
     changes = check_fork(config, recipe, str(checkpoint.path))
-    code = code_changes(config, manifest.code)
+    code = code_changes(user_code_files(config), manifest.code)
     began = f"Forked from {run} after step {checkpoint.step}"
     began += f", to be trained to step {config.trainer.steps}" if has_steps else ""
     return ForkSource(config, run, checkpoint, (*faults, *code, began, *pinned, *changes))
@@ -420,8 +416,10 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
             f"trainer.steps={steps} is below the {checkpoint.step} steps that {folder.path} has "
             "trained; increase it, or resume an earlier checkpoint with run.resume=FOLDER"
         )
-    notes += code_changes(config, manifest.code)
-    knows_steps = epochs is None or not _changes_step_count(config, recipe)
+    notes += code_changes(user_code_files(config), manifest.code)
+    # Passes over the data may give another number of steps than before.
+    was, now = ((c.trainer.data_epochs, c.sampling.groups_per_step) for c in (recipe, config))
+    knows_steps = epochs is None or was == now
     continuing = f"Continuing {folder.path} after step {checkpoint.step}"
     notes += [f"{continuing} of {steps}" if knows_steps else continuing, *changes]
     may_be_damaged = bool(rank_folders) and requested is None
@@ -429,25 +427,23 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
     return OpenedRun(folder, saved_config, tuple(notes), *state)
 
 
-def _pin_commits(config: Config) -> Config:
-    """Pin data and model on the hub to their current commits, so that resuming uses the same.
+def _pin_commit(model: ModelConfig) -> ModelConfig:
+    """Pin a model on the hub to its current commit, so that resuming uses the same.
 
     Raises:
-        DataError: there is no such data set or file, or the hub cannot be asked.
         ModelError: there is no such model or revision, or it cannot be fetched.
     """
-    config = _with_hub_files(config, {})
-    path, revision = config.model.path, config.model.revision
+    path, revision = model.path, model.revision
     is_local = path is None or "://" in path or Path(path).expanduser().exists()
     if path is not None and not is_local and may_be_hub_name(path):
         snapshot = local_folder(f"{path}@{revision or 'main'}")
-        return with_settings(config, model={"revision": Path(snapshot).name})
+        return model.model_copy(update={"revision": Path(snapshot).name})
     if revision is not None:
         raise ConfigError(
             f"model.revision={revision} only applies to models on the hub, and model.path={path} "
             "is a folder; set model.revision=null"
         )
-    return config
+    return model
 
 
 def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
@@ -455,7 +451,8 @@ def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     the data is read, the commit of a branch."""
     if config.trainer.data_epochs is not None:
         config = with_settings(config, trainer={"steps": saved.trainer.steps})
-    config = _with_hub_files(config, saved.data.hub_files)
+    data = _pin_hub_files(config.data, config.sft, saved.data.hub_files)
+    config = config.model_copy(update={"data": data})
     was, now = saved.model.revision, config.model.revision
     is_commit = now is not None and _COMMIT.fullmatch(now)
     if was is None or is_commit or config.model.path != saved.model.path:
@@ -464,50 +461,45 @@ def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     return with_settings(config, model={"revision": was}), [note] if now is not None else []
 
 
-def _changes_step_count(config: Config, saved: Config) -> bool:
-    """Return whether passes over the data may give another number of steps than before."""
-    is_same = config.trainer.data_epochs == saved.trainer.data_epochs
-    return not is_same or config.sampling.groups_per_step != saved.sampling.groups_per_step
+def _pin_hub_files(data: DataConfig, sft: Sft, pins: Mapping[str, tuple[str, ...]]) -> DataConfig:
+    """Pin the data files on the hub that are not pinned yet to their current commits.
 
-
-def _with_hub_files(config: Config, pins: Mapping[str, tuple[str, ...]]) -> Config:
-    """Pin the data files on the hub that are not pinned yet."""
-    shown = config.sft if isinstance(config.sft, Demonstrations) else Demonstrations()
-    named = (c.train_files + c.eval_files for c in (config.data, shown))
+    Raises:
+        DataError: there is no such data set or file, or the hub cannot be asked.
+    """
+    shown = sft if isinstance(sft, Demonstrations) else Demonstrations()
+    named = (c.train_files + c.eval_files for c in (data, shown))
     urls = [url for url in chain(*named) if is_on_hub(url)]
-    hub_files = {**config.data.hub_files, **pins}
+    hub_files = {**data.hub_files, **pins}
     files = {url: hub_files[url] if url in hub_files else pin_files(url) for url in urls}
-    return with_settings(config, data={"hub_files": files}) if files else config
+    return data.model_copy(update={"hub_files": files}) if files else data
 
 
-def code_hashes(config: Config) -> dict[str, str]:
-    """Hash the user's own Python files that a recipe names, by its keys."""
-    return {
-        key: hashlib.sha256(path.read_bytes()).hexdigest()
-        for key, path in _user_code_paths(config)
-        if path.is_file()
-    }
+def user_code_files(config: Config) -> dict[str, Path]:
+    """Find the user's own Python files that a recipe names, by its keys."""
+    places = ((key, v.rpartition(":")[0] or v) for key, v in user_code_settings(config))
+    paths = {key: Path(place).expanduser() for key, place in places}
+    return {key: path for key, path in paths.items() if path.is_file()}
 
 
-def code_changes(config: Config, old_hashes: Mapping[str, str]) -> list[str]:
-    """Warn about the user's files that have changed.
+def code_hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """Hash files of `user_code_files`, by their keys."""
+    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in files.items()}
+
+
+def code_changes(files: Mapping[str, Path], old_hashes: Mapping[str, str]) -> list[str]:
+    """Warn about files of `user_code_files` that have changed.
 
     Args:
         old_hashes: `code_hashes` when the checkpoint was made.
     """
-    now = code_hashes(config)
-    changed = {key for key in now if old_hashes.get(key, now[key]) != now[key]}
+    now = code_hashes(files)
     return [
         f"Warning: {key}={path} has changed since the checkpoint was saved: the run uses the "
         "current file"
-        for key, path in _user_code_paths(config)
-        if key in changed
+        for key, path in files.items()
+        if old_hashes.get(key, now[key]) != now[key]
     ]
-
-
-def _user_code_paths(config: Config) -> Iterator[tuple[str, Path]]:
-    for key, value in user_code_settings(config):
-        yield key, Path(value.rpartition(":")[0] or value).expanduser()
 
 
 def user_code_settings(config: Config) -> Iterator[tuple[str, str]]:

@@ -68,7 +68,8 @@ def check_fork(config: Config, source: Config, subject: str) -> list[str]:
     _refuse_changes(
         [line for _, change, line in differing if change is Change.NEVER], subject, remedy
     )
-    if _has_critic(config) and not _has_critic(source):
+    critics = [isinstance(c.algorithm.advantage, GaeAdvantage) for c in (config, source)]
+    if critics == [True, False]:
         raise ConfigError(
             f"algorithm/advantage=gae needs a critic, and {subject} has none; choose another "
             "advantage, or start a new run"
@@ -101,10 +102,6 @@ def forked_state(
     # The KL's weight is part of the state, as it may adapt: another rule begins with its own.
     advantage = {} if isinstance(kl, NoKl) else {"penalty": {"coef": kl.coef}}
     return {**state, "learner": {**state["learner"], "advantage": advantage}}
-
-
-def _has_critic(config: Config) -> bool:
-    return isinstance(config.algorithm.advantage, GaeAdvantage)
 
 
 def _config_changes(config: Config, saved: Config) -> Iterator[tuple[str, Change, str]]:

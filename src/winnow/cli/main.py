@@ -496,8 +496,8 @@ def _usage_lines(error: Any) -> Iterator[str]:
     command = "winnow" if context is None else context.command_path
     name = getattr(error, "option_name", "")
     if name and context is not None:
-        taken = [word for each in context.command.params for word in each.opts]
-        answers = dict(_foreign_names(taken))
+        own_flags = [word for each in context.command.params for word in each.opts]
+        answers = dict(_explain_foreign_options(own_flags))
         yield from answers.values()
         if name in answers:
             return
@@ -505,7 +505,7 @@ def _usage_lines(error: Any) -> Iterator[str]:
     yield f"{message[:1].lower()}{message[1:]}{got}{end} see `{command} --help`"
 
 
-def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _explain_foreign_options(own_flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield typed flags and keys of other systems, each with its Winnow equivalent."""
     from winnow.config.load import SHORTHANDS
     from winnow.config.other_names import explain_foreign_key
@@ -513,7 +513,7 @@ def _foreign_names(taken: Sequence[str]) -> Iterator[tuple[str, str]]:
 
     keys = {*SHORTHANDS, *(".".join(key.path) for key in all_keys())}
     for name, equals, value, following in _typed_arguments():
-        is_flag = name.startswith("-") and name not in taken
+        is_flag = name.startswith("-") and name not in own_flags
         if is_flag and not equals and not following.startswith("--"):
             value = following
         key = name.lstrip("-").replace("-", "_") if is_flag else name.lstrip("+~")

@@ -19,12 +19,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
 
-from winnow.builders.engines import check_engine_installed, draw_canary, make_engine
+from winnow.builders.engines import check_engine_installed, draw_canary, engines_sleep, make_engine
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import prepare_device
 from winnow.checkpoints.recipe_changes import with_settings
@@ -46,6 +46,7 @@ from winnow.rollout.engine import (
     Engine,
     GroupRequest,
     SamplingParams,
+    SleepingEngine,
     answer_seed,
     engines_by_name,
     generate,
@@ -161,19 +162,21 @@ def run_engine_check(config: Config, update: str | None) -> list[EngineFinding]:
             f"--update {update}: same log-probs as model.path {config.model.path}, so that an "
             "update could not be detected; use other weights"
         )
-    with worker_processes(config, Roles(config), policy, None) as start_workers:
+    roles = Roles(config)
+    with worker_processes(config, roles, policy, None) as start_workers:
         engine = make_engine(config, policy, start_workers(), trains=False)
-        return asyncio.run(_run_checks(engine, reference, updated, config.run.seed))
+        sleeps = engines_sleep(config.rollout.engine, config.trainer, config.cluster, roles)
+        return asyncio.run(_run_checks(engine, reference, updated, config.run.seed, sleeps))
 
 
 async def _run_checks(
-    engine: Engine, reference: TrainerModel, updated: TrainerModel | None, seed: int
+    engine: Engine, reference: TrainerModel, updated: TrainerModel | None, seed: int, sleeps: bool
 ) -> list[EngineFinding]:
     try:
         findings = [await reference.compare("weights", engine, 0)]
         findings += await _check_sampling(engine, reference, seed)
         findings.append(await _check_update(engine, reference, updated))
-        findings.append(await _check_sleep(engine, reference))
+        findings.append(await _check_sleep(engine, reference, sleeps))
     finally:
         await engine.close()
     return findings
@@ -321,8 +324,15 @@ async def _check_update(
     return EngineFinding(name, "passed", f"|Δlogp| in nats: {summary}", figures)
 
 
-async def _check_sleep(engine: Engine, reference: TrainerModel) -> EngineFinding:
-    """Put servers to sleep, wake them, and compare their weights again."""
+async def _check_sleep(engine: Engine, reference: TrainerModel, sleeps: bool) -> EngineFinding:
+    """Put servers, or an engine that sleeps, to sleep, wake them, and compare their weights."""
+    if sleeps:  # as a run does, which publishes weights after their memory is there again
+        sleeper = cast(SleepingEngine, engine)
+        await sleeper.sleep()
+        await sleeper.wake("weights")
+        await engine.load_weights(WeightUpdate(3, reference.strategy.export_weights()))
+        await sleeper.wake("cache")
+        return await reference.compare("sleep", engine, 3)
     servers = engine.servers.values() if isinstance(engine, HttpEngine) else ()
     try:
         slept = [await server.sleep_and_wake() for server in servers]

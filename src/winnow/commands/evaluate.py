@@ -480,7 +480,7 @@ def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
     Args:
         has_servers: the user has named servers for this evaluation.
     """
-    engine, note = config.rollout.engine, ""
+    engine, note, timeout_s = config.rollout.engine, "", config.cluster.start_timeout_s
     if isinstance(engine, TorchEngineConfig):
         engine = engine.model_copy(update={"processes": 0})
     elif isinstance(engine, VllmEngineConfig):
@@ -498,7 +498,7 @@ def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
     if isinstance(judge, EngineJudge) and not judge.in_evaluation:
         reward["judge"] = NoJudge()
     config = with_settings(
-        config.model_copy(update={"cluster": LocalCluster()}),
+        config.model_copy(update={"cluster": LocalCluster(start_timeout_s=timeout_s)}),
         rollout={"engine": engine},
         trainer={"mode": SyncMode(), "strategy": WholeModels()},
         reward=reward,

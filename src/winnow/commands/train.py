@@ -22,7 +22,7 @@ from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
 from winnow.builders.topology import build_models, build_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
-from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run
+from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run, rewind
 from winnow.checkpoints.recipe_changes import with_settings
 from winnow.checkpoints.run_state import seed_everything
 from winnow.config.data import Demonstrations, NoTask
@@ -50,7 +50,6 @@ from winnow.run.loop import Run, train
 from winnow.run.shutdown import MachineDeadline, ShutdownSignal, Stopped
 from winnow.run.supervisor import Heartbeat
 from winnow.sampling.ledger import Ledger
-from winnow.sampling.stream import Sampler
 from winnow.views.curve import CurveSink, draw_curve
 from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
@@ -144,7 +143,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
             )
             run = _build(context, data, sink)
-            _note(sink, *opened.machine_changes(placed.machine))
+            _note(sink, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch_counters(
@@ -190,11 +189,8 @@ def _read_data(
         data = training_prompts(config.data, policy.tokenizer, config.run.seed)
         groups, task = config.sampling.groups_per_step, config.data.task.name
         steps = steps if epochs is None else count_steps(epochs, groups, data, task)
-    config, saved_config = (
-        each.model_copy(update={"trainer": each.trainer.model_copy(update={"steps": steps})})
-        for each in (config, opened.config)
-    )
-    return data, config, saved_config
+    config, saved = (with_settings(c, trainer={"steps": steps}) for c in (config, opened.config))
+    return data, config, saved
 
 
 def _with_saved_sections(config: Config, opened: OpenedRun) -> Config:
@@ -297,7 +293,8 @@ def _resolve_models(
         figures = {SFT_S: time.monotonic() - began}
     assert start is not None, "the configuration asks for a model or a warm start"
     if isinstance(config.cluster, LocalCluster):  # elsewhere, each node fetches what it loads
-        fetch_models(config, sink.print_line)
+        sections = config.model, config.reference, config.critic, config.reward
+        fetch_models(*sections, sink.print_line)
         _note(sink, *start_notes(config.model, start))
     if checkpoint is not None:
         return str(checkpoint.model), start, {}
@@ -315,23 +312,17 @@ def _restore(context: RunContext, opened: OpenedRun, run: Run | SftRun, sink: Co
         run.evaluate_before = False
         if isinstance(run, Run) and run.prompt_budget.is_exhausted and run.unfinished is None:
             sink.print_line(_finished_note(config, opened.folder))
-    opened.rewind(context.metrics, context.recipe)
+    rewind(opened.folder, opened.manifest, context.metrics, context.recipe)
     profile = profile_notes(config.trainer.profile, run.first_step, run.steps)
     _note(sink, *run.notes, *profile)
     if isinstance(run, Run) and config.sampling.score_lag_ticks is None:
-        _note(sink, *_lag_notes(run.sampler))
-
-
-def _lag_notes(sampler: Sampler) -> list[str]:
-    """Describe the score lag, where scores are late and the recipe does not set it."""
-    lag, looks = sampler.score_lag_ticks, sampler.look_ticks
-    if not lag:
-        return []
-    when = f", when the engines are next polled (every {looks} ticks)" if looks > 1 else ""
-    return [
-        f"Scorers run concurrently with the engine: a score arrives {lag} decode ticks after its "
-        f"answer ends{when} (sampling.score_lag_ticks)"
-    ]
+        lag, looks = run.sampler.score_lag_ticks, run.sampler.look_ticks
+        when = f", when the engines are next polled (every {looks} ticks)" if looks > 1 else ""
+        late = (
+            f"Scorers run concurrently with the engine: a score arrives {lag} decode ticks after "
+            f"its answer ends{when} (sampling.score_lag_ticks)"
+        )
+        _note(sink, *[late] * bool(lag))
 
 
 def _train(

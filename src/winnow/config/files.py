@@ -189,7 +189,10 @@ def parse_layer(content: bytes, source: str) -> Layer:
             f"recipe {source} exceeds {MAX_FILE_BYTES:,} bytes; give a recipe, not data"
         )
     try:
-        tree, lines = _parse_yaml(content)
+        loader, lines = _RecipeLoader(content), dict[tuple[str, ...], int]()
+        if (node := loader.get_single_node()) is not None:
+            _check_node(node, (), (), lines)
+        tree = {} if node is None else loader.construct_document(node)
     except yaml.reader.ReaderError as error:
         raise ConfigError(
             f"recipe {source} is not text in UTF-8 (position {error.position}: {error.reason}); "
@@ -206,16 +209,6 @@ def parse_layer(content: bytes, source: str) -> Layer:
         kind = type(tree).__name__
         raise ConfigError(f"recipe {source} must hold sections (`optim:` …), got a {kind}")
     return Layer(source, tree, lines)
-
-
-def _parse_yaml(content: bytes) -> tuple[Any, dict[tuple[str, ...], int]]:
-    loader = _RecipeLoader(content)
-    node = loader.get_single_node()
-    lines: dict[tuple[str, ...], int] = {}
-    if node is None:
-        return {}, lines
-    _check_node(node, (), (), lines)
-    return loader.construct_document(node), lines
 
 
 def _check_node(

@@ -257,9 +257,7 @@ def _renamed_path(path: KeyPath) -> KeyPath:
     now = current_key(path)
     if now != path:
         log.warning(
-            "%s was renamed to %s; the next version removes the old name",
-            dotted(path),
-            dotted(now),
+            "%s was renamed to %s; the next version removes the old name", dotted(path), dotted(now)
         )
     return now
 

@@ -256,8 +256,7 @@ class RewardConfig(Section):
     """Share of a step's answers whose scoring may fail before the run stops."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._function_conflicts()
-        yield from self._part_conflicts()
+        yield from self._scorer_conflicts()
         yield from self._manager_conflicts()
         if self.processes and scorer_sharding(self.model) is not None:
             yield (
@@ -279,7 +278,7 @@ class RewardConfig(Section):
                     "the limit"
                 )
 
-    def _function_conflicts(self) -> Iterator[str]:
+    def _scorer_conflicts(self) -> Iterator[str]:
         sources = [source for source, scorer in self.scorers.items() if scorer == "none"]
         if sources and (self.model, self.judge) == (NoRewardModel(), NoJudge()):
             yield (
@@ -293,8 +292,6 @@ class RewardConfig(Section):
                 f"({', '.join(self.scorers)}) is unused; set reward.function.path=null, or leave "
                 "reward.scorers empty"
             )
-
-    def _part_conflicts(self) -> Iterator[str]:
         names = {f"reward.parts.{name}": name for name in self.parts}
         for key, model in (("reward.model.part", self.model), ("reward.judge.part", self.judge)):
             if isinstance(model, NoRewardModel | NoJudge):

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.judge import scorer_sharding
+from winnow.config.reward import RewardConfig
 from winnow.config.rollout import VllmEngineConfig
 from winnow.config.root import Config
 
@@ -37,8 +39,8 @@ class Role:
     """Title of the processes, for people; `{s}` stands for the plural's s."""
     log_name: str = "{name}"
     """Name of a group in logs; `{number}` stands for that of an engine."""
-    is_needed: Callable[[Config], bool] = lambda config: True
-    """Test of a recipe: has it work for the role."""
+    is_needed: Callable[[AlgorithmConfig], bool] | None = None
+    """Test of what learns from rewards: has it work for the role; None: any recipe has, SFT too."""
     saved_in: str | None = None
     """A checkpoint's folder of the state that its ranks hold; None: they hold none."""
     worker_by_engine: Mapping[str, str] | None = None
@@ -86,7 +88,34 @@ class Roles:
     """The roles of a recipe, by name; iterates over those that have processes."""
 
     def __init__(self, config: Config) -> None:
-        roles = [_resolve_role(role, config) for role in ROLES]
+        roles = []
+        trainer, cluster, learns = config.trainer, config.cluster, config.sft.name == "none"
+        pools, by_role = (getattr(cluster, name, None) for name in ("pools", "roles"))
+        for role in ROLES:
+            *path, key = role.key.split(".")
+            section: Any = config
+            for part in path:
+                section = getattr(section, part, None)
+            count, is_vllm = getattr(section, key, 0), isinstance(section, VllmEngineConfig)
+            width = getattr(section, "tensor_parallel", 1)
+            shares = role.name == "rollout" and cluster.share_devices and not pools
+            if count is None:  # engines: 1 where none can be in the run's process
+                count = int(is_vllm or trainer.mode.name != "sync")
+                if shares and (ranks := getattr(trainer.strategy, "ranks", 0)):
+                    count = max(ranks // width, 1)
+            if role.is_needed and not (learns and role.is_needed(config.algorithm)):
+                count = 0
+            if isinstance(section, RewardConfig):  # scorers
+                width = int(section.model.name != "none" and not scorer_sharding(section.model))
+            resolved = replace(
+                role,
+                worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),
+                count=count,
+                width=width,
+                is_vllm=is_vllm,
+                pool="policy" if shares else getattr(by_role, role.name, None),
+            )
+            roles.append(resolved)
         widths: dict[str, int] = {}
         for role in roles:
             if role.gpus:
@@ -119,9 +148,9 @@ class Roles:
         return tuple(self._roles.values())
 
 
-def needs_reference(config: Config) -> bool:
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
     """Return whether a loss or the rewards have a KL to the reference."""
-    kl = config.algorithm.kl
+    kl = algorithm.kl
     return (kl.reward.name, kl.loss.name) != ("none", "none")
 
 
@@ -155,11 +184,7 @@ ROLES = [
         "pipelines",
         "scorer{s}",
     ),
-    Role(
-        "reward_model",
-        "reward.model.strategy.ranks",
-        "winnow.ranks.workers:RewardModelWorker",
-    ),
+    Role("reward_model", "reward.model.strategy.ranks", "winnow.ranks.workers:RewardModelWorker"),
     Role(
         "judge",
         "reward.judge.engine.processes",
@@ -174,41 +199,15 @@ ROLES = [
         "reference.strategy.ranks",
         "winnow.ranks.workers:ReferenceWorker",
         ("config", "start", "vocabulary"),
-        is_needed=lambda c: needs_reference(c) and c.sft.name == "none",
+        is_needed=needs_reference,
     ),
     Role(
         "critic",
         "critic.strategy.ranks",
         "winnow.ranks.workers:CriticWorker",
         ("config", "start"),
-        is_needed=lambda c: c.algorithm.advantage.name == "gae" and c.sft.name == "none",
+        is_needed=lambda algorithm: algorithm.advantage.name == "gae",
         saved_in="critic",
     ),
 ]
 """Each role of a recipe, in the order in which they get GPUs of one machine."""
-
-
-def _resolve_role(role: Role, config: Config) -> Role:
-    """Return a role with the counts and classes of a recipe."""
-    *path, name = role.key.split(".")
-    section: Any = config
-    for part in path:
-        section = getattr(section, part, None)
-    count, is_vllm = getattr(section, name, 0), isinstance(section, VllmEngineConfig)
-    width, model = getattr(section, "tensor_parallel", 1), config.reward.model
-    pools, by_role = (getattr(config.cluster, name, None) for name in ("pools", "roles"))
-    shares = role.name == "rollout" and config.cluster.share_devices and not pools
-    if count is None:  # engines: 1 where none can be in the run's process
-        count = int(is_vllm or config.trainer.mode.name != "sync")
-        if shares and (ranks := getattr(config.trainer.strategy, "ranks", 0)):
-            count = max(ranks // width, 1)
-    if role.name == "reward":
-        width = int(model.name != "none" and scorer_sharding(model) is None)
-    return replace(
-        role,
-        worker=(role.worker_by_engine or {}).get(getattr(section, "name", ""), role.worker),
-        count=count if role.is_needed(config) else 0,
-        width=width,
-        is_vllm=is_vllm,
-        pool="policy" if shares else getattr(by_role, role.name, None),
-    )

@@ -239,12 +239,6 @@ class Config(Section):
     """Records of the run."""
 
     @property
-    def groups_per_update(self) -> int:
-        """Groups of an update, which are at most those of a step."""
-        groups = self.sampling.groups_per_step
-        return min(self.trainer.mini_batch_groups or groups, groups)
-
-    @property
     def from_environment(self) -> dict[tuple[str, ...], EnvironmentValue]:
         """The values that came from the environment, by path."""
         return self._from_environment

@@ -7,13 +7,24 @@ stands for the key with its value: `rollout.n=1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from inspect import signature
 from typing import Any
 
+from winnow.config.algorithm import AlgorithmConfig
+from winnow.config.data import DataConfig, Sft
+from winnow.config.model import ModelConfig, WarmStart
+from winnow.config.reward import RewardConfig
 from winnow.config.roles import Roles
-from winnow.config.rollout import VLLM_MAX_RANK
-from winnow.config.root import Config
+from winnow.config.rollout import VLLM_MAX_RANK, RolloutConfig, SamplingConfig
+from winnow.config.root import Config, RunConfig
+from winnow.config.trainer import Cluster, EvaluationConfig, TrainerConfig
 from winnow.errors import ConfigError
+
+Rule = Callable[..., Iterator[str]]
+"""Yields a line for each fault. Its parameters are the sections that it depends on, by their names;
+`roles` are the recipe's, `longest` is of `max_sequence_tokens`, and `config` is all of it."""
+_KEY = re.compile(r"(?<![^ (])<([a-z_./]+)>")
 
 
 def check_config(config: Config) -> None:
@@ -22,77 +33,38 @@ def check_config(config: Config) -> None:
     Raises:
         ConfigError: a rule is broken; one line each.
     """
-    rules = (
-        *(_sources, _truth_column, _group_size, _admission, _updates, _lengths, _reward),
-        *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement, _sharing),
-    )
-    if faults := [_with_values(config, fault) for rule in rules for fault in rule(config)]:
+    if faults := _apply(RULES, config):
         raise ConfigError("\n".join(faults))
 
 
 def config_warnings(config: Config) -> list[str]:
     """Return warnings about settings that are legal and unlikely to be meant: a warm-up longer than
     the run, idle ranks or engines, off-policy tokens without a correction."""
-    rules = _correction_warnings, _batch_warnings, _warmup_warnings
-    return [_with_values(config, line) for rule in rules for line in rule(config)]
+    return _apply(WARNINGS, config)
 
 
-def _warmup_warnings(c: Config) -> Iterator[str]:
-    warmups = [("optim.warmup_steps", "trainer.steps")]
-    if c.algorithm.advantage.name == "gae":
-        warmups.append(("critic.optim.warmup_steps", "trainer.steps"))
-        if c.critic.warmup_steps >= c.trainer.steps:
-            yield (
-                "Warning: <critic.warmup_steps> leaves none of <trainer.steps> for the policy: the "
-                f"first {c.trainer.steps - 1} train the critic only"
-            )
-    if c.trainer.mode.name != "sync" and c.sampling.max_staleness == 1:
-        yield (
-            "<trainer/mode> with <sampling.max_staleness> opens no new groups while a full step "
-            "waits for the trainer; 2 keeps the engines busier"
-        )
-    if c.warm_start.name == "sft":
-        warmups.append(("warm_start.warmup_steps", "warm_start.steps"))
-    for warmup, steps in warmups:
-        if _value(c, warmup) > _value(c, steps):
-            yield (
-                f"Warning: <{warmup}> is more than <{steps}>: the learning rate warms up over all "
-                f"{_value(c, steps)} steps"
-            )
+def _apply(rules: Iterable[Rule], config: Config) -> list[str]:
+    """Return the lines of rules, with the value of each key in them."""
+    arguments = {**dict(config), "config": config, "roles": Roles(config)}
+    arguments["longest"] = max_sequence_tokens(config)
+    calls = (rule(**{n: arguments[n] for n in signature(rule).parameters}) for rule in rules)
+    lines = [line for call in calls for line in call]
+    settings = _settings(config, _KEY.findall(" ".join(lines)))
+    return [_KEY.sub(lambda match: settings[match[1]], line) for line in lines]
 
 
-def _batch_warnings(c: Config) -> Iterator[str]:
-    """Yield the cost of steps that ranks or micro-batches do not divide; nothing is dropped."""
-    strategy = c.trainer.strategy
-    sharing = getattr(strategy, "sequence", 1)
-    if strategy.name == "megatron":
-        sharing = strategy.model_parallel_ranks
-    ranks = Roles(c)["policy"].count // sharing
-    update = c.groups_per_update * c.rollout.n
-    longest = c.data.max_prompt_tokens + c.rollout.max_response_tokens
-    if ranks > update:
-        yield (
-            f"Warning: an update has {update} answers for {ranks} data-parallel ranks, so "
-            f"{ranks - update} idle; raise trainer.mini_batch_groups or sampling.groups_per_step, "
-            "or use fewer ranks"
-        )
-    if longest > c.trainer.microbatch_tokens:
-        yield (
-            "Warning: <trainer.microbatch_tokens> is less than the longest prompt and answer "
-            f"({longest} tokens), which runs alone and takes the memory of {longest}"
-        )
-
-
-def _correction_warnings(c: Config) -> Iterator[str]:
-    correction = c.algorithm.correction
-    weight, rejection = correction.weight.name, correction.rejection.name
-    is_off = (weight, rejection) == ("none", "none") and correction.mode != "bypass"
-    if is_off and c.trainer.mode.name != "sync":
-        yield (
-            "Warning: <trainer/mode> trains on off-policy tokens without a correction "
-            "(algorithm/correction/weight=none and rejection=none); set "
-            "algorithm/correction/weight=truncated, as the recipe dapo_one_step_off does"
-        )
+def _settings(config: Config, keys: Iterable[str]) -> dict[str, str]:
+    """Return keys with their values, or with the names of variants. Example: `rollout.n=1`."""
+    settings = {}
+    for key in keys:
+        value: Any = config
+        for name in re.split(r"[./]", key):
+            value = getattr(value, name, None)
+        value = getattr(value, "name", value)
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        shown = shown.lower() if isinstance(value, bool) else shown
+        settings[key] = f"{key}={'null' if value is None else shown}"
+    return settings
 
 
 def max_sequence_tokens(config: Config) -> int:
@@ -101,25 +73,70 @@ def max_sequence_tokens(config: Config) -> int:
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, evaluated)
 
 
-def _value(config: Config, key: str) -> Any:
-    """Return the value of a key, or the name of a union's variant; None if it has no such key."""
-    value: Any = config
-    for name in re.split(r"[./]", key):
-        value = getattr(value, name, None)
-    return getattr(value, "name", value)
+def _correction_warnings(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> Iterator[str]:
+    correction = algorithm.correction
+    weight, rejection = correction.weight.name, correction.rejection.name
+    is_off = (weight, rejection) == ("none", "none") and correction.mode != "bypass"
+    if is_off and trainer.mode.name != "sync":
+        yield (
+            "Warning: <trainer/mode> trains on off-policy tokens without a correction "
+            "(algorithm/correction/weight=none and rejection=none); set "
+            "algorithm/correction/weight=truncated, as the recipe dapo_one_step_off does"
+        )
 
 
-def _setting(config: Config, key: str) -> str:
-    """Return a key with its value. Example: `rollout.n=1`."""
-    value = _value(config, key)
-    shown = f"{value:g}" if isinstance(value, float) else str(value)
-    shown = shown.lower() if isinstance(value, bool) else shown
-    return f"{key}={'null' if value is None else shown}"
+def _batch_warnings(
+    trainer: TrainerConfig, sampling: SamplingConfig, rollout: RolloutConfig, roles: Roles
+) -> Iterator[str]:
+    """Yield the cost of steps that ranks do not divide; nothing is dropped."""
+    strategy = trainer.strategy
+    sharing = getattr(strategy, "sequence", 1)
+    if strategy.name == "megatron":
+        sharing = strategy.model_parallel_ranks
+    ranks = roles["policy"].count // sharing
+    update = trainer.groups_per_update(sampling.groups_per_step) * rollout.n
+    if ranks > update:
+        yield (
+            f"Warning: an update has {update} answers for {ranks} data-parallel ranks, so "
+            f"{ranks - update} idle; raise trainer.mini_batch_groups or sampling.groups_per_step, "
+            "or use fewer ranks"
+        )
 
 
-def _with_values(config: Config, text: str) -> str:
-    """Put the key and its value in the place of each `<key>` of a text."""
-    return re.sub(r"(?<![^ (])<([a-z_./]+)>", lambda match: _setting(config, match[1]), text)
+def _microbatch_warnings(
+    data: DataConfig, rollout: RolloutConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
+    if longest > trainer.microbatch_tokens:
+        yield (
+            "Warning: <trainer.microbatch_tokens> is less than the longest prompt and answer "
+            f"({longest} tokens), which runs alone and takes the memory of {longest}"
+        )
+
+
+def _warmup_warnings(config: Config) -> Iterator[str]:
+    trainer, critic, start = config.trainer, config.critic, config.warm_start
+    warmups = [("optim", config.optim.warmup_steps, "trainer", trainer.steps)]
+    if config.algorithm.advantage.name == "gae":
+        warmups.append(("critic.optim", critic.optim.warmup_steps, "trainer", trainer.steps))
+        if critic.warmup_steps >= trainer.steps:
+            yield (
+                "Warning: <critic.warmup_steps> leaves none of <trainer.steps> for the policy: the "
+                f"first {trainer.steps - 1} train the critic only"
+            )
+    if trainer.mode.name != "sync" and config.sampling.max_staleness == 1:
+        yield (
+            "<trainer/mode> with <sampling.max_staleness> opens no new groups while a full step "
+            "waits for the trainer; 2 keeps the engines busier"
+        )
+    if start.name == "sft":
+        warmups.append(("warm_start", start.warmup_steps, "warm_start", start.steps))
+    for at, warmup, run, steps in warmups:
+        if warmup > steps:
+            yield (
+                f"Warning: <{at}.warmup_steps> is more than <{run}.steps>: the learning rate warms "
+                f"up over all {steps} steps"
+            )
 
 
 _OVERLAPPED = {
@@ -160,30 +177,34 @@ _UNSUPPORTED = {
 """The remedy for each two settings that exclude each other."""
 
 
-def _unsupported(c: Config) -> Iterator[str]:
+def _unsupported(config: Config) -> Iterator[str]:
+    texts = {text for setting, others in _UNSUPPORTED.items() for text in (setting, *others)}
+    current = {*_settings(config, [text.partition("=")[0] for text in texts]).values()}
     for setting, others in _UNSUPPORTED.items():
         for other, remedy in others.items():
-            if all(_setting(c, each.partition("=")[0]) == each for each in (setting, other)):
+            if {setting, other} <= current:
                 yield f"{setting} does not support {other}; {remedy}"
 
 
-def _sources(c: Config) -> Iterator[str]:
-    task, makes_model = c.data.task, c.warm_start.name == "sft"
-    is_sft = c.sft.name == "demonstrations"
-    if c.sft.name == "demonstrations" and not c.sft.train_files:
+def _sources(
+    data: DataConfig, sft: Sft, model: ModelConfig, warm_start: WarmStart
+) -> Iterator[str]:
+    task, makes_model, is_sft = data.task, warm_start.name == "sft", sft.name == "demonstrations"
+    if sft.name == "demonstrations" and not sft.train_files:
         yield "sft.train_files is empty; set sft.train_files=[FILE]"
-    for key in ("data.max_train_prompts", "data.sampler"):
-        if is_sft and _value(c, key) is not None:
+    choices = {"data.max_train_prompts": data.max_train_prompts, "data.sampler": data.sampler}
+    for key, choice in choices.items():
+        if is_sft and choice is not None:
             yield f"<{key}> does not apply to SFT, which trains on all rows; set {key}=null"
-    if task.name == "none" and not c.data.train_files and not is_sft:
+    if task.name == "none" and not data.train_files and not is_sft:
         yield (
             "data.train_files is empty and data/task=none; set data.train_files=[FILE.parquet], or "
             "data/task=sort_digits"
         )
-    if c.model.path is None and not makes_model:
+    if model.path is None and not makes_model:
         yield "model.path is null and warm_start=none; set model.path=FOLDER, or warm_start=sft"
-    for key in ("model.path", "model.tokenizer"):
-        if makes_model and _value(c, key):
+    for key, folder in {"model.path": model.path, "model.tokenizer": model.tokenizer}.items():
+        if makes_model and folder:
             yield f"<{key}> conflicts with <warm_start>; set {key}=null or warm_start=none"
     if makes_model and task.name != "sort_digits":
         yield (
@@ -192,30 +213,29 @@ def _sources(c: Config) -> Iterator[str]:
         )
 
 
-def _warm_start(c: Config) -> Iterator[str]:
+def _warm_start(trainer: TrainerConfig, warm_start: WarmStart) -> Iterator[str]:
     """Yield the lines for a model from scratch that the strategy cannot cut."""
-    strategy, start = c.trainer.strategy, c.warm_start
-    if start.name != "sft":
+    strategy = trainer.strategy
+    if warm_start.name != "sft":
         return
     for field in ("sequence", "tensor"):
-        if start.model.heads % getattr(strategy, field, 1):
+        if warm_start.model.heads % getattr(strategy, field, 1):
             key = f"trainer.strategy.{field}"
             yield f"<{key}> does not divide <warm_start.model.heads>; use a divisor of it"
     if strategy.name != "megatron":
         return
     if strategy.expert > 1:
         yield "<trainer.strategy.expert> needs experts, and warm_start=sft has none; set it to 1"
-    if strategy.pipeline > start.model.layers:
+    if strategy.pipeline > warm_start.model.layers:
         yield (
             "<trainer.strategy.pipeline> is more than <warm_start.model.layers>; set it to "
-            f"{start.model.layers} or less"
+            f"{warm_start.model.layers} or less"
         )
 
 
-def _truth_column(c: Config) -> Iterator[str]:
-    reward = c.reward
+def _truth_column(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
     is_custom = reward.function.path or reward.manager.name in ("remote", "custom")
-    if c.data.columns.truth == "none" and not (is_custom or "none" in reward.scorers.values()):
+    if data.columns.truth == "none" and not (is_custom or "none" in reward.scorers.values()):
         yield (
             "data.columns.truth=none, but the built-in scorers need a ground truth; set "
             "reward.function.path=FILE.py, 'reward.scorers={*: none}' where a model or a judge "
@@ -223,11 +243,13 @@ def _truth_column(c: Config) -> Iterator[str]:
         )
 
 
-def _group_size(c: Config) -> Iterator[str]:
+def _group_size(
+    rollout: RolloutConfig, sampling: SamplingConfig, algorithm: AlgorithmConfig
+) -> Iterator[str]:
     """Yield the rules about groups of one answer."""
-    if c.rollout.n > 1:
+    if rollout.n > 1:
         return
-    advantage, rule = c.algorithm.advantage, c.sampling.filter
+    advantage, rule = algorithm.advantage, sampling.filter
     if advantage.name == "grpo" and rule.name == "variance":
         yield (
             "rollout.n=1 leaves nothing to compare for sampling/filter=variance and "
@@ -241,8 +263,7 @@ def _group_size(c: Config) -> Iterator[str]:
         )
 
 
-def _admission(c: Config) -> Iterator[str]:
-    sampling = c.sampling
+def _admission(sampling: SamplingConfig) -> Iterator[str]:
     staleness, most = sampling.max_staleness, sampling.max_groups_per_step
     if sampling.lookahead > staleness:
         yield (
@@ -256,10 +277,10 @@ def _admission(c: Config) -> Iterator[str]:
         )
 
 
-def _mode(c: Config) -> Iterator[str]:
+def _mode(trainer: TrainerConfig, rollout: RolloutConfig, roles: Roles) -> Iterator[str]:
     """Yield the rules of the modes that sample and train at the same time."""
-    has_engines = "rollout" in Roles(c) or c.rollout.engine.name == "http"
-    if c.trainer.mode.name != "sync" and not has_engines:
+    has_engines = "rollout" in roles or rollout.engine.name == "http"
+    if trainer.mode.name != "sync" and not has_engines:
         yield (
             "<trainer/mode> needs engines in separate processes, got <rollout/engine> and "
             "<rollout.engine.processes>; set rollout.engine.processes=1 or more "
@@ -267,8 +288,13 @@ def _mode(c: Config) -> Iterator[str]:
         )
 
 
-def _updates(c: Config) -> Iterator[str]:
-    groups, mini = c.sampling.groups_per_step, c.groups_per_update
+def _updates(
+    sampling: SamplingConfig,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+) -> Iterator[str]:
+    groups, mini = sampling.groups_per_step, trainer.groups_per_update(sampling.groups_per_step)
     if groups % mini:
         near = [size for size in range(1, groups + 1) if groups % size == 0]
         fitting = min(near, key=lambda size: (abs(size - mini), size))
@@ -277,15 +303,15 @@ def _updates(c: Config) -> Iterator[str]:
             f"divisor, such as {fitting}"
         )
     # Fused mode takes `old` from the update's own forward pass, which is the step's only one.
-    is_one_update = c.trainer.epochs == 1 and mini == groups
-    if c.algorithm.correction.mode == "fused" and not is_one_update:
+    is_one_update = trainer.epochs == 1 and mini == groups
+    if algorithm.correction.mode == "fused" and not is_one_update:
         yield (
             "algorithm.correction.mode=fused needs one update a step, got <trainer.epochs>, "
             "<trainer.mini_batch_groups> and <sampling.groups_per_step>; set trainer.epochs=1 and "
             "trainer.mini_batch_groups=null, or algorithm.correction.mode=recompute"
         )
     # With a shorter horizon a step could turn the KL's weight negative.
-    kl, answers = c.algorithm.kl.reward, groups * c.rollout.n
+    kl, answers = algorithm.kl.reward, groups * rollout.n
     if kl.name == "adaptive" and kl.horizon_samples <= 0.2 * answers:
         yield (
             f"<algorithm.kl.reward.horizon_samples> is too short for {answers} answers a step "
@@ -294,32 +320,34 @@ def _updates(c: Config) -> Iterator[str]:
         )
 
 
-def _lengths(c: Config) -> Iterator[str]:
-    limit, overlong, cosine = c.rollout.max_response_tokens, c.reward.overlong, c.reward.cosine
-    for key, is_used in (
-        ("reward.overlong.buffer_tokens", overlong.enabled),
-        ("reward.cosine.limit_tokens", cosine.enabled),
+def _lengths(rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
+    limit, overlong, cosine = rollout.max_response_tokens, reward.overlong, reward.cosine
+    for key, tokens in (
+        ("reward.overlong.buffer_tokens", overlong.enabled and overlong.buffer_tokens),
+        ("reward.cosine.limit_tokens", cosine.enabled and cosine.limit_tokens),
     ):
-        if is_used and (_value(c, key) or 0) > limit:
+        if (tokens or 0) > limit:
             yield f"<{key}> is more than <rollout.max_response_tokens>; set it to at most {limit}"
 
 
-def _reward(c: Config) -> Iterator[str]:
+def _reward(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield the line for a reward whose weights are all 0; gdpo has weights of its own."""
-    weights = c.reward.part_weights()
-    gdpo = c.algorithm.advantage.name == "gdpo"
-    if c.reward.weights.task == 0 and not any(weights.values()) and not gdpo:
+    weights = reward.part_weights()
+    gdpo = algorithm.advantage.name == "gdpo"
+    if reward.weights.task == 0 and not any(weights.values()) and not gdpo:
         zeros = " and ".join(f"{key}=0" for key in ("reward.weights.task", *weights))
         none = "" if weights else " and reward/model=none"
         yield f"{zeros}{none} leave no reward to learn from; set a weight to another number"
 
 
-def _evaluation(c: Config) -> Iterator[str]:
-    save, evaluate = c.trainer.save_every, c.evaluation.every
-    if c.trainer.keep_best is None:
+def _evaluation(
+    trainer: TrainerConfig, evaluation: EvaluationConfig, data: DataConfig, sft: Sft
+) -> Iterator[str]:
+    save, evaluate = trainer.save_every, evaluation.every
+    if trainer.keep_best is None:
         return
-    eval_files = c.data.eval_files or getattr(c.sft, "eval_files", ())
-    if not eval_files and c.data.task.name == "none":
+    eval_files = data.eval_files or getattr(sft, "eval_files", ())
+    if not eval_files and data.task.name == "none":
         yield (
             "<trainer.keep_best> needs an evaluation, but data.eval_files is empty; set "
             "data.eval_files=[FILE], or trainer.keep_best=null"
@@ -332,8 +360,8 @@ def _evaluation(c: Config) -> Iterator[str]:
         )
 
 
-def _engine(c: Config) -> Iterator[str]:
-    engine, adapter, longest = c.rollout.engine, c.model.adapter, max_sequence_tokens(c)
+def _engine(rollout: RolloutConfig, model: ModelConfig, longest: int) -> Iterator[str]:
+    engine, adapter = rollout.engine, model.adapter
     if engine.name != "vllm":
         return
     if adapter.name == "lora" and adapter.publish == "adapter" and adapter.rank > VLLM_MAX_RANK:
@@ -347,18 +375,17 @@ def _engine(c: Config) -> Iterator[str]:
             f"answer of {longest} tokens, the longest prompt and response; set prefill_tokens to "
             f"{longest} or more, or chunked_prefill=true"
         )
-    if c.rollout.routing_replay and not engine.prefix_caching:
+    if rollout.routing_replay and not engine.prefix_caching:
         yield (
             "<rollout.routing_replay> with <rollout/engine> needs "
             "rollout.engine.prefix_caching=true; set that to true, or routing_replay to false"
         )
 
 
-def _placement(c: Config) -> Iterator[str]:
-    cluster = c.cluster
+def _placement(cluster: Cluster, roles: Roles) -> Iterator[str]:
     if cluster.name != "ray":
         return
-    roles, pools, chosen = Roles(c), cluster.pools, cluster.roles.model_dump()
+    pools, chosen = cluster.pools, cluster.roles.model_dump()
     if not roles:
         yield (
             "cluster=ray has nothing to place: trainer/strategy=single, in-process engines and "
@@ -386,22 +413,31 @@ def _placement(c: Config) -> Iterator[str]:
                 f"{role.slots} GPUs over nodes; use a multiple of {role.slots}, or another "
                 f"{role.key.replace('processes', 'tensor_parallel')}"
             )
+        widths = (each.width for each in roles if name and each.pool == name and each.gpus)
+        if role.width % (narrow := min(widths, default=1)):
+            yield (
+                f"{role.key.replace('processes', 'tensor_parallel')}={role.width} is not a "
+                f"multiple of {narrow}, the GPUs of a slot of cluster.pools.{name}; use a "
+                f"multiple, or name another pool in cluster.roles.{role.name}"
+            )
     for name in [name for name in pools if name not in chosen.values()]:
         yield f"cluster.pools.{name} has no role; name it in cluster.roles, or remove it"
 
 
-def _sharing(c: Config) -> Iterator[str]:
+def _sharing(
+    cluster: Cluster, rollout: RolloutConfig, trainer: TrainerConfig, run: RunConfig, roles: Roles
+) -> Iterator[str]:
     """Yield the rules of engines on the GPUs of what trains."""
-    if not c.cluster.share_devices or c.rollout.engine.name not in ("torch", "vllm"):
+    if not cluster.share_devices or rollout.engine.name not in ("torch", "vllm"):
         return
-    roles, engine = Roles(c), c.rollout.engine
+    engine = rollout.engine
     engines, ranks = roles["rollout"], roles["policy"].count
-    nodes, gpus = getattr(c.cluster, "nodes", 1), ranks or 1
+    nodes, gpus = getattr(cluster, "nodes", 1), ranks or 1
     wide = f"rollout.engine.tensor_parallel={engines.width}"
     key = "<trainer.strategy.ranks>" if ranks else "<trainer/strategy>"
-    if getattr(c.cluster, "pools", None):
+    if getattr(cluster, "pools", None):
         yield "<cluster.share_devices> conflicts with cluster.pools; remove one of them"
-    elif c.cluster.name == "ray" and not ranks:
+    elif cluster.name == "ray" and not ranks:
         yield (
             "<cluster.share_devices> with cluster=ray needs ranks, got <trainer/strategy>; choose "
             "trainer/strategy=fsdp2, or cluster=local"
@@ -427,9 +463,16 @@ def _sharing(c: Config) -> Iterator[str]:
             f"{wide} needs the GPUs of an engine on one node, and {key} on <cluster.nodes> puts "
             f"{gpus // nodes} on each; use a divisor of that"
         )
-    unbounded = engine.name == "vllm" and engine.memory_share is None and c.run.device != "cpu"
-    if unbounded and c.trainer.mode.name != "sync":
+    unbounded = engine.name == "vllm" and engine.memory_share is None and run.device != "cpu"
+    if unbounded and trainer.mode.name != "sync":
         yield (
             "<cluster.share_devices> with <trainer/mode> keeps engines and ranks in GPU memory at "
             "the same time; set rollout.engine.memory_share, such as 0.4"
         )
+
+
+RULES = (
+    *(_sources, _truth_column, _group_size, _admission, _updates, _lengths, _reward),
+    *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement, _sharing),
+)
+WARNINGS = _correction_warnings, _batch_warnings, _microbatch_warnings, _warmup_warnings

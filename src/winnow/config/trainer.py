@@ -257,6 +257,10 @@ class TrainerConfig(Section):
     """Seconds without progress (a token, an update, a step, a downloaded byte) after which a
     supervised run counts as hung; loading models and starting processes must take less."""
 
+    def groups_per_update(self, groups_per_step: int) -> int:
+        """Return the groups of an update, which are at most those of a step."""
+        return min(self.mini_batch_groups or groups_per_step, groups_per_step)
+
 
 class OptimConfig(Section):
     """AdamW. Schedules count steps (rollout steps), never updates."""
@@ -458,7 +462,8 @@ class RayCluster(Section):
     """Put engines on the GPUs of the ranks, which take turns: an engine of tensor_parallel=N on
     those of N ranks of one node. Pools say that themselves, by roles of one pool."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds in which processes must have loaded their models, once Ray has placed them."""
+    """Seconds in which processes must have loaded their models, once Ray has placed them, and in
+    which a node that Ray has lost must be back where the others do not suffice."""
     cpus: float = Field(1.0, gt=0)
     """Cores per worker."""
     pools: dict[str, PoolConfig] = Field({})

@@ -11,10 +11,11 @@ sides score the same fixed sequences, each by its own code, and the log-probs mu
 
 How far a correct engine is off is a matter of rounding, and models differ in what they make of
 it: with depth, and with the spread of their logits, it grows by orders of magnitude. So the trainer
-measures it, at each publication: it scores the short sequences again, each time with another eighth
-of the embeddings' columns moved by one rounding step. That is no more than a few roundings of the
-embeddings, and makes all later operations round otherwise, so that the passes are samples of the
-trainer's own rounding errors. Two figures come from them:
+measures it, at each publication: it scores copies of the short sequences, too, each time with
+another eighth of their embeddings' columns moved by one rounding step. That is no more than a few
+roundings of the embeddings, and makes all later operations round otherwise, so that the passes are
+samples of the trainer's own rounding errors. All are rows of one forward pass: ranks gather the
+weights once. Two figures come from them:
 
 - their mean absolute deviation from their mean, over all tokens, is the unit of the limits;
 - their mean is the answer that is expected: the trainer's own rounding error is averaged out of it,
@@ -31,17 +32,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from winnow.errors import PublicationError, WorkerError
-from winnow.learning.batch import pack_sequences
-from winnow.learning.strategy import Strategy, run_pass
+from winnow.learning.batch import Batch, MicroBatch, pack_sequences
+from winnow.learning.strategy import Strategy
 from winnow.rollout.engine import PublishedEngine
 from winnow.types import FloatArray, IntArray
 
@@ -72,6 +74,8 @@ SCORED = 24
 by drawing it pays a tick for each; the context before them costs one prefill."""
 _NUDGES = 3
 """More passes over all sequences but the long one: rounding depends little on length."""
+_NUDGE = "nudge"
+"""The column [T] of a batch that says from what place on a token's embedding is moved, or -1."""
 ALLOWED: Mapping[torch.dtype, float] = {
     torch.float64: 16.0,  # log-probs are fp32 in any case
     torch.float32: 16.0,
@@ -125,11 +129,14 @@ class Canary:
 
     def score(self, strategy: Strategy) -> CanaryScores:
         """Compute the trainer's log-probs, and the limits that they set; all ranks call it."""
-        exact = _logprobs(strategy, self.sequences)
+        count, short = len(self.sequences), self.sequences[:-1]
+        batch = pack_sequences([*self.sequences, *short * _NUDGES], SCORED)
+        places = [-1] * count + [place for place in range(_NUDGES) for _ in short]
+        batch.columns[_NUDGE] = torch.from_numpy(np.repeat(places, batch.lengths))
+        found = _logprobs(strategy, batch)
+        exact, nudged = found[:count], found[count:]
         passes = [exact[:-1]]
-        for place in range(_NUDGES):
-            with _perturbed_embeddings(strategy.model, place):
-                passes.append(_logprobs(strategy, self.sequences[:-1]))
+        passes += [nudged[i : i + len(short)] for i in range(0, len(nudged), len(short))]
         samples = np.array(passes)  # [passes, sequences, SCORED]
         means = samples.mean(0)
         limits = self._limits(np.concatenate(exact), samples - means)
@@ -139,9 +146,9 @@ class Canary:
         """Derive the limits from log-probs and from how far rounding moves some of them."""
         # Log-probs of random ids spread as logits do, from which they differ by a log-sum-exp that
         # hardly varies.
-        most = CEILING * torch.finfo(self.dtype).eps * float(logprobs.std())
+        most = CEILING * rounding_step(self.dtype) * float(logprobs.std())
         # Log-probs are fp32 numbers, which a flat model's may differ by and no more.
-        least = torch.finfo(torch.float32).eps * float(np.abs(logprobs).mean())
+        least = rounding_step(torch.float32) * float(np.abs(logprobs).mean())
         mean = ALLOWED[self.dtype] * max(min(float(np.abs(moved).mean()), most), least)
         return CanaryLimits(LARGEST * mean, mean)
 
@@ -184,25 +191,39 @@ class Canary:
         return largest
 
 
-def _logprobs(strategy: Strategy, sequences: Sequence[IntArray]) -> list[FloatArray]:
-    """Return the strategy's log-probs of the last `SCORED` tokens of each sequence."""
-    batch = pack_sequences(sequences, SCORED)
-    outputs = run_pass(strategy, batch, frozenset({"logprob"}), _MICROBATCH_TOKENS)
-    parts = np.split(outputs["logprob"].float().numpy(), batch.offsets[1:-1].numpy())
-    return [part[1:][-SCORED:] for part in parts]
+def rounding_step(dtype: torch.dtype) -> float:
+    """Return the distance from 1 to the next number of a type."""
+    return torch.finfo(dtype).eps
+
+
+def _logprobs(strategy: Strategy, batch: Batch) -> list[FloatArray]:
+    """Return the log-probs of the last `SCORED` tokens of each sequence."""
+    parts = strategy.sharder.all_micro_batches(batch, _MICROBATCH_TOKENS)
+    values = []
+    for micro in parts:
+        with _nudged_embeddings(strategy, micro):
+            (outputs,) = strategy.forward([micro], frozenset({"logprob"}))
+        values.append(outputs["logprob"])
+    logprobs = strategy.sharder.gather(batch, parts, values).float().numpy()
+    return [part[1:][-SCORED:] for part in np.split(logprobs, batch.offsets[1:-1].numpy())]
 
 
 @contextlib.contextmanager
-def _perturbed_embeddings(model: nn.Module, place: int) -> Iterator[None]:
-    """Move every eighth number of each embedding by one rounding step, from `place` on."""
+def _nudged_embeddings(strategy: Strategy, micro: MicroBatch) -> Iterator[None]:
+    """Move every eighth number of a token's embedding by one rounding step, from its place on."""
+    places = strategy.local_tokens(micro.columns[_NUDGE], -1)
 
     def nudge(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        scale = torch.ones(output.shape[-1], dtype=output.dtype, device=output.device)
-        scale[place::8] += torch.finfo(output.dtype).eps
-        return output * scale
+        # Behind the last token is padding, or all of it where a rank has none.
+        padded = F.pad(places, (0, output.shape[-2] - len(places)), value=-1).to(output.device)
+        columns = torch.arange(output.shape[-1], device=output.device) % 8
+        step = 1 + rounding_step(output.dtype)
+        return output * torch.ones_like(output).masked_fill_(padded[:, None] == columns, step)
 
-    hook = cast(Any, model).get_input_embeddings().register_forward_hook(nudge)
+    embeddings = strategy.embeddings
+    hook = None if embeddings is None else embeddings.register_forward_hook(nudge)
     try:
         yield
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()

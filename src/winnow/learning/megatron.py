@@ -58,7 +58,7 @@ class RankLayout:
     expert: int = 1
     sequence_parallel: bool = True
 
-    def shares(self, ranks: int) -> IntArray:
+    def ranks_by_share(self, ranks: int) -> IntArray:
         """Return the ranks that run each share of a batch, [shares, ranks].
 
         Megatron's order of ranks: tensor-parallel ones are neighbours, stages are farthest apart.
@@ -115,7 +115,7 @@ class MegatronStrategy(Strategy):
         self.mesh, self._layout, self._place = mesh, layout, layout.place()
         self._recomputes = bool(options.pop("gradient_checkpointing", False))
         width = int(cast(Any, model).config.hidden_size)
-        self.sharder = MicroBatchSharder(mesh, width, layout.shares(mesh.size()))
+        self.sharder = MicroBatchSharder(mesh, width, layout.ranks_by_share(mesh.size()))
         super().__init__(model, device=device_of(mesh), **options)
 
     def _make_runner(self, model: nn.Module, *readout: Any) -> ModelRunner:
@@ -127,6 +127,10 @@ class MegatronStrategy(Strategy):
         self._dimensions = check_layout(self.model, self._place, split)
         layout = self._dimensions, self._place, self._dtype
         return Stage(model.config, *layout, has_head, split, self._recomputes)
+
+    @property
+    def embeddings(self) -> nn.Module | None:
+        return cast("nn.Module | None", getattr(self._stage, "embedding", None))
 
     def _add_faster_layers(self, compiles: bool | None) -> None:
         assert not compiles, "the recipe's rules refuse it"

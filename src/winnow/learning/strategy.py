@@ -380,6 +380,15 @@ class Strategy:
         yield from self._masters.items()
 
     @property
+    def embeddings(self) -> nn.Module | None:
+        """The layer that ids go through first; None on a rank that has none."""
+        return cast(nn.Module, cast(Any, self.model).get_input_embeddings())
+
+    def local_tokens(self, values: Tensor, fill: int) -> Tensor:
+        """Return values [T] of a micro-batch for the tokens that reach this rank's embeddings."""
+        return self._runner.local_tokens(values, fill)[0]
+
+    @property
     def n_parameters(self) -> int:
         """The number of its model's weights, over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())

@@ -2,8 +2,8 @@
 
 Memory and operations of ranks are recorded by the simulation. Computed here are the roofline of
 the operations, the engines' memory and speed (their code is not run), and transfers between
-processes. Seconds are lower bounds: each operation at the peak of its GPU, collectives of weights
-overlapped with computation.
+processes. Collectives of weights overlap with computation. With the efficiency `PEAK` each
+operation is at the peak of its GPU, and seconds are lower bounds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import pyarrow.compute as pc
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from winnow.builders.preflight import deal_updates, lockstep
+from winnow.builders.engines import engines_share_gpus, engines_sleep
+from winnow.builders.lockstep import deal_updates, lockstep
+from winnow.builders.placement import count_devices, make_pools
 from winnow.config.model import NoAdapter
 from winnow.config.roles import Roles
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Megatron, RayCluster, Sharded, SyncMode
+from winnow.config.trainer import Megatron, RayCluster, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.balance import Assignment, assign, estimate_work
 from winnow.learning.shards import MODEL_FILE_BYTES
@@ -38,7 +40,8 @@ from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import list_step_files, read_rollouts
 from winnow.plan.rank import PolicyRun, RankRun, count_microbatches, full_lengths
 from winnow.plan.tracker import Peak, Phase, local_bytes
-from winnow.rollout.embedded.slots import cache_bytes_per_slot
+from winnow.rollout.embedded.slots import cache_bytes_per_slot, cache_room_gib
+from winnow.rollout.vllm.worker import memory_share
 from winnow.run.step_metrics import StepTokens
 from winnow.types import IntArray
 
@@ -51,8 +54,6 @@ NETWORK_GB_S, DISK_GB_S = 50.0, 2.0
 """Network bandwidth per GPU between nodes (400 Gb/s), and write bandwidth per node."""
 ENGINE_GB_S, HASH_GB_S = 1.06, 1.77
 """Fetching and checksumming of an engine (benchmarks/results/publication.md); sha256 of a core."""
-VLLM_UTILIZATION = 0.92
-"""Default of vLLM's `gpu_memory_utilization`."""
 HOST_ROLES = "weights", "gradients", "optimizer state"
 """Storage roles that an offloaded model keeps in host memory."""
 Figures = dict[str, Any]
@@ -88,7 +89,7 @@ class Efficiency(NamedTuple):
 
 
 PEAK, EXPECTED = Efficiency(1.0, 1.0, 1.0), Efficiency()
-"""Efficiencies of lower bounds, and of expected times."""
+"""Efficiencies of the columns *at least* and *expected*."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Machine:
         return self.gpu.memory_gb_s * 1e9 * self.efficiency.bandwidth
 
     def phase_seconds(self, strategy: Layout, phase: Phase, times: float, scale: float) -> float:
-        """Return the least seconds of a phase.
+        """Return the seconds of a phase.
 
         Args:
             times: factor of its collectives.
@@ -206,12 +207,6 @@ def read_lengths(config: Config, run: Path) -> tuple[IntArray, IntArray]:
     return prompts.clip(1, limits[0]).astype(int), answers.clip(1, limits[1]).astype(int)
 
 
-def engines_share_gpus(config: Config) -> bool:
-    """Return whether engines run on GPUs of the policy's ranks."""
-    roles = Roles(config)
-    return roles["policy"].pool_name == roles["rollout"].pool_name or "rollout" not in roles
-
-
 def gpus_of_other_roles(config: Config) -> dict[str, int]:
     """Return GPUs reserved for other roles than the policy, by pool: the maximum of its roles."""
     roles, gpus = Roles(config), dict[str, int]()
@@ -236,20 +231,18 @@ def check_placement(config: Config, machine: Machine) -> None:
             f"{given} have {gpus} GPUs, and {' and '.join(role.count_text for role in used)} take "
             f"{ranks + others}; add GPUs, or lower {', '.join(role.key for role in used)}"
         )
-    nodes = cluster.nodes if isinstance(cluster, RayCluster) else 1
-    if not getattr(cluster, "pools", {}) and ranks > nodes * per_node:
+    nodes, is_pooled = getattr(cluster, "nodes", 1), bool(getattr(cluster, "pools", {}))
+    if not is_pooled and ranks > nodes * per_node:
         raise ConfigError(
             f"trainer.strategy.ranks={ranks} on {nodes} node{'s' * (nodes > 1)} need more than its "
             f"{per_node} GPUs; set cluster=ray cluster.nodes={math.ceil(ranks / per_node)}"
         )
-    for name, pool in getattr(cluster, "pools", {}).items():
-        width = min(
-            (role.width for role in roles if role.pool_name == name and role.gpus), default=1
-        )
-        if pool.per_node * width > per_node:
+    for pool in make_pools(roles, cast(RayCluster, cluster), True) if is_pooled else ():
+        if pool.per_node * pool.devices > per_node:
             raise ConfigError(
-                f"cluster.pools.{name}.per_node={pool.per_node} take {pool.per_node * width} GPUs, "
-                f"and a node has {per_node}; lower it, and raise nodes of the pool"
+                f"cluster.pools.{pool.name}.per_node={pool.per_node} take "
+                f"{pool.per_node * pool.devices} GPUs, and a node has {per_node}; lower it, and "
+                "raise nodes of the pool"
             )
 
 
@@ -264,32 +257,40 @@ def count_nodes(config: Config, per_node: int) -> int:
 def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: Figures) -> Figures:
     """Estimate the memory of an engine on each of its GPUs.
 
+    An engine takes what it would take in a run; it fits if ranks on its GPUs leave as much.
+
     Args:
         memory: figures of the ranks, which keep their peak on shared GPUs, or what is resident
             if engines sleep while ranks learn.
     """
-    engine, dtype = config.rollout.engine, torch_dtype(config.model.dtype)
-    share = VLLM_UTILIZATION
-    if engine.name == "vllm":
-        share = getattr(engine, "memory_share", None) or share
-    alone = machine.gpu.memory_gib * float(share) - RESERVED_GIB
-    sleeps = getattr(engine, "sleep", False)
-    if sleeps is None:  # engines and ranks of one GPU take turns
-        turns = "rollout" in Roles(config) or getattr(config.cluster, "share_devices", False)
-        sleeps = turns and isinstance(config.trainer.mode, SyncMode)
-    beside = memory["resident_gib" if sleeps else "peak_gib"] * engines_share_gpus(config)
-    room = min(alone, machine.limit_gib - beside)
+    engine, roles, dtype = config.rollout.engine, Roles(config), torch_dtype(config.model.dtype)
+    total, is_torch = machine.gpu.memory_gib, engine.name == "torch"
+    shares = engines_share_gpus(roles)
+    sleeps = engines_sleep(config.rollout.engine, config.trainer, config.cluster, roles)
+    share, slots = getattr(engine, "memory_share", None), getattr(engine, "slots", 1)
+    resident = memory["resident_gib"] * shares
+    room = machine.limit_gib - (resident if sleeps else memory["peak_gib"] * shares)
+    free = total - resident
+    alone = memory_share(free, total, None if is_torch else share, None) * total - RESERVED_GIB
     heads = getattr(rank.shape, "num_key_value_heads", None) or rank.shape.num_attention_heads
     whole = rank.parameters["policy"] * dtype.itemsize / GIB
     row = cache_bytes_per_slot(rank.shape, dtype, max_sequence_tokens(config)) / GIB
-    half = alone / 2  # for weights, so that many answers fit
+    # Half of a GPU for weights, so that many answers fit.
+    half = (memory_share(total, total, None, None) * total - RESERVED_GIB) / 2
     enough = (n for n in (1, 2, 4, 8) if max(whole / n, row / min(n, heads)) <= half)
     split = getattr(engine, "tensor_parallel", 1)
     weights, row = whole / split, row / min(split, heads)
-    cache = getattr(engine, "cache_gib", None) or max(room - weights, 0.0)
-    fits = weights + max(cache, row) <= room
+    cache = alone - weights
+    if is_torch:
+        reserved = 0.0 if shares else None
+        cache = cache_room_gib(free - RESERVED_GIB - weights, total, share, reserved, sleeps)
+        cache = min(cache, slots * row)
+    cache = cache if share is not None else min(cache, machine.limit_gib - resident - weights)
+    cache = getattr(engine, "cache_gib", None) or max(cache, 0.0)
+    room = room if is_torch else min(room, alone)
+    fits = row <= cache and weights + cache <= room + 1e-9
     return {
-        "engines": max(Roles(config)["rollout"].count, 1),
+        "engines": max(roles["rollout"].count, 1),
         "gpus_each": split,
         "gpus_advised": next(enough, None),
         "weights_gib": weights,
@@ -297,7 +298,7 @@ def estimate_engine(rank: PolicyRun, config: Config, machine: Machine, memory: F
         "room_gib": max(room, 0.0),
         "longest_row_gib": row,
         "fits": bool(fits),
-        "rows": min(int(cache / row), int(getattr(engine, "slots", 1))) if fits else 0,
+        "rows": min(int(cache / row), int(slots)) if fits else 0,
     }
 
 
@@ -308,13 +309,13 @@ def suggest_engines(engine: Figures, config: Config) -> Iterator[list[str]]:
     tensor-parallel engines, which take turns with the ranks on all GPUs, or get half of them.
     """
     free, split = engine["room_gib"] - engine["weights_gib"], engine["gpus_advised"]
-    if free >= engine["longest_row_gib"] and engine["gpus_each"] >= (split or 1):
+    if free >= max(engine["longest_row_gib"], 0.1) and engine["gpus_each"] >= (split or 1):
         yield [f"rollout.engine.cache_gib={math.floor(free * 10) / 10:g}"]
     if split is None:
         return
     at, roles = "rollout.engine", Roles(config)
     vllm = ["rollout/engine=vllm", f"{at}.tensor_parallel={split}", f"{at}.cache_gib=null"]
-    if not engines_share_gpus(config):
+    if not engines_share_gpus(roles):
         yield [*vllm, f"{at}.processes={max(roles['rollout'].gpus // split, 1)}"]
         return
     yield ["cluster.share_devices=true", *vllm, f"{at}.processes=null"]
@@ -361,7 +362,7 @@ class RecipeEstimate:
     def faults(self) -> Iterator[str]:
         """Yield an error text for each reason why the recipe cannot run on these GPUs."""
         memory, engine = self.memory, self.engine
-        is_shared = engines_share_gpus(self.config)
+        is_shared = engines_share_gpus(Roles(self.config))
         limit = f"a GPU has {self.machine.limit_gib:.1f}"
         if memory["peak_gib"] > self.machine.limit_gib:
             name, gib = next(iter(memory["tensors_gib"].items()))
@@ -487,7 +488,7 @@ class RecipeEstimate:
 
     @cached_property
     def engine(self) -> Figures:
-        """Memory of an engine, and the least seconds in which engines generate a step's answers."""
+        """Memory of an engine, and the seconds in which engines generate a step's answers."""
         rank, config, machine = self.rank, self.config, self.machine
         engine = estimate_engine(rank, config, machine, self.memory)
         if not engine["fits"]:
@@ -553,10 +554,10 @@ class RecipeEstimate:
         packed = written + int(self.prompts_B.sum())
         tokens = StepTokens(written, packed, self.prompts_B.tolist(), self.answers_B.tolist())
         learning = roles["policy"].count
-        places = {roles[name].pool_name for name in ("rollout", "critic")}
-        counted = learning + sum(other_gpus.get(place, 0) for place in places)
         run["step_seconds"] = step
-        computed = step * counted * self.machine.peak_tflop_s(self.config) * 1e12
+        computed = (
+            step * count_devices(roles, learning) * self.machine.peak_tflop_s(self.config) * 1e12
+        )
         run["mfu"] = self.rank.learning.passes.flop(tokens) / computed
         run["hours"] = step * steps / 3600
         run["gpu_hours"] = run["hours"] * (learning + sum(other_gpus.values()))

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from winnow.builders.preflight import draw_lengths, lockstep_notes
+from winnow.builders.lockstep import draw_lengths, lockstep_notes
 from winnow.checkpoints.strangers import require_trusted_start
 from winnow.config.data import Demonstrations
 from winnow.config.load import load_recipe

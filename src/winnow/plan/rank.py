@@ -189,7 +189,8 @@ def _run_learner(
             with fake, tracker:
                 return cast(Strategy, kind(*args, **options))
 
-        learning = learner.make_learner(config, model, model.config.vocab_size, path, mesh, make)
+        of_policy = model, model.config.vocab_size, path
+        learning = learner.make_learner(config, Roles(config), *of_policy, mesh, make)
         roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
         models = {role: cast(TrackedStrategy, each) for role, each in roles.items() if each}
         with fake, tracker:
@@ -213,7 +214,8 @@ def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, 
     options = dict[str, Any]()
     if role == "reference":
         model = learner.load_role(load_causal_lm, config, role, path, _CPU, "shapes")
-        options = learner.readout_options(config, cast(Any, model).config.vocab_size)
+        sections, vocabulary = (config.rollout, config.trainer, config.model), cast(Any, model)
+        options = learner.readout_options(*sections, vocabulary.config.vocab_size)
     elif role == "critic":
         model = learner.load_role(load_value_model, config, role, path, _CPU, "shapes")
         options = learner.critic_options(config)
@@ -318,11 +320,7 @@ def _fill_optimizer(strategy: Any) -> None:
 
 
 def _train_role(
-    config: Config,
-    role: str,
-    strategy: Strategy,
-    micro: MicroBatch,
-    begin: Callable[[str], object],
+    config: Config, role: str, strategy: Strategy, micro: MicroBatch, begin: Callable[[str], object]
 ) -> None:
     """Run an update of a model; for a critic, the pass for its values first."""
     loss = cast(Any, learner.make_objective(config))

@@ -14,6 +14,8 @@ from winnow.algorithms.advantages import ESTIMATORS
 from winnow.algorithms.losses import POLICY_LOSSES
 from winnow.config.algorithm import (
     AdaptiveRewardKl,
+    Advantage,
+    AlgorithmConfig,
     CorrectionConfig,
     CustomAdvantage,
     CustomPolicyLoss,
@@ -23,10 +25,11 @@ from winnow.config.algorithm import (
     NoWeight,
 )
 from winnow.config.data import Demonstrations
-from winnow.config.model import NoAdapter
+from winnow.config.model import ModelConfig, NoAdapter
 from winnow.config.roles import Roles, needs_reference
+from winnow.config.rollout import RolloutConfig
 from winnow.config.root import Config
-from winnow.config.trainer import Fsdp2, Megatron, OptimConfig, WholeModels
+from winnow.config.trainer import Fsdp2, Megatron, OptimConfig, TrainerConfig, WholeModels
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.imitation import Imitator
@@ -58,9 +61,8 @@ class Learning:
     """The model that KL terms measure from; the policy itself where its adapter is switched off."""
 
 
-def needs_of(config: Config) -> frozenset[str]:
-    """Return what the recipe's estimator asks for beyond rewards; a user's own gets no more."""
-    advantage = config.algorithm.advantage
+def needs_of(advantage: Advantage) -> frozenset[str]:
+    """Return what an estimator asks for beyond rewards; a user's own gets no more."""
     if isinstance(advantage, CustomAdvantage):
         return frozenset()
     return ESTIMATORS[advantage.name].needs
@@ -70,13 +72,14 @@ def needs_start(config: Config) -> bool:
     """Return whether a resumed run needs the model that the run began from."""
     return (
         not isinstance(config.model.adapter, NoAdapter)
-        or (needs_reference(config) and config.reference.path is None)
-        or ("values" in needs_of(config) and config.critic.path is None)
+        or (needs_reference(config.algorithm) and config.reference.path is None)
+        or ("values" in needs_of(config.algorithm.advantage) and config.critic.path is None)
     )
 
 
 def make_learner(
     config: Config,
+    roles: Roles,
     model: nn.Module,
     vocabulary: int,
     start: str | None,
@@ -97,46 +100,48 @@ def make_learner(
     Raises:
         ModelError: a model of the recipe cannot be loaded.
     """
-    hold = _hold(config, mesh, planned)
+    optim, trainer, algorithm = config.optim, config.trainer, config.algorithm
+    hold = _hold(trainer, mesh, planned)
     hollow: Hollow = "shapes" if planned else mesh is not None
-    readout = readout_options(config, vocabulary)
+    readout = readout_options(config.rollout, trainer, config.model, vocabulary)
     imitates = isinstance(config.sft, Demonstrations)
     if imitates:  # what the data has, no sampler has shaped
         readout["temperature"] = 1.0
-    stepped = readout | _adamw_options(config.optim)
+    stepped = readout | _adamw_options(optim)
     stepped["gradient_checkpointing"] = config.model.gradient_checkpointing
     stepped["recompute_attention"] = config.model.recompute_attention
     if config.rollout.routing_replay and not (imitates or planned):
         stepped["replays_routes"] = True
     policy = hold(model, **stepped)
     if imitates:
-        rate, skips = _rate(config, config.optim), config.optim.max_skipped_updates
-        imitator = Imitator(policy, config.trainer.microbatch_tokens, rate, skips)
+        rate, skips = _rate(optim, trainer.steps), optim.max_skipped_updates
+        imitator = Imitator(policy, trainer.microbatch_tokens, rate, skips)
         return Learning(
             imitator, policy, StepFlop(policy.n_active_parameters, epochs=1, forwards=0)
         )
-    critic, roles = None, Roles(config)
-    if "values" in needs_of(config) and "critic" not in roles:
+    critic = None
+    if "values" in needs_of(algorithm.advantage) and "critic" not in roles:
         critic = make_critic(config, start, policy.device, hollow, hold)
     reference = None
-    if needs_reference(config) and "reference" not in roles:
+    if needs_reference(algorithm) and "reference" not in roles:
         # With a new adapter, unless another folder is named, the policy's own model without it.
         reference, path = policy, config.reference.path
         if path is not None or isinstance(config.model.adapter, NoAdapter) or is_adapter(start):
             frozen = load_role(load_causal_lm, config, "reference", start, policy.device, hollow)
             reference = hold(frozen.requires_grad_(False), **readout)
+    objective = make_objective(config)
     learner = Learner(
-        Policy(policy, make_objective(config)),
-        _advantage_stage(config),
+        Policy(policy, objective),
+        _advantage_stage(algorithm),
         make_settings(config),
         reference=reference,
         critic=critic,
-        correction=_correction_options(config.algorithm.correction, recomputed=True),
+        correction=_correction_options(algorithm.correction, recomputed=True),
     )
     passes = StepFlop(
         policy.n_active_parameters,
-        config.trainer.epochs,
-        forwards=(old_source(config) == "pass") + (reference is not None),
+        trainer.epochs,
+        forwards=(objective.old == "pass") + (reference is not None),
         attention=AttentionFlop.of(model.config),
         **(critic_passes(critic.strategy) if critic is not None else {}),
     )
@@ -178,16 +183,16 @@ def critic_passes(strategy: Strategy) -> dict[str, Any]:
 def make_settings(config: Config) -> LearnerSettings:
     """Make the cut of a recipe's steps into updates."""
     trainer, algorithm = config.trainer, config.algorithm
-    has_critic = "values" in needs_of(config)
+    has_critic = "values" in needs_of(algorithm.advantage)
     return LearnerSettings(
-        groups_per_update=config.groups_per_update,
+        groups_per_update=trainer.groups_per_update(config.sampling.groups_per_step),
         epochs=trainer.epochs,
         microbatch_tokens=trainer.microbatch_tokens,
         overlong_filtering=algorithm.overlong_filtering,
         max_skipped_updates=config.optim.max_skipped_updates,
         seed=config.run.seed,
-        lr=_rate(config, config.optim),
-        critic_lr=_rate(config, config.critic.optim),
+        lr=_rate(config.optim, trainer.steps),
+        critic_lr=_rate(config.critic.optim, trainer.steps),
         critic_microbatch_tokens=config.critic.microbatch_tokens,
         critic_max_skipped_updates=config.critic.optim.max_skipped_updates,
         critic_warmup_steps=min(config.critic.warmup_steps, trainer.steps - 1) if has_critic else 0,
@@ -218,42 +223,43 @@ def make_objective(config: Config) -> PolicyObjective:
         norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
         entropy_coef=algorithm.entropy_coef,
         kl=KlTerm(kl.coef, kl.estimator, kl.importance_weight) if isinstance(kl, LossKl) else None,
-        old=old_source(config),
+        old=old_source(algorithm, config.trainer, config.sampling.groups_per_step),
         correction=_correction_options(algorithm.correction, recomputed=False),
     )
 
 
-def old_source(config: Config) -> OldSource:
+def old_source(
+    algorithm: AlgorithmConfig, trainer: TrainerConfig, groups_per_step: int
+) -> OldSource:
     """Choose the source of `old`; a pass of its own only where something needs one.
 
     With one update a step the weights of the update's own forward pass are those before the
     step, so that pass gives `old` exactly, whatever sampled the tokens.
     """
-    algorithm, trainer = config.algorithm, config.trainer
     if algorithm.correction.mode == "bypass":
         return "behav"
     if algorithm.correction.mode == "fused":
         return "current"
     loss, kl = POLICY_LOSSES.get(algorithm.policy_loss.name), algorithm.kl
-    groups = config.sampling.groups_per_step
-    one_update = trainer.epochs == 1 and config.groups_per_update == groups
+    is_whole_step = trainer.groups_per_update(groups_per_step) == groups_per_step
+    one_update = trainer.epochs == 1 and is_whole_step
     weighs_kl = isinstance(kl.loss, LossKl) and kl.loss.importance_weight
     in_updates = not one_update and (loss is None or loss.uses_old or weighs_kl)
     before_updates = (
         _corrects(algorithm.correction)
         or not isinstance(kl.reward, NoKl)
-        or "prob" in needs_of(config)
+        or "prob" in needs_of(algorithm.advantage)
         or (loss is not None and loss.select is not None)
     )
     return "pass" if in_updates or before_updates else "current"
 
 
-def _rate(config: Config, optim: OptimConfig) -> Any:
+def _rate(optim: OptimConfig, steps: int) -> Any:
     return partial(
         lr_at,
-        total_steps=config.trainer.steps,
+        total_steps=steps,
         lr=optim.lr,
-        warmup_steps=min(optim.warmup_steps, config.trainer.steps),
+        warmup_steps=min(optim.warmup_steps, steps),
         schedule=optim.schedule,
         final_lr_ratio=optim.final_lr_ratio,
     )
@@ -278,15 +284,23 @@ def load_role(
 
 
 def _hold(
-    config: Config, mesh: DeviceMesh | None, planned: Callable[..., Strategy] | None
+    trainer: TrainerConfig, mesh: DeviceMesh | None, planned: Callable[..., Strategy] | None
 ) -> Callable[..., Strategy]:
     """Return what holds a model whole, or in parts on the ranks of a mesh."""
-    chosen = config.trainer.strategy
+    chosen = trainer.strategy
     if mesh is None:
         assert isinstance(chosen, WholeModels)
         return partial(Strategy, compiles=chosen.compile)
     if isinstance(chosen, Megatron):
-        return _megatron(chosen, mesh, planned)
+        from winnow.learning.data_parallel import device_of
+        from winnow.models.megatron.mcore_import import import_megatron
+
+        import_megatron(device_of(mesh))
+        from winnow.learning.megatron import MegatronStrategy, RankLayout
+
+        split = chosen.sequence_parallel
+        layout = RankLayout(chosen.tensor, chosen.pipeline, chosen.expert, split)
+        return partial(planned or MegatronStrategy, mesh=mesh, layout=layout)
     from winnow.learning.fsdp2 import FSDP2Strategy, Sharding
     from winnow.learning.sequence import sequence_group
 
@@ -300,28 +314,15 @@ def _hold(
     )
 
 
-def _megatron(
-    chosen: Megatron, mesh: DeviceMesh, planned: Callable[..., Strategy] | None
-) -> Callable[..., Strategy]:
-    """Return what holds a model by Megatron's layers."""
-    from winnow.learning.data_parallel import device_of
-    from winnow.models.megatron.mcore_import import import_megatron
-
-    import_megatron(device_of(mesh))
-    from winnow.learning.megatron import MegatronStrategy, RankLayout
-
-    split = chosen.sequence_parallel
-    layout = RankLayout(chosen.tensor, chosen.pipeline, chosen.expert, split)
-    return partial(planned or MegatronStrategy, mesh=mesh, layout=layout)
-
-
-def readout_options(config: Config, vocabulary: int) -> dict[str, Any]:
+def readout_options(
+    rollout: RolloutConfig, trainer: TrainerConfig, model: ModelConfig, vocabulary: int
+) -> dict[str, Any]:
     """Return how log-probs are read off a policy's or a reference's states."""
     return {
-        "temperature": config.rollout.temperature,
+        "temperature": rollout.temperature,
         "vocab_size": vocabulary,
-        "logprob_chunk_tokens": config.trainer.logprob_chunk_tokens,
-        "fp32_head": config.model.fp32_head,
+        "logprob_chunk_tokens": trainer.logprob_chunk_tokens,
+        "fp32_head": model.fp32_head,
     }
 
 
@@ -329,23 +330,17 @@ def _adamw_options(optim: OptimConfig) -> dict[str, Any]:
     return optim.model_dump(include={"betas", "eps", "weight_decay", "grad_clip"})
 
 
-def _advantage_stage(config: Config) -> AdvantageStage:
-    section = config.algorithm.advantage
+def _advantage_stage(algorithm: AlgorithmConfig) -> AdvantageStage:
+    section, kl = algorithm.advantage, algorithm.kl.reward
+    penalty = None if isinstance(kl, NoKl) else KlPenalty(kl.coef, kl.estimator)
+    if isinstance(kl, AdaptiveRewardKl):
+        penalty = KlPenalty(kl.coef, kl.estimator, kl.target, kl.horizon_samples)
     if isinstance(section, CustomAdvantage):
         from winnow.learning.custom import load_estimator
 
-        return AdvantageStage(load_estimator(section), section.options, _kl_penalty(config))
+        return AdvantageStage(load_estimator(section), section.options, penalty)
     options = section.model_dump(exclude={"name"})
-    return AdvantageStage(ESTIMATORS[section.name], options, _kl_penalty(config))
-
-
-def _kl_penalty(config: Config) -> KlPenalty | None:
-    kl = config.algorithm.kl.reward
-    if isinstance(kl, NoKl):
-        return None
-    if isinstance(kl, AdaptiveRewardKl):
-        return KlPenalty(kl.coef, kl.estimator, kl.target, kl.horizon_samples)
-    return KlPenalty(kl.coef, kl.estimator)
+    return AdvantageStage(ESTIMATORS[section.name], options, penalty)
 
 
 def _corrects(correction: CorrectionConfig) -> bool:
@@ -373,9 +368,9 @@ _GRADIENT_FAULTS = {
 }
 
 
-def kl_notes(config: Config) -> list[str]:
+def kl_notes(algorithm: AlgorithmConfig) -> list[str]:
     """Return a line for the user where the loss has a KL whose gradient is not the KL's."""
-    kl = config.algorithm.kl.loss
+    kl = algorithm.kl.loss
     if not isinstance(kl, LossKl) or kl.importance_weight or kl.estimator not in _GRADIENT_FAULTS:
         return []
     return [

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from winnow.config.data import Demonstrations, NoTask
+from winnow.config.data import DataConfig, Demonstrations, NoTask, Sft
 from winnow.config.judge import EngineJudge, SequenceClassifier
-from winnow.config.model import LoraAdapter, ModelConfig
-from winnow.config.rollout import VllmEngineConfig
+from winnow.config.model import LoraAdapter, ModelConfig, ReferenceConfig
+from winnow.config.reward import RewardConfig
+from winnow.config.rollout import RolloutConfig, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Fsdp2, LocalCluster, Megatron
+from winnow.config.trainer import CriticConfig, Fsdp2, LocalCluster, Megatron
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import has_tokenizer, load_tokenizer, make_decoder, stop_token_ids
 from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
@@ -60,23 +61,29 @@ def release_memory() -> None:
     torch.cuda.empty_cache()  # nothing where this process has no GPU
 
 
-def fetch_models(config: Config, tell: Callable[[str], None]) -> None:
+def fetch_models(
+    model: ModelConfig,
+    reference: ReferenceConfig,
+    critic: CriticConfig,
+    reward: RewardConfig,
+    tell: Callable[[str], None],
+) -> None:
     """Fetch every model of a recipe that lies elsewhere, and say so, before anything is loaded.
 
     Raises:
         ModelError: one cannot be fetched.
     """
     named = {
-        "model.path": config.model.source,
-        "model.tokenizer": config.model.tokenizer,
-        "reference.path": config.reference.path,
-        "critic.path": config.critic.path,
+        "model.path": model.source,
+        "model.tokenizer": model.tokenizer,
+        "reference.path": reference.path,
+        "critic.path": critic.path,
     }
-    if isinstance(config.reward.model, SequenceClassifier):
-        named["reward.model.path"] = config.reward.model.path
-        named["reward.model.tokenizer"] = config.reward.model.tokenizer
-    if isinstance(config.reward.judge, EngineJudge):
-        named["reward.judge.path"] = config.reward.judge.path
+    if isinstance(reward.model, SequenceClassifier):
+        named["reward.model.path"] = reward.model.path
+        named["reward.model.tokenizer"] = reward.model.tokenizer
+    if isinstance(reward.judge, EngineJudge):
+        named["reward.judge.path"] = reward.judge.path
     for field, path in named.items():
         if path is not None:
             local_folder(path, field, tell)
@@ -156,11 +163,7 @@ class LoadedPolicy:
 
 
 def load_policy(
-    config: Config,
-    path: str,
-    device: torch.device,
-    start: str | None = None,
-    hollow: bool = False,
+    config: Config, path: str, device: torch.device, start: str | None = None, hollow: bool = False
 ) -> LoadedPolicy:
     """Load the model and tokenizer of a folder.
 
@@ -185,7 +188,7 @@ def load_policy(
     check_vocabulary(f"model.path {path}", vocabulary, embedded, remedy)
     if not hollow:
         check_finite(path, model.named_parameters())
-    check_positions(config, path, model)
+    check_positions(config.data, config.sft, config.rollout, path, model)
     engine = config.rollout.engine
     # Options of the user's own may change what vLLM makes of a model; it checks that itself.
     if isinstance(engine, VllmEngineConfig) and not engine.extra:
@@ -220,9 +223,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explain_oom(
-    config: Config,
-    model: PreTrainedModel | None = None,
-    save: Callable[[], None] = lambda: None,
+    config: Config, model: PreTrainedModel | None = None, save: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Tell what took the memory where it ends within the block, and how to take less.
 
@@ -253,11 +254,10 @@ def explain_oom(
         with contextlib.suppress(MemoryError, RuntimeError, WinnowError):
             save()
         answers, engine = config.sampling.groups_per_step * config.rollout.n, ""
-        slots, longest = getattr(config.rollout.engine, "slots", 0), max_sequence_tokens(config)
-        if slots:
-            size = slots * cache_bytes_per_slot(
-                model.config, torch_dtype(config.model.dtype), longest
-            )
+        longest = max_sequence_tokens(config)
+        if slots := getattr(config.rollout.engine, "slots", 0):
+            dtype = torch_dtype(config.model.dtype)
+            size = slots * cache_bytes_per_slot(model.config, dtype, longest)
             engine = (
                 f"an engine writes up to {slots:,} answers of {longest:,} tokens at once (keys and "
                 f"values of {size / 2**30:.3g} GiB): lower rollout.engine.slots or "
@@ -279,16 +279,28 @@ def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_positions(
-    config: Config, path: str, model: PreTrainedModel, longest_prompt: int = 0
+    data: DataConfig,
+    sft: Sft,
+    rollout: RolloutConfig,
+    path: str,
+    model: PreTrainedModel,
+    prompts: object = None,
 ) -> None:
-    """Refuse answers that cannot fit: alone, or, with learned positions, after a prompt."""
+    """Refuse answers that cannot fit: alone, or, with learned positions, after a prompt.
+
+    Args:
+        prompts: those that answers follow; generated ones, which never end, count by the limit.
+    """
     positions = getattr(model.config, "max_position_embeddings", None)
-    asks = config.data.eval_files or not isinstance(config.data.task, NoTask)
-    if not isinstance(positions, int) or (isinstance(config.sft, Demonstrations) and not asks):
+    asks = data.eval_files or not isinstance(data.task, NoTask)
+    if not isinstance(positions, int) or (isinstance(sft, Demonstrations) and not asks):
         return
-    answer = config.rollout.max_response_tokens
+    answer = rollout.max_response_tokens
     is_rotary = getattr(model.config, "rope_parameters", None) is not None
-    prompt = 0 if is_rotary else longest_prompt
+    sizes = [] if prompts is None or is_rotary else [data.max_prompt_tokens]
+    if sizes and isinstance(prompts, PromptSet):
+        sizes = [len(prompt.token_ids) for prompt in prompts.prompts]
+    prompt = max(sizes, default=0)
     if answer + prompt >= positions:
         after = f" after the longest prompt's {prompt} tokens" if prompt else ""
         remedy = "it, or data.max_prompt_tokens," if prompt else "it,"
@@ -296,10 +308,3 @@ def check_positions(
             f"rollout.max_response_tokens {answer}{after} does not fit the model's {positions} "
             f"positions ({path}); lower {remedy} or use a model with a longer context"
         )
-
-
-def longest_prompt(config: Config, prompts: object) -> int:
-    """Return the longest prompt in tokens; for generated prompts, which never end, the limit."""
-    if not isinstance(prompts, PromptSet):
-        return config.data.max_prompt_tokens
-    return max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)

@@ -11,10 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from winnow.checkpoints.checkpoint import (
-    FileEntry,
-    Snapshot,
-)
+from winnow.checkpoints.checkpoint import FileEntry, Snapshot
 from winnow.checkpoints.run_state import ModelStates
 from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError
@@ -86,10 +83,6 @@ class RemoteLearner:
             returns, masks = zip(*targets, strict=True)
             learned = replace(learned, targets=(returns, masks))
         return learned
-
-    def release_memory(self) -> None:
-        """Have the ranks give GPU memory back that their next step alone needs."""
-        self.call("release_memory")
 
     def held_out(self, groups: Sequence[Group]) -> float:
         """Return the loss of demonstrations, as `Imitator.held_out` does."""

@@ -139,6 +139,10 @@ class Rank:
         if kind != "cpu":
             self._host_mesh = make_mesh("cpu", rank.size, replicas)
 
+    def release_memory(self) -> None:
+        """Give GPU memory back that the next step alone needs, as an engine takes its turn."""
+        release_memory()
+
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
@@ -254,7 +258,7 @@ class LearnerWorker(SavingRank):
         model = load_policy_model(
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )
-        self._learning = make_learner(config, model, vocabulary, start, self._mesh)
+        self._learning = make_learner(config, Roles(config), model, vocabulary, start, self._mesh)
         check_finite(path, self._learning.policy.local_weights())
         strategies = {"policy": self._learning.policy, **self._learning.others}
         self._strategies = cast("dict[str, RanksStrategy]", strategies)
@@ -279,10 +283,6 @@ class LearnerWorker(SavingRank):
         learning = self._learning
         machine = describe_machine(learning.policy.device)
         return RankFacts(learning.passes, learning.learner.state_dict(), machine)
-
-    def release_memory(self) -> None:
-        """Give GPU memory back that the next step alone needs, as an engine takes its turn."""
-        release_memory()
 
     def learn(
         self, groups: Sequence[Group], step: int, **columns: Any
@@ -483,7 +483,7 @@ class ReferenceWorker(Rank):
         super().__init__(rank, config.run, sharding.replicas)
         device = device_of(self._mesh)
         model = load_role(load_causal_lm, config, "reference", start, device, True)
-        readout = readout_options(config, vocabulary)
+        readout = readout_options(config.rollout, config.trainer, config.model, vocabulary)
         options = Sharding(offload=sharding.offload)
         self._strategy = FSDP2Strategy(model.requires_grad_(False), self._mesh, options, **readout)
         self._max_tokens = config.trainer.microbatch_tokens

@@ -115,11 +115,7 @@ class Rewards:
         self._required = None if metric in self._names.common() else metric
 
     async def score(
-        self,
-        prompt: Prompt,
-        trajectory: Trajectory,
-        text: str | None = None,
-        training: bool = True,
+        self, prompt: Prompt, trajectory: Trajectory, text: str | None = None, training: bool = True
     ) -> Score:
         """Score one answer; its length counts in training only.
 

@@ -193,10 +193,10 @@ class PublishedEngine(Engine, Protocol):
     """
 
     async def take_bucket(self, bucket: Bucket) -> int:
-        """Copy a bucket into the model; return the checksum of the copy.
+        """Copy a bucket into the model, or beside its weights; return the checksum of the copy.
 
-        Bucket 0 starts an update. No token is drawn until `load_weights` with its version and no
-        tensors ends it.
+        Bucket 0 starts an update, which `load_weights` with its version and no tensors ends. Until
+        then no token is drawn, or the old weights draw all tokens.
         """
 
     async def logprobs_of(
@@ -214,6 +214,19 @@ class PublishedEngine(Engine, Protocol):
 
         Returns:
             [min(last, L - 1)] for each sequence.
+        """
+
+
+class StoringEngine(PublishedEngine, Protocol):
+    """A `PublishedEngine` in a worker's process, where it takes stored buckets in parts."""
+
+    async def take_stored(
+        self, update: WeightUpdate, patience_s: float, is_due: Callable[[], bool]
+    ) -> bool:
+        """Copy the stored buckets of an update, as `take_bucket`; return True after the last one.
+
+        Returns False earlier if there are events, after `patience_s`, or as soon as `is_due`: it is
+        to be called again.
         """
 
 

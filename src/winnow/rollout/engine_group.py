@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
 from winnow.errors import PublicationError, TrainingError, WorkerError
 from winnow.rollout.engine import (
@@ -29,6 +29,7 @@ from winnow.rollout.engine import (
     GroupRequest,
     MemoryPart,
     PublishedEngine,
+    SleepingEngine,
     check_update_allowed,
 )
 from winnow.rollout.remote_engine import RemoteEngine
@@ -178,11 +179,22 @@ class EngineClient:
     """The group's tick minus the engine's, which stands still without work."""
     is_dead: bool = False
     task: asyncio.Task[None] | None = None
+    finished: int = 0
+    """Answers that it has finished."""
+    is_unchecked: bool = False
+    """True for a replacement whose first weights are not checked yet: it gets no answers."""
+    attempt: int = 0
+    """Number of replacements in a row, up to this one, without a finished answer in between."""
+    earlier_tokens: int = 0
+    """Tokens that the engines before it generated."""
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's status; the last one if it is dead."""
-        return self.engine.status()
+        """The engine's status, tokens of those before it included; the last one if it is dead."""
+        status = self.engine.status()
+        if not self.earlier_tokens:
+            return status
+        return replace(status, generated_tokens=status.generated_tokens + self.earlier_tokens)
 
     def receive(self, events: Iterable[CompletionEvent]) -> list[CompletionEvent]:
         """Process events: put ends into the inbox, and return `running` ones."""
@@ -197,6 +209,7 @@ class EngineClient:
             else:
                 del self.answers[event.key]
                 self.inbox.append(shifted)
+                self.finished += event.kind == "finished"
         return running
 
     async def poll(self, until: int | None) -> None:
@@ -233,7 +246,8 @@ class EngineGroup:
     Args:
         engines: at least one.
         deterministic: events depend on submissions and ticks alone. Deaths of engines and damaged
-            weights are then raised; else they are logged, and raised when no engine is left.
+            weights are then raised; else they are logged, and raised when no engine is left
+            (`replacement` has a group that starts such engines again).
         quantum_ticks: ticks between two polls of deterministic engines.
 
     Raises:
@@ -345,7 +359,8 @@ class EngineGroup:
         """
         self._check_update_allowed()
         await self._finish_quantum()
-        self._old_version = self._alive()[0].status.weight_version
+        oldest = min(self._alive(), key=attrgetter("is_unchecked"))
+        self._old_version = oldest.status.weight_version
         try:
             if update.tensors is not None:
                 await send_weights(update, self._take_bucket, reject=self._reject)
@@ -376,11 +391,11 @@ class EngineGroup:
     async def sleep(self) -> None:
         """Have all engines free their GPU memory; all must support it."""
         await self._finish_quantum()
-        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).sleep())
+        await self._for_each(self._alive(), lambda c: cast(SleepingEngine, c.engine).sleep())
 
     async def wake(self, part: MemoryPart) -> None:
         """Have all engines allocate their GPU memory again."""
-        await self._for_each(self._alive(), lambda client: cast(Any, client.engine).wake(part))
+        await self._for_each(self._alive(), lambda c: cast(SleepingEngine, c.engine).wake(part))
 
     def _reject(self, name: str, error: PublicationError) -> None:
         """Retire an engine with damaged weights; in deterministic mode, raise."""
@@ -476,7 +491,7 @@ class EngineGroup:
 
     async def _dispatch(self, until_tick: int | None = None) -> None:
         """Submit queued answers to engines with room, and run all engines to a tick."""
-        alive = [client for client in self._clients if not client.is_dead]
+        alive = [c for c in self._clients if not (c.is_dead or c.is_unchecked)]
         if alive and len(self._queue):
             slots, loads = [c.status.slots for c in alive], [len(c.answers) for c in alive]
             for client, answers in zip(alive, self._queue.assign(slots, loads), strict=True):

@@ -8,7 +8,7 @@ events until then and the engine's status, so that the driver never waits for th
 may arrive in any order; the driver processes them in the order of the calls, so that its state is
 one that the worker had.
 
-Such an engine implements `PublishedEngine`, and has a subclass of `EngineWorker` that makes it.
+Such an engine implements `StoringEngine`, and has a subclass of `EngineWorker` that makes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from winnow.rollout.engine import (
     EngineStatus,
     GroupRequest,
     MemoryPart,
-    PublishedEngine,
+    StoringEngine,
     check_may_sleep,
     check_update_allowed,
 )
@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 
 _WORK = {
     **{"events": "write", "progress": "write", "": "write"},
-    **{"take_bucket": "publish", "load_weights": "publish", "logprobs_of": "canary"},
+    **dict.fromkeys(("take_bucket", "take_stored", "load_weights"), "publish"),
+    "logprobs_of": "canary",
 }
 """Names of methods on a timeline."""
 
@@ -68,9 +69,9 @@ class Reply:
 class EngineWorker:
     """The worker of a `RemoteEngine`; a subclass makes the engine, which has decode ticks."""
 
-    def __init__(self, engine: PublishedEngine, profiler: StepProfiler | None = None) -> None:
+    def __init__(self, engine: StoringEngine, profiler: StepProfiler | None = None) -> None:
         self._engine, self._profiler = engine, profiler
-        self._calls = self._replies = 0
+        self._calls = self._replies = self._unsubmitted = 0
         self._turn = asyncio.Lock()  # fair
         self._patience: asyncio.Timeout | None = None  # of the wait under way
         self._wanted: dict[int, asyncio.Future[CompletionEvent]] = {}  # by `write_answer`, by group
@@ -88,6 +89,7 @@ class EngineWorker:
         """Submit groups, then call a method of the engine; "" calls none."""
         self._calls += 1
         number = self._calls
+        self._unsubmitted += len(groups)
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(asyncio.get_running_loop().time())
         async with self._turn:
@@ -95,6 +97,7 @@ class EngineWorker:
                 await self._engine.submit(
                     [replace(g, answers=tuple(map(_fetch_prefix, g.answers))) for g in groups]
                 )
+                self._unsubmitted -= len(groups)
             value: Any = None
             events: list[CompletionEvent] = []
             if method == "events":
@@ -102,6 +105,11 @@ class EngineWorker:
                     await self._wait_for_events(events, *args)
             elif method == "progress":
                 events += await self._engine.progress()
+            elif method == "take_stored":
+                update, patience_s = args
+                value = await self._engine.take_stored(
+                    update, patience_s, lambda: self._unsubmitted > 0
+                )
             elif method:
                 value = await getattr(self._engine, method)(*args)
             # Remaining events, without another tick.
@@ -339,6 +347,11 @@ class RemoteEngine:
         self._check_update_allowed()
         if update.tensors is not None:
             await send_weights(update, self._take_bucket)
+            update = WeightUpdate(update.version)
+        if update.stored is not None:
+            # In parts, as answers may go on meanwhile: replies tell of those that end.
+            while not await self._call("take_stored", update, PATIENCE_S):
+                pass
             update = WeightUpdate(update.version)
         await self._call("load_weights", update)
 

@@ -4,20 +4,24 @@
 
 Time is the decode tick. Nothing depends on a clock, so the same submissions give the same tokens at
 the same ticks. Running answers must be aborted before weights change, unless the engine has live
-updates: then they continue with the keys and values of the older weights.
+updates: then they continue with the keys and values of the older weights. While an update is copied
+beside the weights, ticks go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from winnow.rollout.engine import (
@@ -28,8 +32,15 @@ from winnow.rollout.engine import (
     GroupRequest,
     check_update_allowed,
 )
-from winnow.rollout.weights import Bucket, WeightReceiver, WeightUpdate, load_stored
+from winnow.rollout.weights import (
+    Bucket,
+    WeightReceiver,
+    WeightUpdate,
+    fits_beside,
+    load_stored,
+)
 from winnow.types import FinishReason, IntArray, Segment, VersionSpan
+from winnow.workers.threads import in_thread
 
 
 @dataclass(eq=False)
@@ -102,6 +113,7 @@ class WrittenAnswer(PendingAnswer):
 
 Answer = TypeVar("Answer", bound=PendingAnswer)
 Written = TypeVar("Written", bound=WrittenAnswer)
+T = TypeVar("T")
 
 
 class QueueEngine(ABC, Generic[Answer]):
@@ -249,7 +261,12 @@ class WrittenRows(QueueEngine[Written]):
 class TickEngine(QueueEngine[Answer]):
     """Implements `PublishedEngine`, except for rows, ticks and weights."""
 
+    _staging = 0
+    """As `fits_beside` takes `engines`."""
+    _staging_device = torch.device("cpu")
     _receiving: WeightReceiver | None = None
+    _loading: tuple[int, AsyncIterator[None]] | None = None
+    """A version, and what loads its stored buckets one by one."""
 
     # -- left to each engine --------------------------------------------------------------------
 
@@ -276,7 +293,7 @@ class TickEngine(QueueEngine[Answer]):
         while not self._events and (self._running or self._queue):
             if until is not None and self._tick >= until:
                 break
-            if self._receiving is not None:
+            if self._receiving is not None and not self._receiving.is_beside:
                 await asyncio.shield(self._receiving.ready)
                 continue
             self._events += self._advance()
@@ -297,8 +314,8 @@ class TickEngine(QueueEngine[Answer]):
         self._check_update_allowed()
         if update.tensors is not None:
             await self._load_tensors(update)
-        if update.stored is not None:
-            await load_stored(update, self.take_bucket)
+        while update.stored is not None and not await self.take_stored(update, math.inf):
+            pass
         if self._receiving is not None:
             self._receiving.finish(update.version)
             self._receiving = None
@@ -308,8 +325,26 @@ class TickEngine(QueueEngine[Answer]):
         self._reset_caches()
         self._version = update.version
 
+    async def take_stored(
+        self, update: WeightUpdate, patience_s: float, is_due: Callable[[], bool] = lambda: False
+    ) -> bool:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + patience_s
+        if self._loading is None or self._loading[0] != update.version:
+            loading = load_stored(update, self.take_bucket, self._fetch)
+            self._loading = update.version, loading
+        try:
+            async for _ in self._loading[1]:
+                if self._events or loop.time() >= until or is_due():
+                    return False
+        except BaseException:
+            self._loading = None
+            raise
+        self._loading = None
+        return True
+
     async def take_bucket(self, bucket: Bucket) -> int:
-        """Copy a bucket into the model; running answers wait until all have been copied.
+        """Copy a bucket; running answers wait until all are there, or go on beside the update.
 
         Raises:
             ValueError: answers are running in an engine without live updates.
@@ -317,9 +352,36 @@ class TickEngine(QueueEngine[Answer]):
         """
         if bucket.index == 0:
             self._check_update_allowed()
-            before, self._receiving = self._receiving, self._make_receiver(bucket.version)
+            before, self._receiving = self._receiving, None  # its memory is free again
             if before is not None:  # it was not completed
                 before.ready.set_result(None)
-        assert self._receiving is not None, "bucket 0 comes first"
+            self._receiving = self._make_receiver(bucket.version)
+        receiving = self._receiving
+        assert receiving is not None, "bucket 0 comes first"
         self._buckets += 1
-        return self._receiving.take(bucket)
+        if not receiving.is_beside:
+            return receiving.take(bucket)
+        async with receiving.turn:
+            return await self._tick_during(partial(receiving.take, bucket))
+
+    def _may_stage(self, nbytes: int) -> bool:
+        """Return whether an update is copied beside the weights: answers run, and memory allows."""
+        is_busy = bool(self._running or self._queue)
+        return is_busy and fits_beside(nbytes, self._staging_device, self._staging)
+
+    async def _fetch(self, buckets: Iterator[Bucket]) -> Bucket | None:
+        work: Callable[[], Bucket | None] = partial(next, buckets, None)
+        if self._receiving is None or not self._receiving.is_beside:
+            return work()
+        return await self._tick_during(work)
+
+    async def _tick_during(self, work: Callable[[], T]) -> T:
+        """Do work in a thread, and run ticks meanwhile."""
+        task = asyncio.ensure_future(in_thread(work))
+        while not task.done():
+            if self._running or self._queue:
+                self._events += self._advance()
+                await asyncio.sleep(0)
+            else:
+                await asyncio.wait([task])
+        return await task

@@ -3,6 +3,9 @@
     tensors ─► bucket ─► every engine copies it, reads it back from its own model, answers with a
                          checksum of that ─► the next bucket … ─► `load_weights` of the version
 
+An engine that writes answers meanwhile may copy the update beside its weights, if memory allows
+(`fits_beside`): it goes on with the old ones, and stands still only while they are replaced.
+
 The checksum (CRC-32 of a bucket's names, shapes and bytes) is taken of the engine's own memory
 after copying, so that one reading covers transport and copy; the engine counts buckets, and tensors
 that did not come. A bucket's arrays are views of the trainer's tensors where those lie on the host;
@@ -18,14 +21,24 @@ driver never sees names, checksums or handles of buckets, which only the lists h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -247,22 +260,34 @@ async def send_weights(
         raise _empty_update_error(update)
 
 
-async def load_stored(update: WeightUpdate, take: Callable[[Bucket], Awaitable[int]]) -> None:
-    """Load all stored buckets of an update into one engine, and compare checksums.
+async def fetch_next(buckets: Iterator[Bucket]) -> Bucket | None:
+    """Fetch the next bucket; None after the last one."""
+    return next(buckets, None)
+
+
+async def load_stored(
+    update: WeightUpdate,
+    take: Callable[[Bucket], Awaitable[int]],
+    fetch: Callable[[Iterator[Bucket]], Awaitable[Bucket | None]] = fetch_next,
+) -> AsyncIterator[None]:
+    """Load all stored buckets of an update into one engine, compare checksums, yield after each.
 
     Args:
-        take: copies a bucket into the engine's model; returns the checksum of the copy.
+        take: copies a bucket; returns the checksum of the copy.
+        fetch: as `fetch_next`, which waits for the bucket.
 
     Raises:
-        PublicationError: the model has other bytes than were sent, or there are no buckets.
+        PublicationError: the engine has other bytes than were sent, or there are no buckets.
     """
-    bucket = None
-    for bucket in fetch_buckets(update.stored or ()):
+    last, buckets = None, fetch_buckets(update.stored or ())
+    while (bucket := await fetch(buckets)) is not None:
+        last = bucket
         held = await take(bucket)
         if held != bucket.checksum():
             raise _checksum_error("the engine", bucket, held)
         await asyncio.sleep(0)
-    if bucket is None:
+        yield
+    if last is None:
         raise _empty_update_error(update)
 
 
@@ -290,15 +315,52 @@ async def _deliver(
             reject(name, _checksum_error(name, bucket, held))
 
 
+def fits_beside(nbytes: int, device: torch.device, engines: int) -> bool:
+    """Return whether an update may be copied beside the weights: it takes half of what is free.
+
+    The other half is left to caches and batches, which grow meanwhile.
+
+    Args:
+        nbytes: of the update.
+        device: where it is copied to; a GPU is one engine's, the host's memory serves all of them.
+        engines: that take updates at the same time; 0: none may copy beside its weights.
+    """
+    if device.type == "cuda":
+        return engines > 0 and 2 * nbytes <= torch.cuda.mem_get_info(device)[0]
+    return engines > 0 and 2 * nbytes * engines <= free_host_bytes()
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that the machine, or its container, has left for processes; 0 if unknown."""
+    sizes = _read_numbers(root / "proc/meminfo")
+    free, group = sizes.get("MemAvailable:", 0) << 10, root / "sys/fs/cgroup"
+    limit = group / "memory.max"
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        used = _read_numbers(group / "memory.stat")  # files that are cached can be dropped
+        free = min(free, int(text) - used.get("anon", 0) - used.get("shmem", 0))
+    return free
+
+
+def _read_numbers(file: Path) -> dict[str, int]:
+    """Return the first number of each line of a file by the word before it."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return {line.split()[0]: int(line.split()[1]) for line in lines}
+
+
 class WeightReceiver:
-    """Copies an update into a model bucket by bucket, on the engine's side.
+    """Copies an update into a model, or beside it, bucket by bucket, on the engine's side.
 
     Args:
         only: the tensors to receive, by their names in the update; None is all of the model.
+        may_stage: decides by the update's bytes whether it is copied beside the weights.
     """
 
     def __init__(
-        self, model: nn.Module, version: int, only: Mapping[str, Tensor] | None = None
+        self,
+        model: nn.Module,
+        version: int,
+        only: Mapping[str, Tensor] | None = None,
+        may_stage: Callable[[int], bool] = lambda nbytes: False,
     ) -> None:
         self.version = version
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -306,10 +368,14 @@ class WeightReceiver:
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = {n: t for n, t in model.state_dict().items() if n not in tied}
-        every = parameters | buffers if only is None else only
-        self._own = {name: t.detach() for name, t in every.items()}
+        self._own = dict(parameters | buffers if only is None else only)
         self._filled = dict.fromkeys(self._own, 0)
         self._next = 0
+        self.is_beside = may_stage(sum(own.nbytes for own in self._own.values()))
+        """True if the weights stay whole, and may be used, until `finish` replaces them."""
+        self.turn = asyncio.Lock()
+        """Held while a bucket is copied beside the weights, in a thread."""
+        self._staged: dict[str, Tensor] = {}
 
     def take(self, bucket: Bucket) -> int:
         """Copy a bucket into the model; return the checksum of the copy.
@@ -347,9 +413,12 @@ class WeightReceiver:
 
     def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
         """Copy a piece into a tensor; return it as read back."""
-        here = own.view(-1)[piece.start : piece.start + len(piece.array)]
-        here.copy_(to_tensor(piece.array, own.dtype))
-        return replace(piece, array=to_array(here))
+        if not self.is_beside:
+            return _copy_into(own.detach(), piece)
+        if piece.name not in self._staged:
+            self._staged[piece.name] = torch.empty_like(own, requires_grad=False)
+        with _side_stream(own.device):
+            return _copy_into(self._staged[piece.name], piece)
 
     def finish(self, version: int) -> None:
         """End the update after all tensors of this version have been received.
@@ -368,19 +437,51 @@ class WeightReceiver:
                 f"weights of version {self.version}: {len(missing)} of the model's tensors are "
                 f"missing, such as {missing[0]}; export all of them"
             )
+        replace_weights(self._own, self._staged)
+        self._staged = {}
         self.ready.set_result(None)
 
 
-class StagedReceiver(WeightReceiver):
-    """A weight receiver that assembles whole tensors and loads them into vLLM.
+def replace_weights(own: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+    """Put staged tensors in the place of a model's, by name; parameters without a copy."""
+    for name, tensor in staged.items():
+        if isinstance(own[name], nn.Parameter):
+            own[name].data = tensor
+        else:
+            own[name].copy_(tensor)
 
+
+def _copy_into(target: Tensor, piece: BucketPiece) -> BucketPiece:
+    """Copy a piece into its place in a tensor; return it as read back."""
+    part = target.view(-1)[piece.start : piece.start + len(piece.array)]
+    part.copy_(to_tensor(piece.array, target.dtype))
+    return replace(piece, array=to_array(part))
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Copy to a GPU beside its kernels, after those queued so far: memory may have been theirs."""
+    if device.type != "cuda":
+        yield
+        return
+    stream: Any = cast(Any, torch.cuda).Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+class StagedReceiver(WeightReceiver):
+    """A weight receiver that assembles whole tensors in host memory and loads them into vLLM.
+
+    Beside the weights it keeps them all until `finish`, and begins with vLLM's update then.
     Checksums are of the staged tensors, since vLLM fuses and repacks weights.
 
     Args:
         model: on the meta device; has the tensors to receive.
         load: loads tensors into vLLM.
-        finish: ends the update in vLLM.
-        only: as for `WeightReceiver`.
+        mark: tells vLLM of the update's "start" and "finish".
+        options: `only` and `may_stage`, as `WeightReceiver` takes them.
     """
 
     def __init__(
@@ -388,31 +489,41 @@ class StagedReceiver(WeightReceiver):
         model: nn.Module,
         version: int,
         load: Callable[[Named], None],
-        finish: Callable[[], None],
-        only: Mapping[str, Tensor] | None = None,
+        mark: Callable[[Literal["start", "finish"]], None],
+        *options: Any,
     ) -> None:
-        super().__init__(model, version, only)
-        self._load, self._finish = load, finish
+        super().__init__(model, version, *options)
+        self._load, self._mark = load, mark
         self._part: Tensor | None = None  # the tensor that is being received
-        self._whole: Named = []
+        self._whole: list[Named] = []  # by bucket
+        if not self.is_beside:
+            mark("start")
 
     def take(self, bucket: Bucket) -> int:
+        self._whole.append([])
         checksum = super().take(bucket)
-        whole, self._whole = self._whole, []
-        if whole:
-            self._load(whole)
+        if not self.is_beside:
+            self._load_whole()
         return checksum
+
+    def _load_whole(self) -> None:
+        while self._whole:
+            if named := self._whole.pop(0):
+                self._load(named)
 
     def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
         # Separate memory for each tensor: vLLM refers to it until its layer is complete.
         staged = torch.empty(own.shape, dtype=own.dtype) if self._part is None else self._part
-        held = super()._store_piece(piece, staged)
+        held = _copy_into(staged, piece)
         is_whole = piece.start + len(piece.array) == own.numel()
         self._part = None if is_whole else staged
         if is_whole:
-            self._whole.append((piece.name, staged))
+            self._whole[-1].append((piece.name, staged))
         return held
 
     def finish(self, version: int) -> None:
         super().finish(version)
-        self._finish()
+        if self.is_beside:
+            self._mark("start")
+            self._load_whole()
+        self._mark("finish")

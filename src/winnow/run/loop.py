@@ -81,7 +81,8 @@ class MemoryTurns:
             assert self._release is not None
             await in_thread(self._release)
             await cast(SleepingEngine, self._engine).wake(part)
-            self._is_asleep = part == "weights"
+            if part == "cache":  # the last part
+                self._is_asleep = False
 
 
 class SharedWeightsPublisher(MemoryTurns):
@@ -100,6 +101,7 @@ class WeightPublisher(MemoryTurns):
         weights: exports the update of a version.
         expected: computes the trainer's log-probs of the canary's sequences.
         release: of `MemoryTurns`; the engine sleeps from `sleep_engines` to the next publication.
+        on_checked: called when the canary has passed; returns metrics.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class WeightPublisher(MemoryTurns):
         canary: Canary,
         expected: Callable[[Canary], CanaryScores],
         release: Callable[[], None] | None = None,
+        on_checked: Callable[[], Mapping[str, Number]] = dict,
     ) -> None:
         super().__init__(engine, release)
+        self._on_checked = on_checked
         self._weights, self._canary, self._expected = weights, canary, expected
 
     async def __call__(self, version: int) -> Mapping[str, Number]:
-        """Publish and return `publish/max_delta` in nats.
+        """Publish and return `publish/max_delta` in nats, and the metrics of `on_checked`.
 
         Raises:
             PublicationError: an engine holds other weights, or does not answer with them.
@@ -125,7 +129,7 @@ class WeightPublisher(MemoryTurns):
         await engine.load_weights(await in_thread(self._weights, version))
         await self._wake("cache")
         most = await self._canary.check(expected, version, engines_by_name(engine))
-        return {"publish/max_delta": most}
+        return {"publish/max_delta": most, **self._on_checked()}
 
 
 async def _keep_awake(sampler: Sampler) -> None:
@@ -361,7 +365,7 @@ async def _async(run: Run) -> None:
                 await _publish_and_record(sampling, step, sampled, learned, metrics)
         except Stopped:
             with contextlib.suppress(WorkerError):  # then the last boundary counts
-                await sampling.pause()
+                await sampling.free_engine()
                 if sampling.failure is None:
                     run.state.record_sampling()
             raise
@@ -409,7 +413,7 @@ async def _evaluate_log_save(
     run, figures = sampling.run, dict[str, Number]()
     if run.is_due(run.evaluate_every, step):
         with run.watch.phase("evaluate"):
-            await sampling.pause()
+            await sampling.free_engine()
         # Evaluation may take longer than a batch system waits after SIGTERM.
         with run.watch.phase("checkpoint"):
             run.record_boundary(step, record, overrides=sampling.overrides)
@@ -440,12 +444,12 @@ class ForegroundSampling:
     async def update_ledger(self) -> None:
         """Enter the tokens written so far in the ledger, before a boundary is recorded."""
 
-    async def pause(self) -> None:
+    async def free_engine(self) -> None:
         """Turn open answers into prefixes, so that the engine is free for evaluation."""
         await self.run.sampler.abort_running()
 
     def resume(self) -> None:
-        """Continue after a pause."""
+        """Continue sampling."""
 
     def overlap_figures(self, times: Mapping[str, Number]) -> dict[str, Number]:
         """Return the metrics `overlap/…` since the last call, from `time/…` of that time."""
@@ -525,11 +529,11 @@ class BackgroundSampling(ForegroundSampling):
         if not self._task.done():
             await self.run.sampler.record_progress()
 
-    async def pause(self) -> None:
+    async def free_engine(self) -> None:
         if self._task.done() and not self._task.cancelled():
             self._task.result()  # an error is not lost with its task
         await self.aclose()
-        await super().pause()
+        await super().free_engine()
 
     async def aclose(self) -> None:
         """Cancel the sampling; its open groups stay in the ledger."""

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from winnow.errors import WinnowError, WorkerError
 from winnow.workers.array_refs import Store
@@ -134,6 +134,9 @@ class WorkerGroup:
         self._closed: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
+        self.restart: Callable[[], Coroutine[Any, Any, WorkerGroup]] | None = None
+        """Ends what is left of the group and starts the same workers again; callable from any event
+        loop, once. None unless `WorkerGroups` has started the group."""
 
     def add(self, connection: WorkerConnection, listener: LogReceiver) -> None:
         """Add the connection of the next rank."""
@@ -355,7 +358,7 @@ class WorkerGroup:
             self._is_closing = True
             for rank in self._ranks:
                 rank.connection.kill()
-            await asyncio.gather(*map(self._wait_for_exit, self._ranks))
+            await asyncio.gather(*map(self._wait_after_kill, self._ranks))
             if self._failure is None:
                 self._fail(self._closed_error())
             for rank in self._ranks:
@@ -365,7 +368,7 @@ class WorkerGroup:
             for task in self._tasks - {asyncio.current_task()}:
                 task.cancel()
 
-    async def _wait_for_exit(self, rank: _Rank) -> None:
+    async def _wait_after_kill(self, rank: _Rank) -> None:
         if not await rank.connection.wait_for_exit(GONE_TIMEOUT_S):
             log.error("%s: process %d did not exit after SIGKILL", self.role, rank.connection.pid)
 
@@ -434,7 +437,8 @@ async def start_local(
     return group
 
 
-Starting = Coroutine[Any, Any, WorkerGroup]
+Start = Callable[[], Coroutine[Any, Any, WorkerGroup]]
+"""Starts the same group at each call."""
 
 
 class WorkerGroups:
@@ -448,8 +452,9 @@ class WorkerGroups:
         self._thread = threading.Thread(target=self._loop.run_forever, name="workers", daemon=True)
         self._thread.start()
         self._groups: list[WorkerGroup] = []
+        self._restarts: set[asyncio.Task[WorkerGroup]] = set()
 
-    def start(self, *starting: Starting) -> list[WorkerGroup]:
+    def start(self, *starts: Start) -> list[WorkerGroup]:
         """Start groups concurrently.
 
         Raises:
@@ -457,7 +462,7 @@ class WorkerGroups:
         """
 
         async def start_all() -> list[WorkerGroup | BaseException]:
-            groups = await asyncio.gather(*starting, return_exceptions=True)
+            groups = await asyncio.gather(*map(self._start, starts), return_exceptions=True)
             self._groups += [each for each in groups if isinstance(each, WorkerGroup)]
             return groups
 
@@ -472,11 +477,35 @@ class WorkerGroups:
         """Run a coroutine on the loop and return its result."""
         return _block_on(work, self._loop)
 
+    async def _start(self, start: Start) -> WorkerGroup:
+        group = await start()
+        group.restart = partial(self._restart, group, start)
+        return group
+
+    async def _restart(self, group: WorkerGroup, start: Start) -> WorkerGroup:
+        """Restart a group, from any event loop."""
+        return await asyncio.wrap_future(group.submit(self._replace(group, start)))
+
+    async def _replace(self, group: WorkerGroup, start: Start) -> WorkerGroup:
+        task = cast("asyncio.Task[WorkerGroup]", asyncio.current_task())
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+        await group.close()  # its memory and slots are free then
+        started = await self._start(start)
+        self._groups[self._groups.index(group)] = started
+        return started
+
+    async def _end_restarts(self) -> None:
+        for task in self._restarts:
+            task.cancel()
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+
     def close(self) -> None:
         """Close all groups and end the thread. May be called twice."""
         if self._loop.is_closed():
             return
         try:
+            self.wait(self._end_restarts())
             for group in reversed(self._groups):
                 group.close_blocking()
         finally:

@@ -32,6 +32,8 @@ PACKET_BYTES = 1 << 15
 _NUMBER = struct.Struct("=Q")
 _ALIGNMENT = 64
 _PIPE_BYTES = 1 << 20
+_GONE_S = 5.0
+"""Limit for a killed process to exit that was not connected yet."""
 Bytes = bytes | memoryview
 Follow = Callable[[asyncio.StreamReader], Coroutine[Any, Any, None]]
 
@@ -306,9 +308,15 @@ class LocalConnection:
             fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         connection = cls(process, ours)
         stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-        connection._output, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), process.stdout
-        )
+        try:
+            connection._output, _ = await loop.connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(stream), process.stdout
+            )
+        except BaseException:  # the caller has no connection to end it by
+            connection.kill()
+            await connection.wait_for_exit(_GONE_S)
+            await connection.release()
+            raise
         connection._following = loop.create_task(follow(stream))
         return connection
 

@@ -24,7 +24,7 @@ from winnow.checkpoints.checkpoint import (
     verify,
     verify_rank_share,
 )
-from winnow.checkpoints.opening import OpenedRun, opened_run
+from winnow.checkpoints.opening import OpenedRun, opened_run, rewind
 from winnow.checkpoints.recipe_changes import check_same
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
@@ -99,7 +99,12 @@ def test_a_run_is_finished_once_its_last_evaluation_is_there_and_one_that_comes_
     save(run, STEPS, config=(run / "config.yaml").read_text(), offset=0, evaluated=False)
     opened = open_again(recipe(tmp_path))
     assert not opened.is_finished(STEPS)
-    opened.rewind(MetricsLog(opened.folder.metrics), dump_config(opened.config))
+    rewind(
+        opened.folder,
+        opened.manifest,
+        MetricsLog(opened.folder.metrics),
+        dump_config(opened.config),
+    )
     assert names(run / "eval") == [f"step-{step}.parquet" for step in (2, 4, 6)]
     assert len(names(run / "rollouts")) == STEPS
 
@@ -238,7 +243,7 @@ def test_a_run_without_a_checkpoint_begins_at_the_beginning(tmp_path: Path) -> N
     assert opened.checkpoint is None
     assert "no checkpoint yet" in opened.notes[0]
     log = MetricsLog(opened.folder.metrics)
-    opened.rewind(log, dump_config(opened.config))
+    rewind(opened.folder, opened.manifest, log, dump_config(opened.config))
     assert names(run / "rollouts") == []
     assert (run / "metrics.jsonl").read_bytes() == b""
 
@@ -326,7 +331,7 @@ def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-6")
     opened = open_again(recipe(tmp_path))
     log = MetricsLog(opened.folder.metrics)
-    opened.rewind(log, dump_config(opened.config))
+    rewind(opened.folder, opened.manifest, log, dump_config(opened.config))
     assert [c.step for c in checkpoints_in(run / "checkpoints")] == [2, 4]
     assert names(run / "checkpoints") == ["step-2", "step-4"]
     for folder in ("rollouts", "ledger.parquet"):
@@ -339,8 +344,8 @@ def test_what_is_later_than_the_checkpoint_is_dropped(tmp_path: Path) -> None:
 def test_another_machine_is_told_apart(tmp_path: Path) -> None:
     run_to(tmp_path, 4)
     opened = open_again(recipe(tmp_path))
-    assert opened.machine_changes({"threads": 1, "torch": "9"}) == []
-    assert opened.machine_changes({"threads": 2}) == [
+    assert opened.manifest.machine_changes({"threads": 1, "torch": "9"}) == []
+    assert opened.manifest.machine_changes({"threads": 2}) == [
         "Warning: threads changed from 1 to 2: results may differ in the last bits"
     ]
 

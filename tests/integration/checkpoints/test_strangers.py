@@ -26,7 +26,7 @@ from winnow.checkpoints.checkpoint import (
     load_state,
     save_checkpoint,
 )
-from winnow.checkpoints.opening import code_hashes, opened_run
+from winnow.checkpoints.opening import code_hashes, opened_run, user_code_files
 from winnow.checkpoints.strangers import MARK, is_local_run, mark_as_local
 from winnow.commands.evaluate import EvalRequest, resolve_setup
 from winnow.commands.export import run_export
@@ -47,7 +47,7 @@ def made(runs: Path, *overrides: str) -> Checkpoint:
     with opened_run(config, "quickstart") as opened:
         text = dump_config(opened.config)
     (run / "metrics.jsonl").write_text('{"step":3}\n')
-    manifest = Manifest(3, code=code_hashes(config))
+    manifest = Manifest(3, code=code_hashes(user_code_files(config)))
     snapshot = Snapshot({"x": torch.ones(3)}, lambda path: [digits_folder(path), None][1])
     return save_checkpoint(run / "checkpoints", manifest, snapshot, text)
 

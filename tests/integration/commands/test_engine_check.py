@@ -146,9 +146,11 @@ def test_the_engine_of_a_recipe_is_checked_without_a_server(
         f"model: {{path: {first}}}\nrollout: {{engine: {{name: torch, slots: 64}}, "
         "max_response_tokens: 64}\ndata: {max_prompt_tokens: 64}\n"
     )
-    code, found = check("mine.yaml", tmp_path, "--update", str(other))
+    sleeps = "rollout.engine.sleep=true", "rollout.engine.processes=1"
+    code, found = check("mine.yaml", tmp_path, "--update", str(other), *sleeps)
     assert code == 0
-    assert found["update"][0] == "passed"
+    assert (found["update"][0], found["sleep"][0]) == ("passed", "passed")
+    assert check("mine.yaml", tmp_path)[1]["sleep"][0] == "not offered"
 
 
 def refused(said: Outcome, line: str) -> None:

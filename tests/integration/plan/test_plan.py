@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from winnow.builders.preflight import draw_lengths
+from winnow.builders.lockstep import draw_lengths
 from winnow.cli.main import app
 from winnow.config.files import available_recipes
 from winnow.config.load import load_recipe, parse_recipe
@@ -407,13 +407,27 @@ def test_engines_on_the_ranks_gpus_have_what_the_ranks_leave_while_they_rest(
     machine = Machine(*find_gpu("h100-80"), nodes=1, per_node=2)
     pool = ["cluster=ray", "cluster.pools={gpus:{nodes:1,per_node:2}}"]
     pool += ["cluster.roles={policy:gpus,rollout:gpus}", "trainer/strategy=fsdp2"]
-    engines = ["rollout/engine=vllm", "rollout.engine.processes=2", f"model.path={folder}"]
-    rooms = []
-    for sleep in ("true", "false"):
-        own = [*SHORT, *pool, *engines, f"rollout.engine.sleep={sleep}"]
+    weights = plain.parameters["policy"] * 2 / GIB
+
+    def planned(engine: str, *settings: str, layout: list[str] = pool) -> tuple[float, float, bool]:
+        own = [*SHORT, *layout, f"model.path={folder}", f"rollout/engine={engine}"]
+        own += ["rollout.engine.processes=2", "rollout.engine.slots=100000000", *settings]
+        own += [] if "cache_gib" in own[-1] else ["rollout.engine.cache_gib=null"]
         found = estimate_engine(plain, load_recipe(RECIPE, own), machine, FULL)
-        rooms.append(found["room_gib"])
-    assert rooms == pytest.approx([74 - 4, 74 - 60])  # beside resting ranks, and at their peak
+        return found["cache_gib"] + weights, found["room_gib"], found["fits"]
+
+    half, awake = "rollout.engine.memory_share=0.5", "rollout.engine.sleep=false"
+    # 0.92 of what is free beside resting ranks; what is left at their peak is less.
+    vllm, torch_takes = 0.92 * (80 - 4) - 2, (80 - 4 - 2 - weights)
+    assert planned("vllm") == pytest.approx((vllm, vllm, True))
+    assert planned("vllm", awake) == pytest.approx((vllm, 74 - 60, False))
+    assert planned("vllm", half) == pytest.approx((38, 38, True))
+    assert planned("vllm", awake, half) == pytest.approx((38, 74 - 60, False))
+    assert planned("torch") == pytest.approx((weights + 0.9 * torch_takes, 74 - 4, True))
+    assert planned("torch", awake) == pytest.approx((weights + 0.5 * torch_takes, 74 - 60, False))
+    assert planned("torch", half) == pytest.approx((weights + 40, 74 - 4, True))
+    apart = planned("torch", layout=["trainer/strategy=fsdp2"])
+    assert apart == pytest.approx((weights + 0.9 * (80 - 2 - weights), 74, True))
 
 
 def test_lengths_of_a_run_are_those_of_its_newest_steps(tmp_path: Path) -> None:
@@ -504,6 +518,11 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, folder: str) -
         make_plan(PlanRequest(RECIPE, apart, machine))
 
 
+WIDE_POOL = ["cluster=ray", "rollout/engine=vllm", "rollout.engine.tensor_parallel=2"]
+WIDE_POOL += ["cluster.pools={a:{per_node:2},b:{per_node:5}}", "rollout.engine.processes=5"]
+WIDE_POOL += ["cluster.roles={policy:a,rollout:b}"]
+
+
 @pytest.mark.parametrize(
     ("layout", "nodes", "error"),
     [
@@ -511,6 +530,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, folder: str) -
         (["trainer.strategy.ranks=64"], 8, r"on 1 node need .* 8 GPUs; set cluster=ray cluster\.n"),
         (["trainer.strategy.ranks=64", "cluster=ray", "cluster.nodes=4"], 8, r"cluster\.nodes=8"),
         (["trainer.strategy.ranks=64", "cluster=ray", "cluster.nodes=8"], 8, None),
+        (WIDE_POOL, 4, r"pools\.b\.per_node=5 take 10 GPUs, and a node has 8; lower it"),
         (["rollout.engine.processes=7"], 1, r"2 ranks of the policy and 7 engines take 9; add"),
     ],
 )

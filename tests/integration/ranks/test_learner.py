@@ -20,7 +20,7 @@ from winnow.checkpoints.checkpoint import Checkpoint, load_state
 from winnow.config.load import load_recipe
 from winnow.learning.policy import KlTerm
 from winnow.observe.jsonl import read_metrics
-from winnow.ranks.learner import make_objective, needs_start, old_source
+from winnow.ranks.learner import kl_notes, make_objective, needs_start
 
 ONE_UPDATE = "trainer.mini_batch_groups=null"
 SMALL = (
@@ -61,7 +61,6 @@ OLD_POLICY = {
 
 def test_a_pass_for_the_old_policy_is_made_only_where_something_needs_it() -> None:
     configs = {words: load_recipe("quickstart", words.split()) for words in OLD_POLICY}
-    assert {words: old_source(config) for words, config in configs.items()} == OLD_POLICY
     assert {words: make_objective(config).old for words, config in configs.items()} == OLD_POLICY
 
 
@@ -109,6 +108,15 @@ def test_the_start_is_needed_by_a_reference_or_a_critic_of_its_own() -> None:
     assert found == NEEDS_START
 
 
+def test_a_kl_whose_gradient_is_not_the_kls_is_told() -> None:
+    told = [
+        kl_notes(load_recipe("quickstart", ["algorithm/kl/loss=fixed", *more]))
+        for more in (["algorithm.kl.loss.estimator=k3"], [])
+    ]
+    assert [len(lines) for lines in told] == [1, 0]
+    assert "estimator=k3 in the loss has a biased gradient; k2 or k3+ have" in told[0][0]
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a folder `model` of random weights."""
@@ -118,13 +126,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(home: Path, name: str, *settings: str) -> Outcome:
-    return attempt(home, name, *settings).check()
-
-
-def attempt(home: Path, name: str, *settings: str) -> Outcome:
     model = f"model.path={home / 'model'}"
     command = ("train", "quickstart", *SMALL, model, f"run.name={name}", *settings)
-    return in_this_process(*command, folder=home)
+    return in_this_process(*command, folder=home).check()
 
 
 def weights(home: Path, name: str, step: int = 1) -> Mapping[str, Tensor]:
@@ -149,48 +153,6 @@ def test_a_run_switches_its_advantage_and_its_policy_loss_by_a_line_each(
     aggregation = f"algorithm.aggregation={legal_aggregation(loss)}"
     train(home, name, "trainer.steps=1", *chosen, aggregation)
     has_learnt(home, name)
-
-
-OWN = """
-import torch
-from winnow.algorithms.losses import ratio
-
-def topr(logp, old, advantage, tokens, *, high=1.0):
-    r = ratio(logp, old).clamp(max=high).detach()
-    weight = torch.where(advantage > 0, torch.ones_like(r), r)
-    return -weight * advantage * logp, {"cut_share": (tokens.mask & (r >= high)).sum()}
-
-def against_the_batch(inputs, *, scale=1.0):
-    return scale * (inputs.rewards - inputs.rewards.mean())
-"""
-
-
-def test_a_run_learns_with_a_loss_and_an_estimator_of_the_users_own(home: Path) -> None:
-    (home / "mine.py").write_text(OWN)
-    own = (
-        *("algorithm/policy_loss=custom", f"algorithm.policy_loss.path={home}/mine.py:topr"),
-        *("algorithm.policy_loss.options={high: 0.9}", "algorithm/advantage=custom"),
-        f"algorithm.advantage.path={home}/mine.py:against_the_batch",
-        "+algorithm.advantage.options.scale=2.0",
-        *("algorithm/kl/loss=fixed", "algorithm.kl.loss.estimator=k3", "observe.console=plain"),
-    )
-    said = train(home, "own", "trainer.steps=1", *own).out
-    has_learnt(home, "own")
-    assert "Warning: algorithm.kl.loss.estimator=k3 in the loss has a biased gradient" in said
-    (record,) = (r for r in read_metrics(home / "runs/own/metrics.jsonl") if r["step"] == 1)
-    assert 0 < record["actor/cut_share"] <= 1
-    assert record["actor/old_pass"] == 1, "two updates a step, and a loss that may read `old`"
-
-
-def test_a_run_with_a_loss_that_cannot_train_ends_in_one_line(home: Path) -> None:
-    (home / "bad.py").write_text(
-        "def mean_of_all(logp, *_):\n    return logp * 0 + logp.mean(), {}"
-    )
-    own = ("algorithm/policy_loss=custom", f"algorithm.policy_loss.path={home}/bad.py:mean_of_all")
-    said = attempt(home, "bad", "trainer.steps=1", *own)
-    assert said.code == 2
-    assert "bad.py:mean_of_all: the loss of a token changes by" in said.err
-    assert "Traceback" not in said.err
 
 
 GAE = (

@@ -86,10 +86,10 @@ class World:
         rng: random.Random,
         engines: int = 1,
         engine: type[ScriptedEngine] = ScriptedEngine,
-        passes: PromptBudget | None = None,
+        budget: PromptBudget | None = None,
         **sampling: Any,
     ) -> None:
-        passes = passes or PromptBudget()
+        budget = budget or PromptBudget()
         self.rng, self.folder = rng, folder
         is_free = mode == "async"
         options: Any = {"slots": 10, "live_updates": is_free}
@@ -114,7 +114,7 @@ class World:
             look_ticks=getattr(self.engine, "quantum_ticks", 1),
         )
         self.log_file = MetricsLog(folder / "metrics.jsonl")
-        parts: dict[str, Any] = {"pending": PendingSteps(), "passes": passes}
+        parts: dict[str, Any] = {"pending": PendingSteps(), "passes": budget}
         parts |= {"sampler": self.sampler, "loader": self.loader}
         state = RunState(
             cast(Any, self),
@@ -143,7 +143,7 @@ class World:
             steps=STEPS,
             mode=mode,
             pending=parts["pending"],
-            prompt_budget=passes,
+            prompt_budget=budget,
         )
 
     def resume(self, checkpoint: Checkpoint) -> World:
@@ -277,8 +277,8 @@ def test_a_run_ends_with_the_passes_over_its_data_and_resumed_at_the_same_step(
 
         def world(name: str) -> World:
             rule: dict[str, Any] = {"name": "variance"} if filters else {"name": "none"}
-            passes = PromptBudget(prompts, N)
-            return World(Path(folder) / name, mode, rng, passes=passes, lookahead=1.0, filter=rule)
+            budget = PromptBudget(prompts, N)
+            return World(Path(folder) / name, mode, rng, budget=budget, lookahead=1.0, filter=rule)
 
         first = world("a").train()
         used = np.cumsum([len(s.trained) + len(s.discarded) for s in first.learnt])

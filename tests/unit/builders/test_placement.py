@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.recipes import recipe
 
-from winnow.builders import processes
-from winnow.builders.engines import driver_uses_device, engines_sleep
+from winnow.builders import judge, processes
+from winnow.builders.engines import driver_uses_device, engines_sleep, reserved_gib, staging_engines
 from winnow.builders.placement import (
     assign_local_gpus,
     count_devices,
@@ -21,10 +22,12 @@ from winnow.builders.placement import (
 )
 from winnow.builders.processes import launcher
 from winnow.builders.run import prepare_device
+from winnow.builders.topology import _release_memory
 from winnow.checkpoints.run_state import _random_states, _set_random_states
+from winnow.commands.evaluate import _with_local_engine
 from winnow.config.roles import Roles
 from winnow.config.root import Config
-from winnow.config.trainer import RayCluster, WholeModels
+from winnow.config.trainer import LocalCluster, RayCluster, WholeModels
 from winnow.errors import ConfigError, TrainingError
 from winnow.ranks.models import explain_oom, use_deterministic_kernels
 from winnow.workers import group
@@ -36,6 +39,15 @@ POOL = "cluster.pools={all:{nodes:2,per_node:2,cpus:3}}"
 TOGETHER = (*FOUR, "rollout.engine.processes=4", POOL, "cluster.roles={policy:all,rollout:all}")
 JUDGED = "reward/model=sequence_classifier", "reward.model.path=R"
 SHARDED = (*JUDGED, "reward/model/strategy=fsdp2")
+ENGINES = [f"rollout.engine.processes={count}" for count in range(5)]
+VLLM, SPLIT = "rollout/engine=vllm", "rollout.engine.tensor_parallel=2"
+WIDE = VLLM, "rollout.engine.processes=2", SPLIT
+SHARED = "cluster.share_devices=true"
+APART = *FOUR, "rollout.engine.processes=1"
+REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHARDED
+CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
+JUDGE = "reward/judge=engine", "reward.judge.path=J", "reward.judge.engine.processes=2"
+WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"
 
 
 def on_ray(*overrides: str) -> Config:
@@ -53,6 +65,22 @@ def devices(config: Config, trains: bool = True) -> dict[str, range]:
 
 def learning_devices(config: Config, ranks: int) -> int:
     return count_devices(Roles(config), ranks)
+
+
+def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels as they were, after the test."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
@@ -82,7 +110,7 @@ def test_an_engine_takes_the_slots_of_as_many_ranks_as_it_has_gpus() -> None:
 def test_engines_sleep_where_they_share_gpus_with_ranks_in_sync_mode() -> None:
     def sleeps(*settings: str) -> bool:
         config = recipe("quickstart", *settings)
-        return engines_sleep(config, Roles(config))
+        return engines_sleep(config.rollout.engine, config.trainer, config.cluster, Roles(config))
 
     assert sleeps(*FOUR, SHARED)
     assert sleeps(SHARED)
@@ -98,22 +126,6 @@ def test_a_pool_whose_roles_have_no_work_is_not_asked_for() -> None:
     alone = config.trainer.model_copy(update={"strategy": WholeModels()})
     (pool,) = pools(config.model_copy(update={"trainer": alone}), True)
     assert [*pool.roles] == ["rollout"]
-
-
-def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-
-
-ENGINES = [f"rollout.engine.processes={count}" for count in range(5)]
-VLLM, SPLIT = "rollout/engine=vllm", "rollout.engine.tensor_parallel=2"
-WIDE = VLLM, "rollout.engine.processes=2", SPLIT
-SHARED = "cluster.share_devices=true"
-APART = *FOUR, "rollout.engine.processes=1"
-REFERENCE = *APART, "reference/strategy=fsdp2", "algorithm/kl/loss=fixed", *SHARDED
-CRITIC = *APART, "critic/strategy=fsdp2", "algorithm/advantage=gae"
-JUDGE = "reward/judge=engine", "reward.judge.path=J", "reward.judge.engine.processes=2"
-WIDE_JUDGE = *JUDGE, "reward/judge/engine=vllm", "reward.judge.engine.tensor_parallel=2"
 
 
 @pytest.mark.parametrize(
@@ -226,9 +238,58 @@ def test_throughput_and_mfu_are_of_all_devices_that_learn_or_write() -> None:
         learning_devices(on_ray(*CRITIC, pools, "cluster.roles={policy:a,rollout:b,critic:c}"), 4)
         == 7
     )
-    pools = "cluster.pools={a:{per_node:4},b:{per_node:1}}"
-    shared = pools, "cluster.roles={policy:a,rollout:b,critic:a}", "critic.strategy.ranks=4"
-    assert learning_devices(on_ray(*CRITIC, *shared), 4) == 5
+    assert learning_devices(on_ray(*CRITIC, *CRITIC_BESIDE), 4) == 5
+
+
+CRITIC_BESIDE = (
+    "cluster.pools={a:{per_node:4},b:{per_node:1}}",
+    "cluster.roles={policy:a,rollout:b,critic:a}",
+    "critic.strategy.ranks=4",
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib"),
+    [
+        ((), 12),
+        (("algorithm/advantage=gae",), 12 + 12 + 2),
+        (("algorithm/advantage=gae", "algorithm/kl/loss=fixed"), 12 + 12 + 2 + 2),
+        ((*FOUR, "algorithm/advantage=gae", "algorithm/kl/loss=fixed"), 3 + 3),
+        ((*FOUR, "trainer.strategy.replicas=2"), 6),
+        ((*FOUR, "trainer.strategy.offload=true"), 0),
+        ((*FOUR, "trainer/strategy=megatron", "trainer.strategy.tensor=2"), 6),
+        (CRITIC, 3),
+        (("cluster=ray", *CRITIC, *CRITIC_BESIDE), 3 + 3),
+    ],
+)
+def test_engines_leave_room_for_what_training_has_yet_to_allocate(
+    settings: tuple[str, ...], gib: float
+) -> None:
+    """Of 2^30 weights in half precision: masters and moments of 12 bytes, copies of 2."""
+    weights = torch.nn.Parameter(torch.empty(2**30, dtype=torch.bfloat16, device="meta"))
+    config = recipe("quickstart", *settings)
+    assert reserved_gib(config, Roles(config), [weights]) == gib
+
+
+class Ranks:
+    """A group of ranks that takes calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def call_blocking(self, method: str) -> list[None]:
+        self.calls.append(method)
+        return [None]
+
+
+def test_all_ranks_in_the_pool_of_engines_release_memory_for_them() -> None:
+    pools = "cluster.pools={a:{per_node:4},b:{per_node:2}}", "critic.strategy.ranks=4"
+    roles = "cluster.roles={policy:a,rollout:a,critic:a,reward_model:b}"
+    placed = Roles(on_ray(*CRITIC, "rollout.engine.processes=4", *SHARDED, *pools, roles))
+    groups: dict[str, Any] = {role.name: [Ranks()] for role in placed}
+    _release_memory(placed, groups)
+    released = {name for name, (group,) in groups.items() if group.calls == ["release_memory"]}
+    assert released == {"policy", "critic"}
 
 
 @pytest.mark.parametrize(("seen", "shown"), [(None, "2,3"), ("4, 5,6,7", "6,7"), ("", "2,3")])
@@ -284,17 +345,6 @@ def test_a_run_whose_models_are_elsewhere_leaves_gpus_alone(
     assert prepare_device(chosen.run, None, uses_device).type == device
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels as they were, after the test."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
 @pytest.mark.parametrize("chosen", [True, False])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_deterministic_kernels_are_chosen_for_a_gpu_before_it_is_opened(
@@ -335,6 +385,34 @@ def test_random_states_open_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _set_random_states(states)
 
 
+def test_engines_of_evaluations_and_judges_have_the_recipes_time_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clusters: list[Any] = []
+
+    def launcher(config: Config, *_: Any, **__: Any) -> Any:
+        clusters.append(config.cluster)
+        raise LookupError
+
+    patient = on_ray(*FOUR, *JUDGE, "cluster.start_timeout_s=7")
+    clusters.append(_with_local_engine(patient, has_servers=False)[0].cluster)
+    monkeypatch.setattr(judge, "launcher", launcher)
+    with pytest.raises(LookupError), judge._start_judge_engines(patient, cast(Any, None)):
+        pass
+    assert clusters == [LocalCluster(start_timeout_s=7)] * 2
+
+
+def test_a_model_of_a_removed_checkpoint_is_replaced_by_the_newest(tmp_path: Path) -> None:
+    removed = tmp_path / "checkpoints" / "step-2" / "model"
+    assert processes.existing_model(str(removed)) == str(removed)
+    for step in (4, 10):
+        (tmp_path / "checkpoints" / f"step-{step}" / "model").mkdir(parents=True)
+    newest = tmp_path / "checkpoints" / "step-10" / "model"
+    assert processes.existing_model(str(removed)) == str(newest)
+    for path in (str(newest.parents[1] / "step-4" / "model"), "Qwen/Qwen3-0.6B"):
+        assert processes.existing_model(path) == path
+
+
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -356,8 +434,24 @@ def test_processes_here_get_their_variables_by_role(
     config = recipe("quickstart", *apart, f"run.deterministic={deterministic}")
     with closing(WorkerGroups()) as crew, launcher(config, Roles(config), crew) as launch:
         for role in Roles(config):
-            launch(role, {}, 0)
+            launch(role, {}, 0)()
     assert given["learner"].items() >= (EXPANDABLE.items() if on_gpus else set())
     assert ("PYTORCH_CUDA_ALLOC_CONF" in given["learner"]) == on_gpus
     assert "PYTORCH_CUDA_ALLOC_CONF" not in given["engine 0"]
     assert all(("CUBLAS_WORKSPACE_CONFIG" in each) == deterministic for each in given.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        (("trainer/mode=async", "run.deterministic=false", "rollout.engine.processes=3"), 3),
+        (("trainer/mode=async", "run.deterministic=false"), 1),
+        (("trainer/mode=one_step_off", "rollout.engine.processes=3"), 0),
+        (("rollout.engine.processes=3",), 0),
+    ],
+)
+def test_updates_come_beside_the_weights_where_answers_go_on(
+    overrides: tuple[str, ...], engines: int
+) -> None:
+    config = recipe("quickstart", *overrides)
+    assert staging_engines(config.trainer, Roles(config)) == engines

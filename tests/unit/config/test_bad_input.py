@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from inspect import isfunction
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
 
+from winnow.config import rules
 from winnow.config.load import load_recipe
+from winnow.config.roles import Roles
+from winnow.config.root import Config
 from winnow.config.rules import config_warnings
 from winnow.errors import ConfigError
 
@@ -42,7 +48,7 @@ def test_a_wrong_file_is_answered_in_one_line(text: str, expected: str, tmp_path
     path.write_text(text, encoding="utf-8")
     said = message(str(path), [])
     assert "\n" not in said
-    wanted = expected.replace("{file}", str(path)).replace("{mend}", "fix the YAML there")
+    wanted = expected.replace("{file}", str(path))
     before, _, after = wanted.partition("{yaml}")
     assert said.startswith(before)
     assert said.endswith(after)
@@ -167,3 +173,12 @@ def test_each_broken_rule_has_its_line() -> None:
 )
 def test_what_only_looks_like_a_contradiction_passes(overrides: list[str]) -> None:
     assert load_recipe("quickstart", overrides)
+
+
+def test_each_rule_is_applied_to_sections_by_their_names() -> None:
+    arguments = {**get_type_hints(Config), "config": Config, "roles": Roles, "longest": int}
+    hints = {f: get_type_hints(f) for f in vars(rules).values() if isfunction(f)}
+    applied = {rule for rule, types in hints.items() if types.pop("return", None) == Iterator[str]}
+    assert applied == {*rules.RULES, *rules.WARNINGS}
+    for rule in applied:
+        assert hints[rule].items() <= arguments.items(), rule.__name__

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from winnow.config.load import load_recipe
 from winnow.config.model import LoraAdapter, ModelConfig
+from winnow.config.roles import Roles
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError
 from winnow.learning.learner import Learner
@@ -264,7 +265,7 @@ def test_kl_of_a_run_from_an_adapter_is_measured_from_its_start(
     config = load_recipe("quickstart", [*words, "algorithm/kl/loss=fixed"])
     model = load_policy_model(config.model, str(adapter), CPU, seed=5)
     expected = logits(model)
-    learner = make_learner(config, model, 29, str(adapter)).learner
+    learner = make_learner(config, Roles(config), model, 29, str(adapter)).learner
     assert isinstance(learner, Learner)
     assert learner._reference is not None
     torch.testing.assert_close(logits(learner._reference.model), expected)

@@ -22,7 +22,7 @@ from winnow.errors import ModelError
 from winnow.models.causal_lm import hidden_states
 from winnow.models.folders import quiet_transformers
 from winnow.models.packed_attention import PackedLayout
-from winnow.models.value import load_reward_model, load_value_model, scalar_head
+from winnow.models.value import load_value_model, scalar_head
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -117,24 +117,11 @@ def test_a_critic_may_start_as_a_reward_model_whose_head_it_takes(tmp_path: Path
     assert not head.bias.any()
 
 
-@pytest.mark.parametrize(
-    ("load", "auto"),
-    [
-        (load_value_model, AutoModelForTokenClassification),
-        (load_reward_model, AutoModelForSequenceClassification),
-    ],
-)
-def test_several_labels_are_refused(load: Any, auto: Any, tmp_path: Path) -> None:
-    folder = folder_of("qwen3", auto, tmp_path, labels=3)
+def test_several_labels_are_refused(tmp_path: Path) -> None:
+    folder = folder_of("qwen3", AutoModelForTokenClassification, tmp_path, labels=3)
     with pytest.raises(ModelError, match=r"path .*has 3 labels.*one label") as caught:
-        load(str(folder), torch.float32, CPU)
+        load_value_model(str(folder), torch.float32, CPU)
     assert "\n" not in str(caught.value)
-
-
-def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
-    folder = folder_of("qwen3", AutoModelForCausalLM, tmp_path)
-    with pytest.raises(ModelError, match=r"missing \(1, such as score\.weight\)"):
-        load_reward_model(str(folder), torch.float32, CPU)
 
 
 def test_a_critic_whose_head_was_lost_does_not_start_anew(tmp_path: Path) -> None:

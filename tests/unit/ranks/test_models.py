@@ -15,6 +15,7 @@ from tests.small_models import save
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from winnow.data.loader import training_prompts
+from winnow.data.prompts import PromptSet
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ModelError, TrainingError, WorkerError
 from winnow.ranks.models import (
@@ -22,7 +23,6 @@ from winnow.ranks.models import (
     explain_oom,
     is_out_of_memory,
     load_policy,
-    longest_prompt,
 )
 
 
@@ -110,12 +110,15 @@ def test_learned_positions_must_hold_the_longest_prompt_that_is_left(
     ]
     config = recipe("quickstart", *settings)
     policy = load_policy(config, path, torch.device("cpu"))
-    longest = longest_prompt(config, training_prompts(config.data, policy.tokenizer, 0))
+    prompts = training_prompts(config.data, policy.tokenizer, 0)
+    given = config.data, config.sft, config.rollout, path, policy.model, prompts
     if fits:
-        check_positions(config, path, policy.model, longest)
+        check_positions(*given)
         return
     with pytest.raises(ModelError) as caught:
-        check_positions(config, path, policy.model, longest)
+        check_positions(*given)
+    assert isinstance(prompts, PromptSet)
+    longest = max(len(prompt.token_ids) for prompt in prompts.prompts)
     assert str(caught.value) == (
         f"rollout.max_response_tokens 40 after the longest prompt's {longest} tokens does not fit "
         f"the model's 64 positions ({path}); lower it, or data.max_prompt_tokens, or use a model "

@@ -15,10 +15,11 @@ from tests.stored import Elsewhere
 
 from winnow.errors import WorkerError
 from winnow.models.causal_lm import use_layout_attention
-from winnow.rollout import remote_engine
+from winnow.rollout import remote_engine, tick_engine
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine
+from winnow.rollout.weights import WeightUpdate, pack_buckets
 from winnow.types import FloatArray, IntArray, Segment, VersionSpan
 from winnow.workers.array_refs import ArrayBlock, ArrayRef
 
@@ -52,10 +53,10 @@ class Wire:
         return pickle.loads(pickle.dumps(reply))
 
 
-async def connected(slots: int = 8) -> tuple[RemoteEngine, Wire, TorchEngine]:
-    model = digits_model()
+async def connected(slots: int = 8, **options: Any) -> tuple[RemoteEngine, Wire, TorchEngine]:
+    model = digits_model(max_position_embeddings=4096)
     use_layout_attention(model)
-    engine = TorchEngine(model.eval(), slots=slots, prefill_tokens=64)
+    engine = TorchEngine(model.eval(), slots=slots, prefill_tokens=64, **options)
     wire = Wire(EngineWorker(engine))
     return RemoteEngine(wire, await wire.call_rank(0, "call", "")), wire, engine
 
@@ -203,6 +204,35 @@ async def test_the_reply_to_an_abort_brings_what_it_ended() -> None:
     await remote.abort([0])
     assert kinds(await remote.events()) == [(0, "aborted", 0)]
     assert wire.calls == ["", "abort"]
+
+
+async def test_answers_that_end_while_an_update_comes_are_told_before_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def at_once(work: Any) -> Any:
+        await asyncio.sleep(0)
+        return work()
+
+    monkeypatch.setattr(tick_engine, "in_thread", at_once)  # a few ticks a bucket
+    remote, wire, _ = await connected(live_updates=True, staging=1)
+    tensors = digits_model(initializer_range=0.5).named_parameters()
+    buckets = list(pack_buckets(WeightUpdate(1, tensors), 64))
+    await remote.submit(requests([5, 40, 3000]))
+    assert await remote.events(until=1) == []
+    loading = asyncio.ensure_future(
+        remote.load_weights(WeightUpdate(1, stored=[Elsewhere(buckets)]))
+    )
+    for length in (5, 40, 5):
+        ((_, kind, tokens),) = kinds(await remote.events())
+        assert (kind, tokens) == ("finished", length)
+        assert not loading.done()
+        assert remote.status().weight_version == 0
+        if length == 40:
+            await remote.submit(requests([5]))  # into a row that is free again
+    await loading
+    assert wire.calls.count("take_stored") > 2
+    (event,) = await remote.events()
+    assert [span.version for span in event.segment.spans] == [0, 1]
 
 
 async def test_progress_of_the_worker_moves_with_tokens_and_replies() -> None:

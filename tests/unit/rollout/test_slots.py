@@ -21,9 +21,11 @@ from winnow.rollout.embedded.slots import (
     SlotCache,
     Slots,
     cache_room_gib,
+    gpu_memory_gib,
     max_slots,
 )
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
+from winnow.rollout.vllm.worker import memory_share
 
 PLAIN, NUCLEUS = SamplingParams(5), SamplingParams(5, top_p=0.5)
 
@@ -53,12 +55,16 @@ def test_the_room_for_keys_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * gib)
     gpu = torch.device("cuda", 0)
-    assert cache_room_gib(gpu, 0.25, 8.0, False) == 20
-    assert cache_room_gib(gpu, None, None, False) == pytest.approx(0.9 * 50)
-    assert cache_room_gib(gpu, None, 0.0, False) == pytest.approx(0.5 * 50)
-    assert cache_room_gib(gpu, None, 10.0, True) == pytest.approx(0.9 * 40)
-    assert cache_room_gib(gpu, None, 10.0, False) == pytest.approx(0.5 * 40)
-    assert cache_room_gib(gpu, None, 60.0, True) == 0
+    memory = gpu_memory_gib(gpu)
+    assert memory == (50, 80)
+    assert cache_room_gib(*memory, 0.25, 8.0, False) == 20
+    assert cache_room_gib(*memory, None, None, False) == pytest.approx(0.9 * 50)
+    assert cache_room_gib(*memory, None, 0.0, False) == pytest.approx(0.5 * 50)
+    assert cache_room_gib(*memory, None, 10.0, True) == pytest.approx(0.9 * 40)
+    assert cache_room_gib(*memory, None, 10.0, False) == pytest.approx(0.5 * 40)
+    assert cache_room_gib(*memory, None, 60.0, True) == 0
+    assert memory_share(*memory, 0.25, 8.0) == 0.25
+    assert memory_share(*memory, None, 10.0) == pytest.approx(0.92 * 40 / 80)
 
 
 @pytest.mark.parametrize(

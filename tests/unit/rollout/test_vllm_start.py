@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from winnow.errors import ConfigError, ModelError
+from winnow.rollout.vllm import worker
 from winnow.rollout.vllm.refusals import (
     check_adapted,
     check_extra,
@@ -63,7 +64,7 @@ def test_an_older_vllm_is_refused_with_the_version_that_was_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "0.19.1", monkeypatch)
-    with pytest.raises(ConfigError, match=r"with vLLM 0\.19\.1; tested is 0\.32, newer ones may"):
+    with pytest.raises(ConfigError, match=r"with vLLM 0\.19\.1; tested is 0\.32: pip install"):
         check_installed()
 
 
@@ -176,3 +177,11 @@ def test_a_refusal_of_vllm_is_one_line_with_the_key_and_the_remedy(
     told = str(explain_start_error(ValueError(said), "M", cache_gib))
     assert line in told
     assert "\n" not in told
+
+
+def test_another_process_asks_for_the_memory_of_several_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here nothing of CUDA is called, which this machine lacks."""
+    monkeypatch.setattr(worker, "_ASK_MEMORY", "print([(7 << 30, 24 << 30), ({} << 30, 24 << 30)])")
+    assert worker.read_gpu_memory_gib(2) == (2, 24)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pickle
+from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 
 from winnow.errors import PublicationError, WorkerError
 from winnow.models.causal_lm import use_layout_attention
+from winnow.rollout import tick_engine
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.weights import (
@@ -27,6 +31,7 @@ from winnow.rollout.weights import (
     WeightReceiver,
     WeightUpdate,
     fetch_buckets,
+    free_host_bytes,
     load_stored,
     pack_buckets,
     send_weights,
@@ -68,6 +73,11 @@ class Model:
 
     async def load_weights(self, update: WeightUpdate) -> None:
         self.arriving.finish(update.version)
+
+
+async def load_all(update: WeightUpdate, receiver: Model) -> None:
+    async for _ in load_stored(update, receiver.take_bucket):
+        pass
 
 
 async def publish(
@@ -136,7 +146,7 @@ def test_an_update_of_nothing_is_refused() -> None:
     model = Model(Holder([], 1))
     for work in (
         publish(WeightUpdate(1, []), a=model),
-        load_stored(WeightUpdate(1, stored=[Elsewhere([])]), model.take_bucket),
+        load_all(WeightUpdate(1, stored=[Elsewhere([])]), model),
     ):
         with pytest.raises(PublicationError, match="version 1: the update has no tensors"):
             asyncio.run(work)
@@ -165,10 +175,11 @@ def test_buckets_come_in_order_and_each_once(order: tuple[int, int]) -> None:
 # In the embedded engine
 
 
-def engine_of(live_updates: bool) -> TorchEngine:
+def engine_of(live_updates: bool, **options: Any) -> TorchEngine:
     model = digits_model()
     use_layout_attention(model)
-    return TorchEngine(model.eval(), slots=2, prefill_tokens=64, live_updates=live_updates)
+    options = {"slots": 2, "prefill_tokens": 64, "live_updates": live_updates, **options}
+    return TorchEngine(model.eval(), **options)
 
 
 def ask_for(limit: int) -> GroupRequest:
@@ -218,6 +229,118 @@ async def test_an_update_that_broke_off_can_be_begun_again_and_nothing_is_drawn_
     assert event.segment.spans[0].version == 2
 
 
+LONG = 200
+"""Tokens of an answer that does not end while an update is on its way."""
+
+
+def learned() -> dict[str, Tensor]:
+    return dict(digits_model(initializer_range=0.5).named_parameters())
+
+
+async def updated_at(tick: int, tensors: Any) -> Any:
+    """An answer of an engine that stood still at this tick while the update came."""
+    engine = engine_of(live_updates=True)
+    await engine.submit([ask_for(LONG)])
+    assert await engine.events(until=tick) == []
+    await publish(WeightUpdate(3, tensors), a=engine)
+    (event,) = await engine.events()
+    return event.segment
+
+
+def in_buckets(engine: TorchEngine, source: dict[str, Tensor]) -> Any:
+    return publish(WeightUpdate(3, source.items()), 4096, a=engine)
+
+
+def by_name(engine: TorchEngine, source: dict[str, Tensor]) -> Any:
+    return engine.load_weights(WeightUpdate(3, iter(source.items())))
+
+
+def from_stores(engine: TorchEngine, source: dict[str, Tensor]) -> Any:
+    buckets = pack_buckets(WeightUpdate(3, source.items()), 4096)
+    return engine.load_weights(WeightUpdate(3, stored=[Elsewhere(list(buckets))]))
+
+
+@pytest.mark.parametrize("send", [in_buckets, by_name, from_stores])
+async def test_answers_go_on_while_an_update_comes_beside_the_weights(
+    send: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, copied = engine_of(live_updates=True, staging=1), list[int]()
+
+    async def noted(work: Any) -> Any:
+        copied.append(engine.status().tick)
+        assert engine.status().weight_version == 0
+        await asyncio.sleep(0)
+        return work()
+
+    monkeypatch.setattr(tick_engine, "in_thread", noted)
+    await engine.submit([ask_for(LONG)])
+    assert await engine.events(until=5) == []
+    await send(engine, learned())
+    at = engine.status().tick
+    # A tick at least for each bucket, or tensor, before the next one is begun.
+    assert len(copied) > 1
+    assert all(later > earlier for earlier, later in itertools.pairwise([*copied, at]))
+    (event,) = await engine.events()
+    assert [(s.version, s.stop) for s in event.segment.spans] == [(0, at), (3, LONG)]
+    expected = await updated_at(at, learned().items())
+    np.testing.assert_array_equal(event.segment.token_ids, expected.token_ids)
+    assert event.segment.logprobs.tobytes() == expected.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("fault", ["the sender is gone", "a tensor is missing", "a bit is wrong"])
+async def test_an_update_beside_the_weights_that_breaks_off_leaves_them_whole(fault: str) -> None:
+    engine, tensors = engine_of(live_updates=True, staging=1), list(learned().items())
+    await engine.submit([ask_for(LONG)])
+    packed = list(pack_buckets(WeightUpdate(1, tensors[:-1]), 4096))
+    if fault == "the sender is gone":
+        await engine.take_bucket(packed[0])
+    else:
+        last = packed[-1]
+        if fault == "a bit is wrong":
+            packed[-1] = replace(last, stored_checksum=last.checksum() ^ 1)
+        with pytest.raises(PublicationError, match="missing" if last is packed[-1] else "bytes"):
+            await engine.load_weights(WeightUpdate(1, stored=[Elsewhere(packed)]))
+    at = engine.status().tick
+    assert engine.status().weight_version == 0
+    assert await engine.events(until=at + 5) == []
+    for name, parameter in digits_model().named_parameters():
+        assert torch.equal(engine._model.get_parameter(name), parameter)
+    # The next one is complete.
+    await publish(WeightUpdate(3, tensors), a=engine)
+    now = engine.status().tick
+    assert 0 < at < at + 5 < now
+    (event,) = await engine.events()
+    expected = await updated_at(now, tensors)
+    assert event.segment.spans == expected.spans
+    assert event.segment.logprobs.tobytes() == expected.logprobs.tobytes()
+
+
+async def test_without_answers_or_memory_an_update_goes_into_the_weights() -> None:
+    bucket, *_ = pack_buckets(WeightUpdate(1, learned().items()), 1000)
+    for staging, answers in ((1, []), (10**15, [ask_for(9)]), (0, [ask_for(9)])):
+        engine = engine_of(live_updates=True, staging=staging)
+        await engine.submit(answers)
+        await engine.take_bucket(bucket)
+        assert engine._receiving is not None
+        assert not engine._receiving.is_beside
+
+
+@pytest.mark.parametrize(("limit", "free"), [("max", 8 << 20), ("5000000", 2_000_000)])
+def test_free_memory_is_what_machine_and_container_leave(
+    limit: str, free: int, tmp_path: Path
+) -> None:
+    files = {
+        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8192 kB\n",
+        "sys/fs/cgroup/memory.max": f"{limit}\n",
+        "sys/fs/cgroup/memory.stat": "anon 1000000\nfile 4000000\nshmem 2000000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_host_bytes(tmp_path) == free
+    assert free_host_bytes(tmp_path / "nothing") == 0
+
+
 class Shelf:
     """Implements `Store`."""
 
@@ -262,7 +385,7 @@ def test_what_ranks_share_out_is_what_one_packs(
     assert [b.checksum() for b in listed(update)] == [b.checksum() for b in whole]
     assert not any(handle.fetched for handle in shelf.handles), "a checksum needs no bytes"
     model = Model(target)
-    asyncio.run(load_stored(update, model.take_bucket))
+    asyncio.run(load_all(update, model))
     asyncio.run(model.load_weights(update))
     for name, tensor in source.tensors().items():
         assert torch.equal(target.tensors()[name], tensor)
@@ -287,7 +410,7 @@ def test_bytes_that_changed_where_they_lie_are_noticed() -> None:
     shelf.handles[0].value[1].view(np.uint8)[0] ^= 1
     engine = Model(Holder([(3, 4), (5,)], 1))
     with pytest.raises(PublicationError, match="has other bytes than were sent in bucket 0"):
-        asyncio.run(load_stored(update, engine.take_bucket))
+        asyncio.run(load_all(update, engine))
 
 
 async def test_an_engine_takes_stored_buckets_and_counts_them() -> None:

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.states import read_back
 
 from winnow.config.rollout import SamplingConfig
 from winnow.sampling.admission import MIN_CHANCE, ClosedPrefix, QualifyRate, may_open_group
@@ -61,19 +60,6 @@ def test_only_the_latest_three_visits_of_a_prompt_count() -> None:
     assert after("---++").history("a") == (3, 2)
     assert after("+-").history("a") == (2, 1)
     assert after("").history("a") == (0, 0)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=60))
-def test_the_rate_goes_on_exactly_from_its_state(outcomes: list[tuple[str, bool]]) -> None:
-    rate = QualifyRate(0.9)
-    for uid, qualified in outcomes[::2]:
-        rate.observe(uid, qualified)
-    copy = read_back({"rate": rate})["rate"]
-    for uid, qualified in outcomes[1::2]:
-        rate.observe(uid, qualified)
-        copy.observe(uid, qualified)
-    assert copy == rate
-    assert list(copy.visits) == list(rate.visits)
 
 
 @given(st.lists(st.sampled_from(ALL_HISTORIES), max_size=40), st.text("+-", max_size=20))

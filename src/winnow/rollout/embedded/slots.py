@@ -49,22 +49,27 @@ def cache_bytes_per_slot(config: Any, dtype: torch.dtype, longest: int) -> int:
     return -(-longest // _GROWTH) * _GROWTH * int(token)
 
 
+def gpu_memory_gib(device: torch.device) -> tuple[float, float]:
+    """Return the GiB of a GPU that this process may yet take, and those of the whole GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free / 2**30, total / 2**30
+
+
 def cache_room_gib(
-    device: torch.device, share: float | None, reserved_gib: float | None, is_alone: bool
+    free_gib: float, total_gib: float, share: float | None, reserved_gib: float | None, sleeps: bool
 ) -> float:
     """Return the GiB of a GPU that keys and values may take.
 
     Args:
         share: of the whole GPU; None: nine tenths of what is free, or half beside what learns.
         reserved_gib: what learning has yet to take of what is free; None: nothing learns there.
-        is_alone: nothing else computes on the GPU while the cache is there.
+        sleeps: the cache is dropped while something is learned.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if share is not None:
-        return share * total / 2**30
-    of_free = 0.9 if is_alone or reserved_gib is None else 0.5
-    return max(of_free * (free / 2**30 - (reserved_gib or 0.0)), 0.0)
+        return share * total_gib
+    of_free = 0.9 if sleeps or reserved_gib is None else 0.5
+    return max(of_free * (free_gib - (reserved_gib or 0.0)), 0.0)
 
 
 def max_slots(config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None) -> int:

@@ -34,11 +34,12 @@ from winnow.rollout.embedded.slots import (
     PromptBlock,
     Slots,
     cache_room_gib,
+    gpu_memory_gib,
     max_slots,
 )
 from winnow.rollout.engine import CompletionEvent, GroupRequest, MemoryPart, check_may_sleep
 from winnow.rollout.tick_engine import TickEngine
-from winnow.rollout.weights import WeightReceiver, WeightUpdate
+from winnow.rollout.weights import WeightReceiver, WeightUpdate, replace_weights
 from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray, Segment
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         cache_gib: most GiB of keys and values; None is `cache_room_gib`.
         memory_share, reserved_gib: of `cache_room_gib`.
         sleep: the engine sleeps while others need a GPU's memory.
+        staging: as `fits_beside` takes `engines`.
         routes: tell of each token the experts that it went to, among the extras of a finished
             answer that may be trained on.
 
@@ -83,15 +85,18 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         memory_share: float | None = None,
         reserved_gib: float | None = None,
         sleep: bool = False,
+        staging: int = 0,
     ) -> None:
         self._head = output_head(model)
         weight = self._head.weight
         if longest is not None:
             if cache_gib is None and weight.device.type == "cuda":
-                cache_gib = cache_room_gib(weight.device, memory_share, reserved_gib, sleep)
+                memory = gpu_memory_gib(weight.device)
+                cache_gib = cache_room_gib(*memory, memory_share, reserved_gib, sleep)
             slots = max_slots(model.config, weight.dtype, slots, longest, cache_gib)
         super().__init__(PrefilledAnswer, slots, decode, live_updates)
         self._model, self._device = model, weight.device
+        self._staging, self._staging_device = staging, weight.device
         self._routing = routing_of(model, replays=True) if routes else None
         self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
         self._prefill_tokens, self._fp32_head = prefill_tokens, fp32_head
@@ -118,16 +123,25 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         self._is_stop[[i for i in stop_ids if i < self._vocab]] = True
 
     async def _load_tensors(self, update: WeightUpdate) -> None:
-        own = dict(self._model.named_parameters())
-        for name, tensor in update.tensors or ():
+        own, staged = dict(self._model.named_parameters()), dict[str, Tensor]()
+        is_beside = self._may_stage(sum(p.nbytes for p in own.values() if p.requires_grad))
+        tensors = iter(update.tensors or ())
+        following = partial(next, tensors, None)
+        while found := await self._tick_during(following) if is_beside else following():
+            name, tensor = found
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
-            own[name].data.copy_(tensor)
+            if is_beside:
+                copied = partial(tensor.detach().to, own[name], copy=True)
+                staged[name] = await self._tick_during(copied)
+            else:
+                own[name].data.copy_(tensor)
+        replace_weights(own, staged)
 
     def _make_receiver(self, version: int) -> WeightReceiver:
         # Beside an adapter the base stays.
         only = dict(adapter_weights(self._model)) if has_adapter(self._model) else None
-        return WeightReceiver(self._model, version, only)
+        return WeightReceiver(self._model, version, only, self._may_stage)
 
     def _reset_caches(self) -> None:
         for answer in self._queue:

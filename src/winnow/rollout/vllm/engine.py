@@ -77,7 +77,7 @@ from winnow.rollout.vllm.refusals import (  # noqa: E402
     check_head_size,
     explain_start_error,
 )
-from winnow.rollout.vllm.worker import VllmOptions  # noqa: E402
+from winnow.rollout.vllm.worker import VllmOptions, memory_share, read_gpu_memory_gib  # noqa: E402
 from winnow.rollout.weights import (  # noqa: E402
     Bucket,
     Named,
@@ -86,13 +86,7 @@ from winnow.rollout.weights import (  # noqa: E402
     WeightUpdate,
     pack_buckets,
 )
-from winnow.types import (  # noqa: E402
-    PROMPT_ROUTES,
-    ROUTES,
-    FinishReason,
-    FloatArray,
-    IntArray,
-)
+from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +94,6 @@ _LONGEST_SCORED = 512
 """Tokens of the longest sequence that a publication is checked with."""
 _SCORED_AT_ONCE = 4
 """Places in vLLM's batch beyond the slots: sequences are scored beside answers in all slots."""
-_SHARE = "gpu_memory_utilization"
-OF_FREE = 0.92
-"""Share of a GPU's free memory that vLLM may take where the recipe does not say: its own default,
-of a GPU of its own."""
 _SALTS = count()
 _MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Folder of an adapter's files while vLLM's workers read them, where it has room; None: the
@@ -133,6 +123,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         vocab_size: ids at or beyond it are never drawn (padding of the embedding).
         decode: token ids to text; needed only where requests carry stop strings.
         live_updates: take new weights while answers run.
+        staging: as `fits_beside` takes `engines`, of the host's memory.
 
     Raises:
         ConfigError: vLLM does not apply an adapter to all layers that have one.
@@ -146,11 +137,12 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
+        staging: int = 0,
     ) -> None:
         super().__init__(VllmAnswer, slots, decode, live_updates)
         self._llm, self._model, self._vocab_size = llm, model, vocab_size
         self._scored: dict[str, FloatArray | None] = {}
-        self._numbers = count()
+        self._numbers, self._staging = count(), staging
         self._broken: str | None = None
         self._expected: dict[str, Tensor] | None = None  # of an adapter
         self._lora: LoRARequest | None = None
@@ -194,19 +186,21 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         def load(named: Named) -> None:
             self._call_workers("update_weights", update_info={"named": named})
 
-        self._call_workers("start_weight_update")
-        finish = "finish_weight_update"
-        return StagedReceiver(self._model, version, load, lambda: self._call_workers(finish))
+        def mark(end: str) -> None:
+            self._call_workers(f"{end}_weight_update")
+
+        return StagedReceiver(self._model, version, load, mark, None, self._may_stage)
 
     def _adapter_receiver(self, version: int) -> WeightReceiver:
         """Gather an adapter, which vLLM takes as a whole."""
-        named: Named = []
+        named, only = Named(), self._expected
 
-        def finish() -> None:
-            with self._break_on_error("add_lora"):
-                self._load_adapter(named)
+        def mark(end: str) -> None:
+            if end == "finish":
+                with self._break_on_error("add_lora"):
+                    self._load_adapter(named)
 
-        return StagedReceiver(self._model, version, named.extend, finish, self._expected)
+        return StagedReceiver(self._model, version, named.extend, mark, only, self._may_stage)
 
     def _load_adapter(self, named: Named) -> None:
         """Have vLLM apply an adapter from its next step on, in the place of the one before."""
@@ -232,6 +226,10 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         with self._abort_update_on_error(bucket.version):
             return await super().take_bucket(bucket)
 
+    async def take_stored(self, update: WeightUpdate, *args: Any) -> bool:
+        with self._abort_update_on_error(update.version):
+            return await super().take_stored(update, *args)
+
     async def load_weights(self, update: WeightUpdate) -> None:
         with self._abort_update_on_error(update.version):
             await super().load_weights(update)
@@ -241,7 +239,8 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         try:
             yield
         except PublicationError as error:
-            self._mark_broken(f"weights of version {version} came in part: {error}")
+            if self._receiving is None or not self._receiving.is_beside:
+                self._mark_broken(f"weights of version {version} came in part: {error}")
             raise
 
     def _call_workers(self, method: str, **kwargs: Any) -> None:
@@ -468,7 +467,11 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
     # vLLM asks for steps that hold the longest sequence where it may not cut one.
     uncut = 0 if options.chunked_prefill else longest or positions or 0
     step_tokens = max(options.prefill_tokens, batch, uncut)
-    cache_gib, routes = options.cache_gib, options.routes
+    cache_gib, routes, share = options.cache_gib, options.routes, options.memory_share
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and share is None:
+        memory = read_gpu_memory_gib(options.tensor_parallel)
+        share = memory_share(*memory, None, options.reserved_gib)
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": options.dtype,
@@ -483,8 +486,8 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         "enable_prefix_caching": options.prefix_caching,
         "enable_chunked_prefill": options.chunked_prefill,
         "enable_sleep_mode": options.sleep,
-        **_memory_share(options),
-        "enforce_eager": not torch.cuda.is_available(),
+        **({} if share is None else {"gpu_memory_utilization": share}),
+        "enforce_eager": not has_gpu,
         "logits_processors": [_select_draw_processor(routes)],
         "weight_transfer_config": WeightTransferConfig(backend=plugin.BACKEND),
         "enable_return_routed_experts": routes,
@@ -501,16 +504,6 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         raise explain_start_error(error, model, cache_gib) from error
     _check_kernels(llm, model)
     return llm
-
-
-def _memory_share(options: VllmOptions) -> dict[str, float]:
-    """Return the share of each GPU that vLLM may take: of the whole card, as vLLM counts it."""
-    if options.memory_share is not None or not torch.cuda.is_available():
-        return {} if options.memory_share is None else {_SHARE: options.memory_share}
-    devices = range(options.tensor_parallel)
-    free, total = zip(*map(torch.cuda.mem_get_info, devices), strict=True)
-    left = min(free) - (options.reserved_gib or 0.0) * 2**30
-    return {_SHARE: max(OF_FREE * left / max(total), 0.01)}
 
 
 def _select_draw_processor(routes: bool) -> type[Any]:
@@ -558,7 +551,7 @@ class VllmEngineWorker(EngineWorker):
         model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
-        vocab_size, live_updates: of `VllmEngine`.
+        vocab_size, live_updates, staging: of `VllmEngine`.
         adapter: to be put beside the model's weights; publications then are of it alone.
         profiler: of this process; vLLM's own processes, which tensor_parallel has, are not in it.
         options: of `VllmOptions`.
@@ -578,6 +571,7 @@ class VllmEngineWorker(EngineWorker):
         slots: int,
         vocab_size: int,
         live_updates: bool = False,
+        staging: int = 0,
         adapter: LoraAdapter | None = None,
         profiler: StepProfiler | None = None,
         **options: Any,
@@ -591,5 +585,5 @@ class VllmEngineWorker(EngineWorker):
             model, VllmOptions(dtype=dtype, slots=slots, trust_remote_code=code, **options)
         )
         decode = None if tokenizer is None else load_decoder(tokenizer, code)
-        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates)
+        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates, staging)
         super().__init__(engine, profiler)

@@ -96,19 +96,26 @@ class _BatchDraw:
         kind = torch.tensor([kinds.index(row.sampling) for row in rows], device=device)
         self._params = RowParams(kinds, kind)
         self._seeds = torch.tensor([row.seed for row in rows], device=device)
+        self.starts = torch.tensor([row.start for row in rows], device=device)
+        """[R] the answers' places in their sequences."""
         self._vocabulary = min(row.vocabulary for row in rows)
         self._has_forced = any(row.forced for row in rows)
 
-    def __call__(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+    def __call__(
+        self, logits: Tensor, positions: Sequence[int], on_device: Tensor | None = None
+    ) -> Tensor:
         """Return logits [R, V] that are -inf but for the drawn token's log-prob.
 
         Args:
             logits: [R, V] fp32.
             positions: of the tokens in their answers, [R]; below 0 in a prompt that is not yet
                 prefilled to its end, of which vLLM drops the draw.
+            on_device: the same where the logits are; None copies them there.
         """
         valid = logits[:, : self._vocabulary]
-        u = uniform(self._seeds, torch.tensor(positions, device=logits.device))
+        if on_device is None:
+            on_device = torch.tensor(positions, device=logits.device)
+        u = uniform(self._seeds, on_device)
         ids, logprobs = draw(valid, u, self._params)
         if self._has_forced:
             for row, (own, position) in enumerate(zip(self._rows, positions, strict=True)):
@@ -176,9 +183,9 @@ class HashSamplerV2(LogitsProcessorV2):  # type: ignore[misc]
         if self._drawn is None or self._drawn[0] != rows:
             self._drawn = rows, _BatchDraw(rows, logits.device)
         # Exact without speculative decoding: the tokens before the one that is drawn.
-        lengths = ctx.seq_lens_upper_bound_np.tolist()
+        lengths, draws = ctx.seq_lens_upper_bound_np.tolist(), self._drawn[1]
         positions = [n - row.start for n, row in zip(lengths, rows, strict=True)]
-        return self._drawn[1](logits, positions)
+        return draws(logits, positions, ctx.pos.long() + 1 - draws.starts)
 
 
 @dataclass

@@ -39,8 +39,7 @@ def check_installed() -> str:
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if numbers < TESTED:
         raise ConfigError(
-            f"rollout/engine=vllm does not run with vLLM {version}; {TESTED_WORDS}, newer ones "
-            f"may do: {INSTALL}"
+            f"rollout/engine=vllm does not run with vLLM {version}; {TESTED_WORDS}: {INSTALL}"
         )
     if numbers > TESTED:
         log.warning("vLLM is %s; %s", version, TESTED_WORDS)

@@ -6,14 +6,55 @@ another version is told in one line, too.
 
 from __future__ import annotations
 
+import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from winnow.config.rollout import VLLM_CPU_CACHE_GIB
 from winnow.errors import ConfigError
 from winnow.rollout.vllm.refusals import INSTALL, TESTED_WORDS, check_installed, first_line
+
+_OF_FREE = 0.92
+"""vLLM's own share of a GPU that it has alone."""
+
+
+_ASK_MEMORY = "import torch; print([torch.cuda.mem_get_info(i) for i in range({})])"
+
+
+def read_gpu_memory_gib(gpus: int) -> tuple[float, float]:
+    """Return the GiB that are free on each of the first GPUs of this process, and their size.
+
+    Where vLLM has a process for each of several GPUs, another process asks: in this one a CUDA
+    context would stay on them.
+    """
+    if gpus == 1:
+        memory = [torch.cuda.mem_get_info(0)]
+    else:
+        program = [sys.executable, "-P", "-c", _ASK_MEMORY.format(gpus)]
+        asked = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True)
+        memory = ast.literal_eval(asked.stdout)
+    free, total = zip(*memory, strict=True)
+    return min(free) / 2**30, max(total) / 2**30
+
+
+def memory_share(
+    free_gib: float, total_gib: float, share: float | None, reserved_gib: float | None
+) -> float:
+    """Return the share of a GPU that vLLM takes, weights included: of the whole, as vLLM counts it.
+
+    Args:
+        share: of the recipe; None: 0.92 of what is free.
+        reserved_gib: of `VllmOptions`.
+    """
+    if share is not None:
+        return share
+    return max(_OF_FREE * (free_gib - (reserved_gib or 0.0)) / total_gib, 0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +69,7 @@ class VllmOptions:
     cache_gib: float | None = None
     """GiB of keys and values; None is what `memory_share` leaves."""
     memory_share: float | None = None
-    """Share of each GPU's memory; None is what vLLM finds free, less `reserved_gib`."""
+    """Share of each GPU's memory; None is 0.92 of what is free, less `reserved_gib`."""
     reserved_gib: float | None = None
     """GiB of each GPU that learning has yet to take; None: nothing learns there."""
     fp32_head: bool = False

@@ -16,12 +16,14 @@ import secrets
 import select
 import signal
 import socket
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from fcntl import ioctl
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from winnow.errors import WorkerError
 from winnow.workers.array_refs import SplitResult
@@ -31,11 +33,17 @@ from winnow.workers.logs import LogReceiver, LogSender
 from winnow.workers.ray.session import Placement, ray_module
 from winnow.workers.threads import spawn
 
+_T = TypeVar("_T")
 _CALLS_AT_ONCE = 1000
 _CONNECT_S = 60.0
 _COLOUR = re.compile(r"\x1b\[\d*m")
+_GET_ADDRESS = 0x8915
+"""The request SIOCGIFADDR of Linux."""
 _EXIT_GRACE_S = 1.0
 """Seconds for a process to exit after Ray's kill, before a SIGKILL."""
+_UNREACHABLE_S = 120
+"""Seconds after which a worker ends whose driver cannot be reached."""
+_LOST_NODE = re.compile(r"\bip: (\S+).*its node has died", re.DOTALL)
 _DETAIL_S = 2.0
 """Seconds for Ray to report how an actor died."""
 
@@ -73,18 +81,23 @@ async def start_ray(
     try:
         async with group.closed_on_error():
             for rank, token in enumerate(tokens):
-                variables = await _visible_devices(placement, rank) | dict(environment or {})
+                shown = _visible_devices(placement, rank)
+                devices = await _within(start_timeout_s, role, rank, shown)
+                variables = devices | dict(environment or {})
                 options = _actor_options(placement, rank, variables, nsight)
                 actor_class = ray_module().remote(RayWorker).options(**options)
                 actors.append(actor_class.remote(address, token))
             processes = []
             for listener, actor in zip(listeners, actors, strict=True):
-                processes.append(await _connect_actor(listener, actor, start_timeout_s))
+                connected = actor.connect.remote()
+                place = await _within(start_timeout_s, role, listener.rank, connected)
+                assert isinstance(place, ActorProcess)
+                processes.append(place)
                 group.add(RayConnection(actor, processes[-1], listener), listener)
             device = 0 if placement.worker_resources.get("GPU") else None  # of the visible ones
             master = processes[0].address, processes[0].free_port
-            devices, store = [device] * len(actors), partial(RayStore, role)
-            await group.start(path, kwargs, master, devices, store)
+            store = partial(RayStore, role)
+            await group.start(path, kwargs, master, [device] * len(actors), store)
     except BaseException:
         for actor in actors:
             ray_module().kill(actor)
@@ -140,21 +153,24 @@ def _slot_devices() -> list[str]:
     return names
 
 
-async def _connect_actor(worker: LogReceiver, actor: Any, timeout_s: float) -> ActorProcess:
-    name = f"{worker.role}[{worker.rank}]"
+async def _within(timeout_s: float, role: str, rank: int, started: Awaitable[_T]) -> _T:
+    """Wait for a part of the start of a worker.
+
+    Raises:
+        WorkerError: it takes too long, or Ray cannot do it.
+    """
+    name = f"{role}[{rank}]"
     try:
-        place = await asyncio.wait_for(actor.connect.remote(), timeout_s)
+        return await asyncio.wait_for(started, timeout_s)
     except TimeoutError:
         line = (
             f"{name} did not start within cluster.start_timeout_s={timeout_s:g} s; raise it, or "
             "check that its node is reachable"
         )
-        raise WorkerError(line, worker.role, worker.rank) from None
+        raise WorkerError(line, role, rank) from None
     except ray_module().exceptions.RayError as error:
         line = f"{name} did not start: {_shorten_error(error)}"
-        raise WorkerError(line, worker.role, worker.rank) from error
-    assert isinstance(place, ActorProcess)
-    return place
+        raise WorkerError(line, role, rank) from error
 
 
 async def _serve_logs(
@@ -229,6 +245,16 @@ class RayWorker:
         sender.redirect_output()
         self._host = Host(sender, self._is_orphan)
         address = self._stream.getsockname()[0]
+        # An unreachable driver closes no connection: this worker ends some time after Ray has given
+        # up its node, and frees its device.
+        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            self._stream.setsockopt(socket.IPPROTO_TCP, option, _UNREACHABLE_S // 4)
+        limit_ms = _UNREACHABLE_S * 1000
+        self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+        if interface := interface_of(address):
+            # By default gloo listens on the address of the machine's name, often a loopback's.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         return ActorProcess(os.getpid(), process_namespace(), address, free_port(address))
 
     async def call(self, number: int, request: WorkerSpec | Call) -> tuple[Any, Any, Any]:
@@ -255,6 +281,17 @@ class RayWorker:
             return False
         except OSError:
             return True
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface whose IPv4 address this is; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address, or was removed
+                request = struct.pack("256s", name.encode())
+                if socket.inet_ntoa(ioctl(probe, _GET_ADDRESS, request)[20:24]) == address:
+                    return name
+    return None
 
 
 def process_namespace() -> str:
@@ -404,6 +441,8 @@ class RayStore:
 def _shorten_error(error: BaseException) -> str:
     """Return Ray's message about an error in one line."""
     text = str(error)
+    if lost := _LOST_NODE.search(text):
+        return f"its node {lost[1]} has ended or cannot be reached; see `ray status`"
     detail = text.partition("Worker exit detail: ")[2] or text
     detail = detail.partition(" Some common causes include")[0]
     return " ".join(detail.split())[:300]

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from winnow.workers.ray.guardian import MARK, SHUT_DOWN
 log = logging.getLogger(__name__)
 
 _REACH_S = 10.0
+_LOST = 2
+"""Ray's NodeDeathInfo.UNEXPECTED_TERMINATION."""
 _LONGEST_FOLDER = 30
 """Characters: Ray has sockets in it, whose paths have at most 107 bytes."""
 
@@ -51,7 +54,6 @@ def ray_session(
     address: str | None,
     *,
     cpus: int | None = None,
-    devices: int | None = None,
     store_bytes: int = 512 << 20,
     temp_dir: str | None = None,
     runtime_env: Mapping[str, Any] | None = None,
@@ -64,7 +66,6 @@ def ray_session(
     Args:
         address: `auto`, or HOST:PORT; None starts a private instance.
         cpus: number of CPUs of a private instance; by default all.
-        devices: number of accelerators of a private instance; by default all.
         store_bytes: object store memory of a private instance.
         temp_dir: parent of a private instance's folder.
         runtime_env: Ray's, for all actors of the connection; its folders are copied to the nodes.
@@ -93,7 +94,6 @@ def ray_session(
             folder = after.enter_context(_guarded_folder(temp_dir))
             options |= {
                 "num_cpus": cpus,
-                "num_gpus": devices,
                 "include_dashboard": False,
                 "object_store_memory": store_bytes,
                 "_temp_dir": folder,
@@ -210,20 +210,24 @@ def node_resources() -> dict[str, Resources]:
     }
 
 
-async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation:
+async def reserve(
+    pools: Sequence[Pool], timeout_s: float = 60.0, lost_timeout_s: float = 0.0
+) -> Reservation:
     """Reserve pools, each part on one node, the largest part first.
 
     The node with the least room is a hint for Ray, which keeps parts together; Ray takes another
     one if that is in use or gone.
+
+    Args:
+        lost_timeout_s: how long to wait for a node that Ray has lost, if the others do not suffice.
 
     Raises:
         ConfigError: the cluster is too small, or its resources are not free within the timeout.
     """
     from ray.util import placement_group
 
-    spare = node_resources()
+    spare = await _wait_for_capacity(pools, lost_timeout_s)
     nodes = list(spare.values())
-    check_capacity(pools, nodes)
     parts: dict[str, list[Any]] = {pool.name: [] for pool in pools}
     for pool in sorted(pools, key=lambda p: _size_key(p.resources(p.per_node)), reverse=True):
         slots, part = [pool.resources(1)] * pool.per_node, pool.resources(pool.per_node)
@@ -248,6 +252,29 @@ async def reserve(pools: Sequence[Pool], timeout_s: float = 60.0) -> Reservation
         reserved.release()
         raise
     return reserved
+
+
+async def _wait_for_capacity(pools: Sequence[Pool], timeout_s: float) -> dict[str, Resources]:
+    """Return `node_resources` once pools fit; wait only if Ray has lost a node of the cluster."""
+    give_up, is_waiting = time.monotonic() + timeout_s, False
+    while True:
+        nodes = node_resources()
+        try:
+            check_capacity(pools, list(nodes.values()))
+        except ConfigError as error:
+            lost = [n for n in ray_module().nodes() if n.get("DeathReason") == _LOST]
+            if not lost or time.monotonic() > give_up:
+                raise
+            if not is_waiting:
+                log.warning(
+                    "Waiting at most %g s (cluster.start_timeout_s): Ray has lost %d of the "
+                    "cluster's nodes, and %s",
+                    *(timeout_s, len(lost), error),
+                )
+            is_waiting = True
+            await asyncio.sleep(1.0)
+        else:
+            return nodes
 
 
 def check_capacity(pools: Sequence[Pool], nodes: Sequence[Resources]) -> None:

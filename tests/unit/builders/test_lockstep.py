@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from winnow.builders.preflight import lockstep_notes
+from winnow.builders.lockstep import lockstep_notes
 from winnow.config.load import load_recipe
 
 SHAPE = SimpleNamespace(hidden_size=5120, num_attention_heads=40)
