@@ -262,7 +262,7 @@ class ConversationEngine:
     # -- turns and replies ----------------------------------------------------------------------
 
     def _open(self, group: GroupRequest, request: AnswerRequest) -> Conversation:
-        """Return the conversation of a request: one set aside that has come as far, or a new one."""
+        """Return a request's conversation: one set aside that has come as far, or a new one."""
         aside = self._aborted.pop(request.seed, None)
         if aside is not None and len(aside.segments) == len(request.earlier):
             aside.group, aside.request = group, request

@@ -56,8 +56,8 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     except (DocstringParsingException, TypeHintParsingException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{_FIELD}: {name}: {reason}; give each argument a type hint, and a line under Args: in "
-            "the docstring"
+            f"{_FIELD}: {name}: {reason}; give each argument a type hint, and a line under Args: "
+            "in the docstring"
         ) from error
     schema["function"]["name"] = name
     schema["function"]["parameters"]["properties"].pop("self", None)

@@ -34,7 +34,7 @@ from itertools import count
 from typing import Any, cast
 
 from winnow.config.reward import BatchManager, RewardConfig, UserFunction
-from winnow.errors import RewardError
+from winnow.errors import RewardError, WinnowError
 from winnow.rewards.task import (
     Arguments,
     Failure,
@@ -155,6 +155,7 @@ class CallPool:
         user_file: key and path of what the user's file is given by, for errors; None: there is
             none.
         most_in_call: items in one call; 0: it takes them one by one.
+        error: raised where the user's file cannot be used.
 
     Raises:
         WinnowError: the user's file cannot be used; one line says why.
@@ -167,9 +168,10 @@ class CallPool:
         arguments: tuple[Any, ...],
         user_file: str | None = None,
         most_in_call: int = 0,
+        error: type[WinnowError] = RewardError,
     ) -> None:
         self.finished = 0
-        self._limits, self._user_file = limits, user_file
+        self._limits, self._user_file, self._error = limits, user_file, error
         self._runtime = runtime, arguments
         self._most_in_call = most_in_call
         self._workers = limits.workers
@@ -376,7 +378,7 @@ class CallPool:
         if self._user_file is not None:
             who = f"{self._user_file}: the process that imports it"
             line = f"{who} {how}; fix the file, or raise the limit"
-        self._fail_all(RewardError(scorer.refusal or line))
+        self._fail_all(self._error(scorer.refusal or line))
 
     def _fail_or_retry(self, requests: list[_Request], failure: Failure, is_certain: bool) -> None:
         """Fail a single request; of several, retry each alone."""

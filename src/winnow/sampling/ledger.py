@@ -28,7 +28,6 @@ from winnow.sampling.filters import Verdict, make_filter
 from winnow.sampling.groups import AnswerState, Dispatch, GroupState, LiveGroups
 from winnow.types import Fate, Prompt, Score, Segment, Trajectory
 
-
 Turns = tuple[Segment, ...]
 """Complete turns of a conversation, the policy's and the environment's."""
 

@@ -1,0 +1,113 @@
+"""Environments in real processes: replies, replays, crashes, hangs, memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from winnow.environments import Turn
+from winnow.environments.pool import EnvironmentPool
+from winnow.errors import ConfigError, EnvironmentFault
+from winnow.rewards.task import PoolLimits
+from winnow.types import Prompt
+
+GUESS = """
+import os, time
+from winnow.environments import Step
+
+class Guess:
+    def __init__(self, most=64):
+        self.most = most
+
+    def reset(self, row):
+        self.secret, self.turns = int(row["ground_truth"]), 0
+        return f"Guess a number from 1 to {self.most}."
+
+    def step(self, turn):
+        self.turns += 1
+        if turn.text == "die": os._exit(7)
+        if turn.text == "hang": time.sleep(600)
+        if turn.text == "raise": raise KeyError("no such room")
+        if turn.text == "eat": self.food = b"x" * (600 << 20); time.sleep(5)
+        if turn.text == "nan": return Step("?", float("nan"))
+        if turn.text == "nothing": return None
+        guess = int(turn.text)
+        if guess == self.secret:
+            return Step(reward=1.0, done=True, metrics={"turns": self.turns})
+        return Step("higher" if guess < self.secret else "lower", -0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
+    made = make(tmp_path_factory.mktemp("environment"))
+    yield made
+    made.close()
+
+
+def make(folder: Path, name: str = "Guess") -> EnvironmentPool:
+    (folder / "guess.py").write_text(GUESS)
+    limits = PoolLimits(2, 1.0, 512, "environment", "environment", "reply")
+    arguments = "environment.path", [f"{folder}/guess.py:{name}"], {"most": 50}, False
+    return EnvironmentPool(limits, arguments)
+
+
+def prompt(secret: int) -> Prompt:
+    return Prompt("0", np.array([1]), "", "guess", secret)
+
+
+def turns(*texts: str) -> tuple[Turn, ...]:
+    return tuple(map(Turn, texts))
+
+
+def test_replies_come_in_turn_and_are_replayed_where_the_environment_is_gone(pool):
+    async def play():
+        first = await pool.first_messages(1, prompt(7))
+        assert first == ({"role": "user", "content": "Guess a number from 1 to 50."},)
+        (one,) = await pool.step(2, prompt(7), turns("3"))
+        (two,) = await pool.step(2, prompt(7), turns("3", "9"))
+        pool.close_conversation(2)
+        again = await pool.step(2, prompt(7), turns("3", "9"))
+        (last,) = await pool.step(2, prompt(7), turns("3", "9", "7"))
+        return one, two, again, last
+
+    one, two, again, last = asyncio.run(play())
+    assert [one.observation[0]["content"], two.observation[0]["content"]] == ["higher", "lower"]
+    assert again == [one, two]
+    assert (last.done, last.reward, last.metrics) == (True, 1.0, {"turns": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("die", "the environment's process ended with exit code 7"),
+        ("hang", "no reply within environment.timeout_s=1"),
+        ("raise", "KeyError: 'no such room' at .*guess.py"),
+        ("eat", "the environment used .* environment.memory_mb is 512"),
+        ("nan", "ValueError: step returned nan as reward"),
+        ("nothing", "TypeError: step must return a Step, got NoneType"),
+    ],
+)
+def test_a_fault_is_that_conversations_and_the_others_go_on(pool, word, fault):
+    async def play():
+        others = [await pool.step(k, prompt(7), turns("3")) for k in (10, 11)]
+        with pytest.raises(EnvironmentFault, match=fault):
+            await pool.step(12, prompt(7), turns("3", word))
+        return others, [await pool.step(k, prompt(7), turns("3", "9")) for k in (10, 11)]
+
+    before, after = asyncio.run(play())
+    assert [steps[-1].observation[0]["content"] for steps in after] == ["lower", "lower"]
+    # One of the two had its environment in the process that was lost, and got its turns replayed.
+    assert all(len(steps) in (1, 2) for steps in after)
+    asyncio.run(pool.step(12, prompt(7), turns("3")))
+
+
+def test_code_that_is_no_environment_is_refused_in_one_line(tmp_path):
+    with pytest.raises(
+        ConfigError, match="environment.path .*guess.py:Step: it has no method reset"
+    ):
+        make(tmp_path, "Step")
