@@ -54,6 +54,7 @@ def ray_session(
     address: str | None,
     *,
     cpus: int | None = None,
+    devices: int | None = None,
     store_bytes: int = 512 << 20,
     temp_dir: str | None = None,
     runtime_env: Mapping[str, Any] | None = None,
@@ -66,6 +67,7 @@ def ray_session(
     Args:
         address: `auto`, or HOST:PORT; None starts a private instance.
         cpus: number of CPUs of a private instance; by default all.
+        devices: number of accelerators of a private instance; by default all.
         store_bytes: object store memory of a private instance.
         temp_dir: parent of a private instance's folder.
         runtime_env: Ray's, for all actors of the connection; its folders are copied to the nodes.
@@ -94,6 +96,7 @@ def ray_session(
             folder = after.enter_context(_guarded_folder(temp_dir))
             options |= {
                 "num_cpus": cpus,
+                "num_gpus": devices,
                 "include_dashboard": False,
                 "object_store_memory": store_bytes,
                 "_temp_dir": folder,
