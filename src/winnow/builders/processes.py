@@ -72,7 +72,12 @@ def worker_processes(
             return {name: worker_arguments[name] for name in role.arguments}
         profiler = make_profiler(config.trainer.profile, "engine", number)
         alone = {} if profiler is None else {"profiler": profiler}
-        return {**engine, "model": existing_model(engine["model"]), **alone}
+        folders = {
+            name: existing_model(engine[name])
+            for name in ("model", "tokenizer")
+            if engine.get(name) is not None
+        }
+        return {**engine, **folders, **alone}
 
     with (
         contextlib.closing(WorkerGroups()) as groups,
@@ -159,7 +164,9 @@ def launcher(
         has_devices = any(node["GPU"] for node in node_resources().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
         pools = make_pools(roles, cluster, has_devices)
-        reserved = groups.wait(reserve(pools, lost_timeout_s=cluster.start_timeout_s))
+        # A supervised run that ended with a node starts before that is back.
+        lost_timeout_s = cluster.start_timeout_s if config.trainer.max_restarts else 0.0
+        reserved = groups.wait(reserve(pools, lost_timeout_s=lost_timeout_s))
 
         def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Start:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)
