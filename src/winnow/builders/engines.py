@@ -105,9 +105,11 @@ def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, rol
 def staging_engines(trainer: TrainerConfig, roles: Roles) -> int:
     """Return how many engines may copy an update beside their weights, if memory allows; or 0.
 
-    In other modes than `async` no answer goes on while weights are published.
+    In other modes than `async` no answer goes on while weights are published; and on shared GPUs
+    ranks learn meanwhile, which need the memory.
     """
-    return max(roles["rollout"].count, 1) if trainer.mode.name == "async" else 0
+    stages = trainer.mode.name == "async" and not roles.shares_devices
+    return max(roles["rollout"].count, 1) if stages else 0
 
 
 def engines_share_gpus(roles: Roles) -> bool:
@@ -124,7 +126,7 @@ def _memory_options(
     return {
         "sleep": engines_sleep(config.rollout.engine, config.trainer, config.cluster, roles),
         "reserved_gib": reserved_gib(config, roles, parameters) if shares else None,
-        "staging": staging_engines(config.trainer, roles),
+        "staging_engines": staging_engines(config.trainer, roles),
     }
 
 

@@ -222,7 +222,8 @@ async def reserve(
     one if that is in use or gone.
 
     Args:
-        lost_timeout_s: how long to wait for a node that Ray has lost, if the others do not suffice.
+        lost_timeout_s: how long to wait for a node that Ray has lost, if the others do not suffice:
+            a supervised run that ended with its node starts before that is back.
 
     Raises:
         ConfigError: the cluster is too small, or its resources are not free within the timeout.
