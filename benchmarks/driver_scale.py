@@ -215,7 +215,7 @@ def workers(cluster: str, limit: int) -> Iterator[list[WorkerGroup]]:
                 for role, (_, _, count) in kinds.items()
             ]
             total = int(sum(pool.per_node for pool in pools) * cores + 1)
-            stack.enter_context(ray_session(None, cpus=total, store_bytes=8 << 30))
+            stack.enter_context(ray_session(None, cpus=total, devices=0, store_bytes=8 << 30))
             crew = stack.enter_context(contextlib.closing(WorkerGroups()))
             reserved = crew.wait(reserve(pools))
             stack.callback(reserved.release)

@@ -76,7 +76,7 @@ def main() -> None:
     kinds = {"local": local, "ray": on_ray}
     for name in sys.argv[1:] or kinds:
         began = time.perf_counter()
-        with ray_session(None, cpus=2) if name == "ray" else nullcontext():
+        with ray_session(None, cpus=2, devices=0) if name == "ray" else nullcontext():
             if name == "ray":
                 print(f"a private Ray: {time.perf_counter() - began:.1f} s")
             asyncio.run(measure(name, kinds[name]))

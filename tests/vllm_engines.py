@@ -49,7 +49,7 @@ def vllm_engine(
     vocab_size: int | None = None,
     decode: Callable[[Sequence[int]], str] | None = None,
     live_updates: bool = False,
-    staging: int = 0,
+    staging_engines: int = 0,
     extra: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> VllmEngine:
@@ -65,7 +65,7 @@ def vllm_engine(
     )
     llm.abort_request(list(llm.output_processor.external_req_ids))
     vocab_size = vocab_size or model.config.vocab_size
-    engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates, staging)
+    engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates, staging_engines)
     tensors = ((name, tensor.detach()) for name, tensor in model.named_parameters())
     asyncio.run(engine.load_weights(WeightUpdate(0, tensors)))
     return engine

@@ -23,6 +23,7 @@ from tests.contract.test_engine import (
     groups_of,
     reference_logprobs,
     resumed,
+    to_the_end,
     torch_engine,
 )
 from tests.faulty_http import Step, noise, reply, serving
@@ -284,6 +285,41 @@ def test_folders_of_older_weights_go_though_a_server_is_lost(
     asyncio.run(run())
     assert not list((tmp_path / "weights").iterdir())
     process.kill()
+
+
+def test_answers_go_on_across_new_weights_and_say_which_wrote_what(
+    servers: GenerateServers,
+    folder: Path,
+    model: PreTrainedModel,
+    other: PreTrainedModel,
+    tmp_path: Path,
+) -> None:
+    url, _ = servers.start(folder, "--holds_at=100", f"--until={tmp_path / 'loaded'}")
+    engine, groups = engine_over(url), groups_of(3, 2, SamplingParams(80))
+
+    async def run() -> dict[tuple[int, int], CompletionEvent]:
+        await engine.load_weights(WeightUpdate(4, model.named_parameters()))
+        await engine.submit(groups)
+        await until(engine, 100)
+        await engine.load_weights(WeightUpdate(5, other.named_parameters()))
+        (tmp_path / "loaded").touch()
+        return {event.key: event for event in await to_the_end(engine)}
+
+    done = asyncio.run(run())
+    assert len(done) == 6
+    prompts = {group.group_id: group.prompt_ids for group in groups}
+    both = 0
+    for (group_id, _), event in done.items():
+        start = 0
+        for span in event.segment.spans:
+            author = {4: model, 5: other}[span.version]
+            expected = reference_logprobs(author, prompts[group_id], event.segment.token_ids)
+            mine = slice(start, span.stop)
+            np.testing.assert_allclose(event.segment.logprobs[mine], expected[mine], atol=1e-4)
+            start = span.stop
+        assert start == len(event.segment)
+        both += len(event.segment.spans) == 2
+    assert both, "no answer was interrupted"
 
 
 @pytest.mark.parametrize("illness", [None, "--keeps_head", "--loads_nothing"])

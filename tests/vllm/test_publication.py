@@ -129,7 +129,7 @@ def test_answers_go_on_while_an_update_is_kept_beside_the_weights(name: str) -> 
     engines = {}
     told = []
     for breaks_off in (False, True):
-        engines[1] = vllm_engine(model_of(name), live_updates=True, staging=1)
+        engines[1] = vllm_engine(model_of(name), live_updates=True, staging_engines=1)
         ticks, beside = asyncio.run(run(1, 3, breaks_off))
         assert all(later > earlier for earlier, later in itertools.pairwise(ticks))
         engines[0] = vllm_engine(model_of(name), live_updates=True)

@@ -20,7 +20,7 @@ from winnow.config.rollout import (
 )
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
-from winnow.config.trainer import Cluster, LocalCluster, Megatron, TrainerConfig
+from winnow.config.trainer import Cluster, LocalCluster, TrainerConfig
 from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
@@ -105,9 +105,11 @@ def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, rol
 def staging_engines(trainer: TrainerConfig, roles: Roles) -> int:
     """Return how many engines may copy an update beside their weights, if memory allows; or 0.
 
-    In other modes than `async` no answer goes on while weights are published.
+    In other modes than `async` no answer goes on while weights are published; and on shared GPUs
+    ranks learn meanwhile, which need the memory.
     """
-    return max(roles["rollout"].count, 1) if trainer.mode.name == "async" else 0
+    stages = trainer.mode.name == "async" and not roles.shares_devices
+    return max(roles["rollout"].count, 1) if stages else 0
 
 
 def engines_share_gpus(roles: Roles) -> bool:
@@ -124,16 +126,17 @@ def _memory_options(
     return {
         "sleep": engines_sleep(config.rollout.engine, config.trainer, config.cluster, roles),
         "reserved_gib": reserved_gib(config, roles, parameters) if shares else None,
-        "staging": staging_engines(config.trainer, roles),
+        "staging_engines": staging_engines(config.trainer, roles),
     }
 
 
 def reserved_gib(config: Config, roles: Roles, policy: Sequence[Parameter]) -> float:
     """Return an upper bound of what learning has yet to allocate on a GPU of an engine that starts.
 
-    These are fp32 masters and AdamW's two moments of all trained weights, shared out over the ranks
-    of a replica, and nothing where they stay in host memory. The run's own process loads critic and
-    reference after the engines, too. Both are taken to be as large as the policy.
+    These are fp32 masters and AdamW's two moments of all trained weights: an FSDP2 rank holds its
+    part of a replica, a Megatron rank its part of all ranks; and nothing where they stay in host
+    memory. The run's own process loads critic and reference after the engines, too. Both are taken
+    to be as large as the policy.
     """
     strategy = config.trainer.strategy
     critic: Any = config.critic.strategy if "critic" in roles else strategy
@@ -144,20 +147,15 @@ def reserved_gib(config: Config, roles: Roles, policy: Sequence[Parameter]) -> f
     if has_critic and is_beside:
         trained.append((whole, critic))
     on_gpus = [(n, each) for n, each in trained if not getattr(each, "offload", False)]
-    total = sum(12 * n / _shards(each) for n, each in on_gpus)
+    total = sum(12 * n / _optimizer_shards(each) for n, each in on_gpus)
     if "policy" not in roles:
-        is_adapted = isinstance(config.model.adapter, LoraAdapter) and not config.reference.path
-        has_reference = (
-            needs_reference(config.algorithm) and "reference" not in roles and not is_adapted
-        )
+        has_reference = needs_reference(config.algorithm) and "reference" not in roles
         total += whole * itemsize * (has_reference + (has_critic and "critic" not in roles))
     return total / 2**30
 
 
-def _shards(strategy: Any) -> int:
-    """Return the ranks over which a strategy shares out one copy of a model."""
-    if isinstance(strategy, Megatron):
-        return strategy.model_parallel_ranks
+def _optimizer_shards(strategy: Any) -> int:
+    """Return the ranks over which a strategy divides the optimizer's state of a model."""
     return int(getattr(strategy, "ranks", 1)) // int(getattr(strategy, "replicas", 1))
 
 

@@ -72,7 +72,12 @@ def worker_processes(
             return {name: worker_arguments[name] for name in role.arguments}
         profiler = make_profiler(config.trainer.profile, "engine", number)
         alone = {} if profiler is None else {"profiler": profiler}
-        return {**engine, "model": existing_model(engine["model"]), **alone}
+        folders = {
+            name: existing_model(engine[name])
+            for name in ("model", "tokenizer")
+            if engine.get(name) is not None
+        }
+        return {**engine, **folders, **alone}
 
     with (
         contextlib.closing(WorkerGroups()) as groups,
@@ -109,20 +114,17 @@ def existing_model(path: str) -> str:
 def launcher(
     config: Config, roles: Roles, groups: WorkerGroups, trains: bool = True
 ) -> Iterator[Launch]:
-    """Prepare this machine or the cluster for a recipe's processes; yield the function to start
-    them.
+    """Prepare this machine or the cluster for a recipe's processes; yield what starts them.
 
     Args:
         trains: as for `assign_local_gpus`.
 
     Raises:
-        ConfigError: machine or cluster are too small, or Ray is not installed.
-        WinnowError: the cluster cannot be reached.
+        WinnowError: machine or cluster are too small, or Ray is missing or cannot be reached.
     """
     threads, cluster = config.run.threads, config.cluster
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     environment |= CUBLAS_VARIABLE if config.run.deterministic else {}
-    stall_timeout_s = config.trainer.stall_timeout_s
     if not isinstance(cluster, RayCluster):
         from winnow.workers.group import start_local
 
@@ -136,7 +138,7 @@ def launcher(
                 if gpus and role.is_vllm:
                     variables, gpus = environment | visible_devices_variable(gpus), range(1)
             group = role.group_name(number), role.worker, arguments, size
-            limits = stall_timeout_s, gpus, cluster.start_timeout_s
+            limits = config.trainer.stall_timeout_s, gpus, cluster.start_timeout_s
             return functools.partial(start_local, *group, variables, *limits)
 
         yield start_locally
@@ -158,8 +160,10 @@ def launcher(
         # Not those that this process sees: its node may have none, or hide them.
         has_devices = any(node["GPU"] for node in node_resources().values())
         has_devices = {"auto": has_devices, "cpu": False, "cuda": True}[config.run.device]
-        pools = make_pools(roles, cluster, has_devices)
-        reserved = groups.wait(reserve(pools, lost_timeout_s=cluster.start_timeout_s))
+        lost_s = cluster.start_timeout_s if config.trainer.max_restarts else 0.0
+        reserved = groups.wait(
+            reserve(make_pools(roles, cluster, has_devices), lost_timeout_s=lost_s)
+        )
 
         def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Start:
             place = reserved.placement(role.name, number if role.kind == "engines" else None)
@@ -167,7 +171,7 @@ def launcher(
             on_device = place.worker_resources.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)
             nsight = ray_nsight_options(config.trainer.profile, role.name)
-            limits = stall_timeout_s, nsight, cluster.start_timeout_s
+            limits = config.trainer.stall_timeout_s, nsight, cluster.start_timeout_s
             return functools.partial(start_ray, *group, worker_variables, *limits)
 
         try:

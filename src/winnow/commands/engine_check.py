@@ -330,7 +330,10 @@ async def _check_sleep(engine: Engine, reference: TrainerModel, sleeps: bool) ->
         sleeper = cast(SleepingEngine, engine)
         await sleeper.sleep()
         await sleeper.wake("weights")
-        await engine.load_weights(WeightUpdate(3, reference.strategy.export_weights()))
+        try:
+            await engine.load_weights(WeightUpdate(3, reference.strategy.export_weights()))
+        except (ConfigError, PublicationError) as error:
+            return EngineFinding("sleep", "failed", str(error))
         await sleeper.wake("cache")
         return await reference.compare("sleep", engine, 3)
     servers = engine.servers.values() if isinstance(engine, HttpEngine) else ()

@@ -463,7 +463,7 @@ class RayCluster(Section):
     those of N ranks of one node. Pools say that themselves, by roles of one pool."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds in which processes must have loaded their models, once Ray has placed them, and in
-    which a node that Ray has lost must be back where the others do not suffice."""
+    which a node that Ray has lost must be back where the others do not suffice (max_restarts)."""
     cpus: float = Field(1.0, gt=0)
     """Cores per worker."""
     pools: dict[str, PoolConfig] = Field({})

@@ -73,7 +73,7 @@ SCORED = 24
 """Tokens at the end of each sequence that are compared, 96 in all. An engine that scores a token
 by drawing it pays a tick for each; the context before them costs one prefill."""
 _NUDGES = 3
-"""More passes over all sequences but the long one: rounding depends little on length."""
+"""Copies of all sequences but the long one: rounding depends little on length."""
 _NUDGE = "nudge"
 """The column [T] of a batch that says from what place on a token's embedding is moved, or -1."""
 ALLOWED: Mapping[torch.dtype, float] = {

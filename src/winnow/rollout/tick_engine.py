@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from winnow.errors import PublicationError
 from winnow.rollout.engine import (
     EMPTY,
     AnswerRequest,
@@ -309,16 +311,18 @@ class TickEngine(QueueEngine[Answer]):
             ValueError: answers are running in an engine without live updates, or the model has no
                 such tensor.
             PublicationError: a tensor is missing in the buckets, they are of another version, or
-                the model has other bytes than were sent; no token is decoded then.
+                the model has other bytes than were sent. The engine then decodes no more, or
+                goes on with the old weights if the update was copied beside them.
         """
         self._check_update_allowed()
-        if update.tensors is not None:
-            await self._load_tensors(update)
-        while update.stored is not None and not await self.take_stored(update, math.inf):
-            pass
-        if self._receiving is not None:
-            self._receiving.finish(update.version)
-            self._receiving = None
+        with self._aborting_on_error(update.version):
+            if update.tensors is not None:
+                await self._load_tensors(update)
+            while update.stored is not None and not await self._load_stored(update, math.inf):
+                pass
+            if self._receiving is not None:
+                self._receiving.finish(update.version)
+                self._receiving = None
         rows = range(len(self._running))
         for answer, segment in zip(self._running, self._segments(rows), strict=True):
             answer.spans = segment.spans
@@ -328,10 +332,16 @@ class TickEngine(QueueEngine[Answer]):
     async def take_stored(
         self, update: WeightUpdate, patience_s: float, is_due: Callable[[], bool] = lambda: False
     ) -> bool:
+        with self._aborting_on_error(update.version):
+            return await self._load_stored(update, patience_s, is_due)
+
+    async def _load_stored(
+        self, update: WeightUpdate, patience_s: float, is_due: Callable[[], bool] = lambda: False
+    ) -> bool:
         loop = asyncio.get_running_loop()
         until = loop.time() + patience_s
         if self._loading is None or self._loading[0] != update.version:
-            loading = load_stored(update, self.take_bucket, self._fetch)
+            loading = load_stored(update, self._copy_bucket, self._fetch)
             self._loading = update.version, loading
         try:
             async for _ in self._loading[1]:
@@ -350,6 +360,10 @@ class TickEngine(QueueEngine[Answer]):
             ValueError: answers are running in an engine without live updates.
             PublicationError: the bucket does not fit the model.
         """
+        with self._aborting_on_error(bucket.version):
+            return await self._copy_bucket(bucket)
+
+    async def _copy_bucket(self, bucket: Bucket) -> int:
         if bucket.index == 0:
             self._check_update_allowed()
             before, self._receiving = self._receiving, None  # its memory is free again
@@ -363,6 +377,21 @@ class TickEngine(QueueEngine[Answer]):
             return receiving.take(bucket)
         async with receiving.turn:
             return await self._tick_during(partial(receiving.take, bucket))
+
+    @contextmanager
+    def _aborting_on_error(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except PublicationError as error:
+            self._abort_update(version, error)
+            raise
+
+    def _abort_update(self, version: int, error: PublicationError) -> None:
+        """Drop what was copied beside the weights, which stay in use."""
+        receiving = self._receiving
+        if receiving is not None and receiving.is_beside:
+            receiving.ready.set_result(None)
+            self._receiving = None
 
     def _may_stage(self, nbytes: int) -> bool:
         """Return whether an update is copied beside the weights: answers run, and memory allows."""
@@ -378,10 +407,14 @@ class TickEngine(QueueEngine[Answer]):
     async def _tick_during(self, work: Callable[[], T]) -> T:
         """Do work in a thread, and run ticks meanwhile."""
         task = asyncio.ensure_future(in_thread(work))
-        while not task.done():
-            if self._running or self._queue:
-                self._events += self._advance()
-                await asyncio.sleep(0)
-            else:
+        try:
+            while not task.done():
+                if self._running or self._queue:
+                    self._events += self._advance()
+                    await asyncio.sleep(0)
+                else:
+                    await asyncio.wait([task])
+        finally:  # a thread cannot be cancelled
+            if not task.done():
                 await asyncio.wait([task])
         return await task

@@ -237,7 +237,7 @@ async def send_weights(
             engines get the remaining buckets.
 
     Raises:
-        PublicationError: an engine has other bytes than were sent, and draws no more tokens; or
+        PublicationError: an engine has other bytes than were sent, and does not use them; or
             the update has no tensors.
     """
     under_way: list[asyncio.Task[None]] = []
@@ -315,6 +315,13 @@ async def _deliver(
             reject(name, _checksum_error(name, bucket, held))
 
 
+_USED = {
+    "memory.max": ("anon", "shmem"),
+    "memory.limit_in_bytes": ("total_rss", "total_shmem"),
+}
+"""By the file of a control group's limit (version 2 and 1), names of what its processes use."""
+
+
 def fits_beside(nbytes: int, device: torch.device, engines: int) -> bool:
     """Return whether an update may be copied beside the weights: it takes half of what is free.
 
@@ -331,14 +338,28 @@ def fits_beside(nbytes: int, device: torch.device, engines: int) -> bool:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes that the machine, or its container, has left for processes; 0 if unknown."""
-    sizes = _read_numbers(root / "proc/meminfo")
-    free, group = sizes.get("MemAvailable:", 0) << 10, root / "sys/fs/cgroup"
-    limit = group / "memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        used = _read_numbers(group / "memory.stat")  # files that are cached can be dropped
-        free = min(free, int(text) - used.get("anon", 0) - used.get("shmem", 0))
-    return free
+    """Return the bytes that the machine, a container or a batch system's job has left for
+    processes; 0 if unknown."""
+    free = _read_numbers(root / "proc/meminfo").get("MemAvailable:", 0) << 10
+    for group in _control_groups(root):
+        for limit in (group / "memory.max", group / "memory.limit_in_bytes"):
+            if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+                stat = _read_numbers(group / "memory.stat")  # files that are cached can be dropped
+                used = sum(stat.get(name, 0) for name in _USED[limit.name])
+                free = min(free, int(text) - used)
+    return max(free, 0)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups for memory, and those around them."""
+    mount, groups = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    yield mount  # of a container that sees its own group only
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            base = mount / "memory" if controllers else mount
+            group = base / path.strip("/")
+            yield from (each for each in (group, *group.parents) if each.is_relative_to(base))
 
 
 def _read_numbers(file: Path) -> dict[str, int]:
@@ -449,6 +470,8 @@ def replace_weights(own: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> 
             own[name].data = tensor
         else:
             own[name].copy_(tensor)
+    if any(tensor.is_cuda for tensor in staged.values()):
+        torch.cuda.empty_cache()  # `fits_beside` counts what PyTorch holds as used
 
 
 def _copy_into(target: Tensor, piece: BucketPiece) -> BucketPiece:
@@ -471,7 +494,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-class StagedReceiver(WeightReceiver):
+class WholeTensorReceiver(WeightReceiver):
     """A weight receiver that assembles whole tensors in host memory and loads them into vLLM.
 
     Beside the weights it keeps them all until `finish`, and begins with vLLM's update then.

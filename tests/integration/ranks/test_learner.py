@@ -110,7 +110,7 @@ def test_the_start_is_needed_by_a_reference_or_a_critic_of_its_own() -> None:
 
 def test_a_kl_whose_gradient_is_not_the_kls_is_told() -> None:
     told = [
-        kl_notes(load_recipe("quickstart", ["algorithm/kl/loss=fixed", *more]))
+        kl_notes(load_recipe("quickstart", ["algorithm/kl/loss=fixed", *more]).algorithm)
         for more in (["algorithm.kl.loss.estimator=k3"], [])
     ]
     assert [len(lines) for lines in told] == [1, 0]

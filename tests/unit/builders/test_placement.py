@@ -257,7 +257,7 @@ CRITIC_BESIDE = (
         ((*FOUR, "algorithm/advantage=gae", "algorithm/kl/loss=fixed"), 3 + 3),
         ((*FOUR, "trainer.strategy.replicas=2"), 6),
         ((*FOUR, "trainer.strategy.offload=true"), 0),
-        ((*FOUR, "trainer/strategy=megatron", "trainer.strategy.tensor=2"), 6),
+        ((*FOUR, "trainer/strategy=megatron", "trainer.strategy.tensor=2"), 3),
         (CRITIC, 3),
         (("cluster=ray", *CRITIC, *CRITIC_BESIDE), 3 + 3),
     ],

@@ -214,7 +214,7 @@ async def test_answers_that_end_while_an_update_comes_are_told_before_it_is_ther
         return work()
 
     monkeypatch.setattr(tick_engine, "in_thread", at_once)  # a few ticks a bucket
-    remote, wire, _ = await connected(live_updates=True, staging=1)
+    remote, wire, _ = await connected(live_updates=True, staging_engines=1)
     tensors = digits_model(initializer_range=0.5).named_parameters()
     buckets = list(pack_buckets(WeightUpdate(1, tensors), 64))
     await remote.submit(requests([5, 40, 3000]))

@@ -264,7 +264,7 @@ def from_stores(engine: TorchEngine, source: dict[str, Tensor]) -> Any:
 async def test_answers_go_on_while_an_update_comes_beside_the_weights(
     send: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, copied = engine_of(live_updates=True, staging=1), list[int]()
+    engine, copied = engine_of(live_updates=True, staging_engines=1), list[int]()
 
     async def noted(work: Any) -> Any:
         copied.append(engine.status().tick)
@@ -289,7 +289,7 @@ async def test_answers_go_on_while_an_update_comes_beside_the_weights(
 
 @pytest.mark.parametrize("fault", ["the sender is gone", "a tensor is missing", "a bit is wrong"])
 async def test_an_update_beside_the_weights_that_breaks_off_leaves_them_whole(fault: str) -> None:
-    engine, tensors = engine_of(live_updates=True, staging=1), list(learned().items())
+    engine, tensors = engine_of(live_updates=True, staging_engines=1), list(learned().items())
     await engine.submit([ask_for(LONG)])
     packed = list(pack_buckets(WeightUpdate(1, tensors[:-1]), 4096))
     if fault == "the sender is gone":
@@ -300,6 +300,7 @@ async def test_an_update_beside_the_weights_that_breaks_off_leaves_them_whole(fa
             packed[-1] = replace(last, stored_checksum=last.checksum() ^ 1)
         with pytest.raises(PublicationError, match="missing" if last is packed[-1] else "bytes"):
             await engine.load_weights(WeightUpdate(1, stored=[Elsewhere(packed)]))
+        assert engine._receiving is None
     at = engine.status().tick
     assert engine.status().weight_version == 0
     assert await engine.events(until=at + 5) == []
@@ -318,22 +319,34 @@ async def test_an_update_beside_the_weights_that_breaks_off_leaves_them_whole(fa
 async def test_without_answers_or_memory_an_update_goes_into_the_weights() -> None:
     bucket, *_ = pack_buckets(WeightUpdate(1, learned().items()), 1000)
     for staging, answers in ((1, []), (10**15, [ask_for(9)]), (0, [ask_for(9)])):
-        engine = engine_of(live_updates=True, staging=staging)
+        engine = engine_of(live_updates=True, staging_engines=staging)
         await engine.submit(answers)
         await engine.take_bucket(bucket)
         assert engine._receiving is not None
         assert not engine._receiving.is_beside
 
 
-@pytest.mark.parametrize(("limit", "free"), [("max", 8 << 20), ("5000000", 2_000_000)])
-def test_free_memory_is_what_machine_and_container_leave(
-    limit: str, free: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("limits", "free"),
+    [
+        ({"": "max"}, 8 << 20),
+        ({"": "5000000"}, 2_000_000),
+        ({"job/step/memory.max": "max", "job/memory.max": "6000000"}, 3_000_000),
+        ({"memory/job/step/memory.limit_in_bytes": "4000000"}, 1_000_000),
+    ],
+)
+def test_free_memory_is_what_machine_container_and_job_leave(
+    limits: dict[str, str], free: int, tmp_path: Path
 ) -> None:
+    used = "anon 1000000\nfile 4000000\nshmem 2000000\ntotal_rss 3000000\n"
+    groups = "4:memory:/job/step\n" if "memory/" in "".join(limits) else "0::/job/step\n"
     files = {
         "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8192 kB\n",
-        "sys/fs/cgroup/memory.max": f"{limit}\n",
-        "sys/fs/cgroup/memory.stat": "anon 1000000\nfile 4000000\nshmem 2000000\n",
+        "proc/self/cgroup": f"1:cpu:/other\n{groups}",
     }
+    for name, limit in limits.items():
+        file = Path("sys/fs/cgroup") / (name or "memory.max")
+        files |= {str(file): f"{limit}\n", str(file.parent / "memory.stat"): used}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

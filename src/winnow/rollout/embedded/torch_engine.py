@@ -61,7 +61,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         cache_gib: most GiB of keys and values; None is `cache_room_gib`.
         memory_share, reserved_gib: of `cache_room_gib`.
         sleep: the engine sleeps while others need a GPU's memory.
-        staging: as `fits_beside` takes `engines`.
+        staging_engines: as `fits_beside` takes `engines`.
         routes: tell of each token the experts that it went to, among the extras of a finished
             answer that may be trained on.
 
@@ -85,7 +85,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         memory_share: float | None = None,
         reserved_gib: float | None = None,
         sleep: bool = False,
-        staging: int = 0,
+        staging_engines: int = 0,
     ) -> None:
         self._head = output_head(model)
         weight = self._head.weight
@@ -96,7 +96,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             slots = max_slots(model.config, weight.dtype, slots, longest, cache_gib)
         super().__init__(PrefilledAnswer, slots, decode, live_updates)
         self._model, self._device = model, weight.device
-        self._staging, self._staging_device = staging, weight.device
+        self._staging, self._staging_device = staging_engines, weight.device
         self._routing = routing_of(model, replays=True) if routes else None
         self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
         self._prefill_tokens, self._fp32_head = prefill_tokens, fp32_head

@@ -79,11 +79,10 @@ from winnow.rollout.vllm.refusals import (  # noqa: E402
 )
 from winnow.rollout.vllm.worker import VllmOptions, memory_share, read_gpu_memory_gib  # noqa: E402
 from winnow.rollout.weights import (  # noqa: E402
-    Bucket,
     Named,
-    StagedReceiver,
     WeightReceiver,
     WeightUpdate,
+    WholeTensorReceiver,
     pack_buckets,
 )
 from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray  # noqa: E402
@@ -123,7 +122,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         vocab_size: ids at or beyond it are never drawn (padding of the embedding).
         decode: token ids to text; needed only where requests carry stop strings.
         live_updates: take new weights while answers run.
-        staging: as `fits_beside` takes `engines`, of the host's memory.
+        staging_engines: as `fits_beside` takes `engines`, of the host's memory.
 
     Raises:
         ConfigError: vLLM does not apply an adapter to all layers that have one.
@@ -137,12 +136,12 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         vocab_size: int,
         decode: Callable[[Sequence[int]], str] | None = None,
         live_updates: bool = False,
-        staging: int = 0,
+        staging_engines: int = 0,
     ) -> None:
         super().__init__(VllmAnswer, slots, decode, live_updates)
         self._llm, self._model, self._vocab_size = llm, model, vocab_size
         self._scored: dict[str, FloatArray | None] = {}
-        self._numbers, self._staging = count(), staging
+        self._numbers, self._staging = count(), staging_engines
         self._broken: str | None = None
         self._expected: dict[str, Tensor] | None = None  # of an adapter
         self._lora: LoRARequest | None = None
@@ -189,7 +188,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         def mark(end: str) -> None:
             self._call_workers(f"{end}_weight_update")
 
-        return StagedReceiver(self._model, version, load, mark, None, self._may_stage)
+        return WholeTensorReceiver(self._model, version, load, mark, None, self._may_stage)
 
     def _adapter_receiver(self, version: int) -> WeightReceiver:
         """Gather an adapter, which vLLM takes as a whole."""
@@ -200,7 +199,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
                 with self._break_on_error("add_lora"):
                     self._load_adapter(named)
 
-        return StagedReceiver(self._model, version, named.extend, mark, only, self._may_stage)
+        return WholeTensorReceiver(self._model, version, named.extend, mark, only, self._may_stage)
 
     def _load_adapter(self, named: Named) -> None:
         """Have vLLM apply an adapter from its next step on, in the place of the one before."""
@@ -222,26 +221,10 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         for bucket in pack_buckets(WeightUpdate(update.version, rounded)):
             await self.take_bucket(bucket)
 
-    async def take_bucket(self, bucket: Bucket) -> int:
-        with self._abort_update_on_error(bucket.version):
-            return await super().take_bucket(bucket)
-
-    async def take_stored(self, update: WeightUpdate, *args: Any) -> bool:
-        with self._abort_update_on_error(update.version):
-            return await super().take_stored(update, *args)
-
-    async def load_weights(self, update: WeightUpdate) -> None:
-        with self._abort_update_on_error(update.version):
-            await super().load_weights(update)
-
-    @contextmanager
-    def _abort_update_on_error(self, version: int) -> Iterator[None]:
-        try:
-            yield
-        except PublicationError as error:
-            if self._receiving is None or not self._receiving.is_beside:
-                self._mark_broken(f"weights of version {version} came in part: {error}")
-            raise
+    def _abort_update(self, version: int, error: PublicationError) -> None:
+        if self._receiving is None or not self._receiving.is_beside:
+            self._mark_broken(f"weights of version {version} came in part: {error}")
+        super()._abort_update(version, error)
 
     def _call_workers(self, method: str, **kwargs: Any) -> None:
         with self._break_on_error(method):
@@ -551,7 +534,7 @@ class VllmEngineWorker(EngineWorker):
         model: a Hugging Face folder.
         dtype: of the weights; must be that of published ones.
         tokenizer: its folder, where requests carry stop strings.
-        vocab_size, live_updates, staging: of `VllmEngine`.
+        vocab_size, live_updates, staging_engines: of `VllmEngine`.
         adapter: to be put beside the model's weights; publications then are of it alone.
         profiler: of this process; vLLM's own processes, which tensor_parallel has, are not in it.
         options: of `VllmOptions`.
@@ -571,7 +554,7 @@ class VllmEngineWorker(EngineWorker):
         slots: int,
         vocab_size: int,
         live_updates: bool = False,
-        staging: int = 0,
+        staging_engines: int = 0,
         adapter: LoraAdapter | None = None,
         profiler: StepProfiler | None = None,
         **options: Any,
@@ -585,5 +568,5 @@ class VllmEngineWorker(EngineWorker):
             model, VllmOptions(dtype=dtype, slots=slots, trust_remote_code=code, **options)
         )
         decode = None if tokenizer is None else load_decoder(tokenizer, code)
-        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates, staging)
+        engine = VllmEngine(llm, shapes, slots, vocab_size, decode, live_updates, staging_engines)
         super().__init__(engine, profiler)

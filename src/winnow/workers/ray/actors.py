@@ -246,7 +246,7 @@ class RayWorker:
         self._host = Host(sender, self._is_orphan)
         address = self._stream.getsockname()[0]
         # An unreachable driver closes no connection: this worker ends some time after Ray has given
-        # up its node, and frees its device.
+        # up its node, and frees its device. So does one whose driver stands still for so long.
         self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             self._stream.setsockopt(socket.IPPROTO_TCP, option, _UNREACHABLE_S // 4)

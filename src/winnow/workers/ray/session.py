@@ -54,6 +54,7 @@ def ray_session(
     address: str | None,
     *,
     cpus: int | None = None,
+    devices: int | None = None,
     store_bytes: int = 512 << 20,
     temp_dir: str | None = None,
     runtime_env: Mapping[str, Any] | None = None,
@@ -66,6 +67,7 @@ def ray_session(
     Args:
         address: `auto`, or HOST:PORT; None starts a private instance.
         cpus: number of CPUs of a private instance; by default all.
+        devices: number of accelerators of a private instance; by default all.
         store_bytes: object store memory of a private instance.
         temp_dir: parent of a private instance's folder.
         runtime_env: Ray's, for all actors of the connection; its folders are copied to the nodes.
@@ -94,6 +96,7 @@ def ray_session(
             folder = after.enter_context(_guarded_folder(temp_dir))
             options |= {
                 "num_cpus": cpus,
+                "num_gpus": devices,
                 "include_dashboard": False,
                 "object_store_memory": store_bytes,
                 "_temp_dir": folder,
@@ -219,7 +222,8 @@ async def reserve(
     one if that is in use or gone.
 
     Args:
-        lost_timeout_s: how long to wait for a node that Ray has lost, if the others do not suffice.
+        lost_timeout_s: how long to wait for a node that Ray has lost, if the others do not suffice:
+            a supervised run that ended with its node starts before that is back.
 
     Raises:
         ConfigError: the cluster is too small, or its resources are not free within the timeout.
