@@ -122,6 +122,16 @@ class Trajectory:
         return sum(len(s) for s in self.segments if s.source == "model")
 
     @property
+    def last_turn(self) -> Segment:
+        """The last segment that the policy wrote: the answer of a conversation."""
+        return next(s for s in reversed(self.segments) if s.source == "model")
+
+    @property
+    def turns(self) -> tuple[Segment, ...]:
+        """The segments that the policy wrote."""
+        return tuple(s for s in self.segments if s.source == "model")
+
+    @property
     def truncated(self) -> bool:
         """True if the response limit ended it."""
         return self.finish_reason == "length"

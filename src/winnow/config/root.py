@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import ADDRESS, PLACE, Change, ImportPath, Options, SecretError, Section
 from winnow.config.data import DataConfig, NoDemonstrations, Sft
+from winnow.config.environment import Environment, NoEnvironment
 from winnow.config.model import ModelConfig, NoWarmStart, ReferenceConfig, WarmStart
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import RolloutConfig, SamplingConfig
@@ -215,6 +216,8 @@ class Config(Section):
     """Supervised fine-tuning on demonstrations, instead of rewards."""
     data: Annotated[DataConfig, Change.NEVER] = DataConfig()
     """Prompts."""
+    environment: Annotated[Environment, Change.BETWEEN_GROUPS] = NoEnvironment()
+    """Counterpart of the policy in conversations."""
     reward: RewardConfig = RewardConfig()
     """Scores."""
     rollout: RolloutConfig = RolloutConfig()

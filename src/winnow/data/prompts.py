@@ -78,13 +78,22 @@ class PromptSet:
 
 
 class PromptRenderer:
-    """Renders rows for one tokenizer by the rules of the section `data`."""
+    """Renders rows for one tokenizer by the rules of the section `data`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    Args:
+        tools: JSON schemas of the tools that the policy may call.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._tokenizer: Any = tokenizer
         self._config = config
         self._templates = _templates(config.prompt_template)
-        self._chat = ChatTemplate(tokenizer, config)
+        self._chat = ChatTemplate(tokenizer, config, tools)
         self._use_chat_template = bool(self._chat.text)
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id

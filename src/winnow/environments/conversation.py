@@ -30,6 +30,7 @@ from winnow.rollout.engine import (
     Engine,
     EngineStatus,
     GroupRequest,
+    SamplingParams,
 )
 from winnow.rollout.weights import WeightUpdate
 from winnow.types import FinishReason, IntArray, Prompt, Segment, VersionSpan
@@ -64,8 +65,8 @@ class ConversationLimits:
 
     turns: int
     """Most turns of the policy."""
-    turn_tokens: int
-    """Most tokens of a turn."""
+    turn_tokens: int | None = None
+    """Most tokens of a turn, if there is a limit."""
 
 
 @dataclass(eq=False)
@@ -155,8 +156,7 @@ class ConversationEngine:
                 else:
                     begun.append(request)
             if begun:
-                tokens = min(self._limits.turn_tokens, group.sampling.max_tokens)
-                sampling = replace(group.sampling, max_tokens=tokens)
+                sampling = self._turn_sampling(group.sampling, 0)
                 fresh.append(replace(group, answers=tuple(begun), sampling=sampling, prompt=None))
         if fresh:
             await self._engine.submit(fresh)
@@ -282,11 +282,17 @@ class ConversationEngine:
             return
         prefix = _flatten([*segments, *([request.prefix] if request.prefix else [])])
         sampling = conversation.group.sampling
-        tokens = min(conversation.length + self._limits.turn_tokens, sampling.max_tokens)
         turn = replace(request, prefix=prefix, earlier=())
-        sampling = replace(sampling, max_tokens=tokens)
+        sampling = self._turn_sampling(sampling, conversation.length)
         group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
         await self._engine.submit([group])
+
+    def _turn_sampling(self, sampling: SamplingParams, length: int) -> SamplingParams:
+        """Return the settings of a turn behind `length` tokens, which count towards its limit."""
+        if self._limits.turn_tokens is None:
+            return sampling
+        tokens = min(length + self._limits.turn_tokens, sampling.max_tokens)
+        return replace(sampling, max_tokens=tokens)
 
     def _turn_event(self, conversation: Conversation, event: CompletionEvent) -> CompletionEvent:
         """Return an event of the engine as one of the conversation."""

@@ -157,7 +157,7 @@ class RewardPipeline:
         """
         if text is None:
             assert self._decode is not None, "made without what reads tokens"
-            text = self._decode(trajectory.token_ids)
+            text = self._decode(trajectory.last_turn.token_ids)
         # The models are asked before anything is waited for, so that answers whose scoring begins
         # together are run together.
         verdicts: list[tuple[ModelSection, ScoreFuture]] = []

@@ -1,0 +1,87 @@
+"""Environments: what replies to the policy's turns in a conversation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from winnow.config.base import Change, ImportPath, Options, Section
+
+
+class NoEnvironment(Section):
+    """Answers are single turns."""
+
+    name: Literal["none"] = "none"
+
+
+class _Conversation(Section):
+    max_turns: int = Field(8, ge=1)
+    """Maximum number of turns of the policy in a conversation."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens of a turn; null: no limit but rollout.max_response_tokens, which
+    counts all tokens after the prompt."""
+    workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
+    """Processes of the environments; null: half of the cores."""
+    timeout_s: Annotated[float, Change.ON_RESUME] = Field(60.0, gt=0)
+    """Seconds that an environment has for a reply."""
+    memory_mb: Annotated[int, Change.ON_RESUME] = Field(2048, ge=64)
+    """Resident memory that a process of environments may use, in MiB."""
+    reply_lag_ticks: int = Field(16, ge=0)
+    """Deterministic mode: decode ticks between the end of a turn and its reply taking effect."""
+
+
+def _check_calls(value: str) -> str:
+    if value != "auto":
+        try:
+            groups = re.compile(value, re.DOTALL).groupindex
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from error
+        if not groups:
+            raise ValueError("has no named group, such as (?P<expression>…), for an argument")
+    return value
+
+
+class ToolsEnvironment(_Conversation):
+    """Python functions as tools; a turn without a call ends the conversation."""
+
+    name: Literal["tools"] = "tools"
+    tools: tuple[ImportPath, ...] = ()
+    """Functions, or classes of which each conversation has an object: FILE.py:NAME or
+    package.module:NAME."""
+    calls: Annotated[str, AfterValidator(_check_calls)] = "auto"
+    """auto reads calls as Qwen, Hermes and Llama write them; others are read by a regular expression
+    with a named group for each argument, and `name` for that of the tool."""
+    tool_timeout_s: Annotated[float, Change.ON_RESUME] = Field(10.0, gt=0)
+    """Seconds of an asynchronous tool, after which the policy is told so."""
+    output_chars: int = Field(4096, ge=1)
+    """Longest text of a tool's result; the rest is cut."""
+
+    def conflicts(self) -> Iterator[str]:
+        if not self.tools:
+            yield "environment.tools is empty; set environment.tools=[FILE.py:NAME]"
+
+
+class CustomEnvironment(_Conversation):
+    """A class of environments, given by its import path."""
+
+    name: Literal["custom"] = "custom"
+    path: ImportPath
+    """Place of the class: FILE.py:NAME or package.module:NAME."""
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments passed to the class."""
+
+
+Environment = Annotated[
+    NoEnvironment | ToolsEnvironment | CustomEnvironment, Field(discriminator="name")
+]
+
+
+def host_arguments(config: ToolsEnvironment | CustomEnvironment) -> tuple[Any, ...]:
+    """Return the arguments of `EnvironmentHost`."""
+    if isinstance(config, CustomEnvironment):
+        return "environment.path", (config.path,), config.options, False
+    options = {"timeout_s": config.tool_timeout_s, "output_chars": config.output_chars}
+    return "environment.tools", config.tools, options, True
