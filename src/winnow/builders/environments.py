@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from winnow.builders.topology import RunModels
 from winnow.config.data import DataConfig
-from winnow.config.environment import Environment, NoEnvironment, ToolsEnvironment, host_arguments
+from winnow.config.environment import (
+    CustomEnvironment,
+    Environment,
+    NoEnvironment,
+    ToolsEnvironment,
+    host_arguments,
+)
+from winnow.config.root import Config
 from winnow.errors import ConfigError
 from winnow.ranks.models import LoadedPolicy
 from winnow.rollout.engine import Engine
@@ -52,26 +61,41 @@ def environment_processes(config: Environment) -> Iterator[Environments | None]:
         yield pool
 
 
+def with_conversations(
+    config: Config, policy: LoadedPolicy, placed: RunModels, environments: Environments | None
+) -> RunModels:
+    """Return a run's models with an engine for conversations over theirs, if the recipe has any.
+
+    Raises:
+        ConfigError: prompts are rendered without a chat template.
+    """
+    if isinstance(config.environment, NoEnvironment):
+        return placed
+    engine = make_conversation_engine(
+        config.environment,
+        config.data,
+        policy,
+        placed.engine,
+        environments,
+        deterministic=config.run.deterministic,
+    )
+    return replace(placed, engine=engine)
+
+
 def make_conversation_engine(
-    config: Environment,
+    config: ToolsEnvironment | CustomEnvironment,
     data: DataConfig,
     policy: LoadedPolicy,
     engine: Engine,
     environments: Environments | None,
     *,
     deterministic: bool,
-    look_ticks: int,
 ) -> Engine:
-    """Return an engine for conversations over `engine`; `engine` itself for single turns.
-
-    Args:
-        look_ticks: ticks between two looks at `engine`.
+    """Make an engine for conversations over one that writes turns.
 
     Raises:
         ConfigError: prompts are rendered without a chat template.
     """
-    if isinstance(config, NoEnvironment):
-        return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
     from winnow.environments.calls import parse_turn, pattern_parser
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
@@ -97,6 +121,6 @@ def make_conversation_engine(
             ConversationLimits(config.max_turns, config.max_turn_tokens),
             deterministic=deterministic,
             lag_ticks=config.reply_lag_ticks,
-            look_ticks=look_ticks,
+            look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
         ),
     )

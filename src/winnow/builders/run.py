@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from winnow.builders.environments import tool_schemas
 from winnow.builders.lockstep import lockstep_notes
 from winnow.builders.placement import uses_gpu
 from winnow.builders.topology import RunModels
@@ -189,7 +190,8 @@ def build_run(
     seed, engine = config.run.seed, placed.engine
     order = UserSampler(config.data, source, seed) if config.data.sampler else None
     loader = PromptLoader(source, seed, config.data.shuffle, order)
-    held_out = evaluation_prompts(config.data, policy.tokenizer)
+    tools = tool_schemas(config.environment)
+    held_out = evaluation_prompts(config.data, policy.tokenizer, tools)
     evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.copy(), held_out)
     for name, member in engines_by_name(engine, "engine 0").items():
         if hasattr(member, "on_served"):  # it is in another process, which reports its calls

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from winnow import gc_tuning
 from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
+from winnow.builders.environments import environment_processes, tool_schemas, with_conversations
 from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
@@ -133,8 +134,10 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
+            environment_processes(config.environment) as environments,
         ):
             placed = build_models(config, roles, policy, first, start_workers)
+            placed = with_conversations(config, policy, placed, environments)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             others = _make_sinks(config, folder, sink)
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
@@ -186,7 +189,8 @@ def _read_data(
         data = read_sft_data(config.sft, config.data, policy)
         steps = steps if epochs is None else data.count_steps(epochs)
     else:
-        data = training_prompts(config.data, policy.tokenizer, config.run.seed)
+        tools = tool_schemas(config.environment)
+        data = training_prompts(config.data, policy.tokenizer, config.run.seed, tools)
         groups, task = config.sampling.groups_per_step, config.data.task.name
         steps = steps if epochs is None else count_steps(epochs, groups, data, task)
     config, saved = (with_settings(c, trainer={"steps": steps}) for c in (config, opened.config))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from winnow.data.user_source import UserSampler
 
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of the tools that the policy may call."""
 _SHUFFLE, _CHOICE = 0x5EED_0DA7A, 0x5EED_0C401
 """Separate shuffles and choices from other streams of the same seed."""
 
@@ -72,14 +74,17 @@ PromptSource = PromptSet | GeneratedPrompts
 
 
 def training_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, tools: Tools = ()
 ) -> PromptSource:
     """Make the training prompts of a recipe; a `PromptSet`, with its report, where they end.
+
+    Args:
+        tools: as `PromptRenderer` takes them.
 
     Raises:
         DataError: there is no training data, or it is not usable.
     """
-    renderer = PromptRenderer(tokenizer, config)
+    renderer = PromptRenderer(tokenizer, config, tools)
     rows = make_task_rows(config, seed)
     if rows is not None:
         size = rows.size or config.max_train_prompts
@@ -103,13 +108,18 @@ def _choose_rows(rows: list[Row], config: DataConfig, seed: int) -> list[Row]:
     return [rows[index] for index in sorted(chosen)]
 
 
-def evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+def evaluation_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
+) -> PromptSet:
     """Make the held-out prompts of a recipe; an empty set where it names none.
+
+    Args:
+        tools: as `PromptRenderer` takes them.
 
     Raises:
         DataError: the evaluation data is not usable.
     """
-    renderer = PromptRenderer(tokenizer, config)
+    renderer = PromptRenderer(tokenizer, config, tools)
     if config.eval_files:
         return renderer.render(read_rows(config.eval_files, config))
     rows = make_task_rows(config, seed=0)
