@@ -143,8 +143,8 @@ def reserved_gib(config: Config, roles: Roles, policy: Sequence[Parameter]) -> f
     whole, itemsize = sum(p.numel() for p in policy), policy[0].element_size()
     has_critic = config.algorithm.advantage.name == "gae"
     trained = [(sum(p.numel() for p in policy if p.requires_grad), strategy)]
-    is_beside = "critic" not in roles or roles["critic"].pool_name == roles["policy"].pool_name
-    if has_critic and is_beside:
+    shares_pool = "critic" not in roles or roles["critic"].pool_name == roles["policy"].pool_name
+    if has_critic and shares_pool:
         trained.append((whole, critic))
     on_gpus = [(n, each) for n, each in trained if not getattr(each, "offload", False)]
     total = sum(12 * n / _optimizer_shards(each) for n, each in on_gpus)

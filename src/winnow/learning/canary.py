@@ -133,8 +133,8 @@ class Canary:
         batch = pack_sequences([*self.sequences, *short * _NUDGES], SCORED)
         places = [-1] * count + [place for place in range(_NUDGES) for _ in short]
         batch.columns[_NUDGE] = torch.from_numpy(np.repeat(places, batch.lengths))
-        found = _logprobs(strategy, batch)
-        exact, nudged = found[:count], found[count:]
+        logprobs = _logprobs(strategy, batch)
+        exact, nudged = logprobs[:count], logprobs[count:]
         passes = [exact[:-1]]
         passes += [nudged[i : i + len(short)] for i in range(0, len(nudged), len(short))]
         samples = np.array(passes)  # [passes, sequences, SCORED]

@@ -539,25 +539,17 @@ class EngineGroup:
             elif error is not None:
                 raise error
 
-    def _retire(
-        self,
-        client: EngineClient,
-        error: WorkerError | PublicationError,
-        begun: Collection[Key] | None = None,
-    ) -> None:
-        """Queue a dead engine's answers again, and report those being aborted.
-
-        Args:
-            begun: answers that the engine had started; None is all of them.
-        """
+    def _retire(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+        """Queue a dead engine's answers again, and report those being aborted."""
         if client.is_dead:
             return
+        begun = self._started_keys(client)
         client.is_dead, self._last_death = True, error
         if client.task is not None:
             client.task.cancel()
         answers, client.answers = list(client.answers.values()), {}
         for answer in answers:
-            answer.deaths += begun is None or answer.key in begun
+            answer.deaths += answer.key in begun
         self._report_aborted([answer for answer in answers if answer.aborting])
         others = [answer for answer in answers if not answer.aborting]
         self._queue.add(answer for answer in others if answer.deaths < _DEATHS)
@@ -568,7 +560,15 @@ class EngineGroup:
             "%s died, %d of %d engines remain: %s; %d answers continue on them",
             *(client.name, left, len(self._clients), error, len(others)),
         )
+        self._on_retired(client, error)
         self._news.set()
+
+    def _started_keys(self, client: EngineClient) -> Collection[Key]:
+        """Return the answers that a dying engine may have started: all that it has."""
+        return set(client.answers)
+
+    def _on_retired(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+        """Do what a kind of group does about a dead engine: here nothing."""
 
     def _report_aborted(self, answers: Sequence[TrackedAnswer]) -> None:
         self._inbox += [answer.end_event("aborted", self._tick) for answer in answers]

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar, cast
 
 from winnow.errors import PublicationError, WinnowError, WorkerError
 from winnow.rollout.engine import MemoryPart, PublishedEngine, SleepingEngine
-from winnow.rollout.engine_group import EngineClient, EngineGroup, Key
+from winnow.rollout.engine_group import EngineClient, EngineGroup
 from winnow.rollout.weights import WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -50,15 +50,7 @@ class ReplacingEngineGroup(EngineGroup):
         self._starting: dict[EngineClient, asyncio.Future[PublishedEngine]] = {}
         self._are_asleep = False
 
-    def _retire(
-        self,
-        client: EngineClient,
-        error: WorkerError | PublicationError,
-        begun: Collection[Key] | None = None,
-    ) -> None:
-        if client.is_dead:
-            return
-        super()._retire(client, error, begun)
+    def _on_retired(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
         client.attempt = 0 if client.finished else client.attempt
         if client.attempt >= _ATTEMPTS:
             log.warning(

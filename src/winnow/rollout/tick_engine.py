@@ -38,7 +38,7 @@ from winnow.rollout.weights import (
     Bucket,
     WeightReceiver,
     WeightUpdate,
-    fits_beside,
+    can_stage,
     load_stored,
 )
 from winnow.types import FinishReason, IntArray, Segment, VersionSpan
@@ -264,7 +264,7 @@ class TickEngine(QueueEngine[Answer]):
     """Implements `PublishedEngine`, except for rows, ticks and weights."""
 
     _staging = 0
-    """As `fits_beside` takes `engines`."""
+    """As `can_stage` takes `engines`."""
     _staging_device = torch.device("cpu")
     _receiving: WeightReceiver | None = None
     _loading: tuple[int, AsyncIterator[None]] | None = None
@@ -295,7 +295,7 @@ class TickEngine(QueueEngine[Answer]):
         while not self._events and (self._running or self._queue):
             if until is not None and self._tick >= until:
                 break
-            if self._receiving is not None and not self._receiving.is_beside:
+            if self._receiving is not None and not self._receiving.is_staged:
                 await asyncio.shield(self._receiving.ready)
                 continue
             self._events += self._advance()
@@ -373,7 +373,7 @@ class TickEngine(QueueEngine[Answer]):
         receiving = self._receiving
         assert receiving is not None, "bucket 0 comes first"
         self._buckets += 1
-        if not receiving.is_beside:
+        if not receiving.is_staged:
             return receiving.take(bucket)
         async with receiving.turn:
             return await self._tick_during(partial(receiving.take, bucket))
@@ -389,18 +389,18 @@ class TickEngine(QueueEngine[Answer]):
     def _abort_update(self, version: int, error: PublicationError) -> None:
         """Drop what was copied beside the weights, which stay in use."""
         receiving = self._receiving
-        if receiving is not None and receiving.is_beside:
+        if receiving is not None and receiving.is_staged:
             receiving.ready.set_result(None)
             self._receiving = None
 
     def _may_stage(self, nbytes: int) -> bool:
         """Return whether an update is copied beside the weights: answers run, and memory allows."""
         is_busy = bool(self._running or self._queue)
-        return is_busy and fits_beside(nbytes, self._staging_device, self._staging)
+        return is_busy and can_stage(nbytes, self._staging_device, self._staging)
 
     async def _fetch(self, buckets: Iterator[Bucket]) -> Bucket | None:
         work: Callable[[], Bucket | None] = partial(next, buckets, None)
-        if self._receiving is None or not self._receiving.is_beside:
+        if self._receiving is None or not self._receiving.is_staged:
             return work()
         return await self._tick_during(work)
 

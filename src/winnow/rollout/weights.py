@@ -4,7 +4,7 @@
                          checksum of that ─► the next bucket … ─► `load_weights` of the version
 
 An engine that writes answers meanwhile may copy the update beside its weights, if memory allows
-(`fits_beside`): it goes on with the old ones, and stands still only while they are replaced.
+(`can_stage`): it goes on with the old ones, and stands still only while they are replaced.
 
 The checksum (CRC-32 of a bucket's names, shapes and bytes) is taken of the engine's own memory
 after copying, so that one reading covers transport and copy; the engine counts buckets, and tensors
@@ -322,7 +322,7 @@ _USED = {
 """By the file of a control group's limit (version 2 and 1), names of what its processes use."""
 
 
-def fits_beside(nbytes: int, device: torch.device, engines: int) -> bool:
+def can_stage(nbytes: int, device: torch.device, engines: int) -> bool:
     """Return whether an update may be copied beside the weights: it takes half of what is free.
 
     The other half is left to caches and batches, which grow meanwhile.
@@ -392,7 +392,7 @@ class WeightReceiver:
         self._own = dict(parameters | buffers if only is None else only)
         self._filled = dict.fromkeys(self._own, 0)
         self._next = 0
-        self.is_beside = may_stage(sum(own.nbytes for own in self._own.values()))
+        self.is_staged = may_stage(sum(own.nbytes for own in self._own.values()))
         """True if the weights stay whole, and may be used, until `finish` replaces them."""
         self.turn = asyncio.Lock()
         """Held while a bucket is copied beside the weights, in a thread."""
@@ -434,7 +434,7 @@ class WeightReceiver:
 
     def _store_piece(self, piece: BucketPiece, own: Tensor) -> BucketPiece:
         """Copy a piece into a tensor; return it as read back."""
-        if not self.is_beside:
+        if not self.is_staged:
             return _copy_into(own.detach(), piece)
         if piece.name not in self._staged:
             self._staged[piece.name] = torch.empty_like(own, requires_grad=False)
@@ -463,15 +463,15 @@ class WeightReceiver:
         self.ready.set_result(None)
 
 
-def replace_weights(own: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+def replace_weights(model: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
     """Put staged tensors in the place of a model's, by name; parameters without a copy."""
     for name, tensor in staged.items():
-        if isinstance(own[name], nn.Parameter):
-            own[name].data = tensor
+        if isinstance(model[name], nn.Parameter):
+            model[name].data = tensor
         else:
-            own[name].copy_(tensor)
+            model[name].copy_(tensor)
     if any(tensor.is_cuda for tensor in staged.values()):
-        torch.cuda.empty_cache()  # `fits_beside` counts what PyTorch holds as used
+        torch.cuda.empty_cache()  # `can_stage` counts what PyTorch holds as used
 
 
 def _copy_into(target: Tensor, piece: BucketPiece) -> BucketPiece:
@@ -519,13 +519,13 @@ class WholeTensorReceiver(WeightReceiver):
         self._load, self._mark = load, mark
         self._part: Tensor | None = None  # the tensor that is being received
         self._whole: list[Named] = []  # by bucket
-        if not self.is_beside:
+        if not self.is_staged:
             mark("start")
 
     def take(self, bucket: Bucket) -> int:
         self._whole.append([])
         checksum = super().take(bucket)
-        if not self.is_beside:
+        if not self.is_staged:
             self._load_whole()
         return checksum
 
@@ -546,7 +546,7 @@ class WholeTensorReceiver(WeightReceiver):
 
     def finish(self, version: int) -> None:
         super().finish(version)
-        if self.is_beside:
+        if self.is_staged:
             self._mark("start")
             self._load_whole()
         self._mark("finish")

@@ -441,11 +441,15 @@ def test_processes_here_get_their_variables_by_role(
     assert all(("CUBLAS_WORKSPACE_CONFIG" in each) == deterministic for each in given.values())
 
 
+ON_RANKS = ("cluster.share_devices=true", "trainer/strategy=fsdp2", "trainer.strategy.ranks=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "engines"),
     [
         (("trainer/mode=async", "run.deterministic=false", "rollout.engine.processes=3"), 3),
         (("trainer/mode=async", "run.deterministic=false"), 1),
+        (("trainer/mode=async", "run.deterministic=false", *ON_RANKS), 0),
         (("trainer/mode=one_step_off", "rollout.engine.processes=3"), 0),
         (("rollout.engine.processes=3",), 0),
     ],

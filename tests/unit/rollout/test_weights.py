@@ -323,7 +323,7 @@ async def test_without_answers_or_memory_an_update_goes_into_the_weights() -> No
         await engine.submit(answers)
         await engine.take_bucket(bucket)
         assert engine._receiving is not None
-        assert not engine._receiving.is_beside
+        assert not engine._receiving.is_staged
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         cache_gib: most GiB of keys and values; None is `cache_room_gib`.
         memory_share, reserved_gib: of `cache_room_gib`.
         sleep: the engine sleeps while others need a GPU's memory.
-        staging_engines: as `fits_beside` takes `engines`.
+        staging_engines: as `can_stage` takes `engines`.
         routes: tell of each token the experts that it went to, among the extras of a finished
             answer that may be trained on.
 
@@ -124,14 +124,14 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     async def _load_tensors(self, update: WeightUpdate) -> None:
         own, staged = dict(self._model.named_parameters()), dict[str, Tensor]()
-        is_beside = self._may_stage(sum(p.nbytes for p in own.values() if p.requires_grad))
+        is_staged = self._may_stage(sum(p.nbytes for p in own.values() if p.requires_grad))
         tensors = iter(update.tensors or ())
         following = partial(next, tensors, None)
-        while found := await self._tick_during(following) if is_beside else following():
-            name, tensor = found
+        while entry := await self._tick_during(following) if is_staged else following():
+            name, tensor = entry
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(f"weight update: {name} {tuple(tensor.shape)} does not fit")
-            if is_beside:
+            if is_staged:
                 copied = partial(tensor.detach().to, own[name], copy=True)
                 staged[name] = await self._tick_during(copied)
             else:

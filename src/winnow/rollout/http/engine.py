@@ -446,18 +446,14 @@ class HttpEngine(EngineGroup):
             self._raise_fault()
             await self._news.wait()
 
-    def _retire(
-        self,
-        client: EngineClient,
-        error: WorkerError | PublicationError,
-        begun: Collection[Key] | None = None,
-    ) -> None:
-        """Stop requests to a server until it responds and has loaded the newest weights."""
-        if client.is_dead:
-            return
+    def _started_keys(self, client: EngineClient) -> Collection[Key]:
+        """Stop a server's requests; return the answers that it had started."""
         running = self._members[client].stop()
         client.receive(running)
-        super()._retire(client, error, {event.key for event in running})
+        return {event.key for event in running}
+
+    def _on_retired(self, client: EngineClient, error: WorkerError | PublicationError) -> None:
+        """Send no requests until the server responds and has loaded the newest weights."""
         if not self._alive():
             self._silent_since = time.monotonic()
         client.task = asyncio.create_task(self._revive(client, str(error)))

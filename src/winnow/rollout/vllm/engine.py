@@ -122,7 +122,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         vocab_size: ids at or beyond it are never drawn (padding of the embedding).
         decode: token ids to text; needed only where requests carry stop strings.
         live_updates: take new weights while answers run.
-        staging_engines: as `fits_beside` takes `engines`, of the host's memory.
+        staging_engines: as `can_stage` takes `engines`, of the host's memory.
 
     Raises:
         ConfigError: vLLM does not apply an adapter to all layers that have one.
@@ -222,7 +222,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
             await self.take_bucket(bucket)
 
     def _abort_update(self, version: int, error: PublicationError) -> None:
-        if self._receiving is None or not self._receiving.is_beside:
+        if self._receiving is None or not self._receiving.is_staged:
             self._mark_broken(f"weights of version {version} came in part: {error}")
         super()._abort_update(version, error)
 
