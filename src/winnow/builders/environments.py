@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,7 @@ from winnow.config.environment import (
     host_arguments,
 )
 from winnow.config.root import Config
+from winnow.environments import Turn
 from winnow.errors import ConfigError
 from winnow.ranks.models import LoadedPolicy
 from winnow.rollout.engine import Engine
@@ -107,7 +108,7 @@ def make_conversation_engine(
             f"environment={config.name} needs a chat template, and there is none; set "
             "data.chat_template=FILE, or use a model whose tokenizer has one"
         )
-    parse = parse_turn
+    parse: Callable[[str], Turn] = parse_turn
     if isinstance(config, ToolsEnvironment) and config.calls != "auto":
         parse = pattern_parser(config.calls)
     return cast(

@@ -52,8 +52,8 @@ class ToolsEnvironment(_Conversation):
     """Functions, or classes of which each conversation has an object: FILE.py:NAME or
     package.module:NAME."""
     calls: Annotated[str, AfterValidator(_check_calls)] = "auto"
-    """auto reads calls as Qwen, Hermes and Llama write them; a regular expression reads others, with
-    a named group for each argument, and `name` for that of the tool."""
+    """auto reads calls as Qwen, Hermes and Llama write them; a regular expression reads others,
+    with a named group for each argument, and `name` for that of the tool."""
     tool_timeout_s: Annotated[float, Change.ON_RESUME] = Field(10.0, gt=0)
     """Seconds of an asynchronous tool, after which the policy is told so."""
     output_chars: int = Field(4096, ge=1)

@@ -338,7 +338,10 @@ class ConversationEngine:
             self._events.append(conversation.event("failed", error=str(fault)))
             return
         segments = conversation.segments
-        segments[-1] = replace(segments[-1], reward=float(step.reward))
+        turn = conversation.turns[-1]
+        figures = {"calls": float(len(turn.calls)), "malformed": float(len(turn.malformed))}
+        figures |= step.metrics
+        segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
         sampling = conversation.group.sampling
         is_full = conversation.length + len(ids) >= sampling.max_tokens
         if step.done or len(conversation.turns) >= self._limits.turns or is_full:

@@ -52,7 +52,7 @@ class EnvironmentHost:
             self._make = partial(ToolEnvironment, loaded, **options)
             self.is_async = True
         else:
-            (kind,) = loaded
+            kind: Any = loaded[0]
             missing = [
                 name for name in ("reset", "step") if not callable(getattr(kind, name, None))
             ]

@@ -50,7 +50,7 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     )
 
     name = tool.__name__
-    function = tool.__call__ if inspect.isclass(tool) else tool
+    function: Any = tool.__call__ if inspect.isclass(tool) else tool
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
@@ -85,7 +85,7 @@ class ToolEnvironment:
         info = row.get("extra_info")
         kwargs = (info or {}).get("tools_kwargs") if isinstance(info, Mapping) else None
         for name, maker in self._makers.items():
-            tool = maker
+            tool: Any = maker
             if inspect.isclass(maker):
                 tool = maker(**((kwargs or {}).get(name) or {}).get("create_kwargs") or {})
             self._tools[name] = tool

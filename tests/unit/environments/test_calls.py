@@ -18,11 +18,13 @@ ADD = ToolCall("add", {"a": 1, "b": "x"})
     ("text", "turn"),
     [
         ("four", Turn("four")),
-        ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>', Turn("", (ADD,))),
-        ('So <tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', Turn("So", (ADD,))),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>',
+         Turn("", (ADD,))),
+        ('So <tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>',
+         Turn("So", (ADD,))),
         (
-            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"
-            "</function>\n</tool_call>",
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n"
+            "</parameter>\n</function>\n</tool_call>",
             Turn("", (ADD,)),
         ),
         ('{"name": "add", "parameters": {"a": 1, "b": "x"}}', Turn("", (ADD,))),
@@ -98,7 +100,7 @@ def test_schemas_come_from_signature_and_docstring():
     assert schema["parameters"]["properties"] == {
         "by": {"type": "integer", "description": "how far."}
     }
-    with pytest.raises(ConfigError, match="environment.tools: <lambda>: .*give each argument"):
+    with pytest.raises(ConfigError, match=r"environment.tools: <lambda>: .*give each argument"):
         tool_schema(lambda x: x)
 
 

@@ -99,7 +99,7 @@ def test_a_fault_is_that_conversations_and_the_others_go_on(pool, word, fault):
             await pool.step(12, prompt(7), turns("3", word))
         return others, [await pool.step(k, prompt(7), turns("3", "9")) for k in (10, 11)]
 
-    before, after = asyncio.run(play())
+    _before, after = asyncio.run(play())
     assert [steps[-1].observation[0]["content"] for steps in after] == ["lower", "lower"]
     # One of the two had its environment in the process that was lost, and got its turns replayed.
     assert all(len(steps) in (1, 2) for steps in after)
@@ -108,6 +108,6 @@ def test_a_fault_is_that_conversations_and_the_others_go_on(pool, word, fault):
 
 def test_code_that_is_no_environment_is_refused_in_one_line(tmp_path):
     with pytest.raises(
-        ConfigError, match="environment.path .*guess.py:Step: it has no method reset"
+        ConfigError, match=r"environment.path .*guess.py:Step: it has no method reset"
     ):
         make(tmp_path, "Step")
