@@ -42,14 +42,18 @@ Key = tuple[int, int]
 class Environments(Protocol):
     """The environments of all conversations, wherever they run."""
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         """Return the replies to the last turns of a conversation, to one turn at least.
 
-        An environment that is not there any more is made again, and replays all turns.
+        An environment that is not there any more is made again. It loads its state, or replays all
+        turns if there is none.
 
         Args:
             conversation: a key that no other one has.
             turns: all of the policy's, of which the last has no reply yet.
+            state: `Step.state` of the reply before that turn.
 
         Raises:
             EnvironmentFault: the environment fails.
@@ -318,7 +322,9 @@ class ConversationEngine:
     def _ask_environment(self, conversation: Conversation) -> None:
         prompt, look = conversation.group.prompt, self._look_ticks
         assert prompt is not None, "a request of a conversation has its row"
-        step = self._environments.step(conversation.request.seed, prompt, tuple(conversation.turns))
+        state = next((s.state for s in reversed(conversation.segments) if s.state), b"")
+        seed, turns = conversation.request.seed, tuple(conversation.turns)
+        step = self._environments.step(seed, prompt, turns, state)
         conversation.reply = asyncio.ensure_future(step)
         tick = self._engine.status().tick
         conversation.due = -(-(tick + self._lag_ticks) // look) * look
@@ -341,6 +347,7 @@ class ConversationEngine:
         turn = conversation.turns[-1]
         figures = {"calls": float(len(turn.calls)), "malformed": float(len(turn.malformed))}
         figures |= step.metrics
+        segments[:] = [replace(s, state=b"") if s.state else s for s in segments]
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
         sampling = conversation.group.sampling
         is_full = conversation.length + len(ids) >= sampling.max_tokens
@@ -350,7 +357,8 @@ class ConversationEngine:
             event = conversation.event("finished", last, finish_reason=reason)
             self._finish(conversation, event)
             return
-        segments.append(Segment(ids, np.zeros(len(ids), np.float32), (), "environment"))
+        zeros = np.zeros(len(ids), np.float32)
+        segments.append(Segment(ids, zeros, (), "environment", state=step.state))
         conversation.request = replace(conversation.request, prefix=None)
         await self._continue(conversation)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
+import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +29,8 @@ class StepRequest(NamedTuple):
     row: Mapping[str, Any]
     turns: tuple[Turn, ...]
     """All of the policy's; none: the observation of `reset` is wanted."""
+    state: bytes = b""
+    """`Step.state` of the reply before the last turn."""
     closed: tuple[int, ...] = ()
     """Conversations that have ended."""
 
@@ -72,9 +77,9 @@ class EnvironmentHost:
         try:
             environment, turns, steps = self._begin(request)
             steps += [_check_step(environment.step(turn)) for turn in turns]
+            return self._end(request, environment, steps)
         except BaseException as error:
-            return self._fail(request, error)
-        return self._end(request, environment, steps)
+            return make_failure(error, self._file)
 
     async def call(self, items: Sequence[StepRequest]) -> list[list[Step]] | Failure:
         """Reply to the turns of one request, while other requests wait."""
@@ -84,11 +89,11 @@ class EnvironmentHost:
             for turn in turns:
                 reply: Any = environment.step(turn)
                 steps.append(_check_step(await reply if inspect.isawaitable(reply) else reply))
+            return self._end(request, environment, steps)
         except BaseException as error:
-            return self._fail(request, error)
-        return self._end(request, environment, steps)
+            return make_failure(error, self._file)
 
-    def _begin(self, request: StepRequest) -> tuple[Environment, Sequence[Turn], list[Step]]:
+    def _begin(self, request: StepRequest) -> tuple[Any, Sequence[Turn], list[Step]]:
         """Return the environment of a conversation, and the turns that it has not seen."""
         for conversation in request.closed:
             self._close(conversation)
@@ -99,25 +104,32 @@ class EnvironmentHost:
             first = messages_of(environment.reset(request.row))
             if not request.turns:
                 return environment, (), [Step(first)]
+            if request.state:
+                environment.load_state_dict(pickle.loads(request.state))
+                seen = len(request.turns) - 1
         return environment, request.turns[seen:], []
 
     def _end(
         self, request: StepRequest, environment: Environment, steps: list[Step]
     ) -> list[list[Step]]:
-        if request.turns:
-            self._environments[request.conversation] = environment, len(request.turns)
-            if len(self._environments) > _MOST:
-                self._close(next(iter(self._environments)))
+        save = getattr(environment, "state_dict", None)
+        if callable(save) and request.turns and not steps[-1].done:
+            steps[-1] = replace(steps[-1], state=pickle.dumps(save()))
+        self._environments[request.conversation] = environment, len(request.turns)
+        if not request.turns:
+            self._close(request.conversation)
+        elif len(self._environments) > _MOST:
+            self._close(next(iter(self._environments)))
         return [steps]
-
-    def _fail(self, request: StepRequest, error: BaseException) -> Failure:
-        return make_failure(error, self._file)
 
     def _close(self, conversation: int) -> None:
         environment, _ = self._environments.pop(conversation, (None, 0))
         close = getattr(environment, "close", None)
         if callable(close):
-            close()
+            try:
+                close()
+            except Exception:  # no fault of the conversation whose request is being served
+                traceback.print_exc()
 
 
 def _check_step(step: Any) -> Step:

@@ -49,7 +49,9 @@ class EnvironmentPool:
                 self._pools.append(pool)
             stack.pop_all()
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         """Return the replies to the last turns, to one at least.
 
         Raises:
@@ -57,7 +59,7 @@ class EnvironmentPool:
         """
         place = conversation % len(self._pools)
         closed, self._closed[place] = tuple(self._closed[place]), []
-        request = StepRequest(conversation, row_of(prompt), tuple(turns), closed)
+        request = StepRequest(conversation, row_of(prompt), tuple(turns), state, closed)
         outcome = await self._pools[place].call(request)
         if isinstance(outcome, Failure):
             raise EnvironmentFault(outcome.line)

@@ -54,7 +54,9 @@ class Counting:
         self.alive: dict[int, int] = {}
         self.calls = 0
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         self.calls += 1
         await asyncio.sleep(self.delay_s * (conversation % 3))
         if self.calls in self.fails:
