@@ -129,7 +129,7 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(
     hold, scorer = lab.folder / f"{run.name}.hold", lab.folder / "held.py"
     scorer.write_text(HELD_SCORER)
     scoring = f"reward.function.path={scorer}", f"+reward.function.kwargs={{hold: {hold}}}"
-    words = *TWO_ENGINES, *settings, *scoring, "reward.workers=1"
+    words = *TWO_ENGINES, *settings, *scoring, "reward.workers=1", "reward.timeout_s=240"
     with contextlib.ExitStack() as stack:
         if "cluster=ray" in settings:
             address = stack.enter_context(ray_workers.nodes({"num_cpus": 4}))

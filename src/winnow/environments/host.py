@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from winnow.environments import Environment, Step, Turn, messages_of
 from winnow.environments.tools import ToolEnvironment
@@ -105,7 +105,7 @@ class EnvironmentHost:
             if not request.turns:
                 return environment, (), [Step(first)]
             if request.state:
-                environment.load_state_dict(pickle.loads(request.state))
+                cast(Any, environment).load_state_dict(pickle.loads(request.state))
                 seen = len(request.turns) - 1
         return environment, request.turns[seen:], []
 

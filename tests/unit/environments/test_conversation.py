@@ -178,6 +178,46 @@ def test_free_mode_gives_the_same_conversations():
     }
 
 
+class SlowToSubmit:
+    """An engine to which requests take a while, as to one in another process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str):
+        return getattr(self.engine, name)
+
+    async def submit(self, groups) -> None:
+        await asyncio.sleep(0.003)
+        await self.engine.submit(groups)
+
+
+def test_a_caller_that_is_cancelled_loses_no_conversation():
+    model = model_of()
+    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
+
+    async def play():
+        slow = SlowToSubmit(torch_engine(model, slots=5))
+        engine = make(slow, Counting(delay_s=0.002), deterministic=False)
+        await engine.submit(requests())
+        done = {}
+        while len(done) < 12:
+            waiting = asyncio.ensure_future(engine.events())
+            await asyncio.wait([waiting], timeout=0.001)
+            waiting.cancel()
+            (events,) = await asyncio.gather(waiting, return_exceptions=True)
+            if not isinstance(events, asyncio.CancelledError):
+                done |= {event.key: event for event in events}
+                assert all(event.kind == "finished" for event in events)
+            assert len(done) == 12 or engine.status().running + engine.status().queued
+        return done
+
+    done = asyncio.run(asyncio.wait_for(play(), 60))
+    assert {k: transcript(e) for k, e in done.items()} == {
+        k: transcript(e) for k, e in plain.items()
+    }
+
+
 def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
     model = model_of()
     plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
