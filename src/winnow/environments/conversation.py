@@ -16,7 +16,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -88,6 +88,10 @@ class Conversation:
     """Decode tick at which the reply is seen in deterministic mode."""
     tick: int = 0
     """Decode tick at the end of the last turn."""
+    in_engine: bool = False
+    """True while the engine has a turn of it."""
+    aborting: bool = False
+    """True once the turn that the engine has is not to be replied to."""
 
     @property
     def key(self) -> Key:
@@ -140,6 +144,8 @@ class ConversationEngine:
         self._events: list[CompletionEvent] = []  # not returned yet
         self._aborted: OrderedDict[int, Conversation] = OrderedDict()
         """By seed, those whose environments are kept for going on."""
+        self._move: asyncio.Task[None] | None = None
+        """Takes replies in free mode; a caller of `events` that is cancelled does not end it."""
 
     def __getattr__(self, name: str) -> Any:
         # Methods that engines may have beyond the protocol: members, sleep, publication by buckets.
@@ -163,6 +169,9 @@ class ConversationEngine:
                 sampling = self._turn_sampling(group.sampling, 0)
                 fresh.append(replace(group, answers=tuple(begun), sampling=sampling, prompt=None))
         if fresh:
+            for group in fresh:
+                for request in group.answers:
+                    self._live[group.group_id, request.index].in_engine = True
             await self._engine.submit(fresh)
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
@@ -179,6 +188,7 @@ class ConversationEngine:
         return events
 
     async def progress(self) -> Sequence[CompletionEvent]:
+        await self._finish_move()
         running = []
         for event in await self._engine.progress():
             if event.kind == "running":
@@ -191,26 +201,32 @@ class ConversationEngine:
         return [*events, *sorted(running, key=lambda event: event.key)]
 
     async def abort(self, group_ids: Collection[int]) -> None:
-        await self._engine.abort(group_ids)
+        await self._finish_move()
         ids = set(group_ids)
-        for conversation in [each for each in self._waiting() if each.group.group_id in ids]:
-            self._events.append(conversation.event("aborted"))
-            self._set_aside(conversation)
+        for conversation in [e for e in self._live.values() if e.group.group_id in ids]:
+            if conversation.in_engine:
+                conversation.aborting = True
+            else:
+                self._events.append(conversation.event("aborted"))
+                self._set_aside(conversation)
+        await self._engine.abort(group_ids)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         await self._engine.load_weights(update)
 
     def status(self) -> EngineStatus:
         status = self._engine.status()
-        return replace(status, running=status.running + sum(1 for _ in self._waiting()))
+        waiting = sum(not each.in_engine for each in self._live.values())
+        waiting += self._move is not None  # it may be submitting one
+        return replace(status, running=status.running + waiting)
 
     async def close(self) -> None:
         """Cancel what is waited for, and close the engine."""
-        tasks = [each.reply for each in [*self._live.values(), *self._aborted.values()]]
+        replies = [each.reply for each in [*self._live.values(), *self._aborted.values()]]
+        tasks = [task for task in (self._move, *replies) if task is not None]
         for task in tasks:
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(t for t in tasks if t is not None), return_exceptions=True)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._live.clear()
         await self._engine.close()
 
@@ -243,10 +259,17 @@ class ConversationEngine:
 
         A cancelled wait loses nothing: events are handled by the task that gets them.
         """
+        await self._finish_move()
         status = self._engine.status()
         replies = [each.reply for each in self._waiting() if each.reply is not None]
-        if not replies and not status.running + status.queued:
-            return True
+        if not replies or not status.running + status.queued:
+            # It may have events though nothing runs, of answers that were aborted.
+            if await self._collect():
+                return False
+            if not replies:
+                return True
+            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+            return await self._take_done_replies()
         collecting = asyncio.ensure_future(self._collect())
         try:
             await asyncio.wait([collecting, *replies], return_when=asyncio.FIRST_COMPLETED)
@@ -255,13 +278,34 @@ class ConversationEngine:
             (outcome,) = await asyncio.gather(collecting, return_exceptions=True)
         if isinstance(outcome, Exception):
             raise outcome
-        for conversation in [each for each in self._waiting() if each.reply and each.reply.done()]:
-            await self._take_reply(conversation)
+        return await self._take_done_replies()
+
+    async def _take_done_replies(self) -> Literal[False]:
+        """Take the replies that are there, though the caller is cancelled."""
+
+        async def take() -> None:
+            for conversation in replied:
+                await self._take_reply(conversation)
+
+        replied = [each for each in self._waiting() if each.reply and each.reply.done()]
+        self._move = asyncio.ensure_future(take())
+        await self._finish_move()
         return False
 
-    async def _collect(self) -> None:
-        for event in await self._engine.events():
+    async def _finish_move(self) -> None:
+        """Wait until replies that are being taken have become turns."""
+        if (move := self._move) is not None:
+            await asyncio.wait([move])
+            if self._move is move:
+                self._move = None
+            move.result()
+
+    async def _collect(self) -> bool:
+        """Wait for events of the engine; return whether there were any, which idle it has not."""
+        events = await self._engine.events()
+        for event in events:
             self._handle(event)
+        return bool(events)
 
     # -- turns and replies ----------------------------------------------------------------------
 
@@ -269,7 +313,7 @@ class ConversationEngine:
         """Return a request's conversation: one set aside that has come as far, or a new one."""
         aside = self._aborted.pop(request.seed, None)
         if aside is not None and len(aside.segments) == len(request.earlier):
-            aside.group, aside.request = group, request
+            aside.group, aside.request, aside.aborting = group, request, False
             return aside
         conversation = Conversation(group, request, list(request.earlier))
         conversation.turns = [
@@ -289,6 +333,7 @@ class ConversationEngine:
         turn = replace(request, prefix=prefix, earlier=())
         sampling = self._turn_sampling(sampling, conversation.length)
         group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
+        conversation.in_engine = True
         await self._engine.submit([group])
 
     def _turn_sampling(self, sampling: SamplingParams, length: int) -> SamplingParams:
@@ -307,7 +352,7 @@ class ConversationEngine:
         """Process the end of a turn."""
         conversation = self._live[event.group_id, event.answer]
         told = self._turn_event(conversation, event)
-        conversation.tick = event.tick
+        conversation.tick, conversation.in_engine = event.tick, False
         if event.kind != "finished":
             self._events.append(told)
             self._set_aside(conversation)
@@ -317,6 +362,10 @@ class ConversationEngine:
             return
         conversation.segments.append(told.segment)
         conversation.turns.append(self._turn_of(told.segment, conversation.group))
+        if conversation.aborting:
+            self._events.append(conversation.event("aborted"))
+            self._set_aside(conversation)
+            return
         self._ask_environment(conversation)
 
     def _ask_environment(self, conversation: Conversation) -> None:
