@@ -83,8 +83,8 @@ class Segment:
     reward: float = 0.0
     """An environment's reward for a turn of the model."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Of a turn: `calls`, `malformed` (calls that could not be parsed), and what the environment
-    measured of the conversation so far."""
+    """Figures of a turn: `calls`, `malformed` (calls that cannot be parsed), and what the
+    environment measured of the conversation so far."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -449,8 +449,10 @@ def _flatten(segments: Sequence[Segment]) -> Segment:
 
 
 def _part(segment: Segment, start: int) -> Segment:
-    """Return the tokens of a flat segment from `start` on, with their spans."""
-    if not start:
-        return segment
+    """Return the tokens of a flat segment from `start` on, with their spans.
+
+    Its arrays are there: an engine on another node returns references.
+    """
     spans = [VersionSpan(s.version, s.stop - start) for s in segment.spans if s.stop > start]
-    return Segment(segment.token_ids[start:], segment.logprobs[start:], tuple(spans))
+    ids, logprobs = np.asarray(segment.token_ids), np.asarray(segment.logprobs)
+    return Segment(ids[start:], logprobs[start:], tuple(spans))

@@ -56,7 +56,7 @@ class PoolLimits:
 
     workers: int
     timeout_s: float
-    """Of a call."""
+    """Seconds for a call."""
     memory_mb: int
     """Resident, of a process."""
     section: str = "reward"
@@ -77,7 +77,7 @@ class PoolJob:
     runtime: str
     """Import path of the class that makes the calls, a `PoolRuntime`."""
     arguments: tuple[Any, ...]
-    """Of that class."""
+    """Arguments of that class."""
     batched: bool
     """True if a call takes many items."""
     limits: PoolLimits
