@@ -191,11 +191,13 @@ class ConversationEngine:
     async def progress(self) -> Sequence[CompletionEvent]:
         running = []
         for event in await self._engine.progress():
-            if event.kind == "running":
-                conversation = self._live[event.group_id, event.answer]
-                running.append(self._turn_event(conversation, event))
-            else:
+            if event.kind != "running":
                 self._handle(event)
+                continue
+            # Of several engines some report before others: the turn may have ended since.
+            conversation = self._live.get(event.key)
+            if conversation is not None and conversation.reply is None:
+                running.append(self._turn_event(conversation, event))
         running += [each.event("running") for each in self._waiting()]
         events, self._events = self._events, []
         return [*events, *sorted(running, key=lambda event: event.key)]
