@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
-from winnow.environments import Step, Turn, messages_of
+from winnow.environments import Message, Step, Turn, messages_of
 from winnow.errors import EnvironmentFault
 from winnow.rollout.engine import (
     EMPTY,
@@ -42,6 +42,11 @@ Key = tuple[int, int]
 class Environments(Protocol):
     """The environments of all conversations, wherever they run."""
 
+    steps: int
+    """Turns replied to, replayed ones included."""
+    seconds: float
+    """In which environments replied to them."""
+
     async def step(
         self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
     ) -> list[Step]:
@@ -54,6 +59,13 @@ class Environments(Protocol):
             conversation: a key that no other one has.
             turns: all of the policy's, of which the last has no reply yet.
             state: `Step.state` of the reply before that turn.
+
+        Raises:
+            EnvironmentFault: the environment fails.
+        """
+
+    async def first_messages(self, number: int, prompt: Prompt) -> Sequence[Message]:
+        """Return the messages with which the environment of a row begins; none: the row's.
 
         Raises:
             EnvironmentFault: the environment fails.
@@ -146,6 +158,8 @@ class ConversationEngine:
         """By seed, those whose environments are kept for going on."""
         self._move: asyncio.Task[None] | None = None
         """Takes replies in free mode; a caller of `events` that is cancelled does not end it."""
+        self._faults = 0
+        self._reported = 0, 0, 0.0
 
     def __getattr__(self, name: str) -> Any:
         # Methods that engines may have beyond the protocol: members, sleep, publication by buckets.
@@ -191,11 +205,13 @@ class ConversationEngine:
         await self._finish_move()
         running = []
         for event in await self._engine.progress():
-            if event.kind == "running":
-                conversation = self._live[event.group_id, event.answer]
-                running.append(self._turn_event(conversation, event))
-            else:
+            if event.kind != "running":
                 self._handle(event)
+                continue
+            # Of several engines some report before others: the turn may have ended since.
+            conversation = self._live.get(event.key)
+            if conversation is not None and conversation.reply is None:
+                running.append(self._turn_event(conversation, event))
         running += [each.event("running") for each in self._waiting()]
         events, self._events = self._events, []
         return [*events, *sorted(running, key=lambda event: event.key)]
@@ -229,6 +245,16 @@ class ConversationEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._live.clear()
         await self._engine.close()
+
+    def environment_figures(self) -> dict[str, float]:
+        """Return `environment/faults` and `environment/seconds`, a step's mean, since the last
+        call."""
+        now = self._faults, self._environments.steps, self._environments.seconds
+        faults, steps, seconds = (a - b for a, b in zip(now, self._reported, strict=True))
+        self._reported = now
+        return {"environment/faults": faults} | (
+            {"environment/seconds": seconds / steps} if steps else {}
+        )
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -388,14 +414,14 @@ class ConversationEngine:
             self._check_replay(conversation, replayed)
             ids = self._reply_ids(conversation, step)
         except EnvironmentFault as fault:
-            del self._live[conversation.key]
-            self._environments.close_conversation(conversation.request.seed)
-            self._events.append(conversation.event("failed", error=str(fault)))
+            self._faults += 1
+            event = conversation.event("failed", error=str(fault), is_fault=True)
+            self._finish(conversation, event)
             return
         segments = conversation.segments
         turn = conversation.turns[-1]
-        figures = {"calls": float(len(turn.calls)), "malformed": float(len(turn.malformed))}
-        figures |= step.metrics
+        calls, malformed = float(len(turn.calls)), float(len(turn.malformed))
+        figures = {**step.metrics, "calls": calls, "malformed": malformed}
         segments[:] = [replace(s, state=b"") if s.state else s for s in segments]
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
         sampling = conversation.group.sampling

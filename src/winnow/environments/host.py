@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,20 @@ class StepRequest(NamedTuple):
     row: Mapping[str, Any]
     turns: tuple[Turn, ...]
     """All of the policy's; none: the observation of `reset` is wanted."""
+    first: tuple[Mapping[str, Any], ...] = ()
+    """What `reset` returned for the prompt; none: it left the row's messages."""
     state: bytes = b""
     """`Step.state` of the reply before the last turn."""
     closed: tuple[int, ...] = ()
     """Conversations that have ended."""
+
+
+class StepReply(NamedTuple):
+    """Replies to turns."""
+
+    steps: list[Step]
+    seconds: float
+    """Between the request's arrival at the environment and the last reply."""
 
 
 class EnvironmentHost:
@@ -71,25 +82,27 @@ class EnvironmentHost:
         self._environments: OrderedDict[int, tuple[Environment, int]] = OrderedDict()
         """By conversation, the environment and the turns that it has replied to."""
 
-    def call_without_loop(self, items: Sequence[StepRequest]) -> list[list[Step]] | Failure:
+    def call_without_loop(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
         """Reply to the turns of one request."""
         (request,) = items
+        began = time.perf_counter()
         try:
             environment, turns, steps = self._begin(request)
             steps += [_check_step(environment.step(turn)) for turn in turns]
-            return self._end(request, environment, steps)
+            return self._end(request, environment, steps, began)
         except BaseException as error:
             return make_failure(error, self._file)
 
-    async def call(self, items: Sequence[StepRequest]) -> list[list[Step]] | Failure:
+    async def call(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
         """Reply to the turns of one request, while other requests wait."""
         (request,) = items
+        began = time.perf_counter()
         try:
             environment, turns, steps = self._begin(request)
             for turn in turns:
                 reply: Any = environment.step(turn)
                 steps.append(_check_step(await reply if inspect.isawaitable(reply) else reply))
-            return self._end(request, environment, steps)
+            return self._end(request, environment, steps, began)
         except BaseException as error:
             return make_failure(error, self._file)
 
@@ -101,17 +114,24 @@ class EnvironmentHost:
         environment, seen = self._environments.pop(request.conversation, (None, 0))
         if environment is None or seen >= len(request.turns):
             environment, seen = self._make(), 0
-            first = messages_of(environment.reset(request.row))
+            observation = environment.reset(request.row)
+            first = messages_of(observation) if observation else ()
             if not request.turns:
                 return environment, (), [Step(first)]
+            if first != request.first:
+                raise ValueError(
+                    "reset returned other messages than those of the prompt; let them depend on "
+                    "the row alone"
+                )
             if request.state:
                 cast(Any, environment).load_state_dict(pickle.loads(request.state))
                 seen = len(request.turns) - 1
         return environment, request.turns[seen:], []
 
     def _end(
-        self, request: StepRequest, environment: Environment, steps: list[Step]
-    ) -> list[list[Step]]:
+        self, request: StepRequest, environment: Environment, steps: list[Step], began: float
+    ) -> list[StepReply]:
+        seconds = time.perf_counter() - began
         save = getattr(environment, "state_dict", None)
         if callable(save) and request.turns and not steps[-1].done:
             steps[-1] = replace(steps[-1], state=pickle.dumps(save()))
@@ -120,7 +140,7 @@ class EnvironmentHost:
             self._close(request.conversation)
         elif len(self._environments) > _MOST:
             self._close(next(iter(self._environments)))
-        return [steps]
+        return [StepReply(steps, seconds)]
 
     def _close(self, conversation: int) -> None:
         environment, _ = self._environments.pop(conversation, (None, 0))
