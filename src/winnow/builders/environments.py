@@ -62,6 +62,15 @@ def environment_processes(config: Environment) -> Iterator[Environments | None]:
         yield pool
 
 
+def turn_parser(config: Environment) -> Callable[[str], Turn]:
+    """Return the parser of a recipe's turns, of their texts without a stop token."""
+    from winnow.environments.calls import parse_turn, pattern_parser
+
+    if isinstance(config, ToolsEnvironment) and config.calls != "auto":
+        return pattern_parser(config.calls)
+    return parse_turn
+
+
 def with_conversations(
     config: Config, policy: LoadedPolicy, placed: RunModels, environments: Environments | None
 ) -> RunModels:
@@ -98,7 +107,6 @@ def make_conversation_engine(
         ConfigError: prompts are rendered without a chat template.
     """
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-    from winnow.environments.calls import parse_turn, pattern_parser
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
     assert environments is not None
@@ -108,15 +116,12 @@ def make_conversation_engine(
             f"environment={config.name} needs a chat template, and there is none; set "
             "data.chat_template=FILE, or use a model whose tokenizer has one"
         )
-    parse: Callable[[str], Turn] = parse_turn
-    if isinstance(config, ToolsEnvironment) and config.calls != "auto":
-        parse = pattern_parser(config.calls)
     return cast(
         Engine,
         ConversationEngine(
             engine,
             TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            parse,
+            turn_parser(config),
             policy.decode,
             environments,
             ConversationLimits(config.max_turns, config.max_turn_tokens),
