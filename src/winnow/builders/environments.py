@@ -104,6 +104,7 @@ def environment_processes(
         yield pool
 
 
+<<<<<<< HEAD
 def first_messages_of(
     config: Environment, environments: Environments | None, tell: Callable[[str], None]
 ) -> FirstMessages | None:
@@ -144,6 +145,15 @@ def first_messages_of(
             return gathered.result()
 
     return begin_all
+=======
+def turn_parser(config: Environment) -> Callable[[str], Turn]:
+    """Return the parser of a recipe's turns, of their texts without a stop token."""
+    from winnow.environments.calls import parse_turn, pattern_parser
+
+    if isinstance(config, ToolsEnvironment) and config.calls != "auto":
+        return pattern_parser(config.calls)
+    return parse_turn
+>>>>>>> rew
 
 
 def with_conversations(
@@ -154,19 +164,28 @@ def with_conversations(
     if environments is None or isinstance(environment, NoEnvironment):
         return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-    from winnow.environments.calls import parse_turn, pattern_parser
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
+<<<<<<< HEAD
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
     parse: Callable[[str], Turn] = parse_turn
     if isinstance(environment, ToolsEnvironment) and environment.calls != "auto":
         parse = pattern_parser(environment.calls)
+=======
+    assert environments is not None
+    template = ChatTemplate(policy.tokenizer, data, tool_schemas(config))
+    if not template.text:
+        raise ConfigError(
+            f"environment={config.name} needs a chat template, and there is none; set "
+            "data.chat_template=FILE, or use a model whose tokenizer has one"
+        )
+>>>>>>> rew
     return cast(
         Engine,
         ConversationEngine(
             engine,
             TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            parse,
+            turn_parser(config),
             policy.decode,
             environments,
             ConversationLimits(environment.max_turns, environment.max_turn_tokens),
