@@ -246,7 +246,7 @@ def _text_columns(answer: Answer, decode: Decode) -> dict[str, Any]:
 def _turns(trajectory: Trajectory, decode: Decode | None) -> list[dict[str, Any]] | None:
     """Return the turns of a conversation, without texts if there is no `decode`; else None."""
     segments = trajectory.segments
-    if not (segments[1:] or segments[0].figures):
+    if not (segments[1:] or any(each.figures for each in segments)):
         return None
     return [
         {
