@@ -286,8 +286,8 @@ class Browser:
         turns = answer.get("turns") if answer["response"] else None
         if not turns:
             self._print(answer["response"] or "(no text)")
-        for number, turn in enumerate(turns or (), 1):
-            self._print(turn_heading(number, turn), "bold")
+        for place, turn in enumerate(turns or (), 1):
+            self._print(turn_heading(place, turn), "bold")
             pieces = [
                 (printable(text, self.console.encoding), "cyan" if is_call else "")
                 for text, is_call in turn["pieces"]

@@ -140,7 +140,13 @@ def test_a_conversation_has_its_turns_whose_texts_are_kept_as_those_of_answers(
         assert [turn.pop("text") for turn in row["turns"]] == texts
         assert row["turns"] == [
             {"author": "model", "tokens": 2, "reward": 0.25, "calls": 1, "malformed": 2},
-            {"author": "environment", "tokens": 1, "reward": None, "calls": None, "malformed": None},
+            {
+                "author": "environment",
+                "tokens": 1,
+                "reward": None,
+                "calls": None,
+                "malformed": None,
+            },
             # It was cut off: its calls were not read.
             {"author": "model", "tokens": 1, "reward": 0.0, "calls": None, "malformed": None},
         ]

@@ -298,10 +298,17 @@ NUMBERS = st.one_of(
     st.floats(allow_nan=True, allow_infinity=True), st.integers(-(2**70), 2**70), st.just(0.0)
 )
 FIGURES = st.dictionaries(
-    st.sampled_from([
-        *healthy(5), "mismatch/abs_delta", "actor/clip", "time/evaluate_s",
-        "environment/calls", "environment/malformed", "environment/faults",
-    ]),
+    st.sampled_from(
+        [
+            *healthy(5),
+            "mismatch/abs_delta",
+            "actor/clip",
+            "time/evaluate_s",
+            "environment/calls",
+            "environment/malformed",
+            "environment/faults",
+        ]
+    ),
     NUMBERS,
 )
 
