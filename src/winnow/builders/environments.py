@@ -82,9 +82,12 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
+
+    Args:
+        tokenizer: has the chat template; None where turns are replayed without a policy.
 
     Raises:
         ConfigError: the user's code or the chat template cannot be used.
@@ -92,7 +95,8 @@ def environment_processes(
     if isinstance(config, NoEnvironment):
         yield None
         return
-    _check_template(config, data, tokenizer)
+    if tokenizer is not None:
+        _check_template(config, data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits
@@ -104,7 +108,6 @@ def environment_processes(
         yield pool
 
 
-<<<<<<< HEAD
 def first_messages_of(
     config: Environment, environments: Environments | None, tell: Callable[[str], None]
 ) -> FirstMessages | None:
@@ -145,7 +148,8 @@ def first_messages_of(
             return gathered.result()
 
     return begin_all
-=======
+
+
 def turn_parser(config: Environment) -> Callable[[str], Turn]:
     """Return the parser of a recipe's turns, of their texts without a stop token."""
     from winnow.environments.calls import parse_turn, pattern_parser
@@ -153,7 +157,6 @@ def turn_parser(config: Environment) -> Callable[[str], Turn]:
     if isinstance(config, ToolsEnvironment) and config.calls != "auto":
         return pattern_parser(config.calls)
     return parse_turn
->>>>>>> rew
 
 
 def with_conversations(
@@ -166,26 +169,13 @@ def with_conversations(
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
-<<<<<<< HEAD
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
-    parse: Callable[[str], Turn] = parse_turn
-    if isinstance(environment, ToolsEnvironment) and environment.calls != "auto":
-        parse = pattern_parser(environment.calls)
-=======
-    assert environments is not None
-    template = ChatTemplate(policy.tokenizer, data, tool_schemas(config))
-    if not template.text:
-        raise ConfigError(
-            f"environment={config.name} needs a chat template, and there is none; set "
-            "data.chat_template=FILE, or use a model whose tokenizer has one"
-        )
->>>>>>> rew
     return cast(
         Engine,
         ConversationEngine(
             engine,
             TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            turn_parser(config),
+            turn_parser(environment),
             policy.decode,
             environments,
             ConversationLimits(environment.max_turns, environment.max_turn_tokens),
