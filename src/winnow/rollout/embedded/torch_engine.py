@@ -5,6 +5,7 @@
                  ▼
     slots [0, R) ── tick: one token a row ──► finished rows leave, queued answers take their place
                                               at once; without a queue the last rows move up
+    slots behind ── retained for answers that may be continued, until others need them
 
 Weights are the trainer's own tensors unless an update brings some; `tick_engine` has the queue.
 """
@@ -12,7 +13,7 @@ Weights are the trainer's own tensors unless an update brings some; `tick_engine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +145,15 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         return WeightReceiver(self._model, version, only, self._may_stage)
 
     def _reset_caches(self) -> None:
+        self._slots.retained.clear()
         for answer in self._queue:
             answer.block = None  # what has not begun begins with the new weights
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        """Stop groups; rows retained for their answers are lost, as they are to a resumed run."""
+        await super().abort(group_ids)
+        ids, retained = set(group_ids), self._slots.retained
+        self._slots.retained = {key: row for key, row in retained.items() if key[0] not in ids}
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int
@@ -187,6 +195,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     def _fill_rows(self) -> None:
         """Put queued answers into free rows, a block of prefilled contexts at a time."""
+        self._continue_rows()
         while self._queue and self._slots.free_count:
             if self._queue[0].block is None:
                 self._prefill()
@@ -200,6 +209,23 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             del self._queue[: len(batch)]
             self._slots.fill_rows(batch, block)
 
+    def _continue_rows(self) -> None:
+        """Put queued answers into the rows retained for them, and run what these lack."""
+        slots = self._slots
+        ready = [a for a in self._queue[: slots.free_count] if slots.retained_row(a)]
+        while ready:
+            batch, width = list[PrefilledAnswer](), 1
+            for answer in ready:
+                width = max(width, len(answer.context) - len(slots.retained[answer.key].ids))
+                if batch and width * (len(batch) + 1) > self._prefill_tokens:
+                    break
+                batch.append(answer)
+            del ready[: len(batch)]
+            going = set(batch)
+            self._queue = [answer for answer in self._queue if answer not in going]
+            ids, layout = slots.continue_rows(batch)
+            self._run(ids, layout.positions, layout)
+
     def _prefill(self) -> None:
         """Prefill the next contexts of the queue as one padded block.
 
@@ -210,7 +236,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         width = 1
         block = PromptBlock([])
         for answer in self._queue:
-            if answer.block is not None:
+            if answer.block is not None or self._slots.retained_row(answer):
                 continue
             key = id(answer.group) if answer.request.prefix is None else id(answer)
             if key not in shared:
@@ -290,7 +316,16 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         if not reasons:
             return []
         events = self._make_events(list(reasons), "finished", reasons)
-        self._free_rows(list(reasons))
+        retain = (
+            ()
+            if self._routing is not None
+            else [
+                row
+                for row, reason in reasons.items()
+                if reason == "stop" and slots.answers[row].request.retain_cache
+            ]
+        )
+        slots.free_rows(list(reasons), retain)
         return events
 
     def _finish_reasons(self, ids: Tensor) -> dict[int, FinishReason]:
