@@ -335,6 +335,23 @@ class DecodeLayout:
         return torch.matmul(weights, values).view(rows, heads, width)
 
 
+@dataclass(frozen=True, eq=False)
+class MixedLayout:
+    """An `AttentionLayout`: first the tokens of a tick, then those that some of its rows lack."""
+
+    tick: DecodeLayout
+    extension: ExtendLayout
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        count = len(self.tick.rows)
+        # The tick's queries see the keys of the extension.
+        behind = self.extension.attend(layer, q[count:], k[count:], v[count:], scale, window)
+        first = self.tick.attend(layer, q[:count], k[:count], v[:count], scale, window)
+        return torch.cat([first, behind])
+
+
 @dataclass(eq=False)
 class PrefilledAnswer(PendingAnswer):
     """A pending answer with the place of its prefilled context."""
@@ -344,6 +361,11 @@ class PrefilledAnswer(PendingAnswer):
     block_row: int = 0
     prompt_routes: NDArray[Any] | None = None
     """[P-1, layers, k] of the P tokens of its prompt but the last, where routes are recorded."""
+
+    @cached_property
+    def settings(self) -> SamplingParams:
+        """What a draw depends on: without the limit, which nearly each turn has for itself."""
+        return replace(self.group.sampling_of(self.request), max_tokens=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -471,15 +493,16 @@ class Slots:
         self._numbers[:4, here] = torch.from_numpy(numbers).to(self.device)
         self.lengths[here] = lengths
         self.answers.extend(answers)
-        self._index_settings()
+        self._index_settings(first)
         self._find_stop_strings()
         return here, lengths
 
-    def _index_settings(self) -> None:
-        sampling = [a.group.sampling_of(a.request) for a in self.answers]
-        self.kinds = list(dict.fromkeys(sampling))
-        numbers = torch.tensor([self.kinds.index(each) for each in sampling], dtype=torch.long)
-        self.kind[: len(sampling)] = numbers.to(self.device)
+    def _index_settings(self, first: int = 0) -> None:
+        """Find the settings of rows from `first` on among `kinds`, in which others' are already."""
+        settings = [answer.settings for answer in self.answers[first:]]
+        self.kinds = list(dict.fromkeys([*(self.kinds if first else ()), *settings]))
+        numbers = torch.tensor([self.kinds.index(each) for each in settings], dtype=torch.long)
+        self.kind[first : first + len(settings)] = numbers.to(self.device)
 
     def _find_stop_strings(self) -> None:
         self.with_stop_strings = [r for r, a in enumerate(self.answers) if a.group.sampling.stop]

@@ -29,7 +29,9 @@ from winnow.models.routing import routing_of
 from winnow.rollout.draw import RowParams, draw, token_logprobs, uniform
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
+    ExtendLayout,
     Layers,
+    MixedLayout,
     PrefilledAnswer,
     PrefillLayout,
     PromptBlock,
@@ -195,7 +197,6 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     def _fill_rows(self) -> None:
         """Put queued answers into free rows, a block of prefilled contexts at a time."""
-        self._continue_rows()
         while self._queue and self._slots.free_count:
             if self._queue[0].block is None:
                 self._prefill()
@@ -209,9 +210,13 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             del self._queue[: len(batch)]
             self._slots.fill_rows(batch, block)
 
-    def _continue_rows(self) -> None:
-        """Put queued answers into the rows retained for them, and run what these lack."""
-        slots = self._slots
+    def _continue_rows(self) -> tuple[Tensor, ExtendLayout] | None:
+        """Put queued answers into the rows retained for them.
+
+        Returns:
+            What the next tick has to run besides: ids [T] that these rows lack, and their layout.
+        """
+        slots, lacking = self._slots, None
         ready = [a for a in self._queue[: slots.free_count] if slots.retained_row(a)]
         while ready:
             batch, width = list[PrefilledAnswer](), 1
@@ -223,8 +228,10 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             del ready[: len(batch)]
             going = set(batch)
             self._queue = [answer for answer in self._queue if answer not in going]
-            ids, layout = slots.continue_rows(batch)
-            self._run(ids, layout.positions, layout)
+            if lacking is not None:
+                self._run(lacking[0], lacking[1].positions, lacking[1])
+            lacking = slots.continue_rows(batch)
+        return lacking
 
     def _prefill(self) -> None:
         """Prefill the next contexts of the queue as one padded block.
@@ -291,19 +298,30 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     def _advance(self) -> list[CompletionEvent]:
         with torch.inference_mode():
+            lacking = self._continue_rows()
             self._fill_rows()
-            return self._run_tick()
+            return self._run_tick(lacking)
 
-    def _run_tick(self) -> list[CompletionEvent]:
-        """Draw one token in each row; returns what that finished, by group and answer."""
+    def _run_tick(self, lacking: tuple[Tensor, ExtendLayout] | None) -> list[CompletionEvent]:
+        """Draw one token in each row; returns what that finished, by group and answer.
+
+        Args:
+            lacking: as `_continue_rows` returns it.
+        """
         slots, cache = self._slots, self._slots.cache
         count = len(slots)
         rows, at = slots.rows[:count], slots.at[:count]
         length = int(slots.lengths[:count].max())
         cache.reserve(length)
         cache.bias[rows, at] = 0.0
-        layout = DecodeLayout(cache, rows, at, length)
-        hidden, routes = self._run(slots.ids[rows, at], at, layout)
+        tokens, layout = slots.ids[rows, at], DecodeLayout(cache, rows, at, length)
+        if lacking is None:
+            hidden, routes = self._run(tokens, at, layout)
+        else:
+            ids, extension = lacking
+            positions, mixed = torch.cat([at, extension.positions]), MixedLayout(layout, extension)
+            hidden, routes = self._run(torch.cat([tokens, ids]), positions, mixed)
+            hidden = hidden[:count]
         if routes is not None:
             slots.store_routes(routes)
         u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
