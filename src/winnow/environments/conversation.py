@@ -178,7 +178,7 @@ class ConversationEngine:
                 if conversation.segments or request.prefix:
                     await self._continue(conversation)
                 else:
-                    begun.append(request)
+                    begun.append(replace(request, retain_cache=self._limits.turns > 1))
             if begun:
                 sampling = self._turn_sampling(group.sampling, 0)
                 fresh.append(replace(group, answers=tuple(begun), sampling=sampling, prompt=None))
@@ -356,7 +356,8 @@ class ConversationEngine:
             return
         prefix = _flatten([*segments, *([request.prefix] if request.prefix else [])])
         sampling = conversation.group.sampling
-        turn = replace(request, prefix=prefix, earlier=())
+        goes_on = len(conversation.turns) + 1 < self._limits.turns
+        turn = replace(request, prefix=prefix, earlier=(), retain_cache=goes_on)
         sampling = self._turn_sampling(sampling, conversation.length)
         group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
         conversation.in_engine = True

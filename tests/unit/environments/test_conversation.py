@@ -19,6 +19,8 @@ from winnow.data.chat_template import ChatTemplate, TurnTokenizer
 from winnow.environments import Step, Turn
 from winnow.environments.conversation import ConversationEngine, ConversationLimits
 from winnow.errors import EnvironmentFault
+from winnow.rollout.embedded.slots import Slots
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, SamplingParams, group_request
 from winnow.types import Prompt
 
@@ -79,12 +81,15 @@ def make(
     deterministic: bool = True,
     turns: int = 4,
     most: int = 12,
+    lag_ticks: int = 0,
 ) -> ConversationEngine:
     own = tokenizer()
     chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
     limits = ConversationLimits(turns, most)
     return ConversationEngine(
-        *(engine, chat, Turn, own.decode, environments, limits), deterministic=deterministic
+        *(engine, chat, Turn, own.decode, environments, limits),
+        deterministic=deterministic,
+        lag_ticks=lag_ticks,
     )
 
 
@@ -166,6 +171,36 @@ def test_interrupted_conversations_continue_with_the_same_tokens(abort_after, co
         k: transcript(e) for k, e in plain.items()
     }
     assert not environments.alive
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
+@pytest.mark.parametrize(("slots", "prefill_tokens"), [(12, 64), (12, 9), (7, 64), (3, 64)])
+def test_rows_retained_between_turns_change_no_token_and_no_tick(
+    name, slots, prefill_tokens, monkeypatch
+):
+    def written():
+        tokens, run_model = [], TorchEngine._run
+
+        def count(engine, ids, *others):
+            tokens.append(len(ids))
+            return run_model(engine, ids, *others)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchEngine, "_run", count)
+            below = torch_engine(model_of(name), slots=slots, prefill_tokens=prefill_tokens)
+            engine = make(below, Counting(4), turns=4, lag_ticks=6)
+            done = asyncio.run(run(engine, requests()))
+        ends = {key: (transcript(e), e.tick) for key, e in done.items()}
+        logprobs = [s.logprobs for k in sorted(done) for s in (*done[k].earlier, done[k].segment)]
+        return ends, np.concatenate(logprobs), sum(tokens)
+
+    ends, logprobs, tokens = written()
+    monkeypatch.setattr(Slots, "retained_row", lambda slots, answer: None)
+    anew, others, most = written()
+    assert ends == anew
+    np.testing.assert_allclose(logprobs, others, atol=1e-6)
+    once = 4 * 2 + len(logprobs)
+    assert tokens == once if slots == 12 else once < tokens < most
 
 
 def test_free_mode_gives_the_same_conversations():
