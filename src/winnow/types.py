@@ -50,6 +50,8 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The conversation that `text` renders, each with `role` and `content`, for models with a chat
     template of their own. Whole, where a length limit cut `text`."""
+    row_messages: tuple[Mapping[str, Any], ...] = ()
+    """The row's messages, if an environment began the conversation with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,9 @@ class Segment:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Of a turn: `calls`, `malformed` (calls that could not be parsed), and what the environment
     measured of the conversation so far."""
+    restarts: bool = False
+    """True if the tokens are a conversation rendered anew: the complete context of what follows,
+    in place of the prompt and all segments before."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -83,6 +83,33 @@ def with_conversations(
     return replace(placed, engine=engine)
 
 
+def history_notes(config: Config, policy: LoadedPolicy) -> list[str]:
+    """Return a line if the chat template rewrites what conversations keep as it was sampled.
+
+    Raises:
+        ConfigError, ModelError: there is no such template, or it fails.
+    """
+    section = config.environment
+    if isinstance(section, NoEnvironment) or section.history != "append":
+        return []
+    from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+
+    template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(section))
+    if not template.text:
+        return []  # the engine refuses that
+    tokenizer = TurnTokenizer(template, policy.tokenizer, policy.stop_ids)
+    role = "tool" if isinstance(section, ToolsEnvironment) else "user"
+    history = tokenizer.history([{"role": role, "name": "f", "content": "r"}])
+    if history == "exact":
+        return []
+    what = "" if history == "rewritten" else " (it drops their reasoning)"
+    return [
+        f"The chat template rewrites earlier turns{what}; conversations keep them as sampled "
+        "(environment.history=append). Set environment.history=fork to train on what the template "
+        "renders."
+    ]
+
+
 def make_conversation_engine(
     config: ToolsEnvironment | CustomEnvironment,
     data: DataConfig,
@@ -98,7 +125,7 @@ def make_conversation_engine(
         ConfigError: prompts are rendered without a chat template.
     """
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-    from winnow.environments.calls import parse_turn, pattern_parser
+    from winnow.environments.calls import message_of, parse_turn, pattern_parser, plain_message
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
     assert environments is not None
@@ -109,8 +136,9 @@ def make_conversation_engine(
             "data.chat_template=FILE, or use a model whose tokenizer has one"
         )
     parse: Callable[[str], Turn] = parse_turn
+    as_message = message_of
     if isinstance(config, ToolsEnvironment) and config.calls != "auto":
-        parse = pattern_parser(config.calls)
+        parse, as_message = pattern_parser(config.calls), plain_message
     return cast(
         Engine,
         ConversationEngine(
@@ -120,6 +148,7 @@ def make_conversation_engine(
             policy.decode,
             environments,
             ConversationLimits(config.max_turns, config.max_turn_tokens),
+            message_of=None if config.history == "append" else as_message,
             deterministic=deterministic,
             lag_ticks=config.reply_lag_ticks,
             look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`

@@ -17,7 +17,12 @@ from rich.console import Console
 
 from winnow import gc_tuning
 from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
-from winnow.builders.environments import environment_processes, tool_schemas, with_conversations
+from winnow.builders.environments import (
+    environment_processes,
+    history_notes,
+    tool_schemas,
+    with_conversations,
+)
 from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
@@ -138,6 +143,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         ):
             placed = build_models(config, roles, policy, first, start_workers)
             placed = with_conversations(config, policy, placed, environments)
+            _note(sink, *history_notes(config, policy))
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             others = _make_sinks(config, folder, sink)
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
