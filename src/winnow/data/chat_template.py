@@ -160,7 +160,8 @@ class TurnTokenizer:
         first = self._template.render([question], "a prompt")
         opens, closes = (first.rstrip().endswith(tag) for tag in ("<think>", "</think>"))
         reasons = "</think>" in self._template.text and not closes
-        text = f"{'' if opens else '<think>\n'}a\n</think>\n\nx" if reasons else "x"
+        reasoned = "a\n</think>\n\nx" if opens else "<think>\na\n</think>\n\nx"
+        text = reasoned if reasons else "x"
         turns = [question, {**answer, "content": text}, *messages]
         whole = self._template.render(turns, "a reply")
         if whole.startswith(first + text):
