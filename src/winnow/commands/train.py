@@ -20,6 +20,7 @@ from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
 from winnow.builders.environments import (
     environment_processes,
     first_messages_of,
+    history_notes,
     tool_schemas,
     with_conversations,
 )
@@ -150,6 +151,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             placed = replace(
                 placed, engine=with_conversations(config, policy, placed.engine, environments)
             )
+            _note(sink, *history_notes(config, policy))
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             others = _make_sinks(config, folder, sink)
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
