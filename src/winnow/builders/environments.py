@@ -82,17 +82,18 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    recipe: Config, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
     Raises:
         ConfigError: the user's code or the chat template cannot be used.
     """
+    config = recipe.environment
     if isinstance(config, NoEnvironment):
         yield None
         return
-    _check_template(config, data, tokenizer)
+    _check_template(config, recipe.data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits

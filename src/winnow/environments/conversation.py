@@ -265,11 +265,8 @@ class ConversationEngine:
 
         A cancelled wait loses nothing: events are handled by the task that gets them.
         """
-        status = self._engine.status()
         replies = [each.reply for each in self._waiting() if each.reply is not None]
-        if not replies and not status.running + status.queued:
-            return True
-        collecting = asyncio.ensure_future(self._collect())
+        collecting = asyncio.ensure_future(self._collect(replies))
         try:
             await asyncio.wait([collecting, *replies], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -279,11 +276,17 @@ class ConversationEngine:
             raise outcome
         for conversation in [each for each in self._waiting() if each.reply and each.reply.done()]:
             await self._take_reply(conversation)
-        return False
+        return outcome is True
 
-    async def _collect(self) -> None:
-        for event in await self._engine.events():
+    async def _collect(self, replies: Sequence[asyncio.Task[list[Step]]]) -> bool:
+        """Handle the engine's events, or wait for a reply where it is idle; return whether there
+        is neither."""
+        events = await self._engine.events()  # an idle engine may have some, too
+        for event in events:
             self._handle(event)
+        if replies and not events:
+            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        return not replies and not events
 
     # -- turns and replies ----------------------------------------------------------------------
 
