@@ -19,7 +19,8 @@ from winnow.checkpoints.opening import code_hashes, user_code_files
 from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.base import Section
 from winnow.config.data import DataConfig
-from winnow.config.reward import RewardConfig
+from winnow.config.environment import Environment
+from winnow.config.reward import UNROUTED, RewardConfig
 from winnow.config.rollout import BandFilter, RolloutConfig, SamplingConfig, VarianceFilter
 from winnow.config.root import Config, RunConfig
 from winnow.config.rules import config_warnings
@@ -210,6 +211,7 @@ def build_run(
         *_epoch_notes(config.trainer, config.sampling, source, budget),
         *_row_notes(config.data, "training", source, config.data.max_train_prompts),
         *_row_notes(config.data, "held-out", held_out, config.evaluation.max_prompts),
+        *_agent_notes(config.environment, source),
         *_scorer_notes(config.reward, config.sampling.filter, source),
         *kl_notes(config.algorithm),
         *config_warnings(config),
@@ -335,6 +337,23 @@ def _epoch_notes(
     )
 
 
+def _agent_notes(environment: Environment, prompts: PromptSource) -> Iterator[str]:
+    """Yield a warning about rows for agents of verl that are answered in a single turn."""
+    if environment.name != "none" or not isinstance(prompts, PromptSet):
+        return
+    for prompt in prompts.prompts:
+        info, agent = prompt.extra.get("extra_info"), prompt.extra.get("agent_name")
+        if agent is None and isinstance(info, Mapping) and info.get("tools_kwargs"):
+            agent = "tool_agent"
+        if agent not in (None, "single_turn_agent"):
+            yield (
+                f"Warning: row {prompt.uid} is for {agent}, and environment=none answers it in one "
+                "turn without tools; set environment=tools and environment.tools=[FILE.py:NAME], "
+                "or agent_name=single_turn_agent in the rows"
+            )
+            return
+
+
 def _row_notes(
     data: DataConfig, kind: str, prompts: PromptSource, max_prompts: int | None
 ) -> Iterator[str]:
@@ -355,7 +374,7 @@ def _row_notes(
 
 def _scorer_notes(reward: RewardConfig, rule: Section, source: PromptSource) -> Iterator[str]:
     """Return lines on rules of scoring and filtering that differ from verl's."""
-    is_custom = reward.function.path is not None or reward.manager.name in ("remote", "custom")
+    is_custom = reward.function.path is not None or reward.manager.name in UNROUTED
     if "math" in source.data_sources and not is_custom and "math" not in reward.scorers:
         yield (
             "Data source math is scored by math_verify (\\boxed{}); verl scores it by the line "
