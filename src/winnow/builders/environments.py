@@ -82,7 +82,7 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None
+    recipe: Config, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
@@ -92,11 +92,12 @@ def environment_processes(
     Raises:
         ConfigError: the user's code or the chat template cannot be used.
     """
+    config = recipe.environment
     if isinstance(config, NoEnvironment):
         yield None
         return
     if tokenizer is not None:
-        _check_template(config, data, tokenizer)
+        _check_template(config, recipe.data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits

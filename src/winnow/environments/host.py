@@ -31,14 +31,14 @@ class StepRequest(NamedTuple):
     turns: tuple[Turn, ...]
     """All of the policy's; none: the observation of `reset` is wanted."""
     first: tuple[Mapping[str, Any], ...] = ()
-    """What `reset` returned for the prompt; none: it left the row's messages."""
+    """The messages that `reset` returned for the prompt; none: it left those of the row."""
     state: bytes = b""
     """`Step.state` of the reply before the last turn."""
     closed: tuple[int, ...] = ()
     """Conversations that have ended."""
 
 
-class StepReply(NamedTuple):
+class TurnReplies(NamedTuple):
     """Replies to turns."""
 
     steps: list[Step]
@@ -82,7 +82,7 @@ class EnvironmentHost:
         self._environments: OrderedDict[int, tuple[Environment, int]] = OrderedDict()
         """By conversation, the environment and the turns that it has replied to."""
 
-    def call_without_loop(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
+    def call_without_loop(self, items: Sequence[StepRequest]) -> list[TurnReplies] | Failure:
         """Reply to the turns of one request."""
         (request,) = items
         began = time.perf_counter()
@@ -93,7 +93,7 @@ class EnvironmentHost:
         except BaseException as error:
             return make_failure(error, self._file)
 
-    async def call(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
+    async def call(self, items: Sequence[StepRequest]) -> list[TurnReplies] | Failure:
         """Reply to the turns of one request, while other requests wait."""
         (request,) = items
         began = time.perf_counter()
@@ -130,7 +130,7 @@ class EnvironmentHost:
 
     def _end(
         self, request: StepRequest, environment: Environment, steps: list[Step], began: float
-    ) -> list[StepReply]:
+    ) -> list[TurnReplies]:
         seconds = time.perf_counter() - began
         save = getattr(environment, "state_dict", None)
         if callable(save) and request.turns and not steps[-1].done:
@@ -140,7 +140,7 @@ class EnvironmentHost:
             self._close(request.conversation)
         elif len(self._environments) > _MOST:
             self._close(next(iter(self._environments)))
-        return [StepReply(steps, seconds)]
+        return [TurnReplies(steps, seconds)]
 
     def _close(self, conversation: int) -> None:
         environment, _ = self._environments.pop(conversation, (None, 0))
