@@ -127,7 +127,7 @@ def main() -> None:
     scores = [Answer(done[i, 0], Score(0.0, 0.0)) for i in range(args.sessions)]
     batch = pack([Group(i, prompts[i], (each,)) for i, each in enumerate(scores)])
     offsets, ids = batch.offsets.tolist(), batch.token_ids.numpy()
-    turns = different = rendered = 0
+    turns = different = rendered = alike = 0
     for number, first in enumerate(firsts):
         trained = ids[offsets[number] : offsets[number + 1]]
         for context in engine.contexts[number]:
@@ -142,9 +142,11 @@ def main() -> None:
         again = tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n")
         new_ids = tokenizer(again, add_special_tokens=False)["input_ids"]
         rendered += new_ids == trained.tolist()
+        alike += tokenizer.decode(new_ids) == tokenizer.decode(trained)
     sampled = int(batch.gen_mask.sum())
     print(f"{args.sessions} conversations, {turns} turns, {sampled:,} sampled tokens")
     print(f"turns whose ids differ between engine and learner: {different}")
+    print(f"conversations with the same text if rendered again: {alike} of {args.sessions}")
     print(f"conversations with the same ids if rendered again: {rendered} of {args.sessions}")
 
 
