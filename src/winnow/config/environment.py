@@ -26,7 +26,8 @@ class _Conversation(Section):
     history: Literal["append", "fork"] = "append"
     """append: a conversation grows by tokens, and turns stay as they were sampled; fork: with each
     reply the chat template renders it anew, and where that changes earlier tokens the next turn
-    begins with the rendered ones, in a context of its own."""
+    begins with the rendered ones, in a context of its own. rollout.max_response_tokens then bounds
+    each context, behind as many tokens as the prompt has, and the sampled tokens in all."""
     workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Processes of the environments; null: half of the cores."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(60.0, gt=0)
