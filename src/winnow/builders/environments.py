@@ -16,6 +16,7 @@ from winnow.config.environment import (
     ToolsEnvironment,
     host_arguments,
 )
+from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.config.root import Config
 from winnow.environments import Turn
 from winnow.errors import ConfigError
@@ -42,11 +43,16 @@ def tool_schemas(config: Environment) -> list[Mapping[str, Any]]:
 
 
 @contextlib.contextmanager
-def environment_processes(config: Environment) -> Iterator[Environments | None]:
+def environment_processes(
+    config: Environment, sandbox: SandboxConfig | FusionConfig
+) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
+    Args:
+        sandbox: runs the programs of the tool `python`.
+
     Raises:
-        ConfigError: the user's code cannot be used.
+        ConfigError: the user's code cannot be used, or there is no sandbox.
     """
     if isinstance(config, NoEnvironment):
         yield None
@@ -58,7 +64,8 @@ def environment_processes(config: Environment) -> Iterator[Environments | None]:
     workers = config.workers or default_workers()
     names = "environment", "environment", "reply"
     limits = PoolLimits(workers, config.timeout_s, config.memory_mb, *names)
-    with contextlib.closing(EnvironmentPool(limits, host_arguments(config))) as pool:
+    arguments = host_arguments(config, sandbox, workers)
+    with contextlib.closing(EnvironmentPool(limits, arguments)) as pool:
         yield pool
 
 

@@ -134,7 +134,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
-            environment_processes(config.environment) as environments,
+            environment_processes(config.environment, config.reward.sandbox) as environments,
         ):
             placed = build_models(config, roles, policy, first, start_workers)
             placed = with_conversations(config, policy, placed, environments)
