@@ -82,9 +82,12 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    config: Config, tokenizer: PreTrainedTokenizerBase
+    config: Config, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
+
+    Args:
+        tokenizer: its chat template is checked; None: turns are given, and none is written.
 
     Raises:
         ConfigError: the user's code or the chat template cannot be used, or there is no sandbox.
@@ -93,7 +96,8 @@ def environment_processes(
     if isinstance(section, NoEnvironment):
         yield None
         return
-    _check_template(section, config.data, tokenizer)
+    if tokenizer is not None:
+        _check_template(section, config.data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits
@@ -148,6 +152,15 @@ def first_messages_of(
     return begin_all
 
 
+def turn_parser(config: Environment) -> Callable[[str], Turn]:
+    """Return the parser of a recipe's turns, of their texts without a stop token."""
+    from winnow.environments.calls import parse_turn, pattern_parser
+
+    if isinstance(config, ToolsEnvironment) and config.calls != "auto":
+        return pattern_parser(config.calls)
+    return parse_turn
+
+
 def with_conversations(
     config: Config, policy: LoadedPolicy, engine: Engine, environments: Environments | None
 ) -> Engine:
@@ -156,19 +169,15 @@ def with_conversations(
     if environments is None or isinstance(environment, NoEnvironment):
         return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-    from winnow.environments.calls import parse_turn, pattern_parser
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
-    parse: Callable[[str], Turn] = parse_turn
-    if isinstance(environment, ToolsEnvironment) and environment.calls != "auto":
-        parse = pattern_parser(environment.calls)
     return cast(
         Engine,
         ConversationEngine(
             engine,
             TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            parse,
+            turn_parser(environment),
             policy.decode,
             environments,
             ConversationLimits(environment.max_turns, environment.max_turn_tokens),
