@@ -160,7 +160,8 @@ def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(
     template: str, home: Path
 ) -> None:
     tokenizer = byte_level_bpe(["What is 11 + 10? End with the number."], chat=True)
-    save(digits_model(vocab_size=len(tokenizer), eos_token_id=0), tokenizer, home / "tiny")
+    shape = {"vocab_size": len(tokenizer), "eos_token_id": 0, "max_position_embeddings": 1024}
+    save(digits_model(**shape), tokenizer, home / "tiny")
     name = f"my {template}"
     said = winnow(home, "init", name, "--model", "tiny", "--template", template).check().out
     commands = re.findall(r"^  (cd|python|winnow) (.*?)(?:  |$)", said, re.MULTILINE)
