@@ -13,6 +13,7 @@ import pytest
 from tests.sandboxes import need_bubblewrap, served
 
 from winnow.config.environment import ToolsEnvironment, host_arguments
+from winnow.config.load import load_recipe
 from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.environments import ToolCall, Turn
 from winnow.environments.pool import EnvironmentPool
@@ -107,6 +108,15 @@ def test_programs_run_at_a_service():
         sandbox = FusionConfig(url=url, **LIMITS, sample_s=2, memory_mb=512)
         with closing(make(sandbox)) as pool:
             assert ask(pool, "python_session", 1, ["x = 6", "x * 7"]) == ["(no output)", "42"]
+
+
+def test_a_tool_of_no_place_or_of_a_name_taken_is_refused_in_one_line():
+    for tools, line in (
+        (["pyton"], r"environment.tools.*must be FILE.py:NAME, .* python or python_session"),
+        (["python", "mine.py:python"], "environment.tools has python twice; rename"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            load_recipe("gsm8k", ["environment=tools", f"environment.tools=[{','.join(tools)}]"])
 
 
 def test_without_a_sandbox_the_start_is_refused_in_one_line():

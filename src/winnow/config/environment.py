@@ -51,6 +51,9 @@ _PYTHON_TOOLS = {
 
 
 def _check_tool(value: str) -> str:
+    if ":" not in value and value not in _PYTHON_TOOLS:
+        names = " or ".join(_PYTHON_TOOLS)
+        raise ValueError(f"must be FILE.py:NAME, package.module:NAME, {names}")
     return _PYTHON_TOOLS.get(value) or check_import_path(value)
 
 
