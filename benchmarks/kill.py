@@ -59,6 +59,36 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, long
     return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
 """
 """A user's file; its delays are others each time."""
+ENVIRONMENT = """
+import os, random, time
+from winnow.environments import Step
+
+dice = random.Random(os.urandom(16))
+
+
+class Again:
+    def reset(self, row):
+        self.digits, self.turns = row["ground_truth"], 0
+        return ()
+
+    def step(self, turn):
+        time.sleep(0.02 * dice.random() ** 4)
+        self.turns += 1
+        right = turn.text.rpartition("#")[2] == self.digits
+        if self.turns == 3:
+            return Step(reward=float(right), done=True)
+        self.digits = "".join(sorted(self.digits + str(len(turn.text) % 10)))
+        return Step(self.digits[::-1] + ":", reward=float(right))
+"""
+"""Three turns of the quickstart's task, whose replies depend on what was written."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+)
+CONVERSATIONS = (
+    *("environment=custom", "environment.path=FOLDER/again.py:Again"),
+    *("data.chat_template=FOLDER/chat.jinja", "rollout.max_response_tokens=96"),
+)
 VARIANTS = {
     "plain": (),
     "critic": (
@@ -70,6 +100,11 @@ VARIANTS = {
         "reward.workers=1",
     ),
     "ranks": ("trainer/strategy=fsdp2",),
+    "conversations": CONVERSATIONS,
+    "conversations-async": (
+        *(*CONVERSATIONS, "trainer/mode=async", "sampling.max_staleness=2"),
+        *("sampling.lookahead=1", "rollout.engine.processes=2"),
+    ),
 }
 """Settings of each kind of run."""
 CLOCKED = (
@@ -342,6 +377,13 @@ def report(trials: list[Trial], wanted: int) -> str:
     return "\n".join(lines)
 
 
+def write_user_files(folder: Path) -> None:
+    """Write the files that settings of `VARIANTS` name."""
+    (folder / "late.py").write_text(LATE_SCORER)
+    (folder / "again.py").write_text(ENVIRONMENT)
+    (folder / "chat.jinja").write_text(CHAT_TEMPLATE)
+
+
 def variant(text: str) -> tuple[str, int]:
     """`plain=50` as a pair."""
     name, equals, times = text.partition("=")
@@ -367,7 +409,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = (args.runs or Path(scratch)).resolve() / name
             folder.mkdir(parents=True)
-            (folder / "late.py").write_text(LATE_SCORER)
+            write_user_files(folder)
             settings = tuple(each.replace("FOLDER", str(folder)) for each in VARIANTS[name])
             lab = Lab(folder, settings=settings).undisturbed()
             done = trials(lab, times, random.Random(args.seed), until)

@@ -132,7 +132,6 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
-        _save_tokenizer_and_config(policy, folder)
         environments = stack.enter_context(environment_processes(config, policy.tokenizer))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
@@ -145,9 +144,8 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
             placed = build_models(config, roles, policy, first, start_workers)
-            placed = replace(
-                placed, engine=with_conversations(config, policy, placed.engine, environments)
-            )
+            conversing = with_conversations(config, policy, placed.engine, environments)
+            placed = replace(placed, engine=conversing)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             others = _make_sinks(config, folder, sink)
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
@@ -187,12 +185,13 @@ def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink)
 def _read_data(
     config: Config, opened: OpenedRun, policy: LoadedPolicy, begin: FirstMessages | None
 ) -> tuple[PromptSource | SftData, Config, Config]:
-    """Read the training data, and put the steps that it fills into the recipe and the one that the
-    folder keeps.
+    """Read the training data, put the steps that it fills into the recipe and the one that the
+    folder keeps, and keep the tokenizer and the model's config there.
 
     Args:
         begin: gives the first messages of conversations, where rows do not.
     """
+    _save_tokenizer_and_config(policy, opened.folder)
     epochs, steps = config.trainer.data_epochs, config.trainer.steps
     data: PromptSource | SftData
     if isinstance(config.sft, Demonstrations):

@@ -191,11 +191,13 @@ class ConversationEngine:
     async def progress(self) -> Sequence[CompletionEvent]:
         running = []
         for event in await self._engine.progress():
-            if event.kind == "running":
-                conversation = self._live[event.group_id, event.answer]
-                running.append(self._turn_event(conversation, event))
-            else:
+            if event.kind != "running":
                 self._handle(event)
+                continue
+            # Of several engines some report before others: the turn may have ended since.
+            conversation = self._live.get(event.key)
+            if conversation is not None and conversation.reply is None:
+                running.append(self._turn_event(conversation, event))
         running += [each.event("running") for each in self._waiting()]
         events, self._events = self._events, []
         return [*events, *sorted(running, key=lambda event: event.key)]
@@ -263,11 +265,8 @@ class ConversationEngine:
 
         A cancelled wait loses nothing: events are handled by the task that gets them.
         """
-        status = self._engine.status()
         replies = [each.reply for each in self._waiting() if each.reply is not None]
-        if not replies and not status.running + status.queued:
-            return True
-        collecting = asyncio.ensure_future(self._collect())
+        collecting = asyncio.ensure_future(self._collect(replies))
         try:
             await asyncio.wait([collecting, *replies], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -277,11 +276,17 @@ class ConversationEngine:
             raise outcome
         for conversation in [each for each in self._waiting() if each.reply and each.reply.done()]:
             await self._take_reply(conversation)
-        return False
+        return outcome is True
 
-    async def _collect(self) -> None:
-        for event in await self._engine.events():
+    async def _collect(self, replies: Sequence[asyncio.Task[list[Step]]]) -> bool:
+        """Handle the engine's events, or wait for a reply where it is idle; return whether there
+        is neither."""
+        events = await self._engine.events()  # an idle engine may have some, too
+        for event in events:
             self._handle(event)
+        if replies and not events:
+            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        return not replies and not events
 
     # -- turns and replies ----------------------------------------------------------------------
 
@@ -449,8 +454,10 @@ def _flatten(segments: Sequence[Segment]) -> Segment:
 
 
 def _part(segment: Segment, start: int) -> Segment:
-    """Return the tokens of a flat segment from `start` on, with their spans."""
-    if not start:
-        return segment
+    """Return the tokens of a flat segment from `start` on, with their spans.
+
+    Its arrays are there: an engine on another node returns references.
+    """
     spans = [VersionSpan(s.version, s.stop - start) for s in segment.spans if s.stop > start]
-    return Segment(segment.token_ids[start:], segment.logprobs[start:], tuple(spans))
+    ids, logprobs = np.asarray(segment.token_ids), np.asarray(segment.logprobs)
+    return Segment(ids[start:], logprobs[start:], tuple(spans))

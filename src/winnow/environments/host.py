@@ -30,12 +30,12 @@ class StepRequest(NamedTuple):
     turns: tuple[Turn, ...]
     """All of the policy's; none: the observation of `reset` is wanted."""
     first: tuple[Mapping[str, Any], ...] = ()
-    """What `reset` returned for the prompt; none: it left the row's messages."""
+    """The messages that `reset` returned for the prompt; none: it left those of the row."""
     closed: tuple[int, ...] = ()
     """Conversations that have ended."""
 
 
-class StepReply(NamedTuple):
+class TurnReplies(NamedTuple):
     """Replies to turns."""
 
     steps: list[Step]
@@ -88,7 +88,7 @@ class EnvironmentHost:
         self._environments: OrderedDict[int, tuple[Environment, int]] = OrderedDict()
         """By conversation, the environment and the turns that it has replied to."""
 
-    def call_without_loop(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
+    def call_without_loop(self, items: Sequence[StepRequest]) -> list[TurnReplies] | Failure:
         """Reply to the turns of one request."""
         (request,) = items
         began = time.perf_counter()
@@ -101,7 +101,7 @@ class EnvironmentHost:
             return self._fail(request, error)
         return self._end(request, environment, steps, began)
 
-    async def call(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
+    async def call(self, items: Sequence[StepRequest]) -> list[TurnReplies] | Failure:
         """Reply to the turns of one request, while other requests wait."""
         (request,) = items
         began = time.perf_counter()
@@ -135,14 +135,14 @@ class EnvironmentHost:
 
     def _end(
         self, request: StepRequest, environment: Environment, steps: list[Step], began: float
-    ) -> list[StepReply]:
+    ) -> list[TurnReplies]:
         seconds = time.perf_counter() - began
         self._environments[request.conversation] = environment, len(request.turns)
         if not request.turns:
             self._close(request.conversation)
         elif len(self._environments) > _MOST:
             self._close(next(iter(self._environments)))
-        return [StepReply(steps, seconds)]
+        return [TurnReplies(steps, seconds)]
 
     def _fail(self, request: StepRequest, error: BaseException) -> Failure:
         return make_failure(error, self._file)

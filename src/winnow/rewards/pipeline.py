@@ -26,6 +26,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from winnow.config.judge import LanguageModelJudge, SequenceClassifier
 from winnow.config.reward import CosineConfig, RewardConfig
 from winnow.rewards.manager import Manager
@@ -161,7 +163,7 @@ class RewardPipeline:
         """
         if text is None:
             assert self._decode is not None, "made without what reads tokens"
-            text = self._decode(trajectory.last_turn.token_ids)
+            text = self._decode(np.asarray(trajectory.last_turn.token_ids))
         # The models are asked before anything is waited for, so that answers whose scoring begins
         # together are run together.
         verdicts: list[tuple[ModelSection, ScoreFuture]] = []

@@ -166,10 +166,32 @@ def test_interrupted_conversations_continue_with_the_same_tokens(abort_after, co
     assert not environments.alive
 
 
-def test_free_mode_gives_the_same_conversations():
+class Ahead:
+    """An engine that has written its answers before it is asked for events, as servers may."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner, self.done = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    async def submit(self, groups):
+        await self.inner.submit(groups)
+        while events := await self.inner.events():
+            self.done += events
+
+    async def events(self, until=None):
+        done, self.done = self.done, []
+        return done
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_free_mode_gives_the_same_conversations(ahead):
     model = model_of()
     plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
-    engine = make(torch_engine(model, slots=5), Counting(delay_s=0.01), deterministic=False)
+    inner = torch_engine(model, slots=5)
+    inner = Ahead(inner) if ahead else inner
+    engine = make(inner, Counting(delay_s=0.01), deterministic=False)
     done = asyncio.run(run(engine, requests()))
     assert {k: transcript(e) for k, e in done.items()} == {
         k: transcript(e) for k, e in plain.items()
@@ -184,3 +206,15 @@ def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
     assert {k: transcript(e) for k, e in done.items()} == {
         k: transcript(e) for k, e in plain.items()
     }
+
+
+def test_what_an_engine_reports_of_a_conversation_that_has_ended_is_passed_over():
+    inner = torch_engine(model_of(), slots=5)
+    engine = make(inner, Counting())
+    event = next(iter(asyncio.run(run(engine, requests())).values()))
+
+    async def late():
+        return [replace(event, kind="running", finish_reason="aborted")]
+
+    inner.progress = late
+    assert asyncio.run(engine.progress()) == []
