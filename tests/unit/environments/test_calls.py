@@ -123,6 +123,7 @@ def test_calls_are_answered(call, text):
     assert message["role"] == "tool"
     assert message["content"].startswith(text)
     assert step.reward == (0.25 if text == "7" else 0)
+    assert step.metrics == ({"Counter": 0.25} if text == "7" else {})
     assert not step.done
 
 
