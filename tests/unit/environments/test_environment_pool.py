@@ -146,7 +146,7 @@ def test_a_synchronous_tool_is_interrupted_and_one_that_hangs_in_c_is_a_fault(tm
 
     async def ask(how):
         turn = Turn("", (ToolCall("wait", {"how": how}),))
-        (step,) = await pool.step(1, prompt(0), [turn])
+        (step,) = await pool.step(1, Prompt("0", np.array([1]), "", "wait", 0), [turn])
         return step.observation[0]["content"]
 
     with closing(EnvironmentPool(limits, arguments)) as pool:
