@@ -165,4 +165,7 @@ def test_a_turn_without_calls_ends_and_faults_and_long_results_are_told():
     tools.reset({})
     assert asyncio.run(tools.step(Turn("done"))).done
     step = asyncio.run(tools.step(Turn("", (ToolCall("long"),), ("no JSON",))))
-    assert [m["content"] for m in step.observation] == ["x" * 10 + "\n… (cut)", "error: no JSON"]
+    assert [m["content"] for m in step.observation] == [
+        "x" * 5 + "\n… (cut) …\n" + "x" * 5,
+        "error: no JSON",
+    ]
