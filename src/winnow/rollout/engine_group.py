@@ -44,10 +44,7 @@ Key = tuple[int, int]
 QUANTUM_TICKS = 8
 """Least number of ticks between two polls of all engines.
 
-Polling costs a call to each engine (1 to 3 ms to another process) and waits for the slowest; eight
-ticks of a model worth distributing take 50 ms and more. On the other hand a slot whose engine has
-nothing queued stays empty for up to a quantum, and an event is seen up to a quantum late.
-"""
+Polling waits for the slowest engine; a slot without a queued answer is empty up to a quantum."""
 _POLLS = 32
 _DEATHS = 5
 """Deaths of engines in a row without a new token of an answer, after which it fails."""
@@ -133,10 +130,7 @@ class RequestQueue:
         return [answer for bundle in taken for answer in bundle]
 
     def assign(
-        self,
-        slots: Sequence[int],
-        loads: Sequence[int],
-        retained: Sequence[Collection[Key]] = (),
+        self, slots: Sequence[int], loads: Sequence[int], retained: Sequence[Collection[Key]] = ()
     ) -> list[list[TrackedAnswer]]:
         """Remove and return the answers to submit now, a list for each engine.
 
@@ -156,9 +150,8 @@ class RequestQueue:
         while self._bundles:
             bundle = self._bundles[0]
             best = max(engines, key=lambda i: (free[i], -i))
-            if not bundle[0].is_fresh:
-                key = bundle[0].key
-                best = next((i for i, s in enumerate(retained) if key in s and free[i] > 0), best)
+            key = None if bundle[0].is_fresh else bundle[0].key
+            best = next((i for i, s in enumerate(retained) if key in s and free[i] > 0), best)
             count = min(free[best], len(bundle))
             if count <= 0:
                 open_ = [i for i in engines if -free[i] < max_waiting(slots[i])]
@@ -219,8 +212,7 @@ class EngineClient:
                 self.answers[event.key].extend_prefix(event.segment)
                 running.append(shifted)
             else:
-                answer = self.answers.pop(event.key)
-                if event.kind == "finished" and answer.request.retain_cache:
+                if self.answers.pop(event.key).request.retain_cache and event.kind == "finished":
                     self.retained.add(event.key)
                 self.inbox.append(shifted)
                 self.finished += event.kind == "finished"
@@ -250,6 +242,7 @@ class EngineClient:
 async def _load_weights(client: EngineClient, update: WeightUpdate) -> None:
     try:
         await client.engine.load_weights(update)
+        client.retained.clear()
     except PublicationError as error:
         raise PublicationError(f"{client.name}: {error}") from error
 
@@ -381,8 +374,6 @@ class EngineGroup:
                 await send_weights(update, self._take_bucket, reject=self._reject)
                 update = WeightUpdate(update.version)
             await self._for_each(self._alive(), partial(_load_weights, update=update))
-            for client in self._clients:
-                client.retained.clear()
         finally:
             self._old_version = None
         wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]
