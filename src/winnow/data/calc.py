@@ -124,7 +124,7 @@ def demonstrations(
     rng: np.random.Generator,
 ) -> list[Demonstration]:
     """Make `count` demonstrations on training problems: guesses, and calls with their answers."""
-    examples = []
+    examples: list[Demonstration] = []
     while len(examples) < count:
         one, other = rng.integers(task.min_factor, task.max_factor + 1, size=2).tolist()
         problem = f"{one}*{other}"
