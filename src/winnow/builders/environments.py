@@ -151,6 +151,31 @@ def first_messages_of(
     return begin_all
 
 
+def history_notes(config: Config, policy: LoadedPolicy) -> list[str]:
+    """Return a line if the chat template rewrites what conversations keep as it was sampled.
+
+    Raises:
+        ModelError: the chat template fails.
+    """
+    section = config.environment
+    if isinstance(section, NoEnvironment) or section.history != "append":
+        return []
+    from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+
+    template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(section))
+    tokenizer = TurnTokenizer(template, policy.tokenizer, policy.stop_ids)
+    role = "tool" if isinstance(section, ToolsEnvironment) else "user"
+    history = tokenizer.history([{"role": role, "name": "f", "content": "r"}])
+    if history == "exact":
+        return []
+    what = "" if history == "rewritten" else " (it drops their reasoning)"
+    return [
+        f"The chat template rewrites earlier turns{what}; conversations keep them as sampled "
+        "(environment.history=append). Set environment.history=fork to train on what the template "
+        "renders."
+    ]
+
+
 def turn_parser(config: Environment) -> Callable[[str], Turn]:
     """Return the parser of a recipe's turns, of their texts without a stop token."""
     from winnow.environments.calls import parse_turn, pattern_parser
@@ -168,18 +193,22 @@ def with_conversations(
     if environments is None or isinstance(environment, NoEnvironment):
         return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+    from winnow.environments.calls import message_of, parse_turn, plain_message
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
+    parse = turn_parser(environment)
+    as_message = message_of if parse is parse_turn else plain_message
     return cast(
         Engine,
         ConversationEngine(
             engine,
             TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            turn_parser(environment),
+            parse,
             policy.decode,
             environments,
             ConversationLimits(environment.max_turns, environment.max_turn_tokens),
+            message_of=None if environment.history == "append" else as_message,
             deterministic=config.run.deterministic,
             lag_ticks=environment.reply_lag_ticks,
             look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`

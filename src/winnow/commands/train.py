@@ -20,6 +20,7 @@ from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
 from winnow.builders.environments import (
     environment_processes,
     first_messages_of,
+    history_notes,
     tool_schemas,
     with_conversations,
 )
@@ -146,9 +147,11 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             placed = build_models(config, roles, policy, first, start_workers)
             conversing = with_conversations(config, policy, placed.engine, environments)
             placed = replace(placed, engine=conversing)
+            _note(sink, *history_notes(config, policy))
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            others = _make_sinks(config, folder, sink)
-            sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
+            sinks = Sinks(
+                [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
+            )
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
             context = RunContext(*args, tell, begin)

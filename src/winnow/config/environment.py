@@ -23,6 +23,10 @@ class _Conversation(Section):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Maximum number of tokens of a turn; null: no limit but rollout.max_response_tokens, which
     counts all tokens after the prompt."""
+    history: Literal["append", "fork"] = "append"
+    """append: a conversation grows by tokens, and turns stay as they were sampled; fork: with each
+    reply the chat template renders it anew, and where that changes earlier tokens the next turn
+    begins with the rendered ones, in a context of its own."""
     workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Processes of the environments; null: half of the cores."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(60.0, gt=0)
