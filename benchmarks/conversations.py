@@ -7,8 +7,8 @@ environment replies to each but the last. Each session is written three ways: wi
 retained between turns, without, and as a single turn of the same prompt and the same total length,
 all of it sampled. All sessions have a slot. Tokens are those that went through the model; the
 tokens of an answer's end, which nothing follows, do not. Rounds alternate on one thread; CPU
-seconds are those of the process, and those of the engine's ticks alone, without conversation, environment
-and chat template; the best of the rounds counts, of each way.
+seconds are those of the process, and those of the engine's ticks alone, without conversation,
+environment and chat template; the best of the rounds counts, of each way.
 """
 
 from __future__ import annotations
