@@ -6,8 +6,8 @@ A model with random weights writes turns that end with a stop token (1 token in 
 environment replies to each but the last. Each session is written three ways: with its cache row
 retained between turns, without, and as a single turn of the same prompt and the same total length,
 all of it sampled. All sessions have a slot. Tokens are those that went through the model; the
-tokens of an answer's end, which nothing follows, do not. Rounds alternate on one thread; CPU
-seconds are those of the process, and those of the engine's ticks alone, without conversation,
+tokens of an answer's end, which nothing follows, do not. Rounds alternate on one thread;
+CPU-seconds are those of the process, and those of the engine's ticks alone, without conversation,
 environment and chat template; the best of the rounds counts, of each way.
 """
 
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-from winnow.environments import Message, Step, Turn
+from winnow.environments import Step, Turn
 from winnow.environments.conversation import ConversationEngine, ConversationLimits
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.fused_layers import fuse_layers
@@ -101,18 +101,12 @@ class CountingEngine(TorchEngine):
 class Replies:
     """Environments that say the same after each turn."""
 
-    steps, seconds = 0, 0.0
-
     def __init__(self, turns: int) -> None:
         self._turns = turns
 
     async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
         """Return the reply, or the end."""
         return [Step(REPLY, 0.0, done=len(turns) == self._turns)]
-
-    async def first_messages(self, number: int, prompt: Prompt) -> Sequence[Message]:
-        """Return none."""
-        return ()
 
     def close_conversation(self, conversation: int) -> None:
         """Do nothing."""

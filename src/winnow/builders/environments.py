@@ -82,7 +82,7 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    recipe: Config, tokenizer: PreTrainedTokenizerBase | None
+    config: Config, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
@@ -90,22 +90,23 @@ def environment_processes(
         tokenizer: has the chat template; None where turns are replayed without a policy.
 
     Raises:
-        ConfigError: the user's code or the chat template cannot be used.
+        ConfigError: the user's code or the chat template cannot be used, or there is no sandbox.
     """
-    config = recipe.environment
-    if isinstance(config, NoEnvironment):
+    section = config.environment
+    if isinstance(section, NoEnvironment):
         yield None
         return
     if tokenizer is not None:
-        _check_template(config, recipe.data, tokenizer)
+        _check_template(section, config.data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits
 
-    workers = config.workers or default_workers()
+    workers = section.workers or default_workers()
     names = "environment", "environment", "reply"
-    limits = PoolLimits(workers, config.timeout_s, config.memory_mb, *names)
-    with contextlib.closing(EnvironmentPool(limits, host_arguments(config))) as pool:
+    limits = PoolLimits(workers, section.timeout_s, section.memory_mb, *names)
+    arguments = host_arguments(section, config.reward.sandbox, workers)
+    with contextlib.closing(EnvironmentPool(limits, arguments)) as pool:
         yield pool
 
 

@@ -147,21 +147,19 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             placed = build_models(config, roles, policy, first, start_workers)
             conversing = with_conversations(config, policy, placed.engine, environments)
             placed = replace(placed, engine=conversing)
-            _note(sink, *history_notes(config, policy))
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            sinks = Sinks(
-                [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
-            )
+            others = _make_sinks(config, folder, sink)
+            sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
             context = RunContext(*args, tell, begin)
             run = _build(context, data, sink)
-            _note(sink, *opened.manifest.machine_changes(placed.machine))
+            notes = history_notes(config, policy)
+            _note(sink, *notes, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch_counters(
-                lambda: run.engine.status().generated_tokens,
-                lambda: run.learner.progress,
+                lambda: (run.engine.status().generated_tokens, run.learner.progress),
                 rewards.count_offloaded,
             )
             _start_sinks(sinks, run, folder, figures, options.began_s)

@@ -212,9 +212,9 @@ def _sources(
     for key, folder in {"model.path": model.path, "model.tokenizer": model.tokenizer}.items():
         if makes_model and folder:
             yield f"<{key}> conflicts with <warm_start>; set {key}=null or warm_start=none"
-    if makes_model and task.name != "sort_digits":
+    if makes_model and task.name not in ("sort_digits", "calc"):
         yield (
-            "warm_start=sft supports data/task=sort_digits only, got <data/task>; choose "
+            "warm_start=sft supports data/task=sort_digits and calc only, got <data/task>; choose "
             "data/task=sort_digits, or warm_start=none with a model.path"
         )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
+from winnow.config.data import CalcTask, CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.prompts import FirstMessages, PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
 from winnow.errors import CheckpointError, DataError
@@ -140,6 +140,10 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         from winnow.data.sort_digits import SortDigitsRows
 
         return SortDigitsRows(task, seed)
+    if isinstance(task, CalcTask):
+        from winnow.data.calc import CalcRows
+
+        return CalcRows(task, seed)
     if isinstance(task, ReasoningGymTask):
         from winnow.data.reasoning_gym import ReasoningGymRows
 

@@ -20,7 +20,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -323,17 +323,8 @@ class ConversationEngine:
         A cancelled wait loses nothing: events are handled by the task that gets them.
         """
         await self._finish_move()
-        status = self._engine.status()
         replies = [each.reply for each in self._waiting() if each.reply is not None]
-        if not replies or not status.running + status.queued:
-            # It may have events though nothing runs, of answers that were aborted.
-            if await self._collect():
-                return False
-            if not replies:
-                return True
-            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
-            return await self._take_done_replies()
-        collecting = asyncio.ensure_future(self._collect())
+        collecting = asyncio.ensure_future(self._collect(replies))
         try:
             await asyncio.wait([collecting, *replies], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -341,19 +332,14 @@ class ConversationEngine:
             (outcome,) = await asyncio.gather(collecting, return_exceptions=True)
         if isinstance(outcome, Exception):
             raise outcome
-        return await self._take_done_replies()
-
-    async def _take_done_replies(self) -> Literal[False]:
-        """Take the replies that are there, though the caller is cancelled."""
-
-        async def take() -> None:
-            for conversation in replied:
-                await self._take_reply(conversation)
-
         replied = [each for each in self._waiting() if each.reply and each.reply.done()]
-        self._move = asyncio.ensure_future(take())
+        self._move = asyncio.ensure_future(self._take_replies(replied))
         await self._finish_move()
-        return False
+        return outcome is True
+
+    async def _take_replies(self, conversations: Sequence[Conversation]) -> None:
+        for conversation in conversations:
+            await self._take_reply(conversation)
 
     async def _finish_move(self) -> None:
         """Wait until replies that are being taken have become turns."""
@@ -363,12 +349,18 @@ class ConversationEngine:
                 self._move = None
             move.result()
 
-    async def _collect(self) -> bool:
-        """Wait for events of the engine; return whether there were any, which idle it has not."""
-        events = await self._engine.events()
+    async def _collect(self, replies: Sequence[asyncio.Task[list[Step]]]) -> bool:
+        """Handle the engine's events, or wait for a reply where it is idle.
+
+        Returns:
+            True if there is neither.
+        """
+        events = await self._engine.events()  # an idle engine may have some, too
         for event in events:
             self._handle(event)
-        return bool(events)
+        if replies and not events:
+            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        return not replies and not events
 
     # -- turns and replies ----------------------------------------------------------------------
 

@@ -230,35 +230,27 @@ def pack(
         ValueError: a prompt without a token, whose answer's first token has no context.
     """
     rows = [(g, group.prompt, answer) for g, group in enumerate(groups) for answer in group.answers]
-    pieces: list[NDArray[np.int64]] = []
-    written: list[bool] = []
-    begins_context: list[bool] = []
-    behav: list[NDArray[np.float32]] = []
-    pieces_per_sample: list[int] = []
+    segments, no_logprobs = list[Segment](), np.empty(0, np.float32)
+    segments_per_sample: list[int] = []
     for place, (_, prompt, answer) in enumerate(rows):
         if not len(prompt.token_ids):
             raise ValueError(f"prompt {prompt.uid} has no tokens; a prompt needs at least one")
         if local_samples is not None and not local_samples[place]:
-            pieces_per_sample.append(0)
+            segments_per_sample.append(0)
             continue
-        segments = answer.trajectory.segments
-        pieces.append(prompt.token_ids)
-        written.append(False)
-        begins_context.append(True)
-        for segment in segments:
-            pieces.append(segment.token_ids)
-            written.append(segment.source == "model")
-            begins_context.append(segment.restarts)
-            if written[-1]:
-                behav.append(segment.logprobs)
-        pieces_per_sample.append(1 + len(segments))
+        first = Segment(prompt.token_ids, no_logprobs, (), "environment", restarts=True)
+        segments += [first, *answer.trajectory.segments]
+        segments_per_sample.append(1 + len(answer.trajectory.segments))
 
+    pieces = [segment.token_ids for segment in segments]
+    behav = [segment.logprobs for segment in segments if segment.source == "model"]
+    written = [segment.source == "model" for segment in segments]
     piece_lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    first_piece = np.concatenate([[0], np.cumsum(pieces_per_sample, dtype=np.int64)])
+    first_piece = np.concatenate([[0], np.cumsum(segments_per_sample, dtype=np.int64)])
     piece_offsets = np.concatenate([[0], np.cumsum(piece_lengths)])
     offsets = piece_offsets[first_piece]
     lengths = np.diff(offsets)
-    starts = piece_offsets[:-1][np.array(begins_context, dtype=bool)]
+    starts = piece_offsets[:-1][[segment.restarts for segment in segments]]
     starts_T = np.repeat(starts, np.diff(starts, append=offsets[-1]))
     gen_mask = np.repeat(np.array(written, dtype=bool), piece_lengths)
     loss_mask = gen_mask.copy()

@@ -227,6 +227,15 @@ def test_rows_retained_between_turns_change_no_token_and_no_tick(
     assert tokens == once if slots == 12 else once < tokens < most
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"), [(TEMPLATE, "exact"), (DROPS, "without reasoning")]
+)
+def test_a_template_is_asked_for_what_it_makes_of_the_past(template, expected):
+    own = tokenizer(template)
+    chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
+    assert chat.history([{"role": "user", "content": "r"}]) == expected
+
+
 def test_rendered_anew_each_turn_is_sampled_behind_what_the_template_renders():
     model, own = model_of(), tokenizer(DROPS)
     inner = torch_engine(copy.deepcopy(model), slots=5)

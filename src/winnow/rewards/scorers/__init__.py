@@ -69,6 +69,7 @@ SCORERS: dict[str, Scorer] = {
     scorer.name: scorer
     for scorer in (
         Scorer("sort_digits", "markers:score_sort_digits", -1.0, "the text behind the last '#'"),
+        Scorer("calc", "markers:score_calc", -1.0, "the text behind the last '='"),
         Scorer("gsm8k", "markers:score_gsm8k", 0.0, "the one number behind the last '####'"),
         Scorer("gsm8k_flexible", "markers:score_gsm8k_flexible", 0.0, "the last number"),
         Scorer("dapo_math", "dapo_math:score", -1.0, _LINE + _TAIL),
