@@ -134,6 +134,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
         environments = stack.enter_context(environment_processes(config, policy.tokenizer))
+        _note(sink, *history_notes(config, policy))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
         end = MachineDeadline(config.trainer)
@@ -148,8 +149,9 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             conversing = with_conversations(config, policy, placed.engine, environments)
             placed = replace(placed, engine=conversing)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            others = _make_sinks(config, folder, sink)
-            sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
+            sinks = Sinks(
+                [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
+            )
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
             context = RunContext(*args, tell, begin)

@@ -364,7 +364,7 @@ class PrefilledAnswer(PendingAnswer):
 
     @cached_property
     def settings(self) -> SamplingParams:
-        """What a draw depends on: without the limit, which nearly each turn has for itself."""
+        """The settings that a draw depends on: nearly each turn has a token limit of its own."""
         return replace(self.group.sampling_of(self.request), max_tokens=0)
 
 
