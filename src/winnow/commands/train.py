@@ -155,12 +155,12 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
             context = RunContext(*args, tell, begin)
             run = _build(context, data, sink)
-            _note(sink, *opened.manifest.machine_changes(placed.machine))
+            notes = history_notes(config, policy)
+            _note(sink, *notes, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch_counters(
-                lambda: run.engine.status().generated_tokens,
-                lambda: run.learner.progress,
+                lambda: (run.engine.status().generated_tokens, run.learner.progress),
                 rewards.count_offloaded,
             )
             _start_sinks(sinks, run, folder, figures, options.began_s)
