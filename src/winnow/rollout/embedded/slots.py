@@ -364,7 +364,7 @@ class PrefilledAnswer(PendingAnswer):
 
     @cached_property
     def settings(self) -> SamplingParams:
-        """What a draw depends on: without the limit, which nearly each turn has for itself."""
+        """Settings that a draw depends on: not the limit, which differs from turn to turn."""
         return replace(self.group.sampling_of(self.request), max_tokens=0)
 
 
