@@ -364,7 +364,7 @@ class PrefilledAnswer(PendingAnswer):
 
     @cached_property
     def settings(self) -> SamplingParams:
-        """The settings that a draw depends on: nearly each turn has a token limit of its own."""
+        """Settings that a draw depends on: not the limit, which differs from turn to turn."""
         return replace(self.group.sampling_of(self.request), max_tokens=0)
 
 
