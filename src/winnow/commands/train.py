@@ -25,9 +25,9 @@ from winnow.builders.environments import (
     with_conversations,
 )
 from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
-from winnow.builders.processes import worker_processes
+from winnow.builders.processes import StartWorkers, worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
-from winnow.builders.topology import build_models, build_rewards
+from winnow.builders.topology import RunModels, build_models, build_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run, rewind
 from winnow.checkpoints.recipe_changes import with_settings
@@ -63,6 +63,7 @@ from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
 
 if TYPE_CHECKING:
+    from winnow.environments.conversation import Environments
     from winnow.run.sft import SftData, SftRun
 
 log = logging.getLogger(__name__)
@@ -145,9 +146,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
-            placed = build_models(config, roles, policy, first, start_workers)
-            conversing = with_conversations(config, policy, placed.engine, environments)
-            placed = replace(placed, engine=conversing)
+            placed = _place(config, roles, policy, first, start_workers, environments)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             sinks = Sinks(
                 [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
@@ -174,6 +173,20 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         _show_results(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
+
+
+def _place(
+    config: Config,
+    roles: Roles,
+    policy: LoadedPolicy,
+    first: str | None,
+    start_workers: StartWorkers,
+    environments: Environments | None,
+) -> RunModels:
+    """Build engine and learner, and an engine for conversations over that if there are any."""
+    placed = build_models(config, roles, policy, first, start_workers)
+    engine = with_conversations(config, policy, placed.engine, environments)
+    return replace(placed, engine=engine)
 
 
 def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink) -> Run | SftRun:
