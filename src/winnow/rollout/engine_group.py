@@ -99,8 +99,7 @@ class EngineClient:
                 self.answers[event.key].extend_prefix(event.segment)
                 running.append(shifted)
             else:
-                answer = self.answers.pop(event.key)
-                if event.kind == "finished" and answer.request.retain_cache:
+                if self.answers.pop(event.key).request.retain_cache and event.kind == "finished":
                     self.retained.add(event.key)
                 self.inbox.append(shifted)
                 self.finished += event.kind == "finished"
@@ -130,6 +129,7 @@ class EngineClient:
 async def _load_weights(client: EngineClient, update: WeightUpdate) -> None:
     try:
         await client.engine.load_weights(update)
+        client.retained.clear()
     except PublicationError as error:
         raise PublicationError(f"{client.name}: {error}") from error
 
@@ -261,8 +261,6 @@ class EngineGroup:
                 await send_weights(update, self._take_bucket, reject=self._reject)
                 update = WeightUpdate(update.version)
             await self._for_each(self._alive(), partial(_load_weights, update=update))
-            for client in self._clients:
-                client.retained.clear()
         finally:
             self._old_version = None
         wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]

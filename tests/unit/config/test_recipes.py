@@ -189,7 +189,7 @@ REAL = sorted(
     name
     for name in available_recipes()
     if name not in SMALL
-    and name not in ("quickstart", "dapo-math", "gsm8k", "sft")
+    and name not in ("quickstart", "quickstart-tools", "dapo-math", "gsm8k", "sft")
     and not re.search("_async|_one_step_off|_megatron", name)
 )
 BESIDE = [

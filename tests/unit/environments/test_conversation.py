@@ -197,8 +197,10 @@ def test_interrupted_conversations_continue_with_the_same_tokens(abort_after, co
     assert not environments.alive
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
-@pytest.mark.parametrize(("slots", "prefill_tokens"), [(12, 64), (12, 9), (7, 64), (3, 64)])
+@pytest.mark.parametrize(
+    ("name", "slots", "prefill_tokens"),
+    [("qwen3", 12, 9), ("qwen2-window", 12, 64), ("qwen3", 7, 64), ("qwen3", 3, 64)],
+)
 def test_rows_retained_between_turns_change_no_token_and_no_tick(
     name, slots, prefill_tokens, monkeypatch
 ):
@@ -219,7 +221,7 @@ def test_rows_retained_between_turns_change_no_token_and_no_tick(
         return ends, np.concatenate(logprobs), sum(tokens)
 
     ends, logprobs, tokens = written()
-    monkeypatch.setattr(Slots, "retained_row", lambda slots, answer: None)
+    monkeypatch.setattr(Slots, "can_continue", lambda slots, answer: False)
     anew, others, most = written()
     assert ends == anew
     np.testing.assert_allclose(logprobs, others, atol=1e-6)
