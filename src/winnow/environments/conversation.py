@@ -448,6 +448,8 @@ class ConversationEngine:
             first = len(conversation.turns) - 1 - len(replayed)
             messages = map(_shown_messages, [*replayed, step])
             conversation.replies |= dict(enumerate(messages, first))
+            if self._message_of is not None and len(conversation.replies) < len(conversation.turns):
+                raise EnvironmentFault("not all turns of a resumed conversation were replayed")
             self._check_replay(conversation, first)
             following = None if step.done else self._reply_segment(conversation)
         except EnvironmentFault as fault:
