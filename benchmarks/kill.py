@@ -124,6 +124,7 @@ CLOCKED = (
     "memory/",
     "judge/",
     "ranks/peak_gib",
+    "environment/seconds",
 )
 MOMENTS = ("any", "any", "saving", "logged", "starting")
 LONGEST_S = 300.0
