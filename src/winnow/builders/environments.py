@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from winnow.builders.topology import RunModels
 from winnow.config.data import DataConfig
 from winnow.config.environment import (
-    CustomEnvironment,
     Environment,
+    HostedEnvironment,
     NoEnvironment,
     ToolsEnvironment,
     host_arguments,
@@ -84,7 +84,7 @@ def with_conversations(
 
 
 def make_conversation_engine(
-    config: ToolsEnvironment | CustomEnvironment,
+    config: HostedEnvironment,
     data: DataConfig,
     policy: LoadedPolicy,
     engine: Engine,

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from winnow.config.data import CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
+from winnow.config.data import (
+    CustomTask,
+    DataConfig,
+    EpisodesTask,
+    ReasoningGymTask,
+    SortDigitsTask,
+)
 from winnow.data.prompts import PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
 from winnow.errors import CheckpointError, DataError
@@ -137,6 +143,10 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         from winnow.data.reasoning_gym import ReasoningGymRows
 
         return ReasoningGymRows(task, seed)
+    if isinstance(task, EpisodesTask):
+        from winnow.data.episodes import EpisodeRows
+
+        return EpisodeRows(task)
     if isinstance(task, CustomTask):
         from winnow.data.user_source import UserRows
 
