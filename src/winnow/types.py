@@ -50,6 +50,8 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The conversation that `text` renders, each with `role` and `content`, for models with a chat
     template of their own. Whole, where a length limit cut `text`."""
+    row_messages: tuple[Mapping[str, Any], ...] = ()
+    """The row's messages, if an environment began the conversation with others."""
 
 
 @dataclass(frozen=True, slots=True)

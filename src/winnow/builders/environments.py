@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, cast
 
-from winnow.builders.topology import RunModels
+import numpy as np
+
 from winnow.config.data import DataConfig
 from winnow.config.environment import (
     Environment,
-    HostedEnvironment,
     NoEnvironment,
     ToolsEnvironment,
     host_arguments,
 )
 from winnow.config.root import Config
 from winnow.environments import Turn
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, DataError, EnvironmentFault
 from winnow.ranks.models import LoadedPolicy
 from winnow.rollout.engine import Engine
+from winnow.types import Prompt
 from winnow.user_code import load_user_object
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from winnow.data.prompts import FirstMessages
+    from winnow.data.sources import Row
+    from winnow.environments import Message
     from winnow.environments.conversation import Environments
+
+_PROGRESS_S = 10.0
+"""Seconds between lines on the first messages of many rows."""
+_ATTEMPTS = 3
+"""At the first messages of a row whose environment fails."""
 
 
 def tool_schemas(config: Environment) -> list[Mapping[str, Any]]:
@@ -41,16 +54,45 @@ def tool_schemas(config: Environment) -> list[Mapping[str, Any]]:
     return [tool_schema(load_user_object(path, field, ConfigError)) for path in config.tools]
 
 
+def _check_template(
+    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a chat template with which the policy cannot play its part.
+
+    Raises:
+        ConfigError: there is none, or it shows no tools.
+    """
+    from winnow.data.chat_template import ChatTemplate
+
+    schemas = tool_schemas(config)
+    bare, shown = ChatTemplate(tokenizer, data), ChatTemplate(tokenizer, data, schemas)
+    if not bare.text:
+        raise ConfigError(
+            f"environment={config.name} needs a chat template, and there is none; set "
+            "data.chat_template=FILE, or use a model whose tokenizer has one"
+        )
+    question = [{"role": "user", "content": "q"}]
+    texts = {template.render(question, "environment.tools") for template in (bare, shown)}
+    if schemas and len(texts) == 1:
+        raise ConfigError(
+            f"environment={config.name}: the chat template shows no tools; set data.chat_template "
+            "to one that does, or describe the calls in the prompts and set environment.calls"
+        )
+
+
 @contextlib.contextmanager
-def environment_processes(config: Environment) -> Iterator[Environments | None]:
+def environment_processes(
+    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
     Raises:
-        ConfigError: the user's code cannot be used.
+        ConfigError: the user's code or the chat template cannot be used.
     """
     if isinstance(config, NoEnvironment):
         yield None
         return
+    _check_template(config, data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits
@@ -62,55 +104,63 @@ def environment_processes(config: Environment) -> Iterator[Environments | None]:
         yield pool
 
 
+def first_messages_of(
+    config: Environment, environments: Environments | None, tell: Callable[[str], None]
+) -> FirstMessages | None:
+    """Return the function that begins the conversations of rows; None where rows do that.
+
+    Args:
+        tell: gets a line of progress where it takes long.
+    """
+    if environments is None or isinstance(config, ToolsEnvironment):
+        return None
+    numbers, done = itertools.count(), 0
+
+    async def begin(row: Row) -> Sequence[Message]:
+        nonlocal done
+        columns = row.text, row.data_source, row.ground_truth, row.extra, row.messages
+        prompt, number = Prompt(row.uid, np.zeros(0, np.int64), *columns), next(numbers)
+        for _ in range(_ATTEMPTS):
+            try:
+                messages = await environments.first_messages(number, prompt)
+            except EnvironmentFault as error:
+                fault = error
+            else:
+                done += 1
+                return messages
+        raise DataError(f"{row.origin}: the environment's reset fails: {fault}") from fault
+
+    async def begin_together(rows: Sequence[Row]) -> Sequence[Sequence[Message]]:
+        return await asyncio.gather(*map(begin, rows))
+
+    def begin_all(rows: Sequence[Row]) -> Sequence[Sequence[Message]]:
+        nonlocal done
+        done = 0
+        # An endless source is asked by the sampler, whose thread runs an event loop already.
+        with ThreadPoolExecutor(1) as thread:
+            gathered = thread.submit(asyncio.run, begin_together(rows))
+            while wait([gathered], _PROGRESS_S).not_done:
+                tell(f"Environments: first messages of {done:,} of {len(rows):,} rows")
+            return gathered.result()
+
+    return begin_all
+
+
 def with_conversations(
-    config: Config, policy: LoadedPolicy, placed: RunModels, environments: Environments | None
-) -> RunModels:
-    """Return a run's models with an engine for conversations over theirs, if the recipe has any.
-
-    Raises:
-        ConfigError: prompts are rendered without a chat template.
-    """
-    if isinstance(config.environment, NoEnvironment):
-        return placed
-    engine = make_conversation_engine(
-        config.environment,
-        config.data,
-        policy,
-        placed.engine,
-        environments,
-        deterministic=config.run.deterministic,
-    )
-    return replace(placed, engine=engine)
-
-
-def make_conversation_engine(
-    config: HostedEnvironment,
-    data: DataConfig,
-    policy: LoadedPolicy,
-    engine: Engine,
-    environments: Environments | None,
-    *,
-    deterministic: bool,
+    config: Config, policy: LoadedPolicy, engine: Engine, environments: Environments | None
 ) -> Engine:
-    """Make an engine for conversations over one that writes turns.
-
-    Raises:
-        ConfigError: prompts are rendered without a chat template.
-    """
+    """Return an engine for conversations over one that writes turns, if the recipe has any."""
+    environment = config.environment
+    if environments is None or isinstance(environment, NoEnvironment):
+        return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
     from winnow.environments.calls import parse_turn, pattern_parser
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
-    assert environments is not None
-    template = ChatTemplate(policy.tokenizer, data, tool_schemas(config))
-    if not template.text:
-        raise ConfigError(
-            f"environment={config.name} needs a chat template, and there is none; set "
-            "data.chat_template=FILE, or use a model whose tokenizer has one"
-        )
+    template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
     parse: Callable[[str], Turn] = parse_turn
-    if isinstance(config, ToolsEnvironment) and config.calls != "auto":
-        parse = pattern_parser(config.calls)
+    if isinstance(environment, ToolsEnvironment) and environment.calls != "auto":
+        parse = pattern_parser(environment.calls)
     return cast(
         Engine,
         ConversationEngine(
@@ -119,9 +169,9 @@ def make_conversation_engine(
             parse,
             policy.decode,
             environments,
-            ConversationLimits(config.max_turns, config.max_turn_tokens),
-            deterministic=deterministic,
-            lag_ticks=config.reply_lag_ticks,
+            ConversationLimits(environment.max_turns, environment.max_turn_tokens),
+            deterministic=config.run.deterministic,
+            lag_ticks=environment.reply_lag_ticks,
             look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
         ),
     )

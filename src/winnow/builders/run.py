@@ -25,7 +25,7 @@ from winnow.config.root import Config, RunConfig
 from winnow.config.rules import config_warnings
 from winnow.config.trainer import TrainerConfig
 from winnow.data.loader import PromptLoader, PromptSource, evaluation_prompts
-from winnow.data.prompts import PromptSet
+from winnow.data.prompts import FirstMessages, PromptSet
 from winnow.data.user_source import UserSampler
 from winnow.errors import ConfigError
 from winnow.evaluation.evaluator import Evaluator
@@ -167,6 +167,8 @@ class RunContext:
     rewards: Rewards
     placed: RunModels
     timeline: Timeline = no_timeline
+    first_messages: FirstMessages | None = None
+    """As `PromptRenderer` takes it."""
 
 
 def build_run(
@@ -191,7 +193,7 @@ def build_run(
     order = UserSampler(config.data, source, seed) if config.data.sampler else None
     loader = PromptLoader(source, seed, config.data.shuffle, order)
     tools = tool_schemas(config.environment)
-    held_out = evaluation_prompts(config.data, policy.tokenizer, tools)
+    held_out = evaluation_prompts(config.data, policy.tokenizer, tools, context.first_messages)
     evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.copy(), held_out)
     for name, member in engines_by_name(engine, "engine 0").items():
         if hasattr(member, "on_served"):  # it is in another process, which reports its calls
@@ -232,7 +234,11 @@ def build_run(
         save_rollouts=save_rollouts,
         save_ledger=partial(save_ledger, folder),
         check_scoring=rewards.end_step,
-        scoring_figures=lambda: {**scores.figures(), **rewards.figures()},
+        scoring_figures=lambda: {
+            **scores.figures(),
+            **rewards.figures(),
+            **getattr(engine, "environment_figures", dict)(),
+        },
         mode=config.trainer.mode.name,
         pending=pending,
         prompt_budget=budget,

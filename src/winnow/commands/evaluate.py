@@ -31,6 +31,12 @@ from winnow.builders.engines import (
     make_engine,
     published_adapter,
 )
+from winnow.builders.environments import (
+    environment_processes,
+    first_messages_of,
+    tool_schemas,
+    with_conversations,
+)
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import make_evaluator, prepare_device
 from winnow.builders.topology import build_rewards
@@ -194,13 +200,19 @@ def _generate_answers(
     with contextlib.ExitStack() as stack:
         try:
             policy = load_policy(config, setup.model, device, hollow=holds_none)
+            environments = stack.enter_context(
+                environment_processes(config.environment, config.data, policy.tokenizer)
+            )
             start_workers = stack.enter_context(worker_processes(config, roles, policy, None))
             engine = make_engine(config, policy, start_workers(), trains=False)
             rewards = build_rewards(config, roles, policy, start_workers, training=False)
             stack.callback(rewards.close)
-            held_out = evaluation_prompts(config.data, policy.tokenizer)
+            begin = first_messages_of(config.environment, environments, console.print)
+            tools = tool_schemas(config.environment)
+            held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin)
+            asked = with_conversations(config, policy, engine, environments)
             evaluator = make_evaluator(
-                config, policy, engine, lambda _: setup.answers, rewards, held_out
+                config, policy, asked, lambda _: setup.answers, rewards, held_out
             )
         except ModelError as error:
             if config.evaluation.max_response_tokens is None:
@@ -226,7 +238,7 @@ def _generate_answers(
                 _check_same_weights(named, await _weight_versions(engine))
                 return evaluated
             finally:
-                await engine.close()
+                await asked.close()
 
         return stop.run(ask()), evaluator
 

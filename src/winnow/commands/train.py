@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -17,7 +17,12 @@ from rich.console import Console
 
 from winnow import gc_tuning
 from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
-from winnow.builders.environments import environment_processes, tool_schemas, with_conversations
+from winnow.builders.environments import (
+    environment_processes,
+    first_messages_of,
+    tool_schemas,
+    with_conversations,
+)
 from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
@@ -34,6 +39,7 @@ from winnow.config.rollout import VarianceFilter
 from winnow.config.root import Config
 from winnow.config.trainer import LocalCluster
 from winnow.data.loader import PromptSource, training_prompts
+from winnow.data.prompts import FirstMessages
 from winnow.errors import ConfigError, NoSignalError, RewardError, WinnowError
 from winnow.models.fetch import fetched_bytes
 from winnow.observe.console import ConsoleSink, make_console
@@ -126,7 +132,12 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
-        data, config, saved_config = _read_data(config, opened, policy)
+        _save_tokenizer_and_config(policy, folder)
+        environments = stack.enter_context(
+            environment_processes(config.environment, config.data, policy.tokenizer)
+        )
+        begin = first_messages_of(config.environment, environments, partial(_note, sink))
+        data, config, saved_config = _read_data(config, opened, policy, begin)
         end = MachineDeadline(config.trainer)
         _note(sink, *end.notes, *startup_notes(roles, config.trainer.checkpoint_url))
         with (
@@ -134,17 +145,17 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
-            environment_processes(config.environment) as environments,
         ):
             placed = build_models(config, roles, policy, first, start_workers)
-            placed = with_conversations(config, policy, placed, environments)
+            placed = replace(
+                placed, engine=with_conversations(config, policy, placed.engine, environments)
+            )
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
             others = _make_sinks(config, folder, sink)
             sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
-            context = RunContext(
-                config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell
-            )
+            args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
+            context = RunContext(*args, tell, begin)
             run = _build(context, data, sink)
             _note(sink, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
@@ -176,11 +187,14 @@ def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink)
 
 
 def _read_data(
-    config: Config, opened: OpenedRun, policy: LoadedPolicy
+    config: Config, opened: OpenedRun, policy: LoadedPolicy, begin: FirstMessages | None
 ) -> tuple[PromptSource | SftData, Config, Config]:
-    """Read the training data, put the steps that it fills into the recipe and the one that the
-    folder keeps, and keep the tokenizer and the model's config there."""
-    _save_tokenizer_and_config(policy, opened.folder)
+    """Read the training data, and put the steps that it fills into the recipe and the one that the
+    folder keeps.
+
+    Args:
+        begin: gives the first messages of conversations, where rows do not.
+    """
     epochs, steps = config.trainer.data_epochs, config.trainer.steps
     data: PromptSource | SftData
     if isinstance(config.sft, Demonstrations):
@@ -190,7 +204,7 @@ def _read_data(
         steps = steps if epochs is None else data.count_steps(epochs)
     else:
         tools = tool_schemas(config.environment)
-        data = training_prompts(config.data, policy.tokenizer, config.run.seed, tools)
+        data = training_prompts(config.data, policy.tokenizer, config.run.seed, tools, begin)
         groups, task = config.sampling.groups_per_step, config.data.task.name
         steps = steps if epochs is None else count_steps(epochs, groups, data, task)
     config, saved = (with_settings(c, trainer={"steps": steps}) for c in (config, opened.config))

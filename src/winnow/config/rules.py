@@ -13,6 +13,7 @@ from typing import Any
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.data import DataConfig, Sft
+from winnow.config.environment import Environment
 from winnow.config.model import ModelConfig, WarmStart
 from winnow.config.reward import RewardConfig
 from winnow.config.roles import Roles
@@ -382,6 +383,20 @@ def _engine(rollout: RolloutConfig, model: ModelConfig, longest: int) -> Iterato
         )
 
 
+def _environment(
+    environment: Environment, data: DataConfig, rollout: RolloutConfig, sft: Sft
+) -> Iterator[str]:
+    """Yield what conversations exclude."""
+    for is_set, setting, remedy in (
+        (data.chat_template == "none", "data.chat_template=none", "set it to auto, or to a file"),
+        (rollout.routing_replay, "rollout.routing_replay=true", "set it to false"),
+        (rollout.stop, "rollout.stop, whose strings may be in replies", "set rollout.stop=[]"),
+        (sft.name != "none", "sft=demonstrations", "set environment=none"),
+    ):
+        if is_set and environment.name != "none":
+            yield f"<environment> does not support {setting}; {remedy}"
+
+
 def _placement(cluster: Cluster, roles: Roles) -> Iterator[str]:
     if cluster.name != "ray":
         return
@@ -473,6 +488,6 @@ def _sharing(
 
 RULES = (
     *(_sources, _truth_column, _group_size, _admission, _updates, _lengths, _reward),
-    *(_evaluation, _engine, _mode, _warm_start, _unsupported, _placement, _sharing),
+    *(_evaluation, _engine, _environment, _mode, _warm_start, _unsupported, _placement, _sharing),
 )
 WARNINGS = _correction_warnings, _batch_warnings, _microbatch_warnings, _warmup_warnings

@@ -32,6 +32,6 @@ class EpisodeRows:
 
 
 def _make_row(seed: int) -> Row:
-    messages = ({"role": "user", "content": "(begin)"},)
+    messages = ({"role": "user", "content": ""},)
     uid = f"{DATA_SOURCE}:{seed}"
     return Row(uid, f"episode {seed}", DATA_SOURCE, messages, "", {"seed": seed})

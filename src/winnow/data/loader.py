@@ -19,7 +19,7 @@ from winnow.config.data import (
     ReasoningGymTask,
     SortDigitsTask,
 )
-from winnow.data.prompts import PromptRenderer, PromptSet
+from winnow.data.prompts import FirstMessages, PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
 from winnow.errors import CheckpointError, DataError
 from winnow.types import Group, IntArray, Prompt
@@ -80,17 +80,21 @@ PromptSource = PromptSet | GeneratedPrompts
 
 
 def training_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, tools: Tools = ()
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    tools: Tools = (),
+    first_messages: FirstMessages | None = None,
 ) -> PromptSource:
     """Make the training prompts of a recipe; a `PromptSet`, with its report, where they end.
 
     Args:
-        tools: as `PromptRenderer` takes them.
+        tools, first_messages: as `PromptRenderer` takes them.
 
     Raises:
         DataError: there is no training data, or it is not usable.
     """
-    renderer = PromptRenderer(tokenizer, config, tools)
+    renderer = PromptRenderer(tokenizer, config, tools, first_messages)
     rows = make_task_rows(config, seed)
     if rows is not None:
         size = rows.size or config.max_train_prompts
@@ -115,17 +119,20 @@ def _choose_rows(rows: list[Row], config: DataConfig, seed: int) -> list[Row]:
 
 
 def evaluation_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools = (),
+    first_messages: FirstMessages | None = None,
 ) -> PromptSet:
     """Make the held-out prompts of a recipe; an empty set where it names none.
 
     Args:
-        tools: as `PromptRenderer` takes them.
+        tools, first_messages: as `PromptRenderer` takes them.
 
     Raises:
         DataError: the evaluation data is not usable.
     """
-    renderer = PromptRenderer(tokenizer, config, tools)
+    renderer = PromptRenderer(tokenizer, config, tools, first_messages)
     if config.eval_files:
         return renderer.render(read_rows(config.eval_files, config))
     rows = make_task_rows(config, seed=0)

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from winnow.config.data import DataConfig
-from winnow.data.chat_template import ChatTemplate
+from winnow.data.chat_template import ChatTemplate, TurnTokenizer
 from winnow.data.sources import Row
 from winnow.errors import ConfigError, DataError
 from winnow.types import IntArray, Prompt
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _PLACE = "{prompt}"
 _EVERY_SOURCE = "*"
+FirstMessages = Callable[[Sequence[Row]], Sequence[Sequence[Mapping[str, Any]]]]
+"""Returns the messages with which an environment begins for each row; none: the row's."""
 TEMPLATE_S = 5.0
 """Seconds of CPU time in which a chat template must have rendered a prompt."""
 
@@ -82,6 +84,7 @@ class PromptRenderer:
 
     Args:
         tools: JSON schemas of the tools that the policy may call.
+        first_messages: of an environment; None: conversations begin with the rows' messages.
     """
 
     def __init__(
@@ -89,11 +92,14 @@ class PromptRenderer:
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         tools: Sequence[Mapping[str, Any]] = (),
+        first_messages: FirstMessages | None = None,
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._config = config
         self._templates = _templates(config.prompt_template)
         self._chat = ChatTemplate(tokenizer, config, tools)
+        self._turns = TurnTokenizer(self._chat, tokenizer, ())
+        self._first_messages = first_messages
         self._use_chat_template = bool(self._chat.text)
         # Found by trying: not every tokenizer with a BOS token puts it in front.
         bos = self._tokenizer.bos_token_id
@@ -138,9 +144,15 @@ class PromptRenderer:
     def _render_within_limit(self, rows: Sequence[Row]) -> Iterator[tuple[int, Prompt | None]]:
         """Yield each row's length before the limit, and its prompt; None where it is left out."""
         rows = [self._with_instructions(row) for row in rows]
-        texts = self._render_texts(rows)
+        begin = self._first_messages
+        firsts = [tuple(each) for each in begin(rows)] if begin else [()] * len(rows)
+        begun = zip(rows, firsts, strict=True)
+        texts = self._render_texts([replace(r, messages=f or r.messages) for r, f in begun])
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
-        for row, text, ids in zip(rows, texts, self._encode(texts), strict=True):
+        encoded = zip(rows, firsts, texts, self._encode(texts), strict=True)
+        for row, first, text, ids in encoded:
+            if first:  # from outside: special tokens in them are text
+                ids = self._turns.prompt_ids(first).tolist()
             length = len(ids)
             if not ids:
                 raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
@@ -159,7 +171,7 @@ class PromptRenderer:
             token_ids: IntArray = np.array(ids, dtype=np.int64)
             yield length, Prompt(
                 row.uid, token_ids, text, row.data_source, row.ground_truth, row.extra,
-                row.messages,
+                first or row.messages, row.messages if first else (),
             )  # fmt: skip
 
     def _none_fits_error(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:

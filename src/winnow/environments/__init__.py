@@ -59,7 +59,8 @@ class Step:
     done: bool = False
     """True ends the conversation; the observation is then not shown to the policy."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further figures of the conversation; the last one of a name counts."""
+    """Further figures of the conversation; the last one of a name counts. The names turns, calls,
+    malformed, reward, seconds and faults are taken."""
 
 
 class Environment(Protocol):
@@ -71,7 +72,10 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
-        """Begin a conversation; return its first messages, or a text of the role user."""
+        """Begin a conversation; return its first messages, or a text of the role user.
+
+        Without a text or messages it begins with those of the row.
+        """
 
     def step(self, turn: Turn) -> Step | Awaitable[Step]:
         """Reply to a turn."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
-from winnow.environments import Step, Turn, messages_of
+from winnow.environments import Message, Step, Turn, messages_of
 from winnow.errors import EnvironmentFault
 from winnow.rollout.engine import (
     EMPTY,
@@ -42,6 +42,11 @@ Key = tuple[int, int]
 class Environments(Protocol):
     """The environments of all conversations, wherever they run."""
 
+    steps: int
+    """Turns replied to, replayed ones included."""
+    seconds: float
+    """In which environments replied to them."""
+
     async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
         """Return the replies to the last turns of a conversation, to one turn at least.
 
@@ -50,6 +55,13 @@ class Environments(Protocol):
         Args:
             conversation: a key that no other one has.
             turns: all of the policy's, of which the last has no reply yet.
+
+        Raises:
+            EnvironmentFault: the environment fails.
+        """
+
+    async def first_messages(self, number: int, prompt: Prompt) -> Sequence[Message]:
+        """Return the messages with which the environment of a row begins; none: the row's.
 
         Raises:
             EnvironmentFault: the environment fails.
@@ -136,6 +148,8 @@ class ConversationEngine:
         self._events: list[CompletionEvent] = []  # not returned yet
         self._aborted: OrderedDict[int, Conversation] = OrderedDict()
         """By seed, those whose environments are kept for going on."""
+        self._faults = 0
+        self._reported = 0, 0, 0.0
 
     def __getattr__(self, name: str) -> Any:
         # Methods that engines may have beyond the protocol: members, sleep, publication by buckets.
@@ -209,6 +223,16 @@ class ConversationEngine:
         await asyncio.gather(*(t for t in tasks if t is not None), return_exceptions=True)
         self._live.clear()
         await self._engine.close()
+
+    def environment_figures(self) -> dict[str, float]:
+        """Return `environment/faults` and `environment/seconds`, a step's mean, since the last
+        call."""
+        now = self._faults, self._environments.steps, self._environments.seconds
+        faults, steps, seconds = (a - b for a, b in zip(now, self._reported, strict=True))
+        self._reported = now
+        return {"environment/faults": faults} | (
+            {"environment/seconds": seconds / steps} if steps else {}
+        )
 
     # -- waiting --------------------------------------------------------------------------------
 
@@ -333,14 +357,14 @@ class ConversationEngine:
             self._check_replay(conversation, replayed)
             ids = self._reply_ids(conversation, step)
         except EnvironmentFault as fault:
-            del self._live[conversation.key]
-            self._environments.close_conversation(conversation.request.seed)
-            self._events.append(conversation.event("failed", error=str(fault)))
+            self._faults += 1
+            event = conversation.event("failed", error=str(fault), is_fault=True)
+            self._finish(conversation, event)
             return
         segments = conversation.segments
         turn = conversation.turns[-1]
-        figures = {"calls": float(len(turn.calls)), "malformed": float(len(turn.malformed))}
-        figures |= step.metrics
+        calls, malformed = float(len(turn.calls)), float(len(turn.malformed))
+        figures = {**step.metrics, "calls": calls, "malformed": malformed}
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
         sampling = conversation.group.sampling
         is_full = conversation.length + len(ids) >= sampling.max_tokens

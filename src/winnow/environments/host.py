@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,8 +27,18 @@ class StepRequest(NamedTuple):
     row: Mapping[str, Any]
     turns: tuple[Turn, ...]
     """All of the policy's; none: the observation of `reset` is wanted."""
+    first: tuple[Mapping[str, Any], ...] = ()
+    """What `reset` returned for the prompt; none: it left the row's messages."""
     closed: tuple[int, ...] = ()
     """Conversations that have ended."""
+
+
+class StepReply(NamedTuple):
+    """Replies to turns."""
+
+    steps: list[Step]
+    seconds: float
+    """Between the request's arrival at the environment and the last reply."""
 
 
 class EnvironmentHost:
@@ -66,19 +77,21 @@ class EnvironmentHost:
         self._environments: OrderedDict[int, tuple[Environment, int]] = OrderedDict()
         """By conversation, the environment and the turns that it has replied to."""
 
-    def call_without_loop(self, items: Sequence[StepRequest]) -> list[list[Step]] | Failure:
+    def call_without_loop(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
         """Reply to the turns of one request."""
         (request,) = items
+        began = time.perf_counter()
         try:
             environment, turns, steps = self._begin(request)
             steps += [_check_step(environment.step(turn)) for turn in turns]
         except BaseException as error:
             return self._fail(request, error)
-        return self._end(request, environment, steps)
+        return self._end(request, environment, steps, began)
 
-    async def call(self, items: Sequence[StepRequest]) -> list[list[Step]] | Failure:
+    async def call(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
         """Reply to the turns of one request, while other requests wait."""
         (request,) = items
+        began = time.perf_counter()
         try:
             environment, turns, steps = self._begin(request)
             for turn in turns:
@@ -86,7 +99,7 @@ class EnvironmentHost:
                 steps.append(_check_step(await reply if inspect.isawaitable(reply) else reply))
         except BaseException as error:
             return self._fail(request, error)
-        return self._end(request, environment, steps)
+        return self._end(request, environment, steps, began)
 
     def _begin(self, request: StepRequest) -> tuple[Environment, Sequence[Turn], list[Step]]:
         """Return the environment of a conversation, and the turns that it has not seen."""
@@ -96,19 +109,27 @@ class EnvironmentHost:
         environment, seen = self._environments.pop(request.conversation, (None, 0))
         if environment is None or seen >= len(request.turns):
             environment, seen = self._make(), 0
-            first = messages_of(environment.reset(request.row))
+            observation = environment.reset(request.row)
+            first = messages_of(observation) if observation else ()
             if not request.turns:
                 return environment, (), [Step(first)]
+            if first != request.first:
+                raise ValueError(
+                    "reset returned other messages than those of the prompt; let them depend on "
+                    "the row alone"
+                )
         return environment, request.turns[seen:], []
 
     def _end(
-        self, request: StepRequest, environment: Environment, steps: list[Step]
-    ) -> list[list[Step]]:
-        if request.turns:
-            self._environments[request.conversation] = environment, len(request.turns)
-            if len(self._environments) > _MOST:
-                self._close(next(iter(self._environments)))
-        return [steps]
+        self, request: StepRequest, environment: Environment, steps: list[Step], began: float
+    ) -> list[StepReply]:
+        seconds = time.perf_counter() - began
+        self._environments[request.conversation] = environment, len(request.turns)
+        if not request.turns:
+            self._close(request.conversation)
+        elif len(self._environments) > _MOST:
+            self._close(next(iter(self._environments)))
+        return [StepReply(steps, seconds)]
 
     def _fail(self, request: StepRequest, error: BaseException) -> Failure:
         return make_failure(error, self._file)

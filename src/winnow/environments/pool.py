@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from winnow.environments import Message, Step, Turn
-from winnow.environments.host import StepRequest
+from winnow.environments.host import StepReply, StepRequest
 from winnow.errors import ConfigError, EnvironmentFault
 from winnow.rewards.pool import CallPool
 from winnow.rewards.task import Failure, PoolLimits
@@ -34,6 +34,10 @@ class EnvironmentPool:
     def __init__(self, limits: PoolLimits, arguments: tuple[Any, ...]) -> None:
         self._pools: list[CallPool] = []
         self._closed: list[list[int]] = [[] for _ in range(limits.workers)]
+        self.steps = 0
+        """Turns replied to, replayed ones included."""
+        self.seconds = 0.0
+        """In which environments replied to them."""
         field, paths = arguments[:2]
         alone = replace(limits, workers=1)
         with ExitStack() as stack:
@@ -57,15 +61,20 @@ class EnvironmentPool:
         """
         place = conversation % len(self._pools)
         closed, self._closed[place] = tuple(self._closed[place]), []
-        request = StepRequest(conversation, row_of(prompt), tuple(turns), closed)
-        outcome = await self._pools[place].call(request)
+        first = tuple(prompt.messages) if prompt.row_messages else ()
+        request = StepRequest(conversation, row_of(prompt), tuple(turns), first, closed)
+        outcome: StepReply | Failure = await self._pools[place].call(request)
         if isinstance(outcome, Failure):
             raise EnvironmentFault(outcome.line)
-        steps: list[Step] = outcome
-        return steps
+        if turns:
+            self.steps, self.seconds = (
+                self.steps + len(outcome.steps),
+                self.seconds + outcome.seconds,
+            )
+        return outcome.steps
 
     async def first_messages(self, number: int, prompt: Prompt) -> Sequence[Message]:
-        """Return the messages with which the environment of a row begins.
+        """Return the messages with which the environment of a row begins; none: the row's.
 
         Raises:
             EnvironmentFault: as for `step`.
@@ -87,10 +96,11 @@ class EnvironmentPool:
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:
     """Return a prompt's row as environments see it."""
+    messages = prompt.row_messages or prompt.messages
     return {
         **prompt.extra,
         "data_source": prompt.data_source,
-        "prompt": prompt.text,
-        "messages": [dict(each) for each in prompt.messages],
+        "prompt": "\n".join(each["content"] for each in messages),
+        "messages": [dict(each) for each in messages],
         "ground_truth": prompt.ground_truth,
     }

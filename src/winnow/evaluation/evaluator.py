@@ -28,7 +28,7 @@ from winnow.observe.rollouts import (
 from winnow.rewards.pipeline import TASK
 from winnow.rewards.rewards import Rewards
 from winnow.rollout.engine import Engine, SamplingParams, generate, group_request
-from winnow.types import Answer, Group, Prompt, Trajectory
+from winnow.types import Answer, Group, Prompt, Score, Trajectory
 
 _SEED_STREAM = 0x0E7A1
 SCORES_CASES = "passed_share"
@@ -185,17 +185,23 @@ class Evaluator:
             for place, prompt in enumerate(self.prompts)
         ]
         self._requested += n * len(requests)
-        done = await generate(self.engine, requests)
+        faults: dict[tuple[int, int], list[str]] = {}
+        done = await generate(self.engine, requests, faults)
 
         async def scored(place: int, prompt: Prompt) -> Group:
-            answers = (self._score(prompt, done[place, index]) for index in range(n))
+            keys = [(place, index) for index in range(n)]
+            answers = (self._score(prompt, done[key], faults.get(key, ())) for key in keys)
             return Group(place, prompt, tuple(await asyncio.gather(*answers)))
 
         # All answers at once: a scorer may wait for another machine.
         return await asyncio.gather(*(scored(*each) for each in enumerate(self.prompts)))
 
-    async def _score(self, prompt: Prompt, trajectory: Trajectory) -> Answer:
-        score = await self.rewards.score(prompt, trajectory, None, training=False)
+    async def _score(self, prompt: Prompt, trajectory: Trajectory, faults: Sequence[str]) -> Answer:
+        """Score an answer; one that its environment ended is wrong."""
+        if trajectory.finish_reason == "aborted":
+            score = Score(0.0, 0.0, error=f"environment fault: {faults[-1]}")
+        else:
+            score = await self.rewards.score(prompt, trajectory, None, training=False)
         self._scorings += 1
         return Answer(trajectory, score)
 

@@ -24,6 +24,8 @@ from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Segment, Tr
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MAX_FAULTS = 3
+"""Attempts of an evaluation at an answer whose environment fails."""
 EMPTY = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
 _SEED_KEY = Struct("<qqq")
 
@@ -100,6 +102,8 @@ class CompletionEvent:
     """Further arrays of a finished answer's trajectory."""
     earlier: tuple[Segment, ...] = ()
     """Complete turns of a conversation before `segment`."""
+    is_fault: bool = False
+    """It failed in its environment, not in the engine."""
 
     def __post_init__(self) -> None:
         """Refuse a finished answer that must not be trained on.
@@ -385,16 +389,23 @@ def trajectory_of(event: CompletionEvent) -> Trajectory:
 
 
 async def generate(
-    engine: Engine, requests: Sequence[GroupRequest]
+    engine: Engine,
+    requests: Sequence[GroupRequest],
+    faults: dict[tuple[int, int], list[str]] | None = None,
 ) -> dict[tuple[int, int], Trajectory]:
     """Generate answers; return trajectories by (group id, answer index), without extras.
 
     The engine must be idle before.
 
+    Args:
+        faults: receives those of environments, by answer. One with `MAX_FAULTS` of them keeps the
+            turns that it has.
+
     Raises:
         TrainingError: an answer failed, or the engine became idle before all were finished.
     """
-    expected = sum(len(request.answers) for request in requests)
+    asked = {(group.group_id, a.index): (group, a) for group in requests for a in group.answers}
+    expected = len(asked)
     done: dict[tuple[int, int], Trajectory] = {}
     await engine.submit(requests)
     while len(done) < expected:
@@ -402,10 +413,19 @@ async def generate(
         if not events:
             raise TrainingError(f"the engine is idle with {expected - len(done)} answers missing")
         for event in events:
-            if event.kind != "finished":
+            if event.is_fault and faults is not None:
+                lines = faults.setdefault(event.key, [])
+                lines.append(event.error)
+                if len(lines) < MAX_FAULTS:
+                    group, answer = asked[event.key]
+                    answer = replace(answer, earlier=event.earlier)
+                    await engine.submit([replace(group, answers=(answer,))])
+                    continue
+            elif event.kind != "finished":
                 raise TrainingError(
                     f"the engine {event.kind} answer {event.answer} of prompt {event.group_id}"
                     f"{': ' if event.error else ''}{event.error}"
                 )
-            done[event.key] = trajectory_of(replace(event, extras={}))
+            segments = event.earlier if event.is_fault else (*event.earlier, event.segment)
+            done[event.key] = Trajectory(segments, event.finish_reason)
     return done

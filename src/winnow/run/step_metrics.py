@@ -23,7 +23,7 @@ from winnow.observe.metrics import Metrics, Number
 from winnow.observe.rollouts import RolloutGroup
 from winnow.rewards.pipeline import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups
-from winnow.types import Score
+from winnow.types import Score, Trajectory
 
 _GIB = 2**30
 _KIB = 2**10
@@ -39,8 +39,25 @@ def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None
     metrics.spread("length/response", [a.trajectory.generated_tokens for a in answers])
     metrics.spread("length/prompt", learned.prompt_lengths)
     metrics.mean_of("length/truncated", sum(a.trajectory.truncated for a in answers), len(answers))
+    _record_conversations(metrics, [answer.trajectory for answer in answers])
     _record_sampling(metrics, sampled)
     metrics.last("sampling/tokens/in_progress", sampled.counts.in_progress)
+
+
+def _record_conversations(metrics: Metrics, trajectories: Sequence[Trajectory]) -> None:
+    """Record turns, calls and rewards of conversations, and what their environments measured."""
+    if not any(turn.figures for each in trajectories for turn in each.turns):
+        return
+    for trajectory in trajectories:
+        turns = trajectory.turns
+        last = {name: value for turn in turns for name, value in turn.figures.items()}
+        for name in ("calls", "malformed"):
+            last[name] = sum(turn.figures.get(name, 0.0) for turn in turns)
+        last |= {"turns": len(turns), "reward": sum(turn.reward for turn in turns)}
+        for name, value in last.items():
+            metrics.mean(f"environment/{name}", value)
+        bad = sum(turn.figures.get("malformed", 0.0) > 0 for turn in turns)
+        metrics.mean_of("environment/malformed_turns", bad, len(turns))
 
 
 def _record_parts(metrics: Metrics, scores: Sequence[Score]) -> None:
