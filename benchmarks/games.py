@@ -32,6 +32,13 @@ Moves = Any
 """A generator that is sent observations and yields moves."""
 
 
+def adapter(package: str, id: str, **options: Any) -> Any:
+    """Return an environment of TextArena or Gymnasium."""
+    if package == "textarena":
+        return TextArenaGame(id, options)
+    return GymnasiumEpisode(id, options, ())
+
+
 def guess_player(rng: random.Random) -> Moves:
     """Half of the players halve the range, with slips; the others ignore hints, and may give up."""
     low, high, guess = 1, 20, 0
@@ -106,7 +113,7 @@ def transcripts(game: Game, count: int) -> Iterator[tuple[list[dict[str, str]], 
         yield messages if messages[-1]["role"] == "assistant" else messages[:-1], reward
 
 
-def train_tokenizer(texts: Sequence[str]) -> Any:
+def train_tokenizer(texts: Sequence[str], min_frequency: int = 20) -> Any:
     """A byte-level BPE whose tokens may be as long as a line."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -116,7 +123,7 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
-        min_frequency=20,
+        min_frequency=min_frequency,
         special_tokens=[END, USER, ASSISTANT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -144,7 +151,11 @@ def start(game: Game, folder: Path) -> None:
     tokenizer.save_pretrained(folder / "random")
     lengths = [len(tokenizer.apply_chat_template(m)["input_ids"]) for m, _ in played[:200]]
     first = len(tokenizer(played[0][0][0]["content"])["input_ids"])
-    print(f"vocabulary {len(tokenizer)}, prompt {first}, longest {max(lengths)}", tokenizer.tokenize("[13]"), tokenizer.tokenize("[right]"))
+    print(
+        f"vocabulary {len(tokenizer)}, prompt {first}, longest {max(lengths)}",
+        tokenizer.tokenize("[13]"),
+        tokenizer.tokenize("[right]"),
+    )
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),

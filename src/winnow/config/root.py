@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import ADDRESS, PLACE, Change, ImportPath, Options, SecretError, Section
@@ -240,6 +240,22 @@ class Config(Section):
     """Held-out prompts."""
     observe: Annotated[ObserveConfig, Change.ON_RESUME] = ObserveConfig()
     """Records of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_episodes(cls, values: Any) -> Any:
+        """Fill in rows of seeds and the environment's reward for environments that need no data."""
+        tree = values if isinstance(values, dict) else {}
+        environment, data, reward = (tree.get(k) for k in ("environment", "data", "reward"))
+        if not all(isinstance(each, dict) for each in (environment, data, reward)):
+            return values
+        if environment["name"] not in ("textarena", "gymnasium") or data["train_files"]:
+            return values
+        if data["task"]["name"] == "none":
+            values = {**values, "data": {**data, "task": {"name": "episodes"}}}
+        if reward["manager"]["name"] == "auto" and reward["function"]["path"] is None:
+            values = {**values, "reward": {**reward, "manager": {"name": "environment"}}}
+        return values
 
     @property
     def from_environment(self) -> dict[tuple[str, ...], EnvironmentValue]:

@@ -74,7 +74,7 @@ class TextArenaGame:
         reward = (rewards or {}).get(0)
         reward = float(reward) if isinstance(reward, int | float) else 0.0
         figures = {k: float(v) for k, v in info[0].items() if isinstance(v, int | float)}
-        return Step((), reward, True, figures | {"solved": float(reward >= 1)})
+        return Step((), reward, True, figures | {"success": float(reward >= 1)})
 
     def _observe(self) -> str:
         _, messages = self._game.get_observation()
