@@ -138,7 +138,8 @@ def train(arguments: Sequence[str], report: Path) -> None:
 
     conversation.ConversationEngine = Watched  # type: ignore[misc]
     with contextlib.suppress(SystemExit):
-        winnow_main(list(arguments))
+        sys.argv[1:] = arguments
+        winnow_main()
     report.write_text(json.dumps(counts))
 
 

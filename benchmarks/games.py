@@ -40,7 +40,7 @@ def adapter(package: str, id: str, **options: Any) -> Any:
 
 
 def guess_player(rng: random.Random) -> Moves:
-    """Half of the players halve the range, with slips; the others ignore hints, and may give up."""
+    """A quarter of the players halve the range, with slips; the others guess, and may give up."""
     low, high, guess = 1, 20, 0
     is_careful = rng.random() < 0.25
     observation = yield
@@ -49,18 +49,27 @@ def guess_player(rng: random.Random) -> Moves:
             low = max(low, guess + 1)
         if "lower" in observation:
             high = min(high, guess - 1)
-        if is_careful and rng.random() < 0.75:
+        if is_careful and low <= high and rng.random() < 0.9:
             guess = (low + high) // 2
         else:
-            guess = 0 if not is_careful and rng.random() < 0.12 else rng.randint(1, 20)
+            guess = 0 if not is_careful and rng.random() < 0.2 else rng.randint(1, 20)
         observation = yield f"[{guess}]"
 
 
+LAKE = "DDDLDUDLRRDLLRRL"
+"""A way across the ice, by cell."""
+
+
 def lake_player(rng: random.Random) -> Moves:
-    """Walks at random, twice as often towards the goal as away from it."""
-    yield
+    """A quarter of the players know the way, with slips; the others walk at random."""
+    names = {"D": "[down]", "L": "[left]", "R": "[right]", "U": "[up]"}
+    is_careful = rng.random() < 0.25
+    observation = yield
     while True:
-        yield f"[{rng.choice(['right', 'down', 'right', 'down', 'right', 'down', 'left', 'up'])}]"
+        rows = observation.replace("<red ", "*").replace(">", "").split("\n")[-4:]
+        cell = "".join(rows).index("*")
+        know = is_careful and rng.random() < 0.9
+        observation = yield names[LAKE[cell] if know else rng.choice("DLRU")]
 
 
 @dataclass(frozen=True)
