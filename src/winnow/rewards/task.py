@@ -31,8 +31,8 @@ _FIELD = "reward.function.path"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _LONGEST_LINE = 1000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_FOLDER = str(Path(__file__).parent)
-"""Modules of this folder pass errors on; the fault is never theirs. Scorers lie below it."""
+_FOLDERS = str(Path(__file__).parent), str(Path(__file__).parents[1] / "environments")
+"""Modules of these folders pass errors on; the fault is never theirs. Scorers lie below."""
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 
 
@@ -288,7 +288,7 @@ def make_failure(error: BaseException, user_file: str | None) -> Failure:
 
 
 def _is_wrapper(filename: str) -> bool:
-    return os.path.dirname(filename) == _FOLDER
+    return os.path.dirname(filename) in _FOLDERS
 
 
 def resident_bytes(process: int | str = "self") -> int:

@@ -56,8 +56,12 @@ def make(folder: Path, name: str = "Guess") -> EnvironmentPool:
     return EnvironmentPool(limits, arguments)
 
 
+FIRST = ({"role": "user", "content": "Guess a number from 1 to 50."},)
+ROW = ({"role": "user", "content": "?"},)
+
+
 def prompt(secret: int) -> Prompt:
-    return Prompt("0", np.array([1]), "", "guess", secret)
+    return Prompt("0", np.array([1]), "", "guess", secret, {}, FIRST, ROW)
 
 
 def turns(*texts: str) -> tuple[Turn, ...]:
@@ -67,7 +71,7 @@ def turns(*texts: str) -> tuple[Turn, ...]:
 def test_replies_come_in_turn_and_are_replayed_where_the_environment_is_gone(pool):
     async def play():
         first = await pool.first_messages(1, prompt(7))
-        assert first == ({"role": "user", "content": "Guess a number from 1 to 50."},)
+        assert first == FIRST
         (one,) = await pool.step(2, prompt(7), turns("3"))
         (two,) = await pool.step(2, prompt(7), turns("3", "9"))
         pool.close_conversation(2)

@@ -1,0 +1,121 @@
+"""Environments that crash, hang or die in a run: counted, retried, and no reward of others moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from tests.small_models import digits_folder
+from tests.winnow_command import Outcome, in_this_process
+
+from winnow.observe.jsonl import read_metrics
+
+pytestmark = pytest.mark.slow
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+SORT = '''
+import os, signal, time, zlib
+from pathlib import Path
+from winnow.environments import Step
+
+class Sort:
+    """Repeats a number of the row. It fails once at one of `every` turns, by row and text."""
+
+    def __init__(self, every=0, dies=False, always=False, restless=False):
+        self.every, self.dies, self.always, self.heard = every, dies, always, []
+        self.begin = str(time.monotonic_ns() % 10) if restless else ""
+
+    def reset(self, row):
+        self.key = row["messages"][0]["content"]
+        return "<eos>" + self.begin + self.key[::-1]
+
+    def step(self, turn):
+        self.heard.append(turn.text)
+        name = zlib.crc32(repr((self.key, self.heard)).encode())
+        if self.every and name % self.every == 0:
+            self.fail(Path("faults") / str(name))
+        return Step(self.key, reward=len(turn.text) % 7, done=len(self.heard) == 3)
+
+    def fail(self, mark):
+        if self.always or not mark.exists():
+            mark.touch()
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("it crashed")
+'''
+SETTINGS = (
+    *("data/task=sort_digits", "data.task.eval_problems=2", "data.max_prompt_tokens=24"),
+    *("data.max_train_prompts=6", f"data.chat_template={TEMPLATE!r}", "model.path=digits"),
+    *("environment=custom", "environment.path=sort.py:Sort", "environment.workers=2"),
+    *("sampling/filter=none", "sampling.groups_per_step=4", "rollout.n=6", "trainer.steps=3"),
+    *("rollout.max_response_tokens=64", "run.threads=1", "trainer.save_every=null"),
+    *("observe.console=off", "evaluation.before=false", "evaluation.every=null"),
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("environments")
+    digits_folder(folder / "digits")
+    (folder / "sort.py").write_text(SORT)
+    (folder / "small.yaml").write_text("trainer: {steps: 3}\n")
+    train(folder, "plain").check()
+    return folder
+
+
+def train(home: Path, name: str, *settings: str) -> Outcome:
+    for mark in (home / "faults").glob("*"):
+        mark.unlink()
+    (home / "faults").mkdir(exist_ok=True)
+    words = "train", "small.yaml", *SETTINGS, f"run.name={name}", *settings
+    return in_this_process(*words, folder=home)
+
+
+def answers(home: Path, name: str) -> list[dict[str, object]]:
+    columns = ["step", "prompt_uid", "prompt", "prompt_ids", "token_ids", "reward"]
+    files = sorted((home / f"runs/{name}/rollouts").glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file, columns=columns).to_pylist()]
+
+
+def total(home: Path, name: str, figure: str) -> float:
+    return sum(line.get(figure, 0) for line in read_metrics(home / f"runs/{name}/metrics.jsonl"))
+
+
+@pytest.mark.parametrize(("every", "dies"), [(20, False), (40, True)])
+def test_crashes_are_counted_and_change_no_reward(home: Path, every: int, dies: bool) -> None:
+    name = f"every{every}"
+    train(home, name, f"environment.options={{every: {every}, dies: {dies}}}").check()
+    injected = len(list((home / "faults").iterdir()))
+    assert injected
+    assert total(home, name, "environment/faults") == injected
+    assert total(home, name, "sampling/answers/retried") == injected
+    assert answers(home, name) == answers(home, "plain")
+    for figure in ("environment/reward", "environment/turns", "sampling/tokens/environment"):
+        assert total(home, name, figure) == total(home, "plain", figure) > 0
+
+
+def test_conversations_begin_as_the_environment_does(home: Path) -> None:
+    for answer in answers(home, "plain"):
+        number = str(answer["prompt_uid"]).removeprefix("sort_digits:")
+        assert answer["prompt"] == f"<eos>:{number[::-1]}"
+        assert len(answer["prompt_ids"]) == 5 + len(number) + 1  # no stop token: five characters
+    train(home, "endless", "data.max_train_prompts=null", "trainer.steps=1").check()
+    assert all(str(each["prompt"]).startswith("<eos>:") for each in answers(home, "endless"))
+
+
+def test_an_environment_that_always_fails_ends_groups_but_no_evaluation(home: Path) -> None:
+    settings = "environment.options={every: 9, always: true}", "evaluation.n=3"
+    train(home, "failing", "evaluation.before=true", "trainer.steps=1", *settings).check()
+    assert total(home, "failing", "sampling/groups/failed") > 0
+    outcome = in_this_process("eval", "runs/plain", *settings, folder=home).check()
+    assert "failed for" in outcome.out
+
+
+def test_an_environment_that_begins_anew_each_time_is_named(home: Path) -> None:
+    settings = "environment.options={restless: true}", "sampling.max_empty_steps=1"
+    outcome = train(home, "restless", *settings)
+    assert outcome.code == 2
+    assert "reset returned other messages than those of the prompt; let them" in outcome.err
