@@ -54,7 +54,8 @@ class AdvantageInputs:
     loss_mask: Tensor
     """[T] bool: the tokens of gen_mask that learn."""
     token_rewards: Tensor
-    """[T], r_t: the outcome on a sample's last written token, minus beta * kl_t."""
+    """[T], r_t: an environment's reward of a turn on its last token and all other reward on the
+    sample's last written token, minus beta * kl_t."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """[B] each: the parts of the reward by name (a need)."""
     greedy_rewards: Tensor | None = None
@@ -297,7 +298,8 @@ def gae(inputs: AdvantageInputs, *, gamma: float, lam: float) -> tuple[Tensor, T
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16), whitened over loss_mask.
 
     delta_t = r_t + gamma V_(t+1) - V_t and A_t = delta_t + gamma lam A_(t+1) over a sample's
-    written tokens, V = A = 0 after the last.
+    written tokens, V = A = 0 after the last. Behind a turn of a conversation comes the first token
+    of the next: what an environment wrote between them is no action.
 
     Returns:
         Advantages, 0 off loss_mask, and returns, A + V before the whitening, 0 off gen_mask.

@@ -146,6 +146,15 @@ def first_messages_of(
     return begin_all
 
 
+def turn_parser(config: Environment) -> Callable[[str], Turn]:
+    """Return the parser of a recipe's turns, of their texts without a stop token."""
+    from winnow.environments.calls import parse_turn, pattern_parser
+
+    if isinstance(config, ToolsEnvironment) and config.calls != "auto":
+        return pattern_parser(config.calls)
+    return parse_turn
+
+
 def with_conversations(
     config: Config, policy: LoadedPolicy, engine: Engine, environments: Environments | None
 ) -> Engine:
@@ -154,19 +163,15 @@ def with_conversations(
     if environments is None or isinstance(environment, NoEnvironment):
         return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-    from winnow.environments.calls import parse_turn, pattern_parser
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
-    parse: Callable[[str], Turn] = parse_turn
-    if isinstance(environment, ToolsEnvironment) and environment.calls != "auto":
-        parse = pattern_parser(environment.calls)
     return cast(
         Engine,
         ConversationEngine(
             engine,
             TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            parse,
+            turn_parser(environment),
             policy.decode,
             environments,
             ConversationLimits(environment.max_turns, environment.max_turn_tokens),

@@ -63,10 +63,10 @@ def make_rewards(
             budget = section.microbatch_tokens or config.trainer.microbatch_tokens
             deterministic = config.run.deterministic
             model = make_model_scorer(section, config.model, device, budget, deterministic, ranks)
-    longest = config.rollout.max_response_tokens
+    longest, conversations = config.rollout.max_response_tokens, config.environment.name != "none"
     try:
-        pipeline = RewardPipeline(config.reward, longest, model, judge, decode)
-        return Rewards(config.reward, pipeline, sections)
+        pipeline = RewardPipeline(config.reward, longest, model, judge, decode, conversations)
+        return Rewards(config.reward, pipeline, sections, conversations)
     except BaseException:
         if judge is not None:  # nothing else would end its engines
             judge.close()

@@ -19,6 +19,7 @@ from winnow.checkpoints.opening import code_hashes, user_code_files
 from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.base import Section
 from winnow.config.data import DataConfig
+from winnow.config.environment import Environment
 from winnow.config.reward import RewardConfig
 from winnow.config.rollout import BandFilter, RolloutConfig, SamplingConfig, VarianceFilter
 from winnow.config.root import Config, RunConfig
@@ -209,6 +210,7 @@ def build_run(
         *_epoch_notes(config.trainer, config.sampling, source, budget),
         *_row_notes(config.data, "training", source, config.data.max_train_prompts),
         *_row_notes(config.data, "held-out", held_out, config.evaluation.max_prompts),
+        *_agent_notes(config.environment, source),
         *_scorer_notes(config.reward, config.sampling.filter, source),
         *kl_notes(config.algorithm),
         *config_warnings(config),
@@ -336,6 +338,23 @@ def _epoch_notes(
         f"{epochs:g} passes over {source.size:,} prompts: at most {trainer.steps:,} steps of "
         f"{groups}{rest} (trainer.data_epochs)"
     )
+
+
+def _agent_notes(environment: Environment, prompts: PromptSource) -> Iterator[str]:
+    """Yield a warning about rows for agents of verl that are answered in a single turn."""
+    if environment.name != "none" or not isinstance(prompts, PromptSet):
+        return
+    for prompt in prompts.prompts:
+        info, agent = prompt.extra.get("extra_info"), prompt.extra.get("agent_name")
+        if agent is None and isinstance(info, Mapping) and info.get("tools_kwargs"):
+            agent = "tool_agent"
+        if agent not in (None, "single_turn_agent"):
+            yield (
+                f"Warning: row {prompt.uid} is for {agent}, and environment=none answers it in one "
+                "turn without tools; set environment=tools and environment.tools=[FILE.py:NAME], "
+                "or agent_name=single_turn_agent in the rows"
+            )
+            return
 
 
 def _row_notes(

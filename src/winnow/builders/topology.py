@@ -82,7 +82,8 @@ def build_rewards(
     from winnow.rewards.remote_pipeline import RemotePipeline
 
     (group,) = start_workers()["reward"]
-    return Rewards(config.reward, RemotePipeline(group), scoring_sections(config.reward))
+    sections, conversations = scoring_sections(config.reward), config.environment.name != "none"
+    return Rewards(config.reward, RemotePipeline(group), sections, conversations)
 
 
 def build_models(

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from winnow.config.reward import RewardConfig, UserFunction
     from winnow.config.root import Config
     from winnow.rewards.scorers import Scorer
-    from winnow.types import Prompt
+    from winnow.types import Prompt, Segment
 
 app = typer.Typer(help="Try or serve a reward function.", no_args_is_help=True)
 _SHOWN = 300
@@ -41,7 +42,10 @@ def try_command(
         ),
     ] = None,
     row: Annotated[int | None, Option(help="Row of FILE, from 1; 1 by default.")] = None,
-    answer: Annotated[str | None, Option(help="Answer to score; default: standard input.")] = None,
+    answer: Annotated[
+        str | None,
+        Option(help="Answer to score, or a JSON list of messages; default: standard input."),
+    ] = None,
     truth: Annotated[
         str | None, Option(help="Ground truth, instead of the row's; JSON for objects.")
     ] = None,
@@ -76,12 +80,14 @@ def try_command(
     config = _resolve_config(recipe, settings, scorer, function, tokens)
     require_trusted_start(config, recipe or "", settings, trust)
     by_one = config.reward.function.path is not None
-    any_source = by_one or config.reward.manager.name in ("remote", "custom")
+    any_source = by_one or config.reward.manager.name in ("remote", "custom", "environment")
     number = 1 if row is None else row
     data = config.data.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
     prompt = _make_prompt(file, number, truth, source or scorer, data, any_source)
-    text = _read_answer() if answer is None else answer
-    trial = _score_answer(config, prompt, text, tokens or 0, quiet=as_json)
+    texts = _split_turns(_read_answer() if answer is None else answer)
+    turns = _replay_turns(config, prompt, texts)
+    text = texts[len(turns) - 1]
+    trial = _score_answer(config, prompt, turns, text, tokens or 0, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(trial, ensure_ascii=False, default=str))
     else:
@@ -105,6 +111,44 @@ def _read_answer() -> str:
     if sys.stdin.isatty():
         typer.echo("Type the answer, then press Ctrl-D on an empty line:", err=True)
     return sys.stdin.read()
+
+
+def _split_turns(text: str) -> list[str]:
+    """Return the assistant's turns in a JSON list of messages; any other text is one turn."""
+    try:
+        messages = json.loads(text)
+        turns = [str(each["content"]) for each in messages if each["role"] == "assistant"]
+    except (ValueError, TypeError, KeyError):
+        return [text]
+    return turns or [text]
+
+
+def _replay_turns(config: Config, prompt: Prompt, texts: Sequence[str]) -> list[Segment]:
+    """Return the turns without their tokens, as the recipe's environment rewards them, up to the
+    one with which it is done.
+
+    Raises:
+        EnvironmentFault: it fails.
+    """
+    import asyncio
+
+    from winnow.rollout.engine import EMPTY
+
+    if config.environment.name == "none":
+        return [EMPTY for _ in texts]
+    from winnow.builders.environments import environment_processes, turn_parser
+
+    turns = tuple(map(turn_parser(config.environment), texts))
+    with environment_processes(config.environment.model_copy(update={"workers": 1})) as processes:
+        assert processes is not None
+        steps = asyncio.run(processes.step(0, prompt, turns))
+    segments: list[Segment] = []
+    for turn, step in zip(turns, steps, strict=True):
+        figures = {"calls": len(turn.calls), "malformed": len(turn.malformed), **step.metrics}
+        segments.append(replace(EMPTY, reward=step.reward, figures=figures))
+        if step.done:
+            break
+    return segments
 
 
 def _resolve_config(
@@ -190,11 +234,12 @@ def _make_prompt(
 
 
 def _score_answer(
-    config: Config, prompt: Prompt, text: str, tokens: int, quiet: bool
+    config: Config, prompt: Prompt, turns: Sequence[Segment], text: str, tokens: int, quiet: bool
 ) -> dict[str, Any]:
     """Score an answer as in training, with one worker at most; return all results.
 
     Args:
+        turns: without tokens; the last one is `text`, of so many tokens.
         quiet: keep what is printed in this process from the terminal, where a debugger wants it.
 
     Raises:
@@ -206,7 +251,7 @@ def _score_answer(
 
     from winnow.builders.rewards import make_rewards
     from winnow.checkpoints.recipe_changes import with_settings
-    from winnow.types import Segment, Trajectory
+    from winnow.types import Trajectory
 
     section = config.reward
     if section.workers or (section.workers is None and section.function.path is not None):
@@ -227,11 +272,13 @@ def _score_answer(
         rule, scorer, sandbox = _resolve_scorer(config.reward, prompt.data_source)
         service.check_prompt(prompt)
         zeros = np.zeros(tokens, np.int64)
-        answer = Trajectory((Segment(zeros, zeros.astype(np.float32), ()),), "stop")
+        last = replace(turns[-1], token_ids=zeros, logprobs=zeros.astype(np.float32))
+        answer = Trajectory((*turns[:-1], last), "stop")
         began = time.perf_counter()
         score = asyncio.run(service.score(prompt, answer, text, training=True))
         seconds = time.perf_counter() - began
         traceback = service.failure_report.first_traceback.rstrip()
+    rewards = [{"reward": turn.reward, **turn.figures} for turn in turns if turn.figures]
     reason = "" if rule is None else rule.explain_wrong(score, prompt.ground_truth)
     # Workers have ended, so all of their output has come.
     printed = output.getvalue() + "".join(
@@ -239,6 +286,7 @@ def _score_answer(
     )
     return {
         "scorer": scorer,
+        **({"turns": rewards} if rewards else {}),
         **({"sandbox": sandbox} if sandbox else {}),
         "reward": score.reward,
         "accuracy": score.accuracy,
@@ -257,6 +305,8 @@ def _resolve_scorer(config: RewardConfig, data_source: str) -> tuple[Scorer | No
     from winnow.rewards.routing import Router
     from winnow.sandbox import current
 
+    if config.manager.name == "environment":
+        return None, "the environment", ""
     if isinstance(config.manager, RemoteManager | CustomManager):
         section = config.manager
         return None, section.url if isinstance(section, RemoteManager) else section.path, ""
@@ -274,6 +324,10 @@ def _print_score(trial: dict[str, Any], prompt: Prompt, text: str) -> None:
         ("prompt", _shorten(prompt.text)),
         ("ground truth", _shorten(str(prompt.ground_truth))),
         ("answer", _shorten(text)),
+        *(
+            (f"turn {number}", ", ".join(f"{name} {value:g}" for name, value in turn.items()))
+            for number, turn in enumerate(trial.get("turns", ()), start=1)
+        ),
         ("reward", f"{trial['reward']:g}{failed if 'error' in trial else ''}"),
         ("accuracy", f"{trial['accuracy']:g}"),
         ("reason", _shorten(trial.get("reason", ""))),

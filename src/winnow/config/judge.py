@@ -19,7 +19,7 @@ VARIABLES = ("question", "messages", "answer", "ground_truth", "extra", "data_so
 _RESERVED_PARTS = (
     *("accuracy", "reward", "task_reward", "task", "pred"),
     *("acc", "score", "seq_reward", "seq_final_reward"),
-    *("overlong", "overlong_reward", "cosine"),
+    *("overlong", "overlong_reward", "cosine", "environment"),
 )
 
 

@@ -83,6 +83,12 @@ class CustomManager(Section):
     """Keyword arguments passed to the class."""
 
 
+class EnvironmentManager(Section):
+    """The environment's rewards are the whole reward: nothing else scores the conversation."""
+
+    name: Literal["environment"] = "environment"
+
+
 RewardManager = Annotated[
     AutoManager
     | NaiveManager
@@ -90,7 +96,8 @@ RewardManager = Annotated[
     | BatchManager
     | DapoManager
     | RemoteManager
-    | CustomManager,
+    | CustomManager
+    | EnvironmentManager,
     Field(discriminator="name"),
 ]
 
@@ -210,6 +217,8 @@ class PartWeights(Section):
 
     task: float = 1.0
     """Weight of the rule's score, or your function's; 0 only measures and filters."""
+    environment: float = 1.0
+    """Weight of the environment's rewards of a conversation's turns."""
 
 
 class RewardConfig(Section):
@@ -315,7 +324,7 @@ class RewardConfig(Section):
                 "reward/manager=batch needs a reward function, got reward.function.path=null; set "
                 "reward.function.path, or reward/manager=auto"
             )
-        if isinstance(manager, RemoteManager | CustomManager):
+        if isinstance(manager, RemoteManager | CustomManager | EnvironmentManager):
             if workers and not self.parts:
                 yield f"{both}: nothing is scored in workers; set reward.workers=null"
             if path is not None:

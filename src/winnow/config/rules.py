@@ -331,13 +331,21 @@ def _lengths(rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
             yield f"<{key}> is more than <rollout.max_response_tokens>; set it to at most {limit}"
 
 
-def _reward(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
+def _reward(
+    reward: RewardConfig, algorithm: AlgorithmConfig, environment: Environment
+) -> Iterator[str]:
     """Yield the line for a reward whose weights are all 0; gdpo has weights of its own."""
-    weights = reward.part_weights()
-    gdpo = algorithm.advantage.name == "gdpo"
-    if reward.weights.task == 0 and not any(weights.values()) and not gdpo:
-        zeros = " and ".join(f"{key}=0" for key in ("reward.weights.task", *weights))
-        none = "" if weights else " and reward/model=none"
+    weights = {"reward.weights.task": reward.weights.task, **reward.part_weights()}
+    if environment.name != "none":
+        weights["reward.weights.environment"] = reward.weights.environment
+    elif reward.manager.name == "environment":
+        yield (
+            "reward/manager=environment needs an environment, got environment=none; set "
+            "environment=custom and environment.path, or reward/manager=auto"
+        )
+    if not any(weights.values()) and algorithm.advantage.name != "gdpo":
+        zeros = " and ".join(f"{key}=0" for key in weights)
+        none = "" if len(weights) > 1 else " and reward/model=none"
         yield f"{zeros}{none} leave no reward to learn from; set a weight to another number"
 
 

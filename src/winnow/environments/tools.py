@@ -79,6 +79,7 @@ class ToolEnvironment:
         self._makers = {tool.__name__: tool for tool in tools}
         self._timeout_s, self._output_chars = timeout_s, output_chars
         self._tools: dict[str, Tool] = {}
+        self._rewards: dict[str, float] = {}
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
         """Make the tools of a conversation; its first messages are the row's."""
@@ -108,7 +109,7 @@ class ToolEnvironment:
             {"role": "tool", "name": "error", "content": f"error: {fault}"}
             for fault in turn.malformed
         ]
-        return Step(messages, reward)
+        return Step(messages, reward, metrics=dict(self._rewards))
 
     async def _call(self, call: ToolCall) -> ToolResult:
         name = call.name
@@ -130,4 +131,8 @@ class ToolEnvironment:
             return ToolResult(f"error: {name} did not finish within {self._timeout_s:g} s")
         except Exception as error:
             return ToolResult(f"error: {type(error).__name__}: {error}")
-        return result if isinstance(result, ToolResult) else ToolResult(str(result))
+        if not isinstance(result, ToolResult):
+            return ToolResult(str(result))
+        if result.reward:
+            self._rewards[name] = self._rewards.get(name, 0.0) + result.reward
+        return result

@@ -129,12 +129,18 @@ class AdvantageStage:
     Args:
         options: the estimator's own, by keyword.
         penalty: KL in the reward.
+        turn_weight: weight of environments' rewards of turns in the reward.
     """
 
     def __init__(
-        self, estimator: Estimator, options: Mapping[str, Any], penalty: KlPenalty | None = None
+        self,
+        estimator: Estimator,
+        options: Mapping[str, Any],
+        penalty: KlPenalty | None = None,
+        turn_weight: float = 1.0,
     ) -> None:
         self._estimator, self._options, self._penalty = estimator, options, penalty
+        self._turn_weight = turn_weight
 
     @property
     def needs(self) -> frozenset[str]:
@@ -146,7 +152,8 @@ class AdvantageStage:
 
         Fills `advantages` [T], and `returns` [T] where there are values.
         """
-        rewards_B, token_rewards_T = batch.rewards, outcome_rewards(batch)
+        rewards_B = batch.rewards
+        token_rewards_T = token_rewards(groups, batch, self._turn_weight)
         if self._penalty is not None:
             penalty_T = self._penalty(batch, metrics)
             token_rewards_T = token_rewards_T - penalty_T
@@ -202,15 +209,29 @@ def _gather_inputs(inputs: AdvantageInputs, batch: Batch) -> AdvantageInputs:
     return replace(inputs, offsets=offsets, all_reduce=SINGLE_PROCESS.all_reduce, **gathered)
 
 
-def outcome_rewards(batch: Batch) -> Tensor:
-    """Return each sample's reward on its last written token [T], in float64."""
-    written = batch.gen_mask.nonzero().squeeze(1)
-    sample = torch.searchsorted(batch.offsets, written, right=True) - 1
-    last = torch.full((batch.n_samples,), -1, dtype=torch.int64)
-    last.scatter_reduce_(0, sample, written, "amax")
+def token_rewards(groups: Sequence[Group], batch: Batch, turn_weight: float) -> Tensor:
+    """Return the rewards of tokens [T], in float64: an environment's reward of a turn on its last
+    token, and the rest of the sample's reward on its last written token.
+
+    Args:
+        groups: those of which `batch` was packed.
+        turn_weight: weight of environments' rewards in the reward.
+    """
+    answers = [answer for group in groups for answer in group.answers]
+    ends: list[int] = []  # of turns, among the written tokens
+    rewards: list[float] = []
+    written = 0
+    for sample in batch.samples.tolist():
+        rest = float(batch.rewards[sample])
+        turns = [turn for turn in answers[sample].trajectory.turns if len(turn)]
+        for turn in turns:
+            written += len(turn)
+            ends.append(written - 1)
+            rewards.append(rest if turn is turns[-1] else turn_weight * turn.reward)
+            rest -= rewards[-1]
     rewards_T = torch.zeros(len(batch.token_ids), dtype=torch.float64)
-    has_any = last >= 0
-    rewards_T[last[has_any]] = batch.rewards[has_any]
+    places = batch.gen_mask.nonzero().squeeze(1)[ends]
+    rewards_T[places] = torch.tensor(rewards, dtype=torch.float64)
     return rewards_T
 
 

@@ -132,7 +132,7 @@ def make_learner(
     objective = make_objective(config)
     learner = Learner(
         Policy(policy, objective),
-        _advantage_stage(algorithm),
+        _advantage_stage(algorithm, config.reward.weights.environment),
         make_settings(config),
         reference=reference,
         critic=critic,
@@ -330,7 +330,7 @@ def _adamw_options(optim: OptimConfig) -> dict[str, Any]:
     return optim.model_dump(include={"betas", "eps", "weight_decay", "grad_clip"})
 
 
-def _advantage_stage(algorithm: AlgorithmConfig) -> AdvantageStage:
+def _advantage_stage(algorithm: AlgorithmConfig, turn_weight: float) -> AdvantageStage:
     section, kl = algorithm.advantage, algorithm.kl.reward
     penalty = None if isinstance(kl, NoKl) else KlPenalty(kl.coef, kl.estimator)
     if isinstance(kl, AdaptiveRewardKl):
@@ -338,9 +338,9 @@ def _advantage_stage(algorithm: AlgorithmConfig) -> AdvantageStage:
     if isinstance(section, CustomAdvantage):
         from winnow.learning.custom import load_estimator
 
-        return AdvantageStage(load_estimator(section), section.options, penalty)
+        return AdvantageStage(load_estimator(section), section.options, penalty, turn_weight)
     options = section.model_dump(exclude={"name"})
-    return AdvantageStage(ESTIMATORS[section.name], options, penalty)
+    return AdvantageStage(ESTIMATORS[section.name], options, penalty, turn_weight)
 
 
 def _corrects(correction: CorrectionConfig) -> bool:

@@ -8,6 +8,7 @@
 | batch | a user's function, with what waits together | in workers |
 | remote | a service, with a user's arguments | over HTTP |
 | custom | a class of the user's | in the run's own process |
+| environment | nothing: the environment's rewards are all | |
 
 Code in answers runs in the sandbox in any case.
 """
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TURN_REWARDS = "user_turn_rewards"
+"""verl's name of the rewards of a conversation's turns, in `rollout_reward_scores`."""
+
 
 def make_manager(config: RewardConfig) -> Manager:
     """Make the manager of a recipe, and start the workers that a user's function needs.
@@ -60,6 +64,8 @@ def make_manager(config: RewardConfig) -> Manager:
         return HttpManager(config)
     if isinstance(config.manager, CustomManager):
         return UserManager(config.manager, config)
+    if config.manager.name == "environment":
+        return EnvironmentManager()
     return RuleManager(config) if config.function.path is None else FunctionManager(config)
 
 
@@ -197,6 +203,23 @@ class FunctionManager(Manager):
             return outcome if isinstance(outcome, Failure) else outcome[0]
         finally:
             self._done += 1
+
+
+class EnvironmentManager(Manager):
+    """Gives no reward besides the environment's; the accuracy is the environment's figure
+    `accuracy` or `success`, or else 1 where its rewards add up to more than 0."""
+
+    def takes_time(self, data_sources: Iterable[str]) -> bool:
+        return False
+
+    async def score(self, prompt: Prompt, text: str) -> Score | Failure:
+        scores = prompt.extra["extra_info"]["rollout_reward_scores"]
+        figure = scores.get("accuracy", scores.get("success"))
+        accuracy = float(sum(scores[TURN_REWARDS]) > 0) if figure is None else figure
+        try:
+            return check_score(Score(0.0, accuracy, has_accuracy=figure is not None))
+        except ValueError as error:
+            return make_failure(error, None)
 
 
 class UserManager(Manager):

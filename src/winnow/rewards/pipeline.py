@@ -10,6 +10,7 @@ A score is a list of parts. Each has a scorer, a weight, and a place where it ru
 | task | the manager: a rule by data source, or code of the user's | here, a worker, or over HTTP |
 | those of `reward.parts` | built-in rules | here, or a worker |
 | a reward model's, a judge's | `ModelScorer`, `Judge` | here, apart, or over HTTP |
+| environment | the sum of its rewards of a conversation's turns | where it runs |
 | overlong, cosine | `overlong_penalty`, `cosine_reward`, in training only | here |
 
 A scorer that raises, exits, hangs, dies, or returns NaN or the wrong type marks its own sample as
@@ -20,7 +21,7 @@ a share of failures stops the run, because a broken reward must not train a mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ import numpy as np
 from winnow.config.judge import LanguageModelJudge, SequenceClassifier
 from winnow.config.reward import CosineConfig, RewardConfig
 from winnow.rewards.manager import Manager
-from winnow.rewards.managers import RuleManager, make_manager
+from winnow.rewards.managers import TURN_REWARDS, RuleManager, make_manager
 from winnow.rewards.routing import NO_SCORER, Router, check_package, find_scorer
 from winnow.rewards.task import Failure, ScoreFuture
 from winnow.types import IntArray, Prompt, Score, Trajectory
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 TASK = "task"
 """Part of the reward that the manager's scorer gives."""
-OVERLONG, COSINE = "overlong", "cosine"
+OVERLONG, COSINE, ENVIRONMENT = "overlong", "cosine", "environment"
 OVERLONG_REWARD = "overlong_reward"
 ANSWERS, FAILED = "scoring/answers", "scoring/failed"
 WRONG_REWARD = -1.0
@@ -69,6 +70,7 @@ class RewardPipeline:
         model: runs what `config.model` describes; None leaves it out.
         judge: asks what `config.judge` describes; None leaves it out.
         decode: makes text of tokens, where an answer comes without it.
+        conversations: answers are conversations with environments, which reward turns.
 
     Raises:
         RewardError: a scorer's name or the user's file is wrong; the file is imported here, or in
@@ -82,12 +84,14 @@ class RewardPipeline:
         model: ModelScorer | None = None,
         judge: Judge | None = None,
         decode: Decode | None = None,
+        conversations: bool = False,
     ) -> None:
         self._config, self._max_response_tokens = config, max_response_tokens
-        self._judge, self._decode = judge, decode
+        self._judge, self._decode, self._conversations = judge, decode, conversations
         self._models = [each for each in (model, judge) if each is not None]
-        self._names = ScoreNames(config, [each.config for each in self._models])
+        self._names = ScoreNames(config, [each.config for each in self._models], conversations)
         self._weights = {TASK: config.weights.task, COSINE: config.cosine.weight}
+        self._weights[ENVIRONMENT] = config.weights.environment
         self._weights |= {each.config.part: each.config.weight for each in self._models}
         self._weights |= {name: part.weight for name, part in config.parts.items()}
         scorers = [
@@ -166,6 +170,8 @@ class RewardPipeline:
         for model in self._models:
             if training or model.config.in_evaluation:
                 verdicts.append((model.config, model.begin_scoring(prompt, text)))
+        if self._conversations:
+            prompt = _with_rollout_scores(prompt, trajectory)
         result: Score | Failure = await self._manager.score(prompt, text)
         parts: dict[str, float] = {}
         for name, scorer in self._part_scorers[training]:
@@ -202,16 +208,18 @@ class RewardPipeline:
         is_judged = not score.error and self._names.judge_sets_accuracy(training)
         if judge is not None and is_judged:
             accuracy = float(parts[judge.part] >= judge.threshold)
+        if self._conversations:
+            parts[ENVIRONMENT] = math.fsum(turn.reward for turn in trajectory.turns)
         overlong, cosine = self._config.overlong, self._config.cosine
+        tokens = sum(map(len, trajectory.segments))  # as the limit counts them
         if training and overlong.enabled:
-            tokens, limit = trajectory.generated_tokens, self._max_response_tokens
+            limit = self._max_response_tokens
             penalty = overlong_penalty(tokens, limit, overlong.buffer_tokens, overlong.factor)
             parts[OVERLONG] = penalty
             if self._config.manager.name == "dapo":  # as verl's dapo manager logs them
                 extra = {**extra, OVERLONG: float(penalty < 0), OVERLONG_REWARD: penalty}
         if training and cosine.enabled:
             limit = cosine.limit_tokens or self._max_response_tokens
-            tokens = trajectory.generated_tokens
             parts[COSINE] = cosine_reward(cosine, accuracy >= 1, tokens, limit)
         reward = 0.0
         for name, value in parts.items():
@@ -225,15 +233,19 @@ class ScoreNames:
 
     Args:
         models: sections of those models that are asked.
+        conversations: answers are conversations with environments.
 
     Raises:
         RewardError: a scorer's name is wrong.
     """
 
-    def __init__(self, config: RewardConfig, models: Sequence[ModelSection]) -> None:
-        self._config, self._models = config, models
+    def __init__(
+        self, config: RewardConfig, models: Sequence[ModelSection], conversations: bool = False
+    ) -> None:
+        self._config, self._models, self._conversations = config, models, conversations
         self._judge = next((each for each in models if isinstance(each, LanguageModelJudge)), None)
-        is_rules = config.function.path is None and config.manager.name not in ("remote", "custom")
+        others = "remote", "custom", "environment"
+        is_rules = config.function.path is None and config.manager.name not in others
         self._router = Router(config.scorers) if is_rules else None
 
     def for_sources(self, data_sources: Iterable[str]) -> frozenset[str] | None:
@@ -251,6 +263,7 @@ class ScoreNames:
             "task_reward": has_task,
             TASK: has_task,
             "accuracy": has_task or self.judge_sets_accuracy(training=True),
+            ENVIRONMENT: self._conversations,
             OVERLONG: config.overlong.enabled,
             COSINE: config.cosine.enabled,
             OVERLONG_REWARD: config.manager.name == "dapo",
@@ -259,7 +272,8 @@ class ScoreNames:
         return frozenset(("reward", *names, *config.parts, *(m.part for m in self._models)))
 
     def has_task_scorer(self, data_source: str) -> bool:
-        """Return whether a rule or the user's code scores this source, not only models."""
+        """Return whether a rule, the user's code or the environment scores this source, too, not
+        only models."""
         return self._router is None or self._router.scorer(data_source) is not NO_SCORER
 
     def wrong_score(self, data_source: str, failure: Failure) -> Score:
@@ -274,6 +288,19 @@ class ScoreNames:
         if self._judge is None or not self._judge.as_accuracy:
             return False
         return training or self._judge.in_evaluation
+
+
+def _with_rollout_scores(prompt: Prompt, trajectory: Trajectory) -> Prompt:
+    """Return a prompt with the conversation's figures in `extra_info`, under verl's names."""
+    turns, info = trajectory.turns, prompt.extra.get("extra_info")
+    figures = [each for turn in turns for each in turn.figures.items()]
+    scores = {name: value for name, value in figures if name not in ("calls", "malformed")}
+    info = {
+        **(info if isinstance(info, Mapping) else {}),
+        "num_turns": 2 * len(turns),  # the prompt and replies are turns, too, as in verl
+        "rollout_reward_scores": {**scores, TURN_REWARDS: [turn.reward for turn in turns]},
+    }
+    return replace(prompt, extra={**prompt.extra, "extra_info": info})
 
 
 def overlong_penalty(

@@ -41,6 +41,7 @@ class Rewards:
     Args:
         pipeline: scores them.
         models: sections of those models that the pipeline asks.
+        conversations: as for `RewardPipeline`.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Rewards:
         config: RewardConfig,
         pipeline: RewardPipeline | RemotePipeline,
         models: Sequence[ModelSection] = (),
+        conversations: bool = False,
     ) -> None:
         self._config, self.pipeline = config, pipeline
-        self._names = ScoreNames(config, models)
+        self._names = ScoreNames(config, models, conversations)
         self._required: str | None = None
         """The filter's metric, unless every score has it."""
         self.failure_report = FailureReport()

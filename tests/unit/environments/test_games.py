@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-
 from tests.recipes import recipe
+
 from winnow.config.data import EpisodesTask
 from winnow.data.episodes import EpisodeRows
 from winnow.environments import Turn
@@ -102,7 +102,7 @@ def test_an_episode_is_a_picture_and_actions_go_by_name_or_number():
 
 
 def test_an_episode_without_a_picture_or_names_has_numbers_and_ends_at_its_limit():
-    blackjack, first = episode("Blackjack-v1", natural=True)
+    _, first = episode("Blackjack-v1", natural=True)
     assert first.endswith("(7, 10, 0)")
     taxi, first = episode("Taxi-v4", max_episode_steps=2)
     assert "<blue R>" in first
