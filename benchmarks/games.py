@@ -1,7 +1,7 @@
 """What a tiny model learns of games by rewards alone, after imitating a bad player.
 
     python -m benchmarks.games start guess --folder DIR      # transcripts, tokenizer, SFT
-    python -m benchmarks.games train guess --seed 1 --folder DIR
+    python -m benchmarks.games train guess --seeds 1 2 3 --folder DIR
     python -m benchmarks.games report --folder DIR --out benchmarks/results/games.md
 
 It needs the extras `textarena` and `gymnasium`. Each command takes less than five CPU-minutes.
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +23,16 @@ from typing import Any
 from winnow.environments import Turn
 from winnow.environments.gymnasium import GymnasiumEpisode
 from winnow.environments.textarena import TextArenaGame
+from winnow.observe.jsonl import read_metrics
 
 END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TRANSCRIPTS = 3000
+TRANSCRIPTS, SFT_STEPS, EPISODES = 3000, 500, 400
+STEPS = "24 steps of 16 x 8 episodes"
+SUCCESS = "eval/episodes/pass@1"
 Player = Callable[[random.Random], "Moves"]
 Moves = Any
 """A generator that is sent observations and yields moves."""
@@ -143,28 +149,18 @@ def train_tokenizer(texts: Sequence[str], min_frequency: int = 20) -> Any:
     return made
 
 
-def start(game: Game, folder: Path) -> None:
-    """Write transcripts, and a model of random weights."""
+def start(name: str, folder: Path) -> None:
+    """Write transcripts and a model of random weights, and have it imitate them."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    played = list(transcripts(GAMES[name], TRANSCRIPTS))
+    player = sum(reward >= 1 for _, reward in played) / len(played)
     folder.mkdir(parents=True, exist_ok=True)
-    played = list(transcripts(game, TRANSCRIPTS))
-    won = sum(reward >= 1 for _, reward in played) / len(played)
-    turns = sum(len(m) // 2 for m, _ in played) / len(played)
-    print(f"player: {won:.3f} won, {turns:.1f} turns")
-    with (folder / "transcripts.jsonl").open("w") as file:
-        for messages, _ in played:
-            file.write(json.dumps({"messages": messages}) + "\n")
+    (folder / "player.json").write_text(json.dumps({"success": player}))
+    rows = [json.dumps({"messages": messages}) + "\n" for messages, _ in played]
+    (folder / "transcripts.jsonl").write_text("".join(rows))
     tokenizer = train_tokenizer([m["content"] for messages, _ in played[:1000] for m in messages])
-    tokenizer.save_pretrained(folder / "random")
-    lengths = [len(tokenizer.apply_chat_template(m)["input_ids"]) for m, _ in played[:200]]
-    first = len(tokenizer(played[0][0][0]["content"])["input_ids"])
-    print(
-        f"vocabulary {len(tokenizer)}, prompt {first}, longest {max(lengths)}",
-        tokenizer.tokenize("[13]"),
-        tokenizer.tokenize("[right]"),
-    )
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -181,22 +177,92 @@ def start(game: Game, folder: Path) -> None:
         pad_token_id=0,
         initializer_range=0.05,
     )
-    model = Qwen3ForCausalLM(config)
-    print(f"{model.num_parameters():,} weights")
-    model.save_pretrained(folder / "random")
+    Qwen3ForCausalLM(config).save_pretrained(folder / "random")
+    tokenizer.save_pretrained(folder / "random")
+    winnow(
+        *("sft", "sft", f"model.path={folder / 'random'}", f"trainer.steps={SFT_STEPS}"),
+        *(f"sft.train_files=[{folder / 'transcripts.jsonl'}]", "sft.batch_size=32"),
+        *("optim.lr=2e-3", "optim.warmup_steps=10", "evaluation.every=null", "run.threads=1"),
+        *(f"run.dir={folder}", "run.name=sft", "trainer.save_every=null", "observe.console=off"),
+    )
+
+
+def train(name: str, seed: int, folder: Path) -> None:
+    """Train by rewards alone."""
+    winnow(
+        *("train", str(Path(__file__).with_name("games.yaml")), f"seed={seed}"),
+        f"model.path={folder / 'sft' / 'checkpoints' / f'step-{SFT_STEPS}' / 'model'}",
+        *(f"run.dir={folder}", f"run.name=seed-{seed}", *GAMES[name].environment),
+        f"environment.max_turns={GAMES[name].max_turns}",
+        *("data/task=episodes", f"data.task.eval_episodes={EPISODES}"),
+    )
+
+
+def winnow(*arguments: str) -> None:
+    """Run a command of winnow."""
+    subprocess.run([str(Path(sys.executable).with_name("winnow")), *arguments], check=True)
+
+
+def report(folder: Path, out: Path) -> None:
+    """Write the table and the curves of all games and seeds that were trained."""
+    import matplotlib.pyplot as plt
+
+    rows, head = [], "| game | player | seed | before | after | seconds |"
+    figure, axes = plt.subplots(figsize=(7, 3.5))
+    for name in GAMES:
+        player = json.loads((folder / name / "player.json").read_text())["success"]
+        for run in sorted((folder / name).glob("seed-*")):
+            records = read_metrics(run / "metrics.jsonl")
+            held_out = [(r["step"], r[SUCCESS]) for r in records if SUCCESS in r]
+            before, after = held_out[0][1], held_out[-1][1]
+            seconds = sum(record["time/step_s"] for record in records)
+            cells = name, f"{player:.3f}", run.name[5:], _interval(before), _interval(after)
+            rows.append(f"| {' | '.join(cells)} | {seconds:.0f} |")
+            color = f"C{list(GAMES).index(name)}"
+            axes.plot(*zip(*held_out, strict=True), ".-", color=color, label=f"{name}, {run.name}")
+    axes.set(xlabel="step", ylabel="share of episodes won", ylim=(0, 1))
+    axes.legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(out.with_suffix(".svg"), metadata={"Date": None})
+    text = f"""# Games learnt by rewards
+
+Made by `benchmarks/games.py` (see its head): success on {EPISODES} held-out episodes, sampled at
+temperature 1, with Wilson's 95 % interval, before and after {STEPS}; all seeds of a game
+start from one model that imitated {TRANSCRIPTS:,} transcripts of the player.
+
+{head}
+{"|---" * 6}|
+"""
+    picture = f"![Success by step]({out.with_suffix('.svg').name})"
+    out.write_text(text + "\n".join([*rows, "", picture, ""]))
+
+
+def _interval(share: float) -> str:
+    """A share of `EPISODES` with its interval."""
+    z2, n = 1.96**2, EPISODES
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = 1.96 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return f"{share:.3f} ({middle - half:.3f}–{middle + half:.3f})"
 
 
 def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["start", "train", "report"])
-    parser.add_argument("game", choices=GAMES)
+    parser.add_argument("game", choices=GAMES, nargs="?")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    folder = args.folder / args.game
+    if args.command == "report":
+        report(args.folder, args.out)
+        return
+    folder = (args.folder / args.game).resolve()
     if args.command == "start":
-        start(GAMES[args.game], folder)
+        start(args.game, folder)
+    else:
+        for seed in args.seeds:
+            train(args.game, seed, folder)
 
 
 if __name__ == "__main__":
