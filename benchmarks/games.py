@@ -242,7 +242,7 @@ def _interval(share: float) -> str:
     z2, n = 1.96**2, EPISODES
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = 1.96 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return f"{share:.3f} ({middle - half:.3f}–{middle + half:.3f})"
+    return f"{share:.3f} ({middle - half:.3f} to {middle + half:.3f})"
 
 
 def main() -> None:
