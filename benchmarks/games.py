@@ -30,8 +30,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TRANSCRIPTS, SFT_STEPS, EPISODES = 3000, 500, 400
-STEPS = "24 steps of 16 x 8 episodes"
+TRANSCRIPTS, SFT_STEPS, EPISODES = 3000, 300, 200
+STEPS = "20 steps of 16 x 8 episodes"
 SUCCESS = "eval/episodes/pass@1"
 Player = Callable[[random.Random], "Moves"]
 Moves = Any
@@ -51,9 +51,9 @@ def guess_player(rng: random.Random) -> Moves:
     is_careful = rng.random() < 0.25
     observation = yield
     while True:
-        if "higher" in observation:
+        if guess and "higher" in observation:
             low = max(low, guess + 1)
-        if "lower" in observation:
+        if guess and "lower" in observation:
             high = min(high, guess - 1)
         if is_careful and low <= high and rng.random() < 0.9:
             guess = (low + high) // 2

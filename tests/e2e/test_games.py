@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.environments import measure
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
