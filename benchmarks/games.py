@@ -46,9 +46,9 @@ def adapter(package: str, id: str, **options: Any) -> Any:
 
 
 def guess_player(rng: random.Random) -> Moves:
-    """A quarter of the players halve the range, with slips; the others guess, and may give up."""
+    """A fifth of the players halve the range, with slips; the others guess, and may give up."""
     low, high, guess = 1, 20, 0
-    is_careful = rng.random() < 0.25
+    is_careful = rng.random() < 0.2
     observation = yield
     while True:
         if guess and "higher" in observation:
@@ -58,7 +58,7 @@ def guess_player(rng: random.Random) -> Moves:
         if is_careful and low <= high and rng.random() < 0.9:
             guess = (low + high) // 2
         else:
-            guess = 0 if not is_careful and rng.random() < 0.2 else rng.randint(1, 20)
+            guess = 0 if not is_careful and rng.random() < 0.3 else rng.randint(1, 20)
         observation = yield f"[{guess}]"
 
 
