@@ -30,8 +30,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TRANSCRIPTS, SFT_STEPS, EPISODES = 3000, 300, 200
-STEPS = "20 steps of 16 x 8 episodes"
+TRANSCRIPTS, SFT_STEPS, EPISODES = 3000, 200, 200
+STEPS = "16 steps of 16 x 8 episodes"
 SUCCESS = "eval/episodes/pass@1"
 Player = Callable[[random.Random], "Moves"]
 Moves = Any
@@ -165,7 +165,7 @@ def start(name: str, folder: Path) -> None:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=24,
@@ -219,8 +219,9 @@ def report(folder: Path, out: Path) -> None:
             cells = name, f"{player:.3f}", run.name[5:], _interval(before), _interval(after)
             rows.append(f"| {' | '.join(cells)} | {seconds:.0f} |")
             color = f"C{list(GAMES).index(name)}"
-            axes.plot(*zip(*held_out, strict=True), ".-", color=color, label=f"{name}, {run.name}")
-    axes.set(xlabel="step", ylabel="share of episodes won", ylim=(0, 1))
+            shares = [record["score/accuracy/mean"] for record in records if record["step"]]
+            axes.plot(range(1, len(shares) + 1), shares, color=color, label=f"{name}, {run.name}")
+    axes.set(xlabel="step", ylabel="share of training episodes won", ylim=(0, 1))
     axes.legend(fontsize="x-small")
     figure.tight_layout()
     figure.savefig(out.with_suffix(".svg"), metadata={"Date": None})
