@@ -57,6 +57,17 @@ def _scored_by(name: str) -> tuple[str, ...]:
     return f"reward.function.path={SICK / 'rewards.py'}", f"reward.function.name={name}"
 
 
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+)
+
+
+def _with_tools(calls: str) -> tuple[str, ...]:
+    tools = f"environment.tools=[{SICK / 'environments.py'}:rest]", f"environment.calls='{calls}'"
+    return "environment=tools", *tools, f'data.chat_template="{_TEMPLATE}"'
+
+
 DISEASES = {
     "a scorer that wants another format": Disease(
         ("reward_flat_wrong",), _scored_by("demands_another_format")
@@ -88,6 +99,16 @@ DISEASES = {
         ("learner_starves", "slow_scoring"),
         (*_scored_by("is_slow"), "trainer.steps=10", "sampling/filter=none"),
         "dapo_async",
+    ),
+    "calls that are read in another form": Disease(
+        ("no_calls",), (*_with_tools("(?P<digits>[0-9]+)=[?]"), "trainer.steps=10")
+    ),
+    "an environment that fails at times": Disease(
+        ("environment_faults",),
+        (
+            *("environment=custom", f"environment.path={SICK / 'environments.py'}:Fragile"),
+            *(f'data.chat_template="{_TEMPLATE}"', "trainer.steps=10"),
+        ),
     ),
     "a lookahead of eight steps": Disease(
         ("stale",), ("sampling.max_staleness=8", "sampling.lookahead=8"), "dapo_async"

@@ -3,14 +3,16 @@
     python benchmarks/kill.py --times plain=50 critic=10 scorers=10 [--seed 1] [--minutes 60]
                               [--out benchmarks/results/kill.md]
 
-Four kinds of run: the quickstart's loss in one process, the same with a critic (GAE), the same
-with a scorer of the user's in a process of its own, which takes another time for each answer and in
-each run, and the same with a model that is sharded over two ranks. A trial is a small run (the
+Kinds of run: the quickstart's loss in one process (plain), the same with a critic (GAE), with a
+scorer of the user's in a process of its own, which takes another time for each answer and in each
+run, with a model that is sharded over two ranks, and with conversations of three turns: in sync
+mode, in one_step_off and in async mode with two engines each. A trial is a small run (the
 quickstart's task) that is killed up to three times, resumed each time by the same command, and then
 left alone. Moments: anywhere between the first sign of the run's folder and its usual end; while a
 checkpoint is being written or put in place; just after a line of metrics; while a resumed run is
 reading and cutting back. Each trial must end with the same weights, optimizers, sampler, metrics
-(times aside), rollouts and evaluations, bit for bit, and with nothing left behind.
+(times aside), rollouts and evaluations, bit for bit, and with nothing left behind; in async mode,
+whose bits are others each time, with no group lost, trained twice or out of order.
 """
 
 from __future__ import annotations
@@ -85,6 +87,10 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
     "{% endfor %}"
 )
+ASYNC = (
+    *("trainer/mode=async", "run.deterministic=false", "sampling.max_staleness=2"),
+    *("sampling.lookahead=1", "trainer.save_every=1"),
+)
 CONVERSATIONS = (
     *("environment=custom", "environment.path=FOLDER/again.py:Again"),
     *("data.chat_template=FOLDER/chat.jinja", "rollout.max_response_tokens=96"),
@@ -101,10 +107,11 @@ VARIANTS = {
     ),
     "ranks": ("trainer/strategy=fsdp2",),
     "conversations": CONVERSATIONS,
-    "conversations-async": (
-        *(*CONVERSATIONS, "trainer/mode=async", "sampling.max_staleness=2"),
-        *("sampling.lookahead=1", "rollout.engine.processes=2"),
+    "conversations-one-step-off": (
+        *(*CONVERSATIONS, "trainer/mode=one_step_off", "sampling.max_staleness=2"),
+        "rollout.engine.processes=2",
     ),
+    "conversations-async": (*CONVERSATIONS, *ASYNC, "rollout.engine.processes=2"),
 }
 """Settings of each kind of run."""
 CLOCKED = (
@@ -209,7 +216,10 @@ def trial(lab: Lab, name: str, kills: int, rng: random.Random) -> Trial:
         done.append(kill)
     code = lab.start(name, save_every).wait(LONGEST_S)
     faults = [] if code == 0 else [f"the last resume ended with exit code {code}"]
-    faults += differences(lab.run("undisturbed"), lab.run(name))
+    if "run.deterministic=false" in lab.settings:
+        faults += lost_or_repeated(lab.run(name))
+    else:
+        faults += differences(lab.run("undisturbed"), lab.run(name))
     return Trial(done, faults)
 
 
@@ -272,6 +282,29 @@ def differences(wanted: Path, run: Path, steps: int = STEPS) -> list[str]:
     except WinnowError as error:
         faults.append(str(error))
     return faults
+
+
+def lost_or_repeated(run: Path, steps: int = STEPS) -> list[str]:
+    """Faults in what became of a finished run's groups, by its ledger and last checkpoint."""
+    rows = [
+        row for part in sorted((run / LEDGER).iterdir()) for row in pq.read_table(part).to_pylist()
+    ]
+    trained = [row for row in rows if row["fate"] == "trained"]
+    ids = [row["group"] for row in trained]
+    ledger = load_state(checkpoints_in(run / "checkpoints")[-1])["sampler"]["ledger"]
+    groups = ledger["groups"]
+    settled = [each.group.id for each in ledger["accounting"].settled]
+    alive = [*groups.open, *groups.qualified, *groups.failing, *settled]
+    checks = {
+        "a group is trained twice, or out of order": ids == sorted(set(ids)),
+        "a step has too few groups": [row["learnt_step"] for row in trained]
+        == sorted([*range(1, steps + 1)] * 8),
+        "a group is too late": all(row["staleness"] <= 2 for row in rows),
+        "a group was dropped": {row["fate"] for row in rows}.isdisjoint({"stale", "surplus"}),
+        "a group is lost": sorted([row["group"] for row in rows] + alive)
+        == list(range(ledger["next_id"])),
+    }
+    return [fault for fault, is_right in checks.items() if not is_right]
 
 
 def same_ledger(wanted: Path, run: Path) -> bool:

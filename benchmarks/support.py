@@ -70,6 +70,7 @@ _JUDGE = (
     "reward.max_failure_share=1",
 )
 _JUDGE_ENGINE = "reward.judge.path=judge", "reward.judge.max_prompt_tokens=48", *_JUDGE
+_CONVERSATION = "environment.workers=1", "data.chat_template=chat.jinja"
 _CLASSIFIER = "reward/model=sequence_classifier", "reward.model.path=classifier"
 
 AXES = (
@@ -240,6 +241,26 @@ AXES = (
         "cluster",
         "cluster",
         (Choice("local"), Choice("ray", ("cluster=ray", "cluster.cpus=0.1"), slow=True)),
+    ),
+    Axis(
+        "environment",
+        "environment",
+        (
+            Choice("single turns"),
+            Choice(
+                "tools",
+                (
+                    *("environment=tools", "environment.tools=[talk.py:double]"),
+                    *("environment.calls='(?P<digit>\\d)'", *_CONVERSATION),
+                ),
+                "environment/faults",
+            ),
+            Choice(
+                "custom environment",
+                ("environment=custom", "environment.path=talk.py:Talk", *_CONVERSATION),
+                "environment/faults",
+            ),
+        ),
     ),
     Axis(
         "updates",

@@ -18,7 +18,7 @@ from tests.winnow_command import in_forked_process
 
 from winnow.observe.jsonl import read_metrics
 
-SPARES = 8
+SPARES = 9
 """As many processes as any of these runs starts, or more."""
 _ENGINE = """
 from winnow.rollout.embedded.torch_engine import TorchEngine
@@ -27,6 +27,23 @@ class Mine(TorchEngine):
     def __init__(self, *, model, **options):
         super().__init__(model, 8, 64, **options)
 """
+_TALK = """
+from winnow.environments import Step
+
+def double(digit: str) -> str:
+    return str(2 * int(digit))
+
+class Talk:
+    def reset(self, row):
+        return row["prompt"][::-1]
+
+    def step(self, turn):
+        return Step("5", reward=len(turn.text))
+"""
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
 
 
 def support_home(folder: Path, **shape: int) -> Path:
@@ -37,6 +54,8 @@ def support_home(folder: Path, **shape: int) -> Path:
     judge_folder(folder / "judge", **shape)
     classifier_folder(folder / "classifier")
     (folder / "mine.py").write_text(_ENGINE)
+    (folder / "talk.py").write_text(_TALK)
+    (folder / "chat.jinja").write_text(_TEMPLATE)
     (folder / "small.yaml").write_text("trainer: {steps: 3}\n")
     return folder
 

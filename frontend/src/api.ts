@@ -63,6 +63,15 @@ export interface Pieces {
   texts: string[]
   special: number[]
 }
+/** A turn of a conversation; its text in pieces, which are calls or not. */
+export interface Turn {
+  author: string
+  tokens: number
+  reward: number | null
+  calls: number | null
+  malformed: number | null
+  pieces: [string, boolean][]
+}
 export interface Answer {
   answer: number
   kind: string
@@ -84,6 +93,7 @@ export interface Answer {
   prompt_uid: string
   columns: Record<string, Values>
   tokens?: Pieces
+  turns?: Turn[] | null
   prompt_pieces?: Pieces
   [more: string]: unknown
 }

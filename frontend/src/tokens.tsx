@@ -1,7 +1,9 @@
 // The text of an answer, its tokens coloured by one of their numbers.
+import type { ComponentChildren } from 'preact'
 import { useMemo, useState } from 'preact/hooks'
-import type { Answer, Values } from './api'
+import type { Answer, Turn, Values } from './api'
 import { useTheme } from './chart'
+import { fixed } from './format'
 import { Choice, Panel } from './parts'
 import { change } from './route'
 
@@ -67,20 +69,26 @@ export function Tokens(props: {
   const values = valuesOf(answer, coloring)
   const tokens = answer.tokens
   const options = COLORINGS.map((each): [Coloring, string] => [each, NAMES[each]])
+  const turns = answer.turns ?? []
+  const own = turns.filter(({ author }) => author === 'model').length
   const body = useMemo(() => {
-    if (!tokens) return null
+    if (!tokens) return []
     const special = new Set(tokens.special)
     const oldest = answer.oldest_version ?? 0
-    return tokens.texts.slice(0, most).map((text, n) => (
-      <span data-n={n} class={special.has(n) ? 'special' : undefined} style={{ background: values ? paint(coloring, values[n] ?? null, oldest) : '' }}>
-        {special.has(n) ? text : visible(text)}
-      </span>
-    ))
+    const called = callTokens(answer)
+    return tokens.texts.slice(0, most).map((text, n) => {
+      const value = answer.columns.versions?.[n] === -1 ? null : (values?.[n] ?? null)
+      return (
+        <span data-n={n} class={special.has(n) ? 'special' : called.has(n) ? 'call' : undefined} style={{ background: paint(coloring, value, oldest) }}>
+          {special.has(n) ? text : visible(text)}
+        </span>
+      )
+    })
   }, [answer, coloring, most])
   return (
     <Panel
       title={`Answer ${answer.answer + 1}`}
-      unit={`${answer.response_tokens.toLocaleString('en-US')} tokens`}
+      unit={`${answer.response_tokens.toLocaleString('en-US')} tokens${own ? ` in ${own} ${own === 1 ? 'turn' : 'turns'}` : ''}`}
       side={tokens && <Choice label="Colour of tokens" value={coloring} options={options} onChange={(value) => change({ color: value })} />}
     >
       {answer.scorer_error && <p class="problem">Scoring failed: {answer.scorer_error}</p>}
@@ -92,21 +100,21 @@ export function Tokens(props: {
       )}
       {tokens
         ? (
-          <pre
-            class="text tokens"
+          <div
+            class="tokens"
             onMouseOver={(event) => {
               const n = (event.target as HTMLElement).dataset.n
               point(n === undefined ? null : Number(n))
             }}
             onMouseLeave={() => point(null)}
           >
-            {body}
-          </pre>
+            {turns.length ? <Turns turns={turns} body={body} /> : <pre class="text">{body}</pre>}
+          </div>
         )
         : answer.response !== null && (
           <>
             <p class="scale absent">{props.without ?? 'The tokens of this answer were not kept.'}</p>
-            <pre class="text">{answer.response}</pre>
+            {turns.length ? <Turns turns={turns} /> : <pre class="text">{answer.response}</pre>}
           </>
         )}
       {tokens && tokens.texts.length > most && (
@@ -116,6 +124,54 @@ export function Tokens(props: {
       )}
     </Panel>
   )
+}
+
+/** A conversation: a block a turn, of its tokens, or of its text where there are none. */
+function Turns({ turns, body }: { turns: Turn[]; body?: ComponentChildren[] }) {
+  let start = 0
+  return (
+    <ol class="turns">
+      {turns.map(({ author, tokens, reward, calls, malformed, pieces }) => {
+        const part = body?.slice(start, (start += tokens))
+        if (body && tokens && !part!.length) return null // behind the tokens that are shown
+        return (
+          <li class={author}>
+            <header>
+              <b>{author}</b> <span class="dim">{tokens.toLocaleString('en-US')} tokens</span>
+              {!!calls && <span class="called">{calls} {calls === 1 ? 'call' : 'calls'}</span>}
+              {!!malformed && <span class="bad">{malformed} malformed</span>}
+              {author === 'model' && <span class="dim worth">reward {fixed(reward)}</span>}
+            </header>
+            <pre class="text">{part ?? pieces.map(([text, isCall]) => <span class={isCall ? 'call' : undefined}>{visible(text)}</span>)}</pre>
+          </li>
+        )
+      })}
+    </ol>
+  )
+}
+
+/** The places of an answer's tokens that are part of a call. */
+function callTokens({ tokens, turns }: Answer): Set<number> {
+  const found = new Set<number>()
+  const special = new Set(tokens!.special)
+  let start = 0
+  for (const turn of turns ?? []) {
+    const texts = tokens!.texts.slice(start, start + turn.tokens).map((text, n) => (special.has(start + n) ? '' : text))
+    const whole = texts.join('')
+    let from = 0
+    for (const [text] of turn.pieces.filter(([, isCall]) => isCall)) {
+      from = whole.indexOf(text, from)
+      if (from < 0) break
+      let at = 0
+      texts.forEach((each, n) => {
+        if (at < from + text.length && at + each.length > from) found.add(start + n)
+        at += each.length
+      })
+      from += text.length
+    }
+    start += turn.tokens
+  }
+  return found
 }
 
 function absent(coloring: Coloring): string {
@@ -155,7 +211,7 @@ function Readout({ answer, at }: { answer: Answer; at: number | null }) {
   if (at === null || !answer.tokens) return <span class="readout dim">Point at a token to see its numbers</span>
   const { logprobs, trainer_logprobs, entropies, versions } = answer.columns
   const nats = (values: Values | undefined) => values?.[at]?.toFixed(3).replace('-', '−')
-  const said = [
+  const said = versions?.[at] === -1 ? [['not written by the model', '']] : [
     ['log-prob', nats(logprobs)],
     ['p', logprobs?.[at] == null ? undefined : Math.exp(logprobs[at]!).toPrecision(3)],
     ['trainer', nats(trainer_logprobs)],

@@ -85,6 +85,8 @@ class Segment:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures of a turn: `calls`, `malformed` (calls that cannot be parsed), and what the
     environment measured of the conversation so far."""
+    state: bytes = b""
+    """The pickled state of an environment behind its last reply, if it has one."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

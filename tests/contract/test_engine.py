@@ -38,6 +38,7 @@ from winnow.types import Segment
 VOCAB = 40
 STOP = 2
 STOPS = (STOP, 5, 8, 11, 14)
+FIELDS = "token_ids", "logprobs"
 HAS_VLLM = getattr(find_spec("vllm"), "origin", None) is not None  # `tests/vllm` has no origin
 """True in `.venv-vllm`."""
 HEAD = 32 if HAS_VLLM else 8
@@ -674,6 +675,55 @@ def test_answers_go_on_across_new_weights_and_say_which_wrote_what(make_engine: 
             assert [(s.version, s.stop) for s in got.spans] == [(4, 24)]
             want_logprobs = reference_logprobs(other, prompt, got.token_ids)
             np.testing.assert_allclose(got.logprobs, want_logprobs, atol=make_engine.tolerance)
+
+
+@pytest.mark.parametrize("between", ["nothing", "an abort", "new weights", "sleep"])
+def test_a_turn_continues_where_its_keys_are_unless_a_resumed_run_has_none(
+    make_engine: Kind, between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, run_model = [0], TorchEngine._run
+
+    def count(engine: TorchEngine, ids: torch.Tensor, *others: Any) -> Any:
+        tokens[0] += len(ids)
+        return run_model(engine, ids, *others)
+
+    monkeypatch.setattr(TorchEngine, "_run", count)
+    first = groups_of(sampling=SamplingParams(60, stop_token_ids=STOPS))
+    first = [
+        replace(g, answers=tuple(replace(a, retain_cache=True) for a in g.answers)) for g in first
+    ]
+    reply = Segment(np.array([3, 4, 6]), np.zeros(3, np.float32), ())
+    engine: Any = make_engine(slots=32)
+    turns = drain(engine, first)
+    following = []
+    for group in first:
+        written = [turns[group.group_id, answer.index].segment for answer in group.answers]
+        prefixes = [
+            Segment(*(np.concatenate([getattr(s, k), getattr(reply, k)]) for k in FIELDS), s.spans)
+            for s in written
+        ]
+        answers = zip(group.answers, prefixes, strict=True)
+        following.append(replace(group, answers=tuple(replace(a, prefix=p) for a, p in answers)))
+    if between == "an abort":
+        asyncio.run(engine.abort([group.group_id for group in first]))
+    elif between == "new weights":
+        asyncio.run(engine.load_weights(WeightUpdate(version=1)))
+    elif between == "sleep":
+        if not hasattr(engine, "sleep"):
+            pytest.skip("it cannot sleep")
+        asyncio.run(engine.sleep())
+    tokens[0] = 0
+    done = drain(engine, following)
+    new = sum(len(done[key].segment) - len(turns[key].segment) for key in done)
+    begun = sum(
+        len(g.prompt_ids) + len(turns[g.group_id, i].segment) - 1 for g in first for i in range(3)
+    )
+    if tokens[0]:  # it is ours that runs the model
+        assert tokens[0] == (new if between == "nothing" else new + begun)
+    for key, event in drain(make_engine(slots=32), following).items():
+        np.testing.assert_array_equal(done[key].segment.token_ids, event.segment.token_ids)
+        want = event.segment.logprobs
+        np.testing.assert_allclose(done[key].segment.logprobs, want, atol=1e-6)
 
 
 def test_the_abort_of_one_group_leaves_what_the_others_write(make_engine: Kind) -> None:

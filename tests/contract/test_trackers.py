@@ -13,7 +13,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -227,7 +227,9 @@ class Tracked:
 def answer(number: int) -> Answer:
     ids = np.arange(3)
     segment = Segment(ids, np.full(3, -0.5, dtype=np.float32), (VersionSpan(0, 3),))
-    return Answer(Trajectory((segment,), "stop"), Score(number / 8, 0.0, {"task": number / 4}, {}))
+    reply = Segment(ids, np.zeros(3, np.float32), (), "environment")
+    segments = (replace(segment, reward=0.75), reply, segment) if number == 1 else (segment,)
+    return Answer(Trajectory(segments, "stop"), Score(number / 8, 0.0, {"task": number / 4}, {}))
 
 
 def keep_answers(folder: RunFolder) -> None:
@@ -325,7 +327,9 @@ def test_sample_answers_show_prompt_answer_parts_and_score(tracked: Tracked) -> 
     for table in tables.values():
         # Two groups have text: the first answer of each, then the second of the first.
         assert [table.count(f"{group} What is 2") for group in range(3)] == [2, 0, 1]
-        assert table.count("frac{1}{2}") == 3
+        assert table.count("frac{1}{2}") == 5  # one is a conversation of three turns
+        for heading in ("[1 model, 3 tokens, reward 0.75]", "[2 environment, 3 tokens]"):
+            assert table.count(heading) == 1
         if tracked.name in ("tensorboard", "swanlab"):  # as Markdown
             assert "What is 2 \\| 3?<br>&lt;think>" in table
         for word in ("part/task", "reward", "0.125", "0.25", "held_out"):

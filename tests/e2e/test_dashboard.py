@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
@@ -22,7 +22,11 @@ from tests.pauses import go_on
 from tests.services import listening
 
 from winnow.dashboard.service import Dashboard
+from winnow.data.sort_digits import EOS_ID, build_tokenizer, encode
+from winnow.data.tokenizer import make_decoder
 from winnow.observe.jsonl import read_metrics
+from winnow.observe.rollouts import RolloutGroup, write_rollouts
+from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -309,6 +313,51 @@ def look_runs(look: Watched) -> str:
     """The folder of the runs that a page shows."""
     place = httpx.get(f"{look.url}/api/runs", trust_env=False).json()["runs"][0]["place"]
     return str(Path(place).parent)
+
+
+def test_a_conversation_is_shown_turn_by_turn_with_its_tokens(look: Watched) -> None:
+    folder = Path(look_runs(look)) / "talk"
+    shutil.copytree(folder.with_name("tiny"), folder)
+    config = folder / "config.yaml"
+    config.write_text(
+        re.sub("(?s)\nenvironment:.*?\n(?=\\w)", "\n", config.read_text())
+        + 'environment: {name: tools, tools: ["t.py:f"], calls: "(?P<digits>[0-9]+);"}\n'
+    )
+
+    def part(text: str, *spans: VersionSpan, **more: Any) -> Segment:
+        ids = np.append(encode(text), EOS_ID)
+        return Segment(ids, np.full(len(ids), -2.0 if spans else 0.0, np.float32), spans, **more)
+
+    first = part("1|539;#", VersionSpan(0, 8), reward=0.5, figures={"calls": 1, "malformed": 2})
+    talk = first, part("359", source="environment"), part("#1359", VersionSpan(0, 6))
+    answers = [Answer(Trajectory(each, "stop"), Score(1.0, 1.0)) for each in (talk, talk[2:])]
+    prompt = Prompt("row", encode("5391:"), "5391:", "sort_digits", "1359")
+    entry = RolloutGroup(Group(0, prompt, tuple(answers)), "surplus")
+    decode = make_decoder(build_tokenizer())
+    write_rollouts(
+        folder / "rollouts" / "step-1.parquet", 1, [entry], version=0, text_groups=[0],
+        decode=decode,
+    )  # fmt: skip
+    page = look.open("answers?run=talk&step=1")
+    turns = page.locator(".turns li")
+    expect(turns).to_have_count(3)
+    expect(turns.nth(0).locator("header")).to_have_text(
+        re.compile("model *8 tokens *1 call *2 malformed *reward 0.50")
+    )
+    expect(turns.nth(1).locator("header")).to_have_text(re.compile("environment *4 tokens$"))
+    assert "".join(turns.nth(0).locator(".call").all_inner_texts()) == "539;"
+    assert turns.nth(1).locator("pre").inner_text() == "359<eos>"
+    assert [turns.nth(n).locator("span[style*=heat]").count() for n in range(3)] == [8, 0, 6]
+    turns.nth(1).locator("pre span").first.hover()
+    page.get_by_text("not written by the model").wait_for()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.set_viewport_size({"width": 1280, "height": 720})
+    page.keyboard.press("l")
+    page.wait_for_selector("section[aria-label='Answer 2'] .tokens span")
+    expect(turns).to_have_count(0)
+    page.goto("about:blank")
+    shutil.rmtree(folder)
 
 
 def test_answers_are_filtered_and_searched(look: Watched) -> None:

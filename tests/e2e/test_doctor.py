@@ -9,7 +9,10 @@ import pytest
 from benchmarks.kill import SETTINGS
 from tests.fault.quick_lab import SPARES
 from tests.forked import Server
+from tests.small_models import digits_model, save
 from tests.winnow_command import Outcome, in_forked_process, winnow
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from winnow.checkpoints.checkpoint import checkpoints_in
 from winnow.observe.files import RunFolder
@@ -51,6 +54,20 @@ class Greedy(TorchEngine):
             torch.empty(2**60)
         return await super().events(until)
 """
+TOOL = '''
+def look(key: str) -> str:
+    """Look something up.
+
+    Args:
+        key: of it.
+    """
+    return key
+'''
+TEMPLATE = (
+    "{% if tools %}{{ tools | length }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +148,39 @@ def test_memory_that_ends_while_answers_are_written_costs_none_of_the_steps_befo
     if strategy == "single":
         winnow(home, "resume", str(run.path)).check()
         assert [r["step"] for r in read_metrics(run.metrics)] == [0, 1, 2, 3]
+
+
+def test_calls_that_cannot_be_parsed_are_found_and_shown(home: Path) -> None:
+    """A model with random weights that has tags of calls among its tokens."""
+    tags, others = ["<tool_call>", "</tool_call>"], '0123456789:"{},abcdefghi'
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {t: n for n, t in enumerate(["<p>", "<eos>", "<u>", *tags, *others])}, "<u>"
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<[^<>]+>|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<p>", eos_token="<eos>", unk_token="<u>"
+    )
+    save(digits_model(), fast, home / "model")
+    (home / "tools.py").write_text(TOOL)
+    winnow(
+        home,
+        *("train", "quickstart", "warm_start=none", "model.path=model", "run.name=malformed"),
+        *("environment=tools", "environment.tools=[tools.py:look]", "environment.max_turns=2"),
+        f'data.chat_template="{TEMPLATE}"',
+        *("trainer.steps=5", "sampling.groups_per_step=2", "trainer.mini_batch_groups=2"),
+        *("rollout.n=4", "rollout.max_response_tokens=64", "sampling/filter=none"),
+        *("evaluation.every=null", "trainer.save_every=null", "run.threads=1"),
+    ).check()
+    run = RunFolder(home / "runs" / "malformed")
+    found = json.loads(winnow(home, "doctor", str(run.path), "--json").out)
+    assert "calls_malformed" in {each["name"] for each in found}
+    rows = read_rollouts(run.rollouts).to_pylist()
+    bad = next(row for row in rows if any(turn["malformed"] for turn in row["turns"] or ()))
+    assert bad["token_ids"][: bad["turns"][0]["tokens"]][-1] == 1
+    where = *("--step", str(bad["step"])), *("--group", str(bad["group"]))
+    shown = winnow(home, "rollouts", str(run.path), *where).out
+    assert ", malformed 1" in shown
+    assert "<tool_call>" in shown

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import LONGEST_S, STEPS, Lab, code_of, differences
+from benchmarks.kill import (
+    ASYNC,
+    CONVERSATIONS,
+    LONGEST_S,
+    STEPS,
+    Lab,
+    code_of,
+    differences,
+    lost_or_repeated,
+    write_user_files,
+)
 from tests.fault.quick_lab import QuickLab
 from tests.fault.test_ranks import check_same
 from tests.pauses import go_on
@@ -78,33 +88,14 @@ def test_two_engines_and_two_ranks_end_with_the_same_bits_though_a_rank_is_kille
     assert "learner[1] was killed by SIGKILL" in (run / "log.txt").read_text()
 
 
-RUNNING_ON = (
-    *("trainer/mode=async", "run.deterministic=false", "sampling.max_staleness=2"),
-    *("sampling.lookahead=1", "trainer.save_every=1"),
-)
-
-
-def check_nothing_is_lost_or_repeated(run: Path, steps: int = STEPS) -> None:
-    """By the ledger's file, and what the last checkpoint holds: each group has one course."""
-    rows = read_ledger(RunFolder(run)).to_pylist()
-    trained = [row for row in rows if row["fate"] == "trained"]
-    ids = [row["group"] for row in trained]
-    assert ids == sorted(set(ids))
-    assert [row["learnt_step"] for row in trained] == sorted([*range(1, steps + 1)] * 8)
-    assert all(row["staleness"] <= 2 for row in rows)
-    assert {row["fate"] for row in rows}.isdisjoint({"stale", "surplus"})
-    ledger = load_state(checkpoints_in(run / "checkpoints")[-1])["sampler"]["ledger"]
-    groups = ledger["groups"]
-    settled = [each.group.id for each in ledger["accounting"].settled]
-    alive = [*groups.open, *groups.qualified, *groups.failing, *settled]
-    assert sorted([row["group"] for row in rows] + alive) == list(range(ledger["next_id"]))
-
-
+@pytest.mark.parametrize("more", [(), (*CONVERSATIONS, "rollout.engine.processes=2")])
 def test_async_killed_at_a_random_moment_loses_no_group_and_learns_none_twice(
-    lab: QuickLab,
+    lab: QuickLab, more: Sequence[str]
 ) -> None:
-    run = killed(lab, "killed-async", RUNNING_ON, random.Random(4))
-    check_nothing_is_lost_or_repeated(run)
+    write_user_files(lab.folder)
+    more = [each.replace("FOLDER", str(lab.folder)) for each in more]
+    run = killed(lab, f"killed-async-{len(more)}", (*ASYNC, *more), random.Random(4))
+    assert lost_or_repeated(run) == []
 
 
 TWO_ENGINES = "run.deterministic=false", "rollout.engine.processes=2", "trainer.steps=6"
@@ -123,11 +114,11 @@ SHARED = "trainer/strategy=fsdp2", "cluster.share_devices=true"
 @pytest.mark.parametrize(
     "settings",
     [
-        RUNNING_ON,
+        ASYNC,
         ("trainer/mode=one_step_off", "sampling.max_staleness=2"),
         ("trainer/mode=sync", "trainer/strategy=fsdp2"),
         ("trainer/mode=sync", *SHARED),
-        (*RUNNING_ON, "cluster=ray"),
+        (*ASYNC, "cluster=ray"),
     ],
     ids=["async", "one_step_off", "sync", "shared", "ray"],
 )
@@ -138,7 +129,7 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(
     hold, scorer = lab.folder / f"{run.name}.hold", lab.folder / "held.py"
     scorer.write_text(HELD_SCORER)
     scoring = f"reward.function.path={scorer}", f"+reward.function.kwargs={{hold: {hold}}}"
-    words = *TWO_ENGINES, *settings, *scoring, "reward.workers=1"
+    words = *TWO_ENGINES, *settings, *scoring, "reward.workers=1", "reward.timeout_s=240"
     with contextlib.ExitStack() as stack:
         if "cluster=ray" in settings:
             address = stack.enter_context(ray_workers.nodes({"num_cpus": 4}))
@@ -172,8 +163,8 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(
     assert any(
         e["name"] == "write" and e["ts"] > ended for e in events if e["tid"] == tracks["engine 1"]
     )
-    if RUNNING_ON[0] in settings:
-        check_nothing_is_lost_or_repeated(run, 6)
+    if ASYNC[0] in settings:
+        assert lost_or_repeated(run, 6) == []
     # Each answer of every group that is told of was finished: none failed with its engine.
     rows = read_ledger(RunFolder(run)).to_pylist()
     bad = [r for r in rows if r["fate"] == "failed" or r["answers"] != 4]
@@ -182,7 +173,7 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(
 
 def test_a_run_of_which_all_engines_are_killed_ends_in_one_line(lab: QuickLab) -> None:
     run = lab.run("all-engines-killed")
-    process = lab.start(run.name, *RUNNING_ON, *TWO_ENGINES, pauses={2: 0.05})
+    process = lab.start(run.name, *ASYNC, *TWO_ENGINES, pauses={2: 0.05})
     driver, engines = lab.stands_still(process, run.name, 2), workers_of(run)
     for engine in engines.values():
         os.kill(engine, signal.SIGKILL)

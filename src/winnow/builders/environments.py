@@ -82,9 +82,12 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
+
+    Args:
+        tokenizer: has the chat template; None where turns are replayed without a policy.
 
     Raises:
         ConfigError: the user's code or the chat template cannot be used.
@@ -92,7 +95,8 @@ def environment_processes(
     if isinstance(config, NoEnvironment):
         yield None
         return
-    _check_template(config, data, tokenizer)
+    if tokenizer is not None:
+        _check_template(config, data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits

@@ -20,7 +20,7 @@ from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.base import Section
 from winnow.config.data import DataConfig
 from winnow.config.environment import Environment
-from winnow.config.reward import RewardConfig
+from winnow.config.reward import UNROUTED, RewardConfig
 from winnow.config.rollout import BandFilter, RolloutConfig, SamplingConfig, VarianceFilter
 from winnow.config.root import Config, RunConfig
 from winnow.config.rules import config_warnings
@@ -377,7 +377,7 @@ def _row_notes(
 
 def _scorer_notes(reward: RewardConfig, rule: Section, source: PromptSource) -> Iterator[str]:
     """Return lines on rules of scoring and filtering that differ from verl's."""
-    is_custom = reward.function.path is not None or reward.manager.name in ("remote", "custom")
+    is_custom = reward.function.path is not None or reward.manager.name in UNROUTED
     if "math" in source.data_sources and not is_custom and "math" not in reward.scorers:
         yield (
             "Data source math is scored by math_verify (\\boxed{}); verl scores it by the line "

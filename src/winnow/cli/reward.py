@@ -139,7 +139,8 @@ def _replay_turns(config: Config, prompt: Prompt, texts: Sequence[str]) -> list[
     from winnow.builders.environments import environment_processes, turn_parser
 
     turns = tuple(map(turn_parser(config.environment), texts))
-    with environment_processes(config.environment.model_copy(update={"workers": 1})) as processes:
+    alone = config.environment.model_copy(update={"workers": 1})
+    with environment_processes(alone, config.data, None) as processes:
         assert processes is not None
         steps = asyncio.run(processes.step(0, prompt, turns))
     segments: list[Segment] = []

@@ -275,9 +275,24 @@ class Browser:
                 self._print_heading(f"answer {place}")
                 if each.get("scorer_error"):
                     self._print(f"scoring failed: {each['scorer_error']}", "red")
-                self._print(each["response"] or "(no text)")
+                self._print_response(each)
                 if unsure := _highest_entropies(each):
                     self._print(f"highest entropies: token {unsure} nats", "dim")
+
+    def _print_response(self, answer: Row) -> None:
+        """Print the text of an answer; a conversation turn by turn, its calls in colour."""
+        from winnow.observe.rollouts import turn_heading
+
+        turns = answer.get("turns") if answer["response"] else None
+        if not turns:
+            self._print(answer["response"] or "(no text)")
+        for place, turn in enumerate(turns or (), 1):
+            self._print(turn_heading(place, turn), "bold")
+            pieces = [
+                (printable(text, self.console.encoding), "cyan" if is_call else "")
+                for text, is_call in turn["pieces"]
+            ]
+            self.console.print(Text.assemble(*pieces))
 
     def _one_line(self, text: str) -> Text:
         line = " ".join(printable(text, self.console.encoding).split())

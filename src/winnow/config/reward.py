@@ -102,6 +102,10 @@ RewardManager = Annotated[
 ]
 
 
+UNROUTED = "remote", "custom", "environment"
+"""Managers that score every source, without scorers by data source."""
+
+
 class _ProgramLimits(Section):
     """Limits of programs in any sandbox."""
 

@@ -15,7 +15,7 @@ from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.data import DataConfig, Sft
 from winnow.config.environment import Environment
 from winnow.config.model import ModelConfig, WarmStart
-from winnow.config.reward import RewardConfig
+from winnow.config.reward import UNROUTED, RewardConfig
 from winnow.config.roles import Roles
 from winnow.config.rollout import VLLM_MAX_RANK, RolloutConfig, SamplingConfig
 from winnow.config.root import Config, RunConfig
@@ -235,7 +235,7 @@ def _warm_start(trainer: TrainerConfig, warm_start: WarmStart) -> Iterator[str]:
 
 
 def _truth_column(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
-    is_custom = reward.function.path or reward.manager.name in ("remote", "custom")
+    is_custom = reward.function.path or reward.manager.name in UNROUTED
     if data.columns.truth == "none" and not (is_custom or "none" in reward.scorers.values()):
         yield (
             "data.columns.truth=none, but the built-in scorers need a ground truth; set "

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from winnow.dashboard.metrics_columns import round_to
 from winnow.dashboard.runs import RunFiles, UnreadableError
+from winnow.environments.calls import split_calls
 from winnow.observe.rollouts import COLUMNS
 
 _TABLE = {
@@ -138,17 +139,18 @@ def search_texts(files: RunFiles, name: str, text: str) -> dict[str, Any]:
 
 
 def read_group_answers(
-    files: RunFiles, name: str, group: int, pieces: TokenTexts | None
+    files: RunFiles, name: str, group: int, pieces: TokenTexts | None, calls: str = "auto"
 ) -> list[dict[str, Any]]:
     """Read a group's answers with all that was kept of them; tokens as texts where they were.
 
     Args:
         pieces: reads token ids; None shows text alone.
+        calls: the recipe's `environment.calls`, by which calls are found in turns.
 
     Raises:
         UnreadableError: the file is missing or damaged, or has no such group.
     """
-    return [_answer_json(row, pieces) for row in iter_answers(files, name, [group])]
+    return [_answer_json(row, pieces, calls) for row in iter_answers(files, name, [group])]
 
 
 def iter_answers(files: RunFiles, name: str, groups: Collection[int]) -> Iterator[dict[str, Any]]:
@@ -178,13 +180,16 @@ def _may_contain(file: pq.ParquetFile, part: int, group: int) -> bool:
     return bool(statistics.min <= group <= statistics.max)
 
 
-def _answer_json(row: dict[str, Any], pieces: TokenTexts | None) -> dict[str, Any]:
+def _answer_json(row: dict[str, Any], pieces: TokenTexts | None, calls: str) -> dict[str, Any]:
     ids = {each: row.pop(each, None) for each in _IDS}
     columns = {
         each: [round_to(value) for value in values]
         for each in TOKEN_COLUMNS
         if (values := row.pop(each, None)) is not None
     }
+    for turn in row.get("turns") or ():
+        text, is_model = turn.pop("text") or "", turn["author"] == "model"
+        turn["pieces"] = split_calls(text, calls) if is_model else [(text, False)]
     shown = {key: _rounded(value) for key, value in row.items()}
     shown["columns"] = columns
     if pieces is not None and ids["token_ids"] is not None:

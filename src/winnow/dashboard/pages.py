@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -191,7 +192,7 @@ class RunPages:
             pieces, why = None, str(error)
         name = self.answers_file(kind, step)
         with self.files.explain_errors(name):
-            rows = answers.read_group_answers(self.files, name, group, pieces)
+            rows = answers.read_group_answers(self.files, name, group, pieces, self._calls())
         return {"answers": rows, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
 
     def prompt_history(self, kind: str, prompt_uid: str) -> dict[str, Any]:
@@ -343,6 +344,14 @@ class RunPages:
                 longest = _positive_int(self.config(), "rollout.max_response_tokens", 1024)
                 self._indexes[kind] = AnswerIndex(self.files, _answers_folder(kind), longest)
             return self._indexes[kind]
+
+    def _calls(self) -> str:
+        """Return the recipe's `environment.calls`; the default where that cannot be read."""
+        try:
+            calls = self.config().get("environment.calls")
+            return calls if isinstance(calls, str) and re.compile(calls) else "auto"
+        except (UnreadableError, re.error):
+            return "auto"
 
     def _token_texts(self) -> answers.TokenTexts:
         root = self.files.entries()

@@ -11,9 +11,10 @@ two renderings of a made-up conversation, behind the token that ends its assista
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -111,6 +112,7 @@ class TurnTokenizer:
     ) -> None:
         self._template, self._tokenizer = template, cast("Any", tokenizer)
         self._stop_ids = np.array(stop_ids, np.int64)
+        self._stop_number = lru_cache(maxsize=256)(self._count_stops)
 
     def prompt_ids(self, messages: Sequence[Message]) -> IntArray:
         """Return the ids [L] of the messages before the first sampled turn, and its header.
@@ -138,7 +140,7 @@ class TurnTokenizer:
         # A template may render the turn in another way once messages follow: its end is the stop
         # token of the same number.
         (ends,) = self._is_stop(whole).nonzero()
-        number = self._count_stops(opening)
+        number = self._stop_number(json.dumps(opening))
         if len(ends) < number:
             raise self._no_end_error()
         return whole[ends[number - 1] + stopped :]
@@ -156,8 +158,9 @@ class TurnTokenizer:
         kept = sampled.startswith(first) and whole.startswith(sampled.rstrip())
         return "exact" if kept else "rewritten"
 
-    def _count_stops(self, opening: Sequence[Message]) -> int:
+    def _count_stops(self, opening_json: str) -> int:
         """Return the number of stop tokens to the end of the made-up answer, its own included."""
+        opening: list[Message] = json.loads(opening_json)
         question = self._encode(self._template.render(opening[:1], "a prompt"), "")
         before = self._is_stop(question).sum()
         turns = self._encode(self._template.render(opening, "a turn", answered=True), "")

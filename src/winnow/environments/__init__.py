@@ -61,14 +61,16 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures of the conversation; the last one of a name counts. The names turns, calls,
     malformed, reward, seconds and faults are taken."""
+    state: bytes = b""
+    """The environment's pickled `state_dict()` behind the step, which Winnow adds."""
 
 
 class Environment(Protocol):
     """One conversation's counterpart; the same row has to give the same start.
 
-    Optional methods: `state_dict() -> object` and `load_state_dict(state)`, by which a resumed
-    conversation goes on without its turns being replayed, and `close()`. An optional attribute
-    `tools` has the functions that the policy may call.
+    Optional methods: `state_dict() -> object` and `load_state_dict(state)`, called behind `reset`,
+    by which a resumed conversation goes on without its turns being replayed; and `close()`. An
+    optional attribute `tools` has the functions that the policy may call.
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | Sequence[Message]:

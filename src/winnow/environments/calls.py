@@ -61,6 +61,28 @@ def pattern_parser(pattern: str) -> Callable[[str], Turn]:
     return parse
 
 
+def split_calls(text: str, calls: str = "auto") -> list[tuple[str, bool]]:
+    """Split the text of a turn into pieces, each with True if it is a call, malformed or not.
+
+    Args:
+        calls: as `environment.calls` in the recipe.
+    """
+    if calls == "auto":
+        begin = len(text) - len(text.rpartition("</think>")[2])
+        spans = [match.span() for match in _TAGGED.finditer(text, begin)]
+        turn = parse_turn(text)
+        if not spans and turn.calls + turn.malformed:
+            spans = [(begin, len(text))]
+    else:
+        spans = [match.span() for match in re.finditer(calls, text, re.DOTALL)]
+    pieces: list[tuple[str, bool]] = []
+    at = 0
+    for start, stop in spans:
+        pieces += [(text[at:start], False), (text[start:stop], True)]
+        at = stop
+    return [piece for piece in [*pieces, (text[at:], False)] if piece[0]]
+
+
 def _turn_of(text: str, parsed: list[ToolCall | str]) -> Turn:
     calls = tuple(each for each in parsed if isinstance(each, ToolCall))
     return Turn(text, calls, tuple(each for each in parsed if isinstance(each, str)))

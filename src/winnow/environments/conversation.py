@@ -16,7 +16,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -47,14 +47,18 @@ class Environments(Protocol):
     seconds: float
     """In which environments replied to them."""
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         """Return the replies to the last turns of a conversation, to one turn at least.
 
-        An environment that is not there any more is made again, and replays all turns.
+        An environment that is not there any more is made again. It loads its state, or replays all
+        turns if there is none.
 
         Args:
             conversation: a key that no other one has.
             turns: all of the policy's, of which the last has no reply yet.
+            state: `Step.state` of the reply before that turn.
 
         Raises:
             EnvironmentFault: the environment fails.
@@ -96,6 +100,10 @@ class Conversation:
     """Decode tick at which the reply is seen in deterministic mode."""
     tick: int = 0
     """Decode tick at the end of the last turn."""
+    in_engine: bool = False
+    """True while the engine has a turn of it."""
+    aborting: bool = False
+    """True once the turn that the engine has is not to be replied to."""
 
     @property
     def key(self) -> Key:
@@ -148,6 +156,8 @@ class ConversationEngine:
         self._events: list[CompletionEvent] = []  # not returned yet
         self._aborted: OrderedDict[int, Conversation] = OrderedDict()
         """By seed, those whose environments are kept for going on."""
+        self._move: asyncio.Task[None] | None = None
+        """Takes replies in free mode; a caller of `events` that is cancelled does not end it."""
         self._faults = 0
         self._reported = 0, 0, 0.0
 
@@ -168,11 +178,14 @@ class ConversationEngine:
                 if conversation.segments or request.prefix:
                     await self._continue(conversation)
                 else:
-                    begun.append(request)
+                    begun.append(replace(request, retain_cache=self._limits.turns > 1))
             if begun:
                 sampling = self._turn_sampling(group.sampling, 0)
                 fresh.append(replace(group, answers=tuple(begun), sampling=sampling, prompt=None))
         if fresh:
+            for group in fresh:
+                for request in group.answers:
+                    self._live[group.group_id, request.index].in_engine = True
             await self._engine.submit(fresh)
 
     async def events(self, until: int | None = None) -> Sequence[CompletionEvent]:
@@ -189,38 +202,47 @@ class ConversationEngine:
         return events
 
     async def progress(self) -> Sequence[CompletionEvent]:
+        await self._finish_move()
         running = []
         for event in await self._engine.progress():
-            if event.kind == "running":
-                conversation = self._live[event.group_id, event.answer]
-                running.append(self._turn_event(conversation, event))
-            else:
+            if event.kind != "running":
                 self._handle(event)
+                continue
+            # Of several engines some report before others: the turn may have ended since.
+            conversation = self._live.get(event.key)
+            if conversation is not None and conversation.reply is None:
+                running.append(self._turn_event(conversation, event))
         running += [each.event("running") for each in self._waiting()]
         events, self._events = self._events, []
         return [*events, *sorted(running, key=lambda event: event.key)]
 
     async def abort(self, group_ids: Collection[int]) -> None:
-        await self._engine.abort(group_ids)
+        await self._finish_move()
         ids = set(group_ids)
-        for conversation in [each for each in self._waiting() if each.group.group_id in ids]:
-            self._events.append(conversation.event("aborted"))
-            self._set_aside(conversation)
+        for conversation in [e for e in self._live.values() if e.group.group_id in ids]:
+            if conversation.in_engine:
+                conversation.aborting = True
+            else:
+                self._events.append(conversation.event("aborted"))
+                self._set_aside(conversation)
+        await self._engine.abort(group_ids)
 
     async def load_weights(self, update: WeightUpdate) -> None:
         await self._engine.load_weights(update)
 
     def status(self) -> EngineStatus:
         status = self._engine.status()
-        return replace(status, running=status.running + sum(1 for _ in self._waiting()))
+        waiting = sum(not each.in_engine for each in self._live.values())
+        waiting += self._move is not None  # it may be submitting one
+        return replace(status, running=status.running + waiting)
 
     async def close(self) -> None:
         """Cancel what is waited for, and close the engine."""
-        tasks = [each.reply for each in [*self._live.values(), *self._aborted.values()]]
+        replies = [each.reply for each in [*self._live.values(), *self._aborted.values()]]
+        tasks = [task for task in (self._move, *replies) if task is not None]
         for task in tasks:
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(t for t in tasks if t is not None), return_exceptions=True)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._live.clear()
         await self._engine.close()
 
@@ -263,10 +285,17 @@ class ConversationEngine:
 
         A cancelled wait loses nothing: events are handled by the task that gets them.
         """
+        await self._finish_move()
         status = self._engine.status()
         replies = [each.reply for each in self._waiting() if each.reply is not None]
-        if not replies and not status.running + status.queued:
-            return True
+        if not replies or not status.running + status.queued:
+            # It may have events though nothing runs, of answers that were aborted.
+            if await self._collect():
+                return False
+            if not replies:
+                return True
+            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+            return await self._take_done_replies()
         collecting = asyncio.ensure_future(self._collect())
         try:
             await asyncio.wait([collecting, *replies], return_when=asyncio.FIRST_COMPLETED)
@@ -275,13 +304,34 @@ class ConversationEngine:
             (outcome,) = await asyncio.gather(collecting, return_exceptions=True)
         if isinstance(outcome, Exception):
             raise outcome
-        for conversation in [each for each in self._waiting() if each.reply and each.reply.done()]:
-            await self._take_reply(conversation)
+        return await self._take_done_replies()
+
+    async def _take_done_replies(self) -> Literal[False]:
+        """Take the replies that are there, though the caller is cancelled."""
+
+        async def take() -> None:
+            for conversation in replied:
+                await self._take_reply(conversation)
+
+        replied = [each for each in self._waiting() if each.reply and each.reply.done()]
+        self._move = asyncio.ensure_future(take())
+        await self._finish_move()
         return False
 
-    async def _collect(self) -> None:
-        for event in await self._engine.events():
+    async def _finish_move(self) -> None:
+        """Wait until replies that are being taken have become turns."""
+        if (move := self._move) is not None:
+            await asyncio.wait([move])
+            if self._move is move:
+                self._move = None
+            move.result()
+
+    async def _collect(self) -> bool:
+        """Wait for events of the engine; return whether there were any, which idle it has not."""
+        events = await self._engine.events()
+        for event in events:
             self._handle(event)
+        return bool(events)
 
     # -- turns and replies ----------------------------------------------------------------------
 
@@ -289,7 +339,7 @@ class ConversationEngine:
         """Return a request's conversation: one set aside that has come as far, or a new one."""
         aside = self._aborted.pop(request.seed, None)
         if aside is not None and len(aside.segments) == len(request.earlier):
-            aside.group, aside.request = group, request
+            aside.group, aside.request, aside.aborting = group, request, False
             return aside
         conversation = Conversation(group, request, list(request.earlier))
         conversation.turns = [
@@ -306,9 +356,11 @@ class ConversationEngine:
             return
         prefix = _flatten([*segments, *([request.prefix] if request.prefix else [])])
         sampling = conversation.group.sampling
-        turn = replace(request, prefix=prefix, earlier=())
+        goes_on = len(conversation.turns) + 1 < self._limits.turns
+        turn = replace(request, prefix=prefix, earlier=(), retain_cache=goes_on)
         sampling = self._turn_sampling(sampling, conversation.length)
         group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
+        conversation.in_engine = True
         await self._engine.submit([group])
 
     def _turn_sampling(self, sampling: SamplingParams, length: int) -> SamplingParams:
@@ -327,7 +379,7 @@ class ConversationEngine:
         """Process the end of a turn."""
         conversation = self._live[event.group_id, event.answer]
         told = self._turn_event(conversation, event)
-        conversation.tick = event.tick
+        conversation.tick, conversation.in_engine = event.tick, False
         if event.kind != "finished":
             self._events.append(told)
             self._set_aside(conversation)
@@ -337,12 +389,18 @@ class ConversationEngine:
             return
         conversation.segments.append(told.segment)
         conversation.turns.append(self._turn_of(told.segment, conversation.group))
+        if conversation.aborting:
+            self._events.append(conversation.event("aborted"))
+            self._set_aside(conversation)
+            return
         self._ask_environment(conversation)
 
     def _ask_environment(self, conversation: Conversation) -> None:
         prompt, look = conversation.group.prompt, self._look_ticks
         assert prompt is not None, "a request of a conversation has its row"
-        step = self._environments.step(conversation.request.seed, prompt, tuple(conversation.turns))
+        state = next((s.state for s in reversed(conversation.segments) if s.state), b"")
+        seed, turns = conversation.request.seed, tuple(conversation.turns)
+        step = self._environments.step(seed, prompt, turns, state)
         conversation.reply = asyncio.ensure_future(step)
         tick = self._engine.status().tick
         conversation.due = -(-(tick + self._lag_ticks) // look) * look
@@ -365,6 +423,7 @@ class ConversationEngine:
         turn = conversation.turns[-1]
         calls, malformed = float(len(turn.calls)), float(len(turn.malformed))
         figures = {**step.metrics, "calls": calls, "malformed": malformed}
+        segments[:] = [replace(s, state=b"") if s.state else s for s in segments]
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
         sampling = conversation.group.sampling
         is_full = conversation.length + len(ids) >= sampling.max_tokens
@@ -374,7 +433,8 @@ class ConversationEngine:
             event = conversation.event("finished", last, finish_reason=reason)
             self._finish(conversation, event)
             return
-        segments.append(Segment(ids, np.zeros(len(ids), np.float32), (), "environment"))
+        zeros = np.zeros(len(ids), np.float32)
+        segments.append(Segment(ids, zeros, (), "environment", state=step.state))
         conversation.request = replace(conversation.request, prefix=None)
         await self._continue(conversation)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from winnow.environments import Environment, Step, Turn, messages_of
 from winnow.environments.tools import ToolEnvironment
@@ -29,6 +32,8 @@ class StepRequest(NamedTuple):
     """All of the policy's; none: the observation of `reset` is wanted."""
     first: tuple[Mapping[str, Any], ...] = ()
     """What `reset` returned for the prompt; none: it left the row's messages."""
+    state: bytes = b""
+    """`Step.state` of the reply before the last turn."""
     closed: tuple[int, ...] = ()
     """Conversations that have ended."""
 
@@ -84,9 +89,9 @@ class EnvironmentHost:
         try:
             environment, turns, steps = self._begin(request)
             steps += [_check_step(environment.step(turn)) for turn in turns]
+            return self._end(request, environment, steps, began)
         except BaseException as error:
-            return self._fail(request, error)
-        return self._end(request, environment, steps, began)
+            return make_failure(error, self._file)
 
     async def call(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
         """Reply to the turns of one request, while other requests wait."""
@@ -97,11 +102,11 @@ class EnvironmentHost:
             for turn in turns:
                 reply: Any = environment.step(turn)
                 steps.append(_check_step(await reply if inspect.isawaitable(reply) else reply))
+            return self._end(request, environment, steps, began)
         except BaseException as error:
-            return self._fail(request, error)
-        return self._end(request, environment, steps, began)
+            return make_failure(error, self._file)
 
-    def _begin(self, request: StepRequest) -> tuple[Environment, Sequence[Turn], list[Step]]:
+    def _begin(self, request: StepRequest) -> tuple[Any, Sequence[Turn], list[Step]]:
         """Return the environment of a conversation, and the turns that it has not seen."""
         for conversation in request.closed:
             self._close(conversation)
@@ -118,12 +123,18 @@ class EnvironmentHost:
                     "reset returned other messages than those of the prompt; let them depend on "
                     "the row alone"
                 )
+            if request.state:
+                cast(Any, environment).load_state_dict(pickle.loads(request.state))
+                seen = len(request.turns) - 1
         return environment, request.turns[seen:], []
 
     def _end(
         self, request: StepRequest, environment: Environment, steps: list[Step], began: float
     ) -> list[StepReply]:
         seconds = time.perf_counter() - began
+        save = getattr(environment, "state_dict", None)
+        if callable(save) and request.turns and not steps[-1].done:
+            steps[-1] = replace(steps[-1], state=pickle.dumps(save()))
         self._environments[request.conversation] = environment, len(request.turns)
         if not request.turns:
             self._close(request.conversation)
@@ -131,14 +142,14 @@ class EnvironmentHost:
             self._close(next(iter(self._environments)))
         return [StepReply(steps, seconds)]
 
-    def _fail(self, request: StepRequest, error: BaseException) -> Failure:
-        return make_failure(error, self._file)
-
     def _close(self, conversation: int) -> None:
         environment, _ = self._environments.pop(conversation, (None, 0))
         close = getattr(environment, "close", None)
         if callable(close):
-            close()
+            try:
+                close()
+            except Exception:  # no fault of the conversation whose request is being served
+                traceback.print_exc()
 
 
 def _check_step(step: Any) -> Step:

@@ -53,7 +53,9 @@ class EnvironmentPool:
                 self._pools.append(pool)
             stack.pop_all()
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         """Return the replies to the last turns, to one at least.
 
         Raises:
@@ -62,7 +64,7 @@ class EnvironmentPool:
         place = conversation % len(self._pools)
         closed, self._closed[place] = tuple(self._closed[place]), []
         first = tuple(prompt.messages) if prompt.row_messages else ()
-        request = StepRequest(conversation, row_of(prompt), tuple(turns), first, closed)
+        request = StepRequest(conversation, row_of(prompt), tuple(turns), first, state, closed)
         outcome: StepReply | Failure = await self._pools[place].call(request)
         if isinstance(outcome, Failure):
             raise EnvironmentFault(outcome.line)

@@ -8,7 +8,7 @@ docs/answers.md says what each column means, and of which answers the text is ke
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, chain
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from winnow.config.root import ObserveConfig
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, explain_write_errors, write_atomic
-from winnow.types import Answer, Fate, FloatArray, Group, IntArray, Prompt
+from winnow.types import Answer, Fate, FloatArray, Group, IntArray, Prompt, Trajectory
 
 Decode = Callable[[IntArray], str]
 STEP_FILE = re.compile(r"step-(\d+)\.parquet")
@@ -34,6 +34,8 @@ _LEAST_TEXT_GROUPS = 8
 ROW_GROUP = 512
 """Rows that are read at least to see the tokens of one."""
 _INT, _FLOAT, _TEXT, _IDS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
+_COUNTS = ("calls", "malformed")
+_TURN = {"author": _TEXT, "text": _TEXT, "tokens": _INT, "reward": _FLOAT}
 COLUMNS = {
     **{"step": _INT, "group": pa.int64(), "answer": _INT, "kind": _TEXT, "prompt_uid": _TEXT},
     **{"data_source": _TEXT, "problem": _TEXT, "outcome": _TEXT, "prompt_tokens": _INT},
@@ -43,6 +45,7 @@ COLUMNS = {
     **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32()), "versions": _IDS},
     **{"mismatch": _FLOAT, "trainer_logprobs": pa.list_(pa.float32())},
     **{"entropies": pa.list_(pa.float32())},
+    **{"turns": pa.list_(pa.struct({**_TURN, **dict.fromkeys(_COUNTS, _INT)}))},
 }
 """Types of the columns that every file has."""
 
@@ -154,6 +157,12 @@ def read_rollouts(path: Path) -> pa.Table:
     return pa.concat_tables(alike, promote_options="permissive")
 
 
+def turn_heading(number: int, turn: Mapping[str, Any]) -> str:
+    """Describe a turn of the column `turns`: author, length, calls, reward."""
+    figures = [f"{name} {turn[name]:g}" for name in (*_COUNTS, "reward") if turn[name]]
+    return ", ".join([f"{number} {turn['author']}", f"{turn['tokens']:,} tokens", *figures])
+
+
 def list_step_files(folder: Path) -> list[tuple[int, Path]]:
     """List the steps that have a file in a rollouts folder, and the files."""
     if not folder.is_dir():
@@ -202,7 +211,8 @@ def _answer_rows(
                 if (values := getattr(entry, name)) is not None:
                     row[name] = values[index].astype(np.float32)
         texts = _text_columns(answer, decode) if is_shown else {}
-        yield {**row, **_score_columns(answer, version), **texts}
+        turns = _turns(answer.trajectory, decode if is_shown else None)
+        yield {**row, **_score_columns(answer, version), **texts, "turns": turns}
 
 
 def _score_columns(answer: Answer, version: int) -> dict[str, Any]:
@@ -231,6 +241,23 @@ def _text_columns(answer: Answer, decode: Decode) -> dict[str, Any]:
         "logprobs": answer.trajectory.logprobs.astype(np.float32),
         "versions": _token_versions(answer),
     }
+
+
+def _turns(trajectory: Trajectory, decode: Decode | None) -> list[dict[str, Any]] | None:
+    """Return the turns of a conversation, without texts if there is no `decode`; else None."""
+    segments = trajectory.segments
+    if not (segments[1:] or any(each.figures for each in segments)):
+        return None
+    return [
+        {
+            "author": segment.source,
+            "text": None if decode is None else decode(segment.token_ids),
+            "tokens": len(segment),
+            "reward": segment.reward if segment.source == "model" else None,
+            **{each: int(segment.figures[each]) for each in _COUNTS if each in segment.figures},
+        }
+        for segment in segments
+    ]
 
 
 def _token_versions(answer: Answer) -> IntArray:

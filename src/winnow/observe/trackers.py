@@ -32,6 +32,7 @@ from winnow.config.root import Config, ObserveConfig, TrackerName
 from winnow.errors import ConfigError, WinnowError
 from winnow.observe.files import RunFolder, one_line, write_atomic
 from winnow.observe.metrics import EVAL, REWARD, TRAINED_ACCURACY, Record
+from winnow.observe.rollouts import turn_heading
 from winnow.observe.sinks import BackgroundSink, RunInfo, Warn
 
 Rows = list[dict[str, Any]]
@@ -144,15 +145,23 @@ class Tracker(ABC):
 
 
 def read_sample_answers(file: Path, number: int) -> Rows:
-    """Read up to `number` answers whose text is kept: the first of each group, then the second."""
+    """Read up to `number` answers whose text is kept: the first of each group, then the second.
+
+    Of a conversation, the response has a line before each turn.
+    """
     if not number or not file.is_file():
         return []
     parquet = pq.ParquetFile(file)
     names = [n for n in parquet.schema_arrow.names if n in _SHOWN or n.startswith("part/")]
-    table = parquet.read(columns=[*names, "group", "answer"])
+    turns = {"turns"} & {*parquet.schema_arrow.names}  # files of older versions have none
+    table = parquet.read(columns=[*names, *turns, "group", "answer"])
     rows = table.filter(pc.is_valid(table["response"])).to_pylist()
     chosen = sorted(rows, key=lambda row: (row["answer"], row["group"]))[:number]
     chosen.sort(key=lambda row: (row["group"], row["answer"]))
+    for row in chosen:
+        if row.get("turns"):
+            texts = (f"[{turn_heading(n, t)}]\n{t['text']}" for n, t in enumerate(row["turns"], 1))
+            row["response"] = "\n".join(texts)
     order = sorted(names, key=lambda n: _SHOWN.index(n) if n in _SHOWN else 1.5)
     return [{name: row[name] for name in order} for row in chosen]
 

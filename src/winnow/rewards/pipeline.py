@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from winnow.config.judge import LanguageModelJudge, SequenceClassifier
-from winnow.config.reward import CosineConfig, RewardConfig
+from winnow.config.reward import UNROUTED, CosineConfig, RewardConfig
 from winnow.rewards.manager import Manager
 from winnow.rewards.managers import TURN_REWARDS, RuleManager, make_manager
 from winnow.rewards.routing import NO_SCORER, Router, check_package, find_scorer
@@ -244,8 +244,7 @@ class ScoreNames:
     ) -> None:
         self._config, self._models, self._conversations = config, models, conversations
         self._judge = next((each for each in models if isinstance(each, LanguageModelJudge)), None)
-        others = "remote", "custom", "environment"
-        is_rules = config.function.path is None and config.manager.name not in others
+        is_rules = config.function.path is None and config.manager.name not in UNROUTED
         self._router = Router(config.scorers) if is_rules else None
 
     def for_sources(self, data_sources: Iterable[str]) -> frozenset[str] | None:

@@ -64,6 +64,9 @@ class AnswerRequest:
     """True if the answer may be trained on; an engine returns routes of such answers only."""
     earlier: tuple[Segment, ...] = ()
     """Complete turns of a conversation, the model's and the environment's, before `prefix`."""
+    retain_cache: bool = False
+    """True if an answer that a stop token ends may be continued as a longer prefix: the engine
+    may retain its keys and values where nothing else needs the memory."""
 
 
 @dataclass(frozen=True, eq=False)

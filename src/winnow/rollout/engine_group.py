@@ -132,16 +132,23 @@ class RequestQueue:
         self._bundles = [bundle for bundle in self._bundles if id(bundle) not in ids]
         return [answer for bundle in taken for answer in bundle]
 
-    def assign(self, slots: Sequence[int], loads: Sequence[int]) -> list[list[TrackedAnswer]]:
+    def assign(
+        self,
+        slots: Sequence[int],
+        loads: Sequence[int],
+        retained: Sequence[Collection[Key]] = (),
+    ) -> list[list[TrackedAnswer]]:
         """Remove and return the answers to submit now, a list for each engine.
 
-        The first entry is assigned to the engine with the most free slots. A group is split only if
+        The first entry is assigned to the engine with the most free slots, the next turn of a
+        conversation to the one that has its keys, if a slot is free there. A group is split only if
         slots are free on several engines, which costs a prefill and saves waiting. Without free
         slots a group stays whole and joins the shortest queue shorter than `max_waiting`.
 
         Args:
             slots: slots of each engine.
             loads: answers of each engine, running or queued.
+            retained: answers of which each engine may have keys.
         """
         free = [count - load for count, load in zip(slots, loads, strict=True)]
         placed: list[list[TrackedAnswer]] = [[] for _ in slots]
@@ -149,6 +156,9 @@ class RequestQueue:
         while self._bundles:
             bundle = self._bundles[0]
             best = max(engines, key=lambda i: (free[i], -i))
+            if not bundle[0].is_fresh:
+                key = bundle[0].key
+                best = next((i for i, s in enumerate(retained) if key in s and free[i] > 0), best)
             count = min(free[best], len(bundle))
             if count <= 0:
                 open_ = [i for i in engines if -free[i] < max_waiting(slots[i])]
@@ -174,6 +184,8 @@ class EngineClient:
     name: str
     answers: dict[Key, TrackedAnswer] = field(default_factory=dict)
     """Submitted to it, and not ended yet."""
+    retained: set[Key] = field(default_factory=set)
+    """Answers that it has ended last, and that may be continued with their keys."""
     inbox: list[CompletionEvent] = field(default_factory=list)
     tick_offset: int = 0
     """The group's tick minus the engine's, which stands still without work."""
@@ -207,7 +219,9 @@ class EngineClient:
                 self.answers[event.key].extend_prefix(event.segment)
                 running.append(shifted)
             else:
-                del self.answers[event.key]
+                answer = self.answers.pop(event.key)
+                if event.kind == "finished" and answer.request.retain_cache:
+                    self.retained.add(event.key)
                 self.inbox.append(shifted)
                 self.finished += event.kind == "finished"
         return running
@@ -337,11 +351,12 @@ class EngineGroup:
     async def abort(self, group_ids: Collection[int]) -> None:
         ids = set(group_ids)
         self._report_aborted(self._queue.remove(ids))
-        asked = [client for client in self._alive() if any(key[0] in ids for key in client.answers)]
+        asked = [c for c in self._alive() if any(k[0] in ids for k in (*c.answers, *c.retained))]
         for answer in (answer for client in asked for answer in client.answers.values()):
             answer.aborting |= answer.group.group_id in ids
 
         async def take_back(client: EngineClient) -> None:
+            client.retained = {key for key in client.retained if key[0] not in ids}
             await client.engine.abort(sorted(ids))
             if self._target is None:
                 client.receive(await client.engine.events(client.status.tick))
@@ -366,6 +381,8 @@ class EngineGroup:
                 await send_weights(update, self._take_bucket, reject=self._reject)
                 update = WeightUpdate(update.version)
             await self._for_each(self._alive(), partial(_load_weights, update=update))
+            for client in self._clients:
+                client.retained.clear()
         finally:
             self._old_version = None
         wrong = [c.name for c in self._alive() if c.status.weight_version != update.version]
@@ -494,7 +511,10 @@ class EngineGroup:
         alive = [c for c in self._clients if not (c.is_dead or c.is_unchecked)]
         if alive and len(self._queue):
             slots, loads = [c.status.slots for c in alive], [len(c.answers) for c in alive]
-            for client, answers in zip(alive, self._queue.assign(slots, loads), strict=True):
+            placed = self._queue.assign(slots, loads, [c.retained for c in alive])
+            for client, answers in zip(alive, placed, strict=True):
+                for other in alive if answers else []:
+                    other.retained.difference_update(answer.key for answer in answers)
                 if self._deterministic and not client.answers:
                     client.tick_offset = self._tick - client.status.tick
                 client.answers.update((answer.key, answer) for answer in answers)

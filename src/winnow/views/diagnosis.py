@@ -24,10 +24,17 @@ WINDOW = 5
 _ENOUGH = 2 * WINDOW
 _PROOF = 16
 """Answers all alike that are no chance: a run may be judged by them before it has a window."""
-_PARTS = ("score/", "sampling/", "length/", "actor/", "mismatch/", "scoring/", "time/", "overlap/")
+_PARTS = (
+    *("score/", "sampling/", "length/", "actor/", "mismatch/", "scoring/", "time/", "overlap/"),
+    "environment/",
+)
 """Beginnings of the figures that rules ask for."""
 _DEPTH = 21
 """Newest values of a figure that are kept, besides the oldest `WINDOW`."""
+_MOST_MALFORMED = 0.2
+"""Share of calls."""
+_MOST_FAULTS = 0.01
+"""Faults an answer."""
 _SHAPELESS = "reward without the penalty for length"
 _WORK = "seconds of a step without evaluation and saving"
 _LARGEST = 1e100
@@ -277,6 +284,35 @@ def _describe(reward: tuple[float, float], held_out: tuple[float, float]) -> str
     return ", ".join(f"{name} {a:.3g} to {b:.3g}" for name, (a, b) in pairs.items())
 
 
+# Tools and environments
+
+
+def _check_no_calls(run: RunHistory) -> str | None:
+    names = "environment/calls", "environment/malformed"
+    counts = [run.latest(name) for name in names]
+    is_enough = run.setting("environment.name", "") == "tools" and len(counts[0]) == WINDOW
+    if not is_enough or any(map(any, counts)):
+        return None
+    return f"no answer trained on in the last {WINDOW} steps has a call of a tool"
+
+
+def _check_malformed(run: RunHistory) -> str | None:
+    bad, good = (math.fsum(run.latest(f"environment/{name}")) for name in ("malformed", "calls"))
+    total = bad + good
+    if run.seen["environment/malformed"] < WINDOW or not bad > _MOST_MALFORMED * total > 0:
+        return None
+    return f"{bad / total:.0%} of the calls in the last {WINDOW} steps could not be parsed"
+
+
+def _check_faults(run: RunHistory) -> str | None:
+    counts = run.latest("environment/faults")
+    faults, dropped = math.fsum(counts), math.fsum(run.latest("sampling/groups/failed"))
+    bound = _MOST_FAULTS * run.answers_per_step * len(counts)
+    evidence = f"environments failed {faults:,.0f} times in the last {len(counts)} steps"
+    groups = f"; {dropped:,.0f} groups were dropped" if dropped else ""
+    return evidence + groups if faults > (0 if dropped else bound) else None
+
+
 # Sampler, trainer, and who waits for whom
 
 
@@ -366,6 +402,21 @@ RULES: tuple[Rule, ...] = (
          "read the answers with the highest reward; change the weights of its parts "
          "(reward.weights.task), or add prompts if the data was repeated often (data/epoch)",
          _ENOUGH),
+    Rule("no_calls", "warning", _check_no_calls,
+         "the prompt does not show the tools, the model was never taught to call them, or its "
+         "calls are written in another form than the one that is read",
+         "read answers with `winnow rollouts RUN`; if they have calls, set environment.calls to "
+         "their form, else check that the chat template shows the tools (data.chat_template), or "
+         "begin with a model that calls them, such as one of an SFT on examples"),
+    Rule("calls_malformed", "warning", _check_malformed,
+         "the model writes calls in another form than the one that is read, or broken JSON",
+         "read the turns with malformed calls with `winnow rollouts RUN`; set environment.calls to "
+         "the form that the model writes, lower rollout.temperature, or begin with a model that "
+         "was taught the form"),
+    Rule("environment_faults", "warning", _check_faults,
+         "the environment raises, or exceeds its time or memory",
+         "read the faults in the log, then fix the environment, or raise environment.timeout_s or "
+         "environment.memory_mb", 1),
     Rule("not_comparable", "critical", _check_not_comparable,
          "log-probs of the engine or the trainer are not finite: weights or logits are NaN or "
          "infinite",

@@ -285,3 +285,33 @@ def test_a_long_answer_shows_its_two_ends() -> None:
     assert len(text) < 400
     assert text.startswith("aaa")
     assert text.endswith("\\n#### 5")
+
+
+GUESS = """
+from winnow.environments import Step
+
+class Guess:
+    def reset(self, row):
+        return "Guess."
+
+    def step(self, turn):
+        right = turn.text == "72"
+        return Step("no", 1.0 if right else -0.25, right, {"success": float(right)})
+"""
+
+
+def test_a_conversation_is_replayed_through_the_environment(file: str, tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    custom = "environment=custom", f"environment.path={tmp_path / 'guess.py'}:Guess"
+    turns = ["70", "<tool_call>72", "72", "behind the end"]
+    answer = json.dumps(
+        [{"role": role, "content": t} for t in turns for role in ("assistant", "user")]
+    )
+    said = as_json(file, *custom, "reward/manager=environment", "--answer", answer)
+    assert [turn["reward"] for turn in said["turns"]] == [-0.25, -0.25, 1.0]
+    assert [turn["malformed"] for turn in said["turns"]] == [0, 1, 0]
+    assert (said["reward"], said["accuracy"], said["parts"]) == (0.5, 1.0, {"environment": 0.5})
+    both = shown(file, *custom, "--answer", answer)
+    assert both["turn 1"] == "reward -0.25, calls 0, malformed 0, success 0"
+    assert (both["answer"], both["part environment"]) == ("72", "0.5")
+    assert shown(file, "--answer", answer)["answer"] == "behind the end"

@@ -25,6 +25,7 @@ from winnow.dashboard.pages import RunPages
 from winnow.dashboard.runs import RunSet
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import COLUMNS, RolloutGroup
+from winnow.types import Trajectory
 
 MakeRun = Callable[[str], RunFolder]
 DOCS = Path(__file__).parents[3] / "docs" / "answers.md"
@@ -125,10 +126,32 @@ def test_json_has_all_that_is_kept_of_each_answer(make_run: MakeRun) -> None:
     assert json.loads(out.splitlines()[1])["scorer_error"] == "boom"
 
 
+def test_a_conversation_is_printed_turn_by_turn(make_run: MakeRun) -> None:
+    folder = make_run("a").path
+    first, last = answer(4, 1.0).trajectory.segments[0], answer(2, 1.0).trajectory.segments[0]
+    reply = replace(first, spans=(), source="environment")
+    first = replace(first, reward=-0.5, figures={"calls": 1.0, "malformed": 0.0})
+    talk = replace(answer(2, 1.0), trajectory=Trajectory((first, reply, last), "stop"))
+    write_step(folder, 9, [RolloutGroup(group(7, "row", talk), "surplus")], "rollouts")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + 'environment: {calls: "(?P<n>[12]) "}\n')
+    out = rollouts(folder, "--step", "9", "--group", "7").check().out
+    assert out.endswith(
+        "1 model, 4 tokens, calls 1, reward -0.5\nsaid 0 1 2 3\n"
+        "2 environment, 4 tokens\nsaid 0 1 2 3\n3 model, 2 tokens\nsaid 0 1\n"
+    )
+    (files,) = RunSet([str(folder)]).discover().values()
+    (shown,) = RunPages(files).group("training", 9, 7)["answers"]
+    assert shown["turns"][0]["pieces"] == [
+        ("said 0 ", False), ("1 ", True), ("2 ", True), ("3", False),
+    ]  # fmt: skip
+    assert shown["turns"][1]["pieces"] == [("said 0 1 2 3", False)]
+
+
 def test_a_file_of_an_older_version_is_read(make_run: MakeRun) -> None:
     folder = make_run("a").path
     path = folder / "rollouts" / "step-2.parquet"
-    late = ["mismatch", "trainer_logprobs", "entropies", "versions", "problem"]
+    late = ["mismatch", "trainer_logprobs", "entropies", "versions", "problem", "turns"]
     pq.write_table(pq.read_table(path).drop_columns(late), path)
     assert listed(folder) == [2, 80, 90]
     shown = rollouts(folder, "--step", "2", "--group", "80").check().out

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from winnow.algorithms.advantages import AdvantageInputs
 from winnow.errors import TrainingError
-from winnow.learning.advantage import AdvantageStage, KlPenalty, outcome_rewards
+from winnow.learning.advantage import AdvantageStage, KlPenalty, token_rewards
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, gather_tokens, pack
 from winnow.learning.critic import Critic, ValueObjective
 from winnow.learning.learner import Learned, Learner, LearnerSettings
@@ -298,7 +298,7 @@ def test_the_token_baseline_gets_probabilities_and_their_squared_sums() -> None:
         offsets=batch.offsets,
         gen_mask=batch.gen_mask,
         loss_mask=batch.loss_mask,
-        token_rewards=outcome_rewards(batch),
+        token_rewards=token_rewards(recorded_groups(3), batch, 1.0),
         prob=zeros.index_copy(0, source, fresh["logprob"].exp()),
         prob_square_sum=zeros.index_copy(0, source, fresh["prob_square_sum"]),
     )

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from winnow.builders.run import _epoch_notes, _scorer_notes, count_steps, make_prompt_budget
+from winnow.builders.run import (
+    _agent_notes,
+    _epoch_notes,
+    _scorer_notes,
+    count_steps,
+    make_prompt_budget,
+)
 from winnow.config.load import load_recipe
 from winnow.data.loader import training_prompts
 from winnow.data.prompts import PromptSet
@@ -73,3 +81,25 @@ def test_a_source_that_verl_scores_otherwise_is_told() -> None:
     assert "dapo_math" in note
     routed = load_recipe("quickstart", ["reward.scorers={math: dapo_math}"])
     assert list(_scorer_notes(routed.reward, routed.sampling.filter, source)) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "agent"),
+    [
+        ({"agent_name": "tool_agent"}, "none", "tool_agent"),
+        ({"extra_info": {"tools_kwargs": {"calc": {}}}}, "none", "tool_agent"),
+        ({"agent_name": "single_turn_agent"}, "none", None),
+        ({"agent_name": "tool_agent"}, "custom", None),
+        ({"extra_info": {"index": 3}}, "none", None),
+    ],
+)
+def test_rows_for_agents_do_not_become_single_turns_without_a_word(
+    extra: dict[str, Any], environment: str, agent: str | None
+) -> None:
+    words = [f"environment={environment}", *["environment.path=e.py:E"] * (environment != "none")]
+    config = load_recipe("quickstart", words)
+    rows = PromptSet((Prompt("f:7", np.array([1]), "", "s", "", extra),) * 2)
+    found = list(_agent_notes(config.environment, rows))
+    assert len(found) == (agent is not None)
+    for line in found:
+        assert line.startswith(f"Warning: row f:7 is for {agent}, and environment=none answers it")

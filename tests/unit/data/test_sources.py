@@ -128,6 +128,9 @@ BAD_ROWS = [
      "key ground_truth"),
     ({**ROW, "reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing; it must be "
      "what the scorer compares with"),
+    ({**ROW, "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {"calc": None}}},
+     "extra_info.tools_kwargs is the object {'calc': None}; it must be an object with the "
+     "arguments of each tool, as need_tools_kwargs is true"),
     ({**ROW, "images": ["a.png"]}, "images is set, but only text is supported; remove such "
      "rows"),
     ([1, 2], "must be an object with columns, got the list [1, 2]; write one JSON object a line"),

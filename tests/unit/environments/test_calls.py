@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from winnow.environments import ToolCall, Turn
-from winnow.environments.calls import parse_turn, pattern_parser
+from winnow.environments.calls import parse_turn, pattern_parser, split_calls
 from winnow.environments.tools import ToolEnvironment, ToolResult, tool_schema
 from winnow.errors import ConfigError
 
@@ -40,6 +40,23 @@ def test_each_format_is_parsed(text, turn):
         assert len(parsed.malformed) == 1
     else:
         assert parsed == turn
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "found"),
+    [
+        ("four", "auto", []),
+        ("a<tool_call>{}</tool_call>b<tool_call>c", "auto",
+         ["<tool_call>{}</tool_call>", "<tool_call>c"]),
+        ("<think><tool_call></think>so</tool_call>", "auto", ["so</tool_call>"]),
+        ('<think>a</think>{"name": 3}', "auto", ['{"name": 3}']),
+        ("3+4=? 5+6=?", r"(?P<expression>\S+)=\?", ["3+4=?", "5+6=?"]),
+    ],
+)  # fmt: skip
+def test_calls_are_found_in_a_text_that_stays_whole(text, calls, found):
+    pieces = split_calls(text, calls)
+    assert "".join(piece for piece, _ in pieces) == text
+    assert [piece for piece, is_call in pieces if is_call] == found
 
 
 @pytest.mark.parametrize(
@@ -123,6 +140,7 @@ def test_calls_are_answered(call, text):
     assert message["role"] == "tool"
     assert message["content"].startswith(text)
     assert step.reward == (0.25 if text == "7" else 0)
+    assert step.metrics == ({"Counter": 0.25} if text == "7" else {})
     assert not step.done
 
 

@@ -19,6 +19,8 @@ from winnow.data.chat_template import ChatTemplate, TurnTokenizer
 from winnow.environments import Step, Turn
 from winnow.environments.conversation import ConversationEngine, ConversationLimits
 from winnow.errors import EnvironmentFault
+from winnow.rollout.embedded.slots import Slots
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, SamplingParams, group_request
 from winnow.types import Prompt
 
@@ -54,7 +56,9 @@ class Counting:
         self.alive: dict[int, int] = {}
         self.calls = 0
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         self.calls += 1
         await asyncio.sleep(self.delay_s * (conversation % 3))
         if self.calls in self.fails:
@@ -77,12 +81,15 @@ def make(
     deterministic: bool = True,
     turns: int = 4,
     most: int = 12,
+    lag_ticks: int = 0,
 ) -> ConversationEngine:
     own = tokenizer()
     chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
     limits = ConversationLimits(turns, most)
     return ConversationEngine(
-        *(engine, chat, Turn, own.decode, environments, limits), deterministic=deterministic
+        *(engine, chat, Turn, own.decode, environments, limits),
+        deterministic=deterministic,
+        lag_ticks=lag_ticks,
     )
 
 
@@ -166,11 +173,81 @@ def test_interrupted_conversations_continue_with_the_same_tokens(abort_after, co
     assert not environments.alive
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
+@pytest.mark.parametrize(("slots", "prefill_tokens"), [(12, 64), (12, 9), (7, 64), (3, 64)])
+def test_rows_retained_between_turns_change_no_token_and_no_tick(
+    name, slots, prefill_tokens, monkeypatch
+):
+    def written():
+        tokens, run_model = [], TorchEngine._run
+
+        def count(engine, ids, *others):
+            tokens.append(len(ids))
+            return run_model(engine, ids, *others)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchEngine, "_run", count)
+            below = torch_engine(model_of(name), slots=slots, prefill_tokens=prefill_tokens)
+            engine = make(below, Counting(4), turns=4, lag_ticks=6)
+            done = asyncio.run(run(engine, requests()))
+        ends = {key: (transcript(e), e.tick) for key, e in done.items()}
+        logprobs = [s.logprobs for k in sorted(done) for s in (*done[k].earlier, done[k].segment)]
+        return ends, np.concatenate(logprobs), sum(tokens)
+
+    ends, logprobs, tokens = written()
+    monkeypatch.setattr(Slots, "retained_row", lambda slots, answer: None)
+    anew, others, most = written()
+    assert ends == anew
+    np.testing.assert_allclose(logprobs, others, atol=1e-6)
+    once = 4 * 2 + len(logprobs)
+    assert tokens == once if slots == 12 else once < tokens < most
+
+
 def test_free_mode_gives_the_same_conversations():
     model = model_of()
     plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
     engine = make(torch_engine(model, slots=5), Counting(delay_s=0.01), deterministic=False)
     done = asyncio.run(run(engine, requests()))
+    assert {k: transcript(e) for k, e in done.items()} == {
+        k: transcript(e) for k, e in plain.items()
+    }
+
+
+class SlowToSubmit:
+    """An engine to which requests take a while, as to one in another process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str):
+        return getattr(self.engine, name)
+
+    async def submit(self, groups) -> None:
+        await asyncio.sleep(0.003)
+        await self.engine.submit(groups)
+
+
+def test_a_caller_that_is_cancelled_loses_no_conversation():
+    model = model_of()
+    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
+
+    async def play():
+        slow = SlowToSubmit(torch_engine(model, slots=5))
+        engine = make(slow, Counting(delay_s=0.002), deterministic=False)
+        await engine.submit(requests())
+        done = {}
+        while len(done) < 12:
+            waiting = asyncio.ensure_future(engine.events())
+            await asyncio.wait([waiting], timeout=0.001)
+            waiting.cancel()
+            (events,) = await asyncio.gather(waiting, return_exceptions=True)
+            if not isinstance(events, asyncio.CancelledError):
+                done |= {event.key: event for event in events}
+                assert all(event.kind == "finished" for event in events)
+            assert len(done) == 12 or engine.status().running + engine.status().queued
+        return done
+
+    done = asyncio.run(asyncio.wait_for(play(), 60))
     assert {k: transcript(e) for k, e in done.items()} == {
         k: transcript(e) for k, e in plain.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,13 @@ class Guess:
         if guess == self.secret:
             return Step(reward=1.0, done=True, metrics={"turns": self.turns})
         return Step("higher" if guess < self.secret else "lower", -0.1)
+
+class Resumed(Guess):
+    def state_dict(self):
+        return {"turns": self.turns + 100}
+
+    def load_state_dict(self, state):
+        self.turns = state["turns"]
 """
 
 
@@ -83,6 +91,15 @@ def test_replies_come_in_turn_and_are_replayed_where_the_environment_is_gone(poo
     assert [one.observation[0]["content"], two.observation[0]["content"]] == ["higher", "lower"]
     assert again == [one, two]
     assert (last.done, last.reward, last.metrics) == (True, 1.0, {"turns": 3.0})
+
+
+def test_an_environment_with_a_state_goes_on_from_it_without_a_replay(tmp_path):
+    with contextlib.closing(make(tmp_path, "Resumed")) as pool:
+        (step,) = asyncio.run(pool.step(1, prompt(7), turns("3")))
+    with contextlib.closing(make(tmp_path, "Resumed")) as pool:
+        (last,) = asyncio.run(pool.step(1, prompt(7), turns("3", "7"), step.state))
+    assert last.metrics == {"turns": 102.0}
+    assert not last.state
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,18 @@ from tests.recorded import recorded_groups
 from tests.written import answer, environment, group, written
 from torch import Tensor
 
-from winnow.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator
+from winnow.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageInputs,
+    Estimator,
+    gae,
+    reward_to_go,
+)
 from winnow.errors import TrainingError
-from winnow.learning.advantage import AdvantageStage, KlPenalty, outcome_rewards
+from winnow.learning.advantage import AdvantageStage, KlPenalty, token_rewards
 from winnow.learning.batch import Batch, pack
 from winnow.observe.metrics import Metrics
-from winnow.types import Group
+from winnow.types import Group, Segment
 
 TURNS = group(
     answer(written([1, 2]), environment([3]), reward=1.5, task=1.0, form=0.5),
@@ -28,11 +34,49 @@ TURNS = group(
 
 
 def test_a_reward_sits_on_the_last_token_that_the_policy_wrote() -> None:
-    found = outcome_rewards(pack([TURNS]))
+    found = token_rewards([TURNS], pack([TURNS]), 1.0)
     # Prompts of 2; the third answer has no written token, so its reward has no place.
     wanted = [0, 0, 0, 1.5, 0, 0, 0, 0, 0, 0, -1.0, 0, 0, 0]
     assert found.tolist() == wanted
     assert found.dtype == torch.float64
+
+
+def rewarded(ids: list[int], reward: float) -> Segment:
+    return replace(written(ids), reward=reward)
+
+
+def test_each_turns_reward_reaches_the_turns_before_it_by_hand() -> None:
+    # Of the reward of 2 the environment gave 0.5 for the first turn, at a weight of 2.
+    turns = answer(rewarded([1, 2], 0.5), environment([3, 3]), rewarded([4], 0.0), reward=2.0)
+    groups = [group(answer(environment([7]), reward=9.0), turns)]
+    batch = pack(groups)
+    found = token_rewards(groups, batch, 2.0)
+    assert found.tolist() == [0] * 6 + [1.0, 0, 0, 1.0]
+    inputs = AdvantageInputs(
+        rewards=batch.rewards,
+        groups=batch.groups,
+        offsets=batch.offsets,
+        gen_mask=batch.gen_mask,
+        loss_mask=batch.loss_mask,
+        token_rewards=found,
+        values=torch.tensor([99.0] * 5 + [0.2, 0.4, 99.0, 99.0, 0.6], dtype=torch.float64),
+    )
+    advantages, returns = gae(inputs, gamma=0.9, lam=0.5)
+    # Deltas: 0.9 * 0.4 - 0.2; 1 + 0.9 * 0.6 - 0.4, over the environment's tokens; 1 - 0.6.
+    by_hand = torch.tensor([0.16 + 0.45 * 1.32, 1.14 + 0.45 * 0.4, 0.4], dtype=torch.float64)
+    white = (by_hand - by_hand.mean()) / (by_hand.var() + 1e-8).sqrt()
+    assert returns[batch.gen_mask].tolist() == pytest.approx([0.954, 1.72, 1.0], abs=1e-12)
+    assert advantages[batch.gen_mask].tolist() == pytest.approx(white.tolist(), abs=1e-12)
+    assert not advantages[~batch.gen_mask].any()
+    to_go = reward_to_go(inputs, 0.5)[batch.gen_mask]
+    assert to_go.tolist() == pytest.approx([0.75, 1.5, 1.0], abs=1e-12)
+
+
+def test_the_reward_of_a_single_turn_is_the_same_to_the_bit_whoever_gave_it() -> None:
+    groups = [group(*(answer(rewarded([1, 2], 0.1 * n), reward=0.7 / n) for n in range(1, 9)))]
+    found = token_rewards(groups, pack(groups), 0.3).view(8, 4)
+    assert found[:, 3].tolist() == [0.7 / n for n in range(1, 9)]
+    assert not found[:, :3].any()
 
 
 def column_batch(groups: list[Group]) -> Batch:

@@ -19,7 +19,7 @@ from winnow.observe.rollouts import (
     read_rollouts,
     write_rollouts,
 )
-from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory
+from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory, VersionSpan
 
 MakeGroup = Callable[..., Group]
 Row = dict[str, Any]
@@ -64,7 +64,7 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "scorer_error": "",
         **dict.fromkeys(["pred", "prompt", "response"]),
         **dict.fromkeys(["prompt_ids", "token_ids", "logprobs", "versions"]),
-        **dict.fromkeys(["mismatch", "trainer_logprobs", "entropies"]),
+        **dict.fromkeys(["mismatch", "trainer_logprobs", "entropies", "turns"]),
     }
     assert [(r["group"], r["answer"], r["advantage"]) for r in rows(path)] == [
         (11, 0, 1.0),
@@ -117,6 +117,41 @@ def test_a_greedy_baseline_has_a_row_behind_the_answers_that_were_sampled(
     row = found[2]
     assert (row["outcome"], row["reward"], row["response_tokens"]) == ("trained", -1.0, 3)
     assert (row["oldest_version"], row["staleness"], row["response"]) == (1, 4, "10 11 12")
+
+
+def test_a_conversation_has_its_turns_whose_texts_are_kept_as_those_of_answers(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    def part(ids: list[int], *spans: VersionSpan, **more: Any) -> Segment:
+        return Segment(np.array(ids), np.zeros(len(ids), np.float32), spans, **more)
+
+    figures = {"calls": 1.0, "malformed": 2.0, "distance": 7.0}
+    first = part([5, 6], VersionSpan(3, 2), reward=0.25, figures=figures)
+    segments = first, part([7], source="environment"), part([8], VersionSpan(4, 1))
+    talk = Trajectory(segments, "length")
+    plain = make_group(1)
+    answers = (*plain.answers, Answer(talk, Score(0.5, 1.0)))
+    for text in ({1}, {2}):
+        group = RolloutGroup(replace(plain, answers=answers), "surplus")
+        write(tmp_path / "a.parquet", group, text=text)
+        *others, row = rows(tmp_path / "a.parquet")
+        assert [each["turns"] for each in others] == [None, None]
+        texts = ["5 6", "7", "8"] if text == {1} else [None] * 3
+        assert [turn.pop("text") for turn in row["turns"]] == texts
+        assert row["turns"] == [
+            {"author": "model", "tokens": 2, "reward": 0.25, "calls": 1, "malformed": 2},
+            {
+                "author": "environment",
+                "tokens": 1,
+                "reward": None,
+                "calls": None,
+                "malformed": None,
+            },
+            # It was cut off: its calls were not read.
+            {"author": "model", "tokens": 1, "reward": 0.0, "calls": None, "malformed": None},
+        ]
+        assert row["response_tokens"] == 4
+        assert row["versions"] == ([3, 3, -1, 4] if text == {1} else None)
 
 
 def test_an_answer_that_failed_before_its_first_token_has_a_row(

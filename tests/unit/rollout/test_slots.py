@@ -45,7 +45,7 @@ def test_settings_that_no_row_has_any_more_are_forgotten() -> None:
         slots.free_rows([gone])
         assert [answer.group.group_id for answer in slots.answers] == numbers
         used = [slots.kinds[kind] for kind in slots.kind[: len(slots)].tolist()]
-        assert used == [a.group.sampling_of(a.request) for a in slots.answers]
+        assert used == [a.settings for a in slots.answers]
         assert set(slots.kinds) == set(used)
 
 

@@ -29,6 +29,7 @@ SETTINGS: dict[str, Any] = {
     "sampling": {"groups_per_step": 16},
     "rollout": {"n": 8, "max_response_tokens": 128},
     "algorithm": {"policy_loss": {"name": "ppo_clip"}},
+    "environment": {"name": "tools"},
 }
 Record = dict[str, float]
 Change = Callable[[int], Record]
@@ -169,6 +170,27 @@ CASES: list[tuple[str, Change, Change]] = [
         lambda step: {**untaught(step), "sampling/accuracy": 0.4 + 0.003 * step},
     ),
     (
+        "no_calls",
+        lambda step: {"environment/calls": 0.0, "environment/malformed": 0.0},
+        lambda step: {"environment/calls": 0.01 * (step % 5 == 0), "environment/malformed": 0.0},
+    ),
+    (
+        "calls_malformed",
+        lambda step: {"environment/calls": 0.0, "environment/malformed": 1.0},
+        lambda step: {"environment/calls": 1.0, "environment/malformed": 0.3 * (step % 2)},
+    ),
+    (
+        "environment_faults",
+        lambda step: {"environment/faults": 8.0 * (step == 4)},
+        # One in a hundred answers, all tried again with success.
+        lambda step: {"environment/faults": 1.0},
+    ),
+    (
+        "environment_faults",
+        lambda step: {"environment/faults": 1.0, "sampling/groups/failed": float(step == 2)},
+        lambda step: {"sampling/groups/failed": 1.0},  # by the scorer
+    ),
+    (
         "not_comparable",
         lambda step: {"mismatch/abs_delta": math.nan if step == 9 else 0.01},
         lambda step: {"actor/entropy": math.nan},
@@ -250,7 +272,7 @@ def test_rules_say_how_many_steps_they_need() -> None:
     assert "not_comparable" not in skipped_rules_note(1)
     assert names(lambda step: {"mismatch/abs_delta": math.nan}, steps=1) == ["not_comparable"]
     extreme = {"reward_flat_wrong", "reward_flat_right", "filtered", "cut_off", "clip_often",
-               "gradient_spikes", "scoring_fails"}  # fmt: skip
+               "gradient_spikes", "scoring_fails", "environment_faults"}  # fmt: skip
     for rule in RULES:
         for name, sick, _ in CASES:
             if name == rule.name and name not in extreme:
@@ -276,7 +298,18 @@ NUMBERS = st.one_of(
     st.floats(allow_nan=True, allow_infinity=True), st.integers(-(2**70), 2**70), st.just(0.0)
 )
 FIGURES = st.dictionaries(
-    st.sampled_from([*healthy(5), "mismatch/abs_delta", "actor/clip", "time/evaluate_s"]), NUMBERS
+    st.sampled_from(
+        [
+            *healthy(5),
+            "mismatch/abs_delta",
+            "actor/clip",
+            "time/evaluate_s",
+            "environment/calls",
+            "environment/malformed",
+            "environment/faults",
+        ]
+    ),
+    NUMBERS,
 )
 
 

@@ -12,8 +12,8 @@ length), `P` prompts of a prefill, `L` their padded length, `N` query heads, `K`
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -226,17 +226,65 @@ class SlotCache:
         for own, layer in zip(self.layers, block.layers, strict=True):
             for cache, x in zip(own, layer, strict=True):
                 cache[rows, :, :longest] = x[:, :, :longest].index_select(0, prompts)
+        self.show(rows, lengths)
+
+    def show(self, rows: slice, lengths: IntArray) -> None:
+        """Let queries see the first keys of rows, and no others.
+
+        Args:
+            lengths: [rows]
+        """
         ends = torch.from_numpy(lengths).to(self.device)
         visible = torch.arange(self.length, device=self.device) < ends[:, None]
         self.bias[rows] = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy rows `source` to rows `target`, up to position `length`."""
+        """Copy rows `source` to rows `target`, up to position `length`; a row may be in both."""
         for layer in self.layers:
             for cache in layer:
                 written = cache[:, :, :length]
                 written.index_copy_(0, target, written.index_select(0, source))
         self.bias[target] = self.bias[source]
+
+
+class ExtendLayout(PrefillLayout):
+    """An `AttentionLayout`: further tokens of P consecutive rows, behind the keys of each.
+
+    Args:
+        first: first of the rows.
+        starts: [P] keys of each; `cache` has room for the others.
+        stops: [P] keys of each with the new ones.
+    """
+
+    def __init__(self, cache: SlotCache, first: int, starts: IntArray, stops: IntArray) -> None:
+        super().__init__(stops - starts, cache.device)
+        self._cache, self._rows = cache, slice(first, first + len(starts))
+        queries = torch.arange(self.length, device=cache.device)
+        queries = torch.from_numpy(starts).to(cache.device)[:, None] + queries
+        self.positions = queries.flatten()[self._places]
+        self.token_rows = first + self._places // self.length
+        """[T]"""
+        self._keys = torch.arange(int(stops.max()), device=cache.device)
+        self._queries = queries[:, None, :, None]
+        self._mask = self._keys <= self._queries
+        """[P, 1, L, S]"""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        keys, values = self._cache.layers[layer]
+        keys[self.token_rows, :, self.positions] = k
+        values[self.token_rows, :, self.positions] = v
+        q = self._padded(q).transpose(1, 2)
+        k, v = (each[self._rows, :, : len(self._keys)] for each in (keys, values))
+        k, v = match_heads(q, k, v, q.device.type)
+        mask = self._mask
+        if window is not None:
+            mask = mask & (self._keys > self._queries - window)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).flatten(0, 1)[self._places]
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +335,23 @@ class DecodeLayout:
         return torch.matmul(weights, values).view(rows, heads, width)
 
 
+@dataclass(frozen=True, eq=False)
+class MixedLayout:
+    """An `AttentionLayout`: first the tokens of a tick, then those that some of its rows lack."""
+
+    tick: DecodeLayout
+    extension: ExtendLayout
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        count = len(self.tick.rows)
+        # The tick's queries see the keys of the extension.
+        behind = self.extension.attend(layer, q[count:], k[count:], v[count:], scale, window)
+        first = self.tick.attend(layer, q[:count], k[:count], v[:count], scale, window)
+        return torch.cat([first, behind])
+
+
 @dataclass(eq=False)
 class PrefilledAnswer(PendingAnswer):
     """A pending answer with the place of its prefilled context."""
@@ -296,6 +361,21 @@ class PrefilledAnswer(PendingAnswer):
     block_row: int = 0
     prompt_routes: NDArray[Any] | None = None
     """[P-1, layers, k] of the P tokens of its prompt but the last, where routes are recorded."""
+
+    @cached_property
+    def settings(self) -> SamplingParams:
+        """What a draw depends on: without the limit, which nearly each turn has for itself."""
+        return replace(self.group.sampling_of(self.request), max_tokens=0)
+
+
+@dataclass(frozen=True, eq=False)
+class RetainedRow:
+    """A row whose answer has ended and may be continued."""
+
+    row: int
+    """None of the live ones."""
+    ids: IntArray
+    """Context and answer; the last one has no keys yet."""
 
 
 class Slots:
@@ -325,6 +405,8 @@ class Slots:
         """`at` + 1, known to the host without asking the device."""
         self.with_stop_strings: list[int] = []
         """Live rows whose answers stop strings may end."""
+        self.retained: dict[tuple[int, int], RetainedRow] = {}
+        """By the key of the answer, the oldest first."""
         self.rows = torch.arange(count, device=device)
 
     def __len__(self) -> int:
@@ -332,11 +414,69 @@ class Slots:
 
     @property
     def free_count(self) -> int:
-        """Rows without an answer."""
+        """Rows without an answer; some may be retained."""
         return self.count - len(self.answers)
 
     def fill_rows(self, answers: Sequence[PrefilledAnswer], block: PromptBlock) -> None:
         """Give answers the next rows; their contexts were prefilled in `block`."""
+        self._make_room(len(answers))
+        here, lengths = self._enter(answers)
+        # The newest token of a context has no keys yet.
+        self.cache.fill(block, [a.block_row for a in answers], here, lengths - 1)
+        for answer in answers:
+            answer.block = None
+
+    def retained_row(self, answer: PrefilledAnswer) -> RetainedRow | None:
+        """Return the row that has the first part of an answer's context, if there is one."""
+        retained = self.retained.get(answer.key)
+        if retained is None:
+            return None
+        context, count = answer.context, len(retained.ids)
+        extends = len(context) > count and np.array_equal(context[:count], retained.ids)
+        return retained if extends else None
+
+    def continue_rows(self, answers: Sequence[PrefilledAnswer]) -> tuple[Tensor, ExtendLayout]:
+        """Give answers the next rows, with the keys of those retained for them.
+
+        Returns:
+            ids [T] of context tokens that have no keys yet, and the layout to run them with.
+        """
+        by_row = {self.retained[answer.key].row: answer for answer in answers}
+        known = {answer.key: len(self.retained.pop(answer.key).ids) - 1 for answer in answers}
+        answers = [by_row[row] for row in self._make_room(len(answers), by_row)]
+        here, lengths = self._enter(answers)
+        self.cache.reserve(int(lengths.max()) + 1)
+        self.cache.show(here, lengths - 1)
+        starts = np.array([known[answer.key] for answer in answers])
+        layout = ExtendLayout(self.cache, here.start, starts, lengths - 1)
+        return self.ids[layout.token_rows, layout.positions], layout
+
+    def _make_room(self, count: int, rows: Collection[int] = ()) -> list[int]:
+        """Clear the next `count` rows; the oldest retained ones are lost where too few are left.
+
+        Args:
+            rows: not retained any more, but to become the cleared ones.
+
+        Returns:
+            `rows` in the order in which they are the cleared ones.
+        """
+        first, stop = len(self.answers), len(self.answers) + count
+        while len(self.retained) > self.count - stop:
+            del self.retained[next(iter(self.retained))]
+        taken = {each.row for each in self.retained.values()}
+        vacant = iter([row for row in range(stop, self.count) if row not in taken])
+        behind = iter([row for row in rows if row >= stop])
+        order = [row if row in rows else next(behind) for row in range(first, first + len(rows))]
+        moves = {row: place for place, row in enumerate(order, first) if row != place}
+        for key, each in self.retained.items():
+            if each.row < stop:
+                moves[each.row] = next(vacant)
+                self.retained[key] = replace(each, row=moves[each.row])
+        self._move_rows(moves)
+        return order
+
+    def _enter(self, answers: Sequence[PrefilledAnswer]) -> tuple[slice, IntArray]:
+        """Give answers the next rows; return these, and the tokens of the contexts."""
         first = len(self.answers)
         here = slice(first, first + len(answers))
         contexts = [answer.context for answer in answers]
@@ -352,19 +492,17 @@ class Slots:
         numbers = np.stack([lengths - 1, limits, starts, seeds])
         self._numbers[:4, here] = torch.from_numpy(numbers).to(self.device)
         self.lengths[here] = lengths
-        # The newest token of a context has no keys yet.
-        self.cache.fill(block, [a.block_row for a in answers], here, lengths - 1)
-        for answer in answers:
-            answer.block = None
         self.answers.extend(answers)
-        self._index_settings()
+        self._index_settings(first)
         self._find_stop_strings()
+        return here, lengths
 
-    def _index_settings(self) -> None:
-        sampling = [a.group.sampling_of(a.request) for a in self.answers]
-        self.kinds = list(dict.fromkeys(sampling))
-        numbers = torch.tensor([self.kinds.index(each) for each in sampling], dtype=torch.long)
-        self.kind[: len(sampling)] = numbers.to(self.device)
+    def _index_settings(self, first: int = 0) -> None:
+        """Find the settings of rows from `first` on among `kinds`, in which others' are already."""
+        settings = [answer.settings for answer in self.answers[first:]]
+        self.kinds = list(dict.fromkeys([*(self.kinds if first else ()), *settings]))
+        numbers = torch.tensor([self.kinds.index(each) for each in settings], dtype=torch.long)
+        self.kind[first : first + len(settings)] = numbers.to(self.device)
 
     def _find_stop_strings(self) -> None:
         self.with_stop_strings = [r for r, a in enumerate(self.answers) if a.group.sampling.stop]
@@ -419,22 +557,38 @@ class Slots:
         kept = self.cache.layers[-1][0][row, :, end - self._answer_length(row) : end]
         return kept.transpose(0, 1).contiguous().cpu().numpy()
 
-    def free_rows(self, rows: Sequence[int]) -> None:
-        """Free rows and move the last ones into the holes."""
+    def free_rows(self, rows: Sequence[int], retain: Collection[int] = ()) -> None:
+        """Free rows and move the last ones into the holes.
+
+        Args:
+            retain: rows of answers that may be continued.
+        """
         gone, live = set(rows), len(self.answers) - len(rows)
         target = [row for row in sorted(gone) if row < live]
         source = [row for row in range(live, len(self.answers)) if row not in gone]
-        if target:
-            here = torch.tensor(source, device=self.device)
-            there = torch.tensor(target, device=self.device)
-            self.cache.move(here, there, int(self.lengths[source].max()))
-            self.ids[there] = self.ids[here]
-            self.logprobs[there] = self.logprobs[here]
-            self._numbers[:, there] = self._numbers[:, here]
-            self.lengths[target] = self.lengths[source]
-            for old, new in zip(source, target, strict=True):
-                self.answers[new] = self.answers[old]
+        moves = dict(zip(source, target, strict=True))
+        swaps = {new: old for old, new in moves.items() if new in retain}
+        for row in retain:
+            key, ids = self.answers[row].key, self.ids[row, : int(self.lengths[row])]
+            self.retained.pop(key, None)
+            self.retained[key] = RetainedRow(swaps.get(row, row), ids.cpu().numpy().copy())
+        self._move_rows(moves | swaps)
+        for old, new in moves.items():
+            self.answers[new] = self.answers[old]
         del self.answers[live:]
         if len(self.kinds) > 1:
             self._index_settings()
         self._find_stop_strings()
+
+    def _move_rows(self, moves: Mapping[int, int]) -> None:
+        """Copy rows to others; those may be copied at the same time."""
+        if not moves:
+            return
+        source, target = list(moves), list(moves.values())
+        here = torch.tensor(source, device=self.device)
+        there = torch.tensor(target, device=self.device)
+        self.cache.move(here, there, int(self.lengths[source].max()))
+        self.ids[there] = self.ids[here]
+        self.logprobs[there] = self.logprobs[here]
+        self._numbers[:, there] = self._numbers[:, here]
+        self.lengths[target] = self.lengths[source]

@@ -5,6 +5,7 @@
                  ▼
     slots [0, R) ── tick: one token a row ──► finished rows leave, queued answers take their place
                                               at once; without a queue the last rows move up
+    slots behind ── retained for answers that may be continued, until others need them
 
 Weights are the trainer's own tensors unless an update brings some; `tick_engine` has the queue.
 """
@@ -12,7 +13,7 @@ Weights are the trainer's own tensors unless an update brings some; `tick_engine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,9 @@ from winnow.models.routing import routing_of
 from winnow.rollout.draw import RowParams, draw, token_logprobs, uniform
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
+    ExtendLayout,
     Layers,
+    MixedLayout,
     PrefilledAnswer,
     PrefillLayout,
     PromptBlock,
@@ -144,8 +147,15 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         return WeightReceiver(self._model, version, only, self._may_stage)
 
     def _reset_caches(self) -> None:
+        self._slots.retained.clear()
         for answer in self._queue:
             answer.block = None  # what has not begun begins with the new weights
+
+    async def abort(self, group_ids: Collection[int]) -> None:
+        """Stop groups; rows retained for their answers are lost, as they are to a resumed run."""
+        await super().abort(group_ids)
+        ids, retained = set(group_ids), self._slots.retained
+        self._slots.retained = {key: row for key, row in retained.items() if key[0] not in ids}
 
     async def logprobs_of(
         self, sequences: Sequence[IntArray], temperature: float, last: int
@@ -200,6 +210,29 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             del self._queue[: len(batch)]
             self._slots.fill_rows(batch, block)
 
+    def _continue_rows(self) -> tuple[Tensor, ExtendLayout] | None:
+        """Put queued answers into the rows retained for them.
+
+        Returns:
+            What the next tick has to run besides: ids [T] that these rows lack, and their layout.
+        """
+        slots, lacking = self._slots, None
+        ready = [a for a in self._queue[: slots.free_count] if slots.retained_row(a)]
+        while ready:
+            batch, width = list[PrefilledAnswer](), 1
+            for answer in ready:
+                width = max(width, len(answer.context) - len(slots.retained[answer.key].ids))
+                if batch and width * (len(batch) + 1) > self._prefill_tokens:
+                    break
+                batch.append(answer)
+            del ready[: len(batch)]
+            going = set(batch)
+            self._queue = [answer for answer in self._queue if answer not in going]
+            if lacking is not None:
+                self._run(lacking[0], lacking[1].positions, lacking[1])
+            lacking = slots.continue_rows(batch)
+        return lacking
+
     def _prefill(self) -> None:
         """Prefill the next contexts of the queue as one padded block.
 
@@ -210,7 +243,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         width = 1
         block = PromptBlock([])
         for answer in self._queue:
-            if answer.block is not None:
+            if answer.block is not None or self._slots.retained_row(answer):
                 continue
             key = id(answer.group) if answer.request.prefix is None else id(answer)
             if key not in shared:
@@ -265,19 +298,30 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
     def _advance(self) -> list[CompletionEvent]:
         with torch.inference_mode():
+            lacking = self._continue_rows()
             self._fill_rows()
-            return self._run_tick()
+            return self._run_tick(lacking)
 
-    def _run_tick(self) -> list[CompletionEvent]:
-        """Draw one token in each row; returns what that finished, by group and answer."""
+    def _run_tick(self, lacking: tuple[Tensor, ExtendLayout] | None) -> list[CompletionEvent]:
+        """Draw one token in each row; returns what that finished, by group and answer.
+
+        Args:
+            lacking: as `_continue_rows` returns it.
+        """
         slots, cache = self._slots, self._slots.cache
         count = len(slots)
         rows, at = slots.rows[:count], slots.at[:count]
         length = int(slots.lengths[:count].max())
         cache.reserve(length)
         cache.bias[rows, at] = 0.0
-        layout = DecodeLayout(cache, rows, at, length)
-        hidden, routes = self._run(slots.ids[rows, at], at, layout)
+        tokens, layout = slots.ids[rows, at], DecodeLayout(cache, rows, at, length)
+        if lacking is None:
+            hidden, routes = self._run(tokens, at, layout)
+        else:
+            ids, extension = lacking
+            positions, mixed = torch.cat([at, extension.positions]), MixedLayout(layout, extension)
+            hidden, routes = self._run(torch.cat([tokens, ids]), positions, mixed)
+            hidden = hidden[:count]
         if routes is not None:
             slots.store_routes(routes)
         u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
@@ -290,7 +334,16 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         if not reasons:
             return []
         events = self._make_events(list(reasons), "finished", reasons)
-        self._free_rows(list(reasons))
+        retain = (
+            ()
+            if self._routing is not None
+            else [
+                row
+                for row, reason in reasons.items()
+                if reason == "stop" and slots.answers[row].request.retain_cache
+            ]
+        )
+        slots.free_rows(list(reasons), retain)
         return events
 
     def _finish_reasons(self, ids: Tensor) -> dict[int, FinishReason]:

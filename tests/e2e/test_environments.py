@@ -1,4 +1,4 @@
-"""Environments that crash, hang or die in a run: counted, retried, and no reward of others moves."""
+"""Runs with environments: first messages, faults, figures, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Sort:
         name = zlib.crc32(repr((self.key, self.heard)).encode())
         if self.every and name % self.every == 0:
             self.fail(Path("faults") / str(name))
-        return Step(self.key, reward=len(turn.text) % 7, done=len(self.heard) == 3)
+        done, told = len(self.heard) == 3, {"heard": len(self.heard), "calls": 99}
+        return Step(self.key, reward=len(turn.text) % 7, done=done, metrics=told)
 
     def fail(self, mark):
         if self.always or not mark.exists():
@@ -45,11 +46,18 @@ class Sort:
             if self.dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("it crashed")
+
+def double(x: str) -> str:
+    \"\"\"Double a digit.
+
+    Args:
+        x: the digit.
+    \"\"\"
 '''
 SETTINGS = (
     *("data/task=sort_digits", "data.task.eval_problems=2", "data.max_prompt_tokens=24"),
     *("data.max_train_prompts=6", f"data.chat_template={TEMPLATE!r}", "model.path=digits"),
-    *("environment=custom", "environment.path=sort.py:Sort", "environment.workers=2"),
+    *("environment=custom", "environment.workers=2"),
     *("sampling/filter=none", "sampling.groups_per_step=4", "rollout.n=6", "trainer.steps=3"),
     *("rollout.max_response_tokens=64", "run.threads=1", "trainer.save_every=null"),
     *("observe.console=off", "evaluation.before=false", "evaluation.every=null"),
@@ -70,7 +78,8 @@ def train(home: Path, name: str, *settings: str) -> Outcome:
     for mark in (home / "faults").glob("*"):
         mark.unlink()
     (home / "faults").mkdir(exist_ok=True)
-    words = "train", "small.yaml", *SETTINGS, f"run.name={name}", *settings
+    custom = ("environment.path=sort.py:Sort",) * ("environment=tools" not in settings)
+    words = "train", "small.yaml", *SETTINGS, *custom, f"run.name={name}", *settings
     return in_this_process(*words, folder=home)
 
 
@@ -93,7 +102,7 @@ def test_crashes_are_counted_and_change_no_reward(home: Path, every: int, dies: 
     assert total(home, name, "environment/faults") == injected
     assert total(home, name, "sampling/answers/retried") == injected
     assert answers(home, name) == answers(home, "plain")
-    for figure in ("environment/reward", "environment/turns", "sampling/tokens/environment"):
+    for figure in ("environment/reward", "environment/turns", "environment/heard"):
         assert total(home, name, figure) == total(home, "plain", figure) > 0
 
 
@@ -119,3 +128,48 @@ def test_an_environment_that_begins_anew_each_time_is_named(home: Path) -> None:
     outcome = train(home, "restless", *settings)
     assert outcome.code == 2
     assert "reset returned other messages than those of the prompt; let them" in outcome.err
+
+
+def test_the_greedy_baseline_of_remax_is_a_conversation(home: Path) -> None:
+    train(home, "remax", "algorithm/advantage=remax", "trainer.steps=1").check()
+    (line,) = read_metrics(home / "runs/remax/metrics.jsonl")
+    assert line["sampling/tokens/baseline"] > 0
+    assert 1 <= line["environment/heard"] <= line["environment/turns"] <= 3
+    assert line["environment/calls"] == line["environment/malformed_turns"] == 0
+    assert line["environment/seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            ("environment=tools", "environment.tools=[sort.py:double]"),
+            "environment=tools: the chat template shows no tools; set data.chat_template to one "
+            "that does, or describe the calls in the prompts and set environment.calls",
+        ),
+        (
+            ("data.chat_template=auto",),
+            "environment=custom needs a chat template, and there is none; set "
+            "data.chat_template=FILE, or use a model whose tokenizer has one",
+        ),
+        (
+            ("data.chat_template=none",),
+            "environment=custom does not support data.chat_template=none; set it to auto, or to a "
+            "file",
+        ),
+        (
+            ("rollout.stop=[x]",),
+            "environment=custom does not support rollout.stop, whose strings may be in replies; "
+            "set rollout.stop=[]",
+        ),
+        (
+            ("sft=demonstrations", "sft.train_files=[x.jsonl]", "data.max_train_prompts=null"),
+            "environment=custom does not support sft=demonstrations; set environment=none",
+        ),
+    ],
+)
+def test_what_conversations_exclude_is_refused_in_a_line(
+    home: Path, settings: tuple[str, ...], line: str
+) -> None:
+    outcome = train(home, "refused", *settings)
+    assert (outcome.code, outcome.err) == (2, f"winnow: {line}\n")
