@@ -249,7 +249,8 @@ class Config(Section):
         environment, data, reward = (tree.get(k) for k in ("environment", "data", "reward"))
         if not all(isinstance(each, dict) for each in (environment, data, reward)):
             return values
-        if environment["name"] not in ("textarena", "gymnasium") or data["train_files"]:
+        needs_data = environment["name"] not in ("textarena", "gymnasium")
+        if needs_data or data["train_files"] or data["task"]["name"] not in ("none", "episodes"):
             return values
         if data["task"]["name"] == "none":
             values = {**values, "data": {**data, "task": {"name": "episodes"}}}
