@@ -153,11 +153,11 @@ def measure(game: str, steps: int, folder: Path) -> dict[str, float]:
         *(f"environment={package}", f"environment.id={game}", "environment.workers=1"),
         *(
             "environment.max_turn_tokens=8",
-            "environment.max_turns=20",
+            "environment.max_turns=12",
             "data.max_prompt_tokens=2048",
         ),
-        *("rollout.max_response_tokens=3072", "rollout.n=4", "sampling.groups_per_step=4"),
-        *("trainer.mini_batch_groups=4", f"trainer.steps={steps}", "evaluation.every=null"),
+        *("rollout.max_response_tokens=2048", "rollout.n=4", "sampling.groups_per_step=2"),
+        *("trainer.mini_batch_groups=2", f"trainer.steps={steps}", "evaluation.every=null"),
         *(
             "data/task=episodes",
             "data.task.train_episodes=16",

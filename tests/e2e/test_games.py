@@ -13,5 +13,5 @@ def test_a_game_trains_without_a_fault_or_a_token_that_differs(game, tmp_path):
     pytest.importorskip("gymnasium" if game == "CliffWalking-v1" else "textarena")
     figures = measure(game, 3, tmp_path)
     assert (figures["faults"], figures["mismatches"]) == (0, 0)
-    assert figures["turns compared"] > 3 * 16
+    assert figures["turns compared"] > 3 * 8
     assert figures["turns"] > 1.5
