@@ -214,6 +214,8 @@ def report(folder: Path, out: Path) -> None:
         for run in sorted((folder / name).glob("seed-*")):
             records = read_metrics(run / "metrics.jsonl")
             held_out = [(r["step"], r[SUCCESS]) for r in records if SUCCESS in r]
+            if len(held_out) < 2:  # it was cut off
+                continue
             before, after = held_out[0][1], held_out[-1][1]
             seconds = sum(record["time/step_s"] for record in records)
             cells = name, f"{player:.3f}", run.name[5:], _interval(before), _interval(after)
