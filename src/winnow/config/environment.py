@@ -116,7 +116,7 @@ def host_arguments(config: HostedEnvironment) -> tuple[Any, ...]:
         return "environment.id", (path,), {"id": config.id, "options": config.options}, False
     if isinstance(config, GymnasiumEnvironment):
         path = "winnow.environments.gymnasium:GymnasiumEpisode"
-        options = {"id": config.id, "options": config.options, "actions": config.actions}
-        return "environment.id", (path,), options, False
+        arguments = {"id": config.id, "options": config.options, "actions": config.actions}
+        return "environment.id", (path,), arguments, False
     options = {"timeout_s": config.tool_timeout_s, "output_chars": config.output_chars}
     return "environment.tools", config.tools, options, True

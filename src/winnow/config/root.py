@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
@@ -245,10 +245,11 @@ class Config(Section):
     @classmethod
     def _choose_episodes(cls, values: Any) -> Any:
         """Fill in rows of seeds and the environment's reward for environments that need no data."""
-        tree = values if isinstance(values, dict) else {}
-        environment, data, reward = (tree.get(k) for k in ("environment", "data", "reward"))
-        if not all(isinstance(each, dict) for each in (environment, data, reward)):
+        keys = "environment", "data", "reward"
+        parts = [values.get(key) for key in keys] if isinstance(values, dict) else [None]
+        if not all(isinstance(part, dict) for part in parts):
             return values
+        environment, data, reward = cast("list[dict[str, Any]]", parts)
         needs_data = environment["name"] not in ("textarena", "gymnasium")
         if needs_data or data["train_files"] or data["task"]["name"] not in ("none", "episodes"):
             return values

@@ -18,7 +18,6 @@ An environment is a class with `reset` and `step`:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -115,17 +114,13 @@ def episode_seed(row: Mapping[str, Any]) -> int:
     return seed
 
 
-def import_extra(name: str) -> Any:
-    """Import a package of environments, which is an extra of the same name.
+def missing_extra(name: str, error: ModuleNotFoundError) -> ConfigError:
+    """Return the error of a package of environments that is not installed.
 
-    Raises:
-        ConfigError: it is not installed.
+    Args:
+        name: of its extra.
     """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        extra = name.partition(".")[0]
-        raise ConfigError(
-            f"environment={extra} needs the package {error.name}, which is not installed; "
-            f"pip install 'winnow-rl[{extra}]'"
-        ) from error
+    return ConfigError(
+        f"environment={name} needs the package {error.name}, which is not installed; "
+        f"pip install 'winnow-rl[{name}]'"
+    )

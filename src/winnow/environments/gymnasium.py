@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from winnow.environments import Step, Turn, episode_seed, import_extra
+from winnow.environments import Step, Turn, episode_seed, missing_extra
 from winnow.errors import ConfigError
 
 _ACTIONS = {
@@ -41,7 +41,10 @@ class GymnasiumEpisode:
     """
 
     def __init__(self, id: str, options: Mapping[str, Any], actions: Sequence[str]) -> None:
-        gymnasium = import_extra("gymnasium")
+        try:
+            import gymnasium
+        except ModuleNotFoundError as error:
+            raise missing_extra("gymnasium", error) from error
         try:
             modes = gymnasium.make(id, **options).metadata["render_modes"]
             is_drawn = {"render_mode": "ansi"} if "ansi" in modes else {}

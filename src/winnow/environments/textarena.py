@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from winnow.environments import Step, Turn, episode_seed, import_extra
+from winnow.environments import Step, Turn, episode_seed, missing_extra
 from winnow.errors import ConfigError
 
 
@@ -29,9 +29,13 @@ class TextArenaGame:
 
     def __init__(self, id: str, options: Mapping[str, Any]) -> None:
         self._id, self._options = id, options
-        self._textarena = import_extra("textarena")
-        games = import_extra("textarena.envs.registration").ENV_REGISTRY
-        if id not in games:
+        try:
+            import textarena
+            from textarena.envs.registration import ENV_REGISTRY
+        except ModuleNotFoundError as error:
+            raise missing_extra("textarena", error) from error
+        self._textarena = textarena
+        if id not in ENV_REGISTRY:
             raise ConfigError(f"environment.id is {id}, and textarena has no such game")
         self._generator: Any = None
 
