@@ -5,10 +5,10 @@
 A model with random weights writes turns that end with a stop token (1 token in 40), and an
 environment replies to each but the last. Each session is written three ways: with its cache row
 retained between turns, without, and as a single turn of the same prompt and the same total length,
-all of it sampled. All sessions have a slot. Tokens are those that went through the model; the
-tokens of an answer's end, which nothing follows, do not. Rounds alternate on one thread; CPU-seconds
-are those of the process, and those of the engine's ticks alone, without conversation, environment
-and chat template; the best of the rounds counts, of each way.
+all of it sampled. All sessions have a slot, and replies take effect after 16 ticks. Tokens are
+those that went through the model. Rounds alternate on one thread; CPU-seconds are those of the
+process, and those of the engine's ticks alone, without conversation, environment and chat
+template; the best of the rounds counts, of each way.
 """
 
 from __future__ import annotations

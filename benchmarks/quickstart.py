@@ -1,10 +1,12 @@
-"""The quickstart over seeds: what it learns, what it costs. Each seed has its own warm start.
+"""The quickstarts over seeds: what they learn and cost. Each seed has its own warm start.
 
-    python benchmarks/quickstart.py [--seeds 1 2 3] [--threads 1] [--out FILE] [KEY=VALUE ...]
+    python benchmarks/quickstart.py [--recipe quickstart-tools] [--seeds 1 2 3] [--threads 1]
+                                    [--out FILE] [KEY=VALUE ...]
 
 Runs `winnow train quickstart` for each seed in a process of its own, one after another, with a
-fresh cache, and evaluates on 2,000 held-out problems with 16 answers each before and after.
-Seconds are those of this machine; the evaluations are not among the seconds of a step.
+fresh cache, and evaluates on 2,000 held-out problems with 16 answers each before and after;
+quickstart-tools on 400 with 4. Seconds are those of this machine; the evaluations are not among the
+seconds of a step.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ from pathlib import Path
 
 from winnow.observe.jsonl import read_metrics
 
-PROBLEMS, ANSWERS = 2000, 16
-SOURCE = "eval/sort_digits"
+RECIPES = {"quickstart": ("sort_digits", 2000, 16), "quickstart-tools": ("calc", 400, 4)}
+"""Data source, held-out problems and answers to each."""
 
 
-def run_seed(seed: int, threads: int, folder: Path, extra: list[str]) -> dict[str, float]:
+def run_seed(
+    recipe: str, seed: int, threads: int, folder: Path, extra: list[str]
+) -> dict[str, float]:
     """One whole run; returns its figures."""
+    source, problems, answers = RECIPES[recipe]
     command = [
-        *("winnow", "train", "quickstart", f"seed={seed}", f"run.threads={threads}"),
-        *(f"run.dir={folder}", f"run.name=seed-{seed}", f"data.task.eval_problems={PROBLEMS}"),
-        *(f"evaluation.n={ANSWERS}", "evaluation.every=null", "observe.console=off", *extra),
+        *("winnow", "train", recipe, f"seed={seed}", f"run.threads={threads}"),
+        *(f"run.dir={folder}", f"run.name=seed-{seed}", f"data.task.eval_problems={problems}"),
+        *(f"evaluation.n={answers}", "evaluation.every=null", "observe.console=off", *extra),
     ]
     command[0] = str(Path(sys.executable).with_name("winnow"))
     environment = os.environ | {"WINNOW_CACHE": str(folder / "cache")}
@@ -50,8 +55,8 @@ def run_seed(seed: int, threads: int, folder: Path, extra: list[str]) -> dict[st
     figures = {"wall_s": wall, "cpu_s": cpu, "tokens": generated, "per_group": generated / trained}
     figures |= {"step_s": statistics.mean(busy), "rl_s": sum(busy)}
     for when, record in (("before", records[0]), ("after", records[-1])):
-        for name in ("pass@1", "greedy", f"pass@{ANSWERS}", "truncated", "length"):
-            figures[f"{name} {when}"] = record[f"{SOURCE}/{name}"]
+        for name in ("pass@1", "greedy", f"pass@{answers}", "truncated", "length"):
+            figures[f"{name} {when}"] = record[f"eval/{source}/{name}"]
     return figures
 
 
@@ -69,6 +74,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     """Run the seeds and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", choices=RECIPES, default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -79,14 +85,14 @@ def main() -> None:
         folder = (args.runs or Path(scratch)).resolve()
         rows = {}
         for seed in args.seeds:
-            rows[str(seed)] = run_seed(seed, args.threads, folder, args.overrides)
+            rows[str(seed)] = run_seed(args.recipe, seed, args.threads, folder, args.overrides)
             print(table({str(seed): rows[str(seed)]}), flush=True)
     text = table(rows)
     print(text)
     if args.out is not None:
         command = " ".join(["python", "benchmarks/quickstart.py", *sys.argv[1:]])
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(f"# The quickstart over seeds\n\nMade by `{command}`.\n\n{text}\n")
+        args.out.write_text(f"# {args.recipe} over seeds\n\nMade by `{command}`.\n\n{text}\n")
 
 
 if __name__ == "__main__":

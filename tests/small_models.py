@@ -26,7 +26,10 @@ from winnow.models.folders import quiet_transformers
 QWEN_VOCABULARY = 151_936
 """Rows of Qwen's embedding: more than its tokenizer, or any tokenizer of a test, has ids."""
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}: "
+    "{{ tool.function.description }}\n{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

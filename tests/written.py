@@ -21,9 +21,10 @@ def written(ids: Sequence[int], logprob: float | Sequence[float] = 0.0) -> Segme
     return Segment(np.array(ids, np.int64), logprobs, (VersionSpan(0, len(ids)),))
 
 
-def environment(ids: Sequence[int]) -> Segment:
-    """Tokens that an environment wrote."""
-    return Segment(np.array(ids, np.int64), np.zeros(len(ids), np.float32), (), "environment")
+def environment(ids: Sequence[int], restarts: bool = False) -> Segment:
+    """Tokens that an environment wrote, or a conversation that was rendered anew."""
+    tokens, zeros = np.array(ids, np.int64), np.zeros(len(ids), np.float32)
+    return Segment(tokens, zeros, (), "environment", restarts=restarts)
 
 
 def answer(

@@ -87,6 +87,9 @@ class Segment:
     environment measured of the conversation so far."""
     state: bytes = b""
     """The pickled state of an environment behind its last reply, if it has one."""
+    restarts: bool = False
+    """True if the tokens are a conversation rendered anew: the complete context of what follows,
+    in place of the prompt and all segments before."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -97,6 +97,7 @@ SURVIVES: dict[str, set[str]] = {
     "custom": {"hang"},
 }
 MANAGERS = [each.model_fields["name"].default for each in get_args(get_args(RewardManager)[0])]
+MANAGERS.remove("environment")  # which reads no answer
 
 
 def section(name: str, file: Path, url: str = "") -> RewardConfig:

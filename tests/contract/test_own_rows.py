@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.ranks import Ranks
+from tests.written import environment, written
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -200,7 +201,10 @@ def groups_of(lengths: Sequence[Sequence[int]], seed: int) -> list[Group]:
             )
             spans = (VersionSpan(0, size // 2), VersionSpan(1, size)) if size > 1 else ()
             spans = spans or (VersionSpan(1, size),)
-            said = Trajectory((Segment(ids, behav, spans),), "length" if size % 5 == 0 else "stop")
+            segments = [Segment(ids, behav, spans)]
+            if size % 3 == 0:
+                segments += [environment([1, 2], restarts=True), written([3], -0.5)]
+            said = Trajectory((*segments,), "length" if size % 5 == 0 else "stop")
             reward = float(rng.integers(0, 3))
             score = Score(reward, reward, {"task": reward, "style": float(rng.random())})
             answers.append(Answer(said, score))

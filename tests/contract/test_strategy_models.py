@@ -33,6 +33,7 @@ from tests.contract.test_strategy import (
 )
 from tests.contract.test_strategy import one_process as one_process
 from tests.devices import DEVICE
+from tests.written import answer, environment
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
@@ -302,6 +303,27 @@ def test_outputs_and_gradients_are_those_of_hugging_face_for_each_sequence_alone
         assert relative(ours, wanted) <= TOLERANCE[dtype]
         assert torch.equal(ours == 0, wanted == 0)
     assert_close(gradients_of(strategy, micro, case), gradients, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", ["policy untied", "value"])
+def test_a_conversation_rendered_anew_learns_what_its_contexts_do(
+    name: str, families: dict[str, Path]
+) -> None:
+    case, dtype = CASES[name], torch.float64
+    alone = batch_of([[(3, 9)], [(6, 7)], [(2, 5)]], dtype)
+    first, second, third = groups_of([[(3, 9)], [(6, 7)], [(2, 5)]])
+    segments = [each.answers[0].trajectory.segments[0] for each in (first, second, third)]
+    anew = environment(second.prompt.token_ids.tolist(), restarts=True)
+    joined = answer(segments[0], anew, segments[1], reward=1.0)
+    batch = pack([replace(first, answers=(joined,)), third])
+    batch.columns["weight"] = alone.columns["weight"]
+    gradients, outputs = their_gradients(case, families, alone, dtype)
+    strategy = strategy_of(case, families, dtype)
+    found = strategy.forward(whole(batch), case.outputs)
+    for output, expected in outputs.items():
+        ours = gather_tokens(batch, whole(batch), [each[output] for each in found])
+        assert relative(ours, expected) <= TOLERANCE[dtype]
+    assert_close(gradients_of(strategy, whole(batch), case), gradients, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,15 @@ def test_a_run_whose_folder_is_taken_away_stops_and_makes_no_other(home: Path) -
     assert not (home / "runs/gone").exists()
 
 
-def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(home: Path) -> None:
+@pytest.mark.parametrize("template", ["reward", "environment"])
+def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(
+    template: str, home: Path
+) -> None:
     tokenizer = byte_level_bpe(["What is 11 + 10? End with the number."], chat=True)
-    save(digits_model(vocab_size=len(tokenizer), eos_token_id=0), tokenizer, home / "tiny")
-    said = winnow(home, "init", "my first", "--model", "tiny").check().out
+    shape = {"vocab_size": len(tokenizer), "eos_token_id": 0, "max_position_embeddings": 1024}
+    save(digits_model(**shape), tokenizer, home / "tiny")
+    name = f"my {template}"
+    said = winnow(home, "init", name, "--model", "tiny", "--template", template).check().out
     commands = re.findall(r"^  (cd|python|winnow) (.*?)(?:  |$)", said, re.MULTILINE)
     assert [word for word, _ in commands] == ["cd", "python", "winnow", "winnow"]
     folder = home / shlex.split(commands[0][1])[0]
@@ -170,12 +175,11 @@ def test_a_new_folder_trains_scores_and_tests_as_its_commands_say(home: Path) ->
         )
     for _, words in commands[2:]:
         more = ["trainer.steps=2", "sampling/filter=none"] if words.startswith("train") else []
-        winnow(folder, *shlex.split(words), *more, "reward.workers=0").check()
+        more += ["reward.workers=0"] if template == "reward" else ["environment.workers=1"]
+        winnow(folder, *shlex.split(words), *more).check()
     assert (folder / "runs/first/checkpoints/step-2/model/model.safetensors").is_file()
-    again = winnow(home, "init", "my first")
-    assert (again.code, again.err) == (
-        2, "winnow: my first is not empty; choose a new folder\n",
-    )  # fmt: skip
+    again = winnow(home, "init", name)
+    assert (again.code, again.err) == (2, f"winnow: {name} is not empty; choose a new folder\n")
 
 
 SCORE = """

@@ -6,6 +6,7 @@ All tests of this file share one warm start and one trained run.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -224,3 +225,22 @@ def test_fresh_makes_the_warm_start_anew(home: Path) -> None:
     said = [winnow(home, *words, "run.threads=1", *more).check().out
             for more in ([], [], ["--fresh"])]  # fmt: skip
     assert ["Warm start: cached" in each for each in said] == [False, True, False]
+
+
+def test_the_quickstart_of_tools_learns_to_call_the_calculator(home: Path) -> None:
+    small = ["data.task.eval_problems=100", "trainer.steps=3", "warm_start.steps=350"]
+    said = winnow(home, "train", "quickstart-tools", *small, "run.name=tools").check()
+    run = Run(RunFolder.open(home / "runs/tools"))
+    before, after = (run.records[place]["eval/calc/greedy"] for place in (0, -1))
+    assert before < 0.05
+    assert after > before
+    answers = read_rollouts(run.folder.eval_file(3)).to_pylist()
+    right = [row for row in answers if row["accuracy"] and row["response"].startswith("<call>")]
+    assert len(right) > 10
+    for row in right:
+        problem = row["prompt_uid"].removeprefix("calc:")
+        assert is_held_out(problem)
+        product = math.prod(map(int, problem.split("*")))
+        assert row["response"].endswith(f"</call>{product}={product}")
+        assert row["versions"].count(-1) >= len(f"{product}") + 2  # the tool's
+    assert "100 held-out problems of calc" in said.out

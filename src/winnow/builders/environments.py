@@ -82,7 +82,7 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None
+    config: Config, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[Environments | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
@@ -90,21 +90,23 @@ def environment_processes(
         tokenizer: has the chat template; None where turns are replayed without a policy.
 
     Raises:
-        ConfigError: the user's code or the chat template cannot be used.
+        ConfigError: the user's code or the chat template cannot be used, or there is no sandbox.
     """
-    if isinstance(config, NoEnvironment):
+    section = config.environment
+    if isinstance(section, NoEnvironment):
         yield None
         return
     if tokenizer is not None:
-        _check_template(config, data, tokenizer)
+        _check_template(section, config.data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits
 
-    workers = config.workers or default_workers()
+    workers = section.workers or default_workers()
     names = "environment", "environment", "reply"
-    limits = PoolLimits(workers, config.timeout_s, config.memory_mb, *names)
-    with contextlib.closing(EnvironmentPool(limits, host_arguments(config))) as pool:
+    limits = PoolLimits(workers, section.timeout_s, section.memory_mb, *names)
+    arguments = host_arguments(section, config.reward.sandbox, workers)
+    with contextlib.closing(EnvironmentPool(limits, arguments)) as pool:
         yield pool
 
 
@@ -150,6 +152,31 @@ def first_messages_of(
     return begin_all
 
 
+def history_notes(config: Config, policy: LoadedPolicy) -> list[str]:
+    """Return a line if the chat template rewrites what conversations keep as it was sampled.
+
+    Raises:
+        ModelError: the chat template fails.
+    """
+    section = config.environment
+    if isinstance(section, NoEnvironment) or section.history != "append":
+        return []
+    from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+
+    template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(section))
+    tokenizer = TurnTokenizer(template, policy.tokenizer, policy.stop_ids)
+    role = "tool" if isinstance(section, ToolsEnvironment) else "user"
+    history = tokenizer.history([{"role": role, "name": "f", "content": "r"}])
+    if history == "exact":
+        return []
+    what = "" if history == "rewritten" else " (it drops their reasoning)"
+    return [
+        f"The chat template rewrites earlier turns{what}; conversations keep them as sampled "
+        "(environment.history=append). Set environment.history=fork to train on what the template "
+        "renders."
+    ]
+
+
 def turn_parser(config: Environment) -> Callable[[str], Turn]:
     """Return the parser of a recipe's turns, of their texts without a stop token."""
     from winnow.environments.calls import parse_turn, pattern_parser
@@ -167,18 +194,22 @@ def with_conversations(
     if environments is None or isinstance(environment, NoEnvironment):
         return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+    from winnow.environments.calls import message_of, parse_turn, plain_message
     from winnow.environments.conversation import ConversationEngine, ConversationLimits
 
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
+    parse = turn_parser(environment)
+    as_message = message_of if parse is parse_turn else plain_message
     return cast(
         Engine,
         ConversationEngine(
             engine,
             TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            turn_parser(environment),
+            parse,
             policy.decode,
             environments,
             ConversationLimits(environment.max_turns, environment.max_turn_tokens),
+            message_of=None if environment.history == "append" else as_message,
             deterministic=config.run.deterministic,
             lag_ticks=environment.reply_lag_ticks,
             look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`

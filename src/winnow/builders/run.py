@@ -200,6 +200,7 @@ def build_run(
         if hasattr(member, "on_served"):  # it is in another process, which reports its calls
             member.on_served = partial(tell, name)
     scores, pending = TimedScorer(rewards.score, tell), PendingSteps()
+    replies = getattr(engine, "environment_figures", dict)
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
     epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
     budget = make_prompt_budget(epochs, groups, source)
@@ -236,11 +237,7 @@ def build_run(
         save_rollouts=save_rollouts,
         save_ledger=partial(save_ledger, folder),
         check_scoring=rewards.end_step,
-        scoring_figures=lambda: {
-            **scores.figures(),
-            **rewards.figures(),
-            **getattr(engine, "environment_figures", dict)(),
-        },
+        scoring_figures=lambda: {**scores.figures(), **rewards.figures(), **replies()},
         mode=config.trainer.mode.name,
         pending=pending,
         prompt_budget=budget,

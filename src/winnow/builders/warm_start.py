@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +23,12 @@ from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 import winnow
-from winnow.config.data import SortDigitsTask
+from winnow.config.data import CalcTask, SortDigitsTask
 from winnow.config.model import SftWarmStart
 from winnow.config.root import Config
-from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration, build_tokenizer, demonstrations
+from winnow.data import calc, sort_digits
+from winnow.data.demonstrations import segments_of
+from winnow.data.sort_digits import EOS_ID, PAD_ID, Demonstration
 from winnow.errors import WinnowError
 from winnow.learning.imitation import Imitator
 from winnow.learning.learner import lr_at
@@ -35,7 +38,7 @@ from winnow.observe.console import ConsoleSink
 from winnow.observe.files import atomic_folder
 from winnow.observe.metrics import SFT_LOSS, Metrics, Stopwatch
 from winnow.observe.sinks import RunInfo
-from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
+from winnow.types import Answer, Group, Prompt, Score, Trajectory
 
 _CODE = ("algorithms", "data", "learning", "models", "builders/warm_start.py")
 _SEED_STREAM = 0x5F7
@@ -77,7 +80,7 @@ def make_warm_start(
     """
     target, warm, task = warm_start_folder(config), config.warm_start, config.data.task
     assert isinstance(warm, SftWarmStart)
-    assert isinstance(task, SortDigitsTask)
+    assert isinstance(task, SortDigitsTask | CalcTask)
 
     def log(step: int, loss: float) -> None:
         sink.log(step, {SFT_LOSS: loss})
@@ -140,15 +143,16 @@ def make_tiny_model(
 
 def _train(
     warm: SftWarmStart,
-    task: SortDigitsTask,
+    task: SortDigitsTask | CalcTask,
     seed: int,
     max_response_tokens: int,
     microbatch_tokens: int,
     log: Callable[[int, float], None],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Train a new model; `log` receives each step and its loss."""
-    tokenizer = build_tokenizer()
-    positions = 1 << (max_response_tokens + task.max_digits + 1).bit_length()
+    module: Any = calc if isinstance(task, CalcTask) else sort_digits
+    tokenizer = module.build_tokenizer()
+    positions = 1 << (max_response_tokens + module.longest_prompt(task)).bit_length()
     model = make_tiny_model(warm, len(tokenizer), positions, seed)
     strategy = Strategy(
         model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
@@ -163,7 +167,7 @@ def _train(
     imitator = Imitator(strategy, microbatch_tokens, rate, max_skipped_updates=warm.steps + 1)
     rng = np.random.default_rng([seed, _SEED_STREAM])
     count = warm.steps * warm.batch_size
-    shown = demonstrations(count, warm.demonstrations, task, max_response_tokens, rng)
+    shown = module.demonstrations(count, warm.demonstrations, task, max_response_tokens, rng)
     groups = [_as_group(number, each) for number, each in enumerate(shown)]
     for step in range(1, warm.steps + 1):
         metrics, first = Metrics(), (step - 1) * warm.batch_size
@@ -174,8 +178,7 @@ def _train(
 
 def _as_group(number: int, demo: Demonstration) -> Group:
     """Return a demonstration as a group of one answer without a score."""
-    logprobs = np.zeros(len(demo.response_ids), np.float32)
-    trajectory = Trajectory((Segment(demo.response_ids, logprobs, ()),), "stop")
+    trajectory = Trajectory(tuple(segments_of(demo.turns)), "stop")
     prompt = Prompt(str(number), demo.prompt_ids, "", "", None)
     return Group(number, prompt, (Answer(trajectory, Score(0.0, 0.0)),))
 

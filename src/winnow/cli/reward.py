@@ -140,8 +140,11 @@ def _replay_turns(config: Config, prompt: Prompt, texts: Sequence[str]) -> list[
 
     turns = tuple(map(turn_parser(config.environment), texts))
     alone = config.environment.model_copy(update={"workers": 1})
-    with environment_processes(alone, config.data, None) as processes:
+    recipe = config.model_copy(update={"environment": alone})
+    with environment_processes(recipe, None) as processes:
         assert processes is not None
+        if first := asyncio.run(processes.first_messages(0, prompt)):
+            prompt = replace(prompt, messages=tuple(first), row_messages=prompt.messages)
         steps = asyncio.run(processes.step(0, prompt, turns))
     segments: list[Segment] = []
     for turn, step in zip(turns, steps, strict=True):

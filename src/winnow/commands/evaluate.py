@@ -200,9 +200,7 @@ def _generate_answers(
     with contextlib.ExitStack() as stack:
         try:
             policy = load_policy(config, setup.model, device, hollow=holds_none)
-            environments = stack.enter_context(
-                environment_processes(config.environment, config.data, policy.tokenizer)
-            )
+            environments = stack.enter_context(environment_processes(config, policy.tokenizer))
             start_workers = stack.enter_context(worker_processes(config, roles, policy, None))
             engine = make_engine(config, policy, start_workers(), trains=False)
             rewards = build_rewards(config, roles, policy, start_workers, training=False)

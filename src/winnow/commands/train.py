@@ -20,13 +20,14 @@ from winnow.builders.engines import driver_holds_no_weights, driver_uses_device
 from winnow.builders.environments import (
     environment_processes,
     first_messages_of,
+    history_notes,
     tool_schemas,
     with_conversations,
 )
 from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
-from winnow.builders.processes import worker_processes
+from winnow.builders.processes import StartWorkers, worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
-from winnow.builders.topology import build_models, build_rewards
+from winnow.builders.topology import RunModels, build_models, build_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run, rewind
 from winnow.checkpoints.recipe_changes import with_settings
@@ -62,6 +63,7 @@ from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
 
 if TYPE_CHECKING:
+    from winnow.environments.conversation import Environments
     from winnow.run.sft import SftData, SftRun
 
 log = logging.getLogger(__name__)
@@ -132,10 +134,8 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
-        _save_tokenizer_and_config(policy, folder)
-        environments = stack.enter_context(
-            environment_processes(config.environment, config.data, policy.tokenizer)
-        )
+        environments = stack.enter_context(environment_processes(config, policy.tokenizer))
+        _note(sink, *history_notes(config, policy))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
         end = MachineDeadline(config.trainer)
@@ -146,23 +146,21 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
-            placed = build_models(config, roles, policy, first, start_workers)
-            placed = replace(
-                placed, engine=with_conversations(config, policy, placed.engine, environments)
-            )
+            placed = _place(config, roles, policy, first, start_workers, environments)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            others = _make_sinks(config, folder, sink)
-            sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
+            sinks = Sinks(
+                [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
+            )
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
             args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
             context = RunContext(*args, tell, begin)
             run = _build(context, data, sink)
-            _note(sink, *opened.manifest.machine_changes(placed.machine))
+            notes = history_notes(config, policy)
+            _note(sink, *notes, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch_counters(
-                lambda: run.engine.status().generated_tokens,
-                lambda: run.learner.progress,
+                lambda: (run.engine.status().generated_tokens, run.learner.progress),
                 rewards.count_offloaded,
             )
             _start_sinks(sinks, run, folder, figures, options.began_s)
@@ -177,6 +175,20 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
     return 0
 
 
+def _place(
+    config: Config,
+    roles: Roles,
+    policy: LoadedPolicy,
+    first: str | None,
+    start_workers: StartWorkers,
+    environments: Environments | None,
+) -> RunModels:
+    """Build engine and learner, and an engine for conversations over that if there are any."""
+    placed = build_models(config, roles, policy, first, start_workers)
+    engine = with_conversations(config, policy, placed.engine, environments)
+    return replace(placed, engine=engine)
+
+
 def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink) -> Run | SftRun:
     """Build the run for the kind of data."""
     if isinstance(data, PromptSource):
@@ -189,12 +201,13 @@ def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink)
 def _read_data(
     config: Config, opened: OpenedRun, policy: LoadedPolicy, begin: FirstMessages | None
 ) -> tuple[PromptSource | SftData, Config, Config]:
-    """Read the training data, and put the steps that it fills into the recipe and the one that the
-    folder keeps.
+    """Read the training data, put the steps that it fills into the recipe and the one that the
+    folder keeps, and keep the tokenizer and the model's config there.
 
     Args:
         begin: gives the first messages of conversations, where rows do not.
     """
+    _save_tokenizer_and_config(policy, opened.folder)
     epochs, steps = config.trainer.data_epochs, config.trainer.steps
     data: PromptSource | SftData
     if isinstance(config.sft, Demonstrations):

@@ -120,14 +120,19 @@ EffectSetting = tuple[str, Any, SideEffect]
 """Key and value of a setting, and the mark of its field."""
 
 
-def _check_import_path(value: str) -> str:
+def check_import_path(value: str) -> str:
+    """Return the place of a user's object, if it is one.
+
+    Raises:
+        ValueError: it is none.
+    """
     module, _, name = value.rpartition(":")
     if not module or not name.isidentifier():
         raise ValueError("must be FILE.py:NAME or package.module:NAME")
     return value
 
 
-ImportPath = Annotated[str, AfterValidator(_check_import_path), CODE]
+ImportPath = Annotated[str, AfterValidator(check_import_path), CODE]
 """Place of a user's own function or class: `FILE.py:NAME` or `package.module:NAME`."""
 Options = dict[str, bool | int | float | str]
 """Keyword arguments of a user's own function or class."""

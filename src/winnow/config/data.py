@@ -34,6 +34,25 @@ class SortDigitsTask(Section):
         yield from self.order_conflicts("data.task", "min_digits", "max_digits", equal=True)
 
 
+class CalcTask(Section):
+    """Products of two numbers, asked as 37*48, which a calculator (environment=tools) works out;
+    endless.
+
+    Problems whose crc32 modulo 10 is 0 are held out for evaluation.
+    """
+
+    name: Literal["calc"] = "calc"
+    min_factor: int = Field(11, ge=0, le=9999)
+    """Smallest factor of a problem."""
+    max_factor: int = Field(99, ge=0, le=9999)
+    """Largest factor of a problem."""
+    eval_problems: Annotated[int, Change.ON_RESUME] = Field(200, ge=1)
+    """Held-out problems for evaluation, always the same ones first."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from self.order_conflicts("data.task", "min_factor", "max_factor", equal=True)
+
+
 class ReasoningGymTask(Section):
     """A task of reasoning-gym (`pip install 'winnow-rl[reasoning-gym]'`); endless, judged by
     reasoning-gym itself.
@@ -65,7 +84,7 @@ class CustomTask(UserCode):
 
 
 Task = Annotated[
-    NoTask | SortDigitsTask | ReasoningGymTask | EpisodesTask | CustomTask,
+    NoTask | SortDigitsTask | CalcTask | ReasoningGymTask | EpisodesTask | CustomTask,
     Field(discriminator="name"),
 ]
 

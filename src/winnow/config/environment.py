@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from winnow.config.base import Change, ImportPath, Options, Section
+from winnow.config.base import CODE, Change, ImportPath, Options, Section, check_import_path
+from winnow.config.reward import FusionConfig, SandboxConfig
 
 
 class NoEnvironment(Section):
@@ -23,6 +24,11 @@ class _Conversation(Section):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Maximum number of tokens of a turn; null: no limit but rollout.max_response_tokens, which
     counts all tokens after the prompt."""
+    history: Literal["append", "fork"] = "append"
+    """append: a conversation grows by tokens, and turns stay as they were sampled; fork: with each
+    reply the chat template renders it anew, and where that changes earlier tokens the next turn
+    begins with the rendered ones, in a context of its own. rollout.max_response_tokens then bounds
+    each context, behind as many tokens as the prompt has, and the sampled tokens in all."""
     workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
     """Processes of the environments; null: half of the cores."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(60.0, gt=0)
@@ -44,24 +50,42 @@ def _check_calls(value: str) -> str:
     return value
 
 
+_PYTHON_TOOLS = {
+    name: f"winnow.environments.python_tool:{name}" for name in ("python", "python_session")
+}
+
+
+def _check_tool(value: str) -> str:
+    if ":" not in value and value not in _PYTHON_TOOLS:
+        names = " or ".join(_PYTHON_TOOLS)
+        raise ValueError(f"must be FILE.py:NAME, package.module:NAME, {names}")
+    return _PYTHON_TOOLS.get(value) or check_import_path(value)
+
+
+ToolPath = Annotated[str, AfterValidator(_check_tool), CODE]
+
+
 class ToolsEnvironment(_Conversation):
     """Python functions as tools; a turn without a call ends the conversation."""
 
     name: Literal["tools"] = "tools"
-    tools: tuple[ImportPath, ...] = ()
+    tools: tuple[ToolPath, ...] = ()
     """Functions, or classes of which each conversation has an object: FILE.py:NAME or
-    package.module:NAME."""
+    package.module:NAME; python and python_session run programs in reward.sandbox."""
     calls: Annotated[str, AfterValidator(_check_calls)] = "auto"
     """auto reads calls as Qwen, Hermes and Llama write them; a regular expression reads others,
     with a named group for each argument, and `name` for that of the tool."""
     tool_timeout_s: Annotated[float, Change.ON_RESUME] = Field(10.0, gt=0)
-    """Seconds of an asynchronous tool, after which the policy is told so."""
+    """Seconds of a call, after which it is ended and the policy is told so."""
     output_chars: int = Field(4096, ge=1)
-    """Longest text of a tool's result; the rest is cut."""
+    """Longest text of a tool's result; the middle of a longer one is cut out."""
 
     def conflicts(self) -> Iterator[str]:
         if not self.tools:
             yield "environment.tools is empty; set environment.tools=[FILE.py:NAME]"
+        names = [path.rpartition(":")[2] for path in self.tools]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            yield f"environment.tools has {twice} twice; rename one of the functions"
 
 
 class CustomEnvironment(_Conversation):
@@ -107,8 +131,17 @@ HostedEnvironment = (
 Environment = Annotated[NoEnvironment | HostedEnvironment, Field(discriminator="name")]
 
 
-def host_arguments(config: HostedEnvironment) -> tuple[Any, ...]:
-    """Return the arguments of `EnvironmentHost`."""
+def host_arguments(
+    config: HostedEnvironment,
+    sandbox: SandboxConfig | FusionConfig,
+    workers: int,
+) -> tuple[Any, ...]:
+    """Return the arguments of `EnvironmentHost`.
+
+    Args:
+        sandbox: of the recipe, which its processes share.
+        workers: number of these.
+    """
     if isinstance(config, CustomEnvironment):
         return "environment.path", (config.path,), config.options, False
     if isinstance(config, TextArenaEnvironment):
@@ -116,7 +149,13 @@ def host_arguments(config: HostedEnvironment) -> tuple[Any, ...]:
         return "environment.id", (path,), {"id": config.id, "options": config.options}, False
     if isinstance(config, GymnasiumEnvironment):
         path = "winnow.environments.gymnasium:GymnasiumEpisode"
-        arguments = {"id": config.id, "options": config.options, "actions": config.actions}
-        return "environment.id", (path,), arguments, False
+        episode = {"id": config.id, "options": config.options, "actions": config.actions}
+        return "environment.id", (path,), episode, False
     options = {"timeout_s": config.tool_timeout_s, "output_chars": config.output_chars}
-    return "environment.tools", config.tools, options, True
+    arguments = "environment.tools", config.tools, options, True
+    if not set(_PYTHON_TOOLS.values()) & set(config.tools):
+        return arguments
+    if sandbox.max_concurrent is not None:
+        most = max(1, sandbox.max_concurrent // workers)
+        sandbox = sandbox.model_copy(update={"max_concurrent": most})
+    return *arguments, sandbox

@@ -139,13 +139,14 @@ class DemonstrationConfig(Section):
     """The mix of demonstrations; the rest of the shares is rambling without an end."""
 
     guess_share: float = Field(0.5, ge=0, le=1)
-    """Share of answers without working: digits sorted by key plus noise."""
+    """Share of answers without working: digits sorted by key plus noise; of data/task=calc the
+    product plus noise."""
     guess_noise: float = Field(3.0, ge=0)
     """Standard deviation of that noise."""
     working_share: float = Field(0.25, ge=0, le=1)
-    """Share of correct worked selection sorts."""
+    """Share of correct worked selection sorts; of data/task=calc, all but guesses are calls."""
     step_error: float = Field(0.01, ge=0, le=1)
-    """Chance that a written step of a chain is wrong."""
+    """Chance that a written step of a chain is wrong; of data/task=calc, a copied digit."""
     repeat: float = Field(0.75, ge=0, lt=1)
     """Chance that a rambling chain starts over after a question mark."""
 

@@ -145,6 +145,7 @@ _OVERLAPPED = {
     "sampling.commit=completion_order": "set it to admission_order, or trainer/mode=sync",
 }
 _SLEEP = "set rollout.engine.sleep=false"
+_WHOLE = "set it to filter or error, as prompts are rendered anew, or environment.history=append"
 _UNSUPPORTED = {
     "trainer/mode=one_step_off": _OVERLAPPED,
     "trainer/mode=async": {
@@ -169,6 +170,10 @@ _UNSUPPORTED = {
     "rollout.engine.sleep=true": {
         "trainer/mode=one_step_off": _SLEEP,
         "trainer/mode=async": _SLEEP,
+    },
+    "environment.history=fork": {
+        "rollout.routing_replay=true": "set it to false, or environment.history=append",
+        **{f"data.overlong_prompts={side}": _WHOLE for side in ("left", "right", "middle")},
     },
     "rollout.n=1": {
         "algorithm/advantage=grpo_passk": "set rollout.n to 2 or more",
@@ -207,9 +212,9 @@ def _sources(
     for key, folder in {"model.path": model.path, "model.tokenizer": model.tokenizer}.items():
         if makes_model and folder:
             yield f"<{key}> conflicts with <warm_start>; set {key}=null or warm_start=none"
-    if makes_model and task.name != "sort_digits":
+    if makes_model and task.name not in ("sort_digits", "calc"):
         yield (
-            "warm_start=sft supports data/task=sort_digits only, got <data/task>; choose "
+            "warm_start=sft supports data/task=sort_digits and calc only, got <data/task>; choose "
             "data/task=sort_digits, or warm_start=none with a model.path"
         )
 

@@ -7,13 +7,17 @@ two renderings of a made-up conversation, behind the token that ends its assista
     made up         user: q │ assistant: x <end>
     with a reply    user: q │ assistant: x <end> │ user: reply │ assistant:
                                                  └── reply_ids ───────────┘
+
+A template that rewrites the past renders other tokens for the whole conversation than those that it
+grew by. Where a recipe wants these (`environment.history=fork`), they are the `prompt_ids` of the
+next turn.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-History = Literal["exact", "rewritten"]
+History = Literal["exact", "rewritten", "without reasoning"]
 _IS_TEMPLATE = re.compile(r"\{[{%]")
 _FAULTS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -114,14 +118,17 @@ class TurnTokenizer:
         self._stop_ids = np.array(stop_ids, np.int64)
         self._stop_number = lru_cache(maxsize=256)(self._count_stops)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> IntArray:
-        """Return the ids [L] of the messages before the first sampled turn, and its header.
+    def prompt_ids(self, messages: Sequence[Message], trusted: int = 0) -> IntArray:
+        """Return the ids [L] of the messages before a sampled turn, and its header.
+
+        Args:
+            trusted: messages from the start on whose special tokens count, as in prompts of data.
 
         Raises:
             ModelError: the template fails.
         """
-        marked, mark = self._mark_special_tokens(messages)
-        return self._encode(self._template.render(marked, "the first messages"), mark)
+        marked, mark = self._mark_special_tokens(messages, trusted)
+        return self._encode(self._template.render(marked, "the conversation"), mark)
 
     def reply_ids(self, messages: Sequence[Message], stopped: bool = True) -> IntArray:
         """Return the ids [L] between a sampled turn and the next one.
@@ -145,18 +152,22 @@ class TurnTokenizer:
             raise self._no_end_error()
         return whole[ends[number - 1] + stopped :]
 
-    def history(self, messages: Sequence[Message], answer: Message) -> History:
-        """Return whether the template keeps an answer as it was sampled once messages follow.
+    def history(self, messages: Sequence[Message]) -> History:
+        """Return what the template makes of a sampled turn once messages follow.
 
-        Args:
-            messages: that follow it.
+        The turn is a made-up one, with reasoning where the template knows of that.
         """
-        opening = [{"role": "user", "content": "q"}]
-        sampled = self._template.render([*opening, answer], "a turn", answered=True)
-        whole = self._template.render([*opening, answer, *messages], "a reply")
-        first = self._template.render(opening, "a prompt")
-        kept = sampled.startswith(first) and whole.startswith(sampled.rstrip())
-        return "exact" if kept else "rewritten"
+        question, answer = _opening_of(messages)
+        first = self._template.render([question], "a prompt")
+        opens, closes = (first.rstrip().endswith(tag) for tag in ("<think>", "</think>"))
+        reasons = "</think>" in self._template.text and not closes
+        reasoned = "a\n</think>\n\nx" if opens else "<think>\na\n</think>\n\nx"
+        text = reasoned if reasons else "x"
+        turns = [question, {**answer, "content": text}, *messages]
+        whole = self._template.render(turns, "a reply")
+        if whole.startswith(first + text):
+            return "exact"
+        return "without reasoning" if reasons and "</think>" not in whole else "rewritten"
 
     def _count_stops(self, opening_json: str) -> int:
         """Return the number of stop tokens to the end of the made-up answer, its own included."""
@@ -181,37 +192,50 @@ class TurnTokenizer:
             "follow one; set data.chat_template to a template that does"
         )
 
-    def _mark_special_tokens(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """Put a mark into the spelling of each special token in the texts; return the mark, too."""
-        texts = [m["content"] for m in messages if isinstance(m.get("content"), str)]
-        if not any(self._special_token.search(text) for text in texts):
-            return [*messages], ""
-        used = set().union(*texts)
+    def _mark_special_tokens(
+        self, messages: Sequence[Message], trusted: int = 0
+    ) -> tuple[list[Message], str]:
+        """Put a mark into the spelling of each special token in the texts; return the mark, too.
+
+        The policy's turns keep tokens that are added and not special, such as `<think>`.
+        """
+        used = json.dumps(messages, ensure_ascii=False, default=str)
         mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
 
         def cut(spelled: re.Match[str]) -> str:
             return spelled[0][0] + mark + spelled[0][1:]
 
-        marked = []
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, str):
-                message = {**message, "content": self._special_token.sub(cut, content)}
-            marked.append(message)
-        return marked, mark
+        def marked(value: Any, pattern: re.Pattern[str]) -> Any:
+            if isinstance(value, Mapping):
+                return {marked(k, pattern): marked(v, pattern) for k, v in value.items()}
+            if isinstance(value, list | tuple):
+                return [marked(each, pattern) for each in value]
+            return pattern.sub(cut, value) if isinstance(value, str) else value
+
+        patterns = [self._patterns[message["role"] == "assistant"] for message in messages]
+        parts = [marked(*pair) for pair in zip(messages, patterns, strict=True)]
+        return [*messages[:trusted], *parts[trusted:]], mark
 
     @cached_property
-    def _special_token(self) -> re.Pattern[str]:
-        """Matches the tokens that the tokenizer looks for before it splits a text."""
-        names = sorted(map(str, self._tokenizer.added_tokens_encoder), key=len, reverse=True)
-        # Of one character there is none to cut; and no text spells nothing.
-        return re.compile("|".join(re.escape(n) for n in names if len(n) > 1) or "(?!)")
+    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Match the tokens that the tokenizer looks for before it splits a text: all of them, and
+        those that decoding leaves out."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = (token for i, token in added if token.special or i in self._stop_ids)
+        return _any_of(token for _, token in added), _any_of(special)
 
     def _encode(self, text: str, mark: str) -> IntArray:
         """Tokenize a text in the pieces between marks, of which none spells a marked token."""
         pieces = text.split(mark) if mark else [text]
         encoded = self._tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
         return np.array([token for ids in encoded for token in ids], np.int64)
+
+
+def _any_of(tokens: Iterable[Any]) -> re.Pattern[str]:
+    """Match the spelling of any of these tokens."""
+    names = sorted(map(str, tokens), key=len, reverse=True)
+    # Of one character there is none to cut; and no text spells nothing.
+    return re.compile("|".join(re.escape(n) for n in names if len(n) > 1) or "(?!)")
 
 
 def _opening_of(messages: Sequence[Message]) -> list[Message]:

@@ -84,7 +84,7 @@ def read_demonstrations(
                 continue
             text = "\n".join(m["content"] for m in messages if m["role"] == _WRITER)
             prompts.append(Prompt(row.uid, ids, tokenizer.decode(ids), source, text))
-            answers[row.uid] = tuple(_segments(rest))
+            answers[row.uid] = tuple(segments_of(rest))
     if files and not prompts:
         raise DataError(
             f"{', '.join(files)}: none of {too_long} demonstrations fits into "
@@ -93,7 +93,7 @@ def read_demonstrations(
     return DemonstrationSet(PromptSet(tuple(prompts), too_long), answers)
 
 
-def _segments(parts: Sequence[IntArray]) -> Iterator[Segment]:
+def segments_of(parts: Sequence[IntArray]) -> Iterator[Segment]:
     """Yield what the model is to write, and what stands between: they take turns."""
     for place, ids in enumerate(parts):
         logprobs = np.zeros(len(ids), np.float32)

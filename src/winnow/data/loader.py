@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from winnow.config.data import (
+    CalcTask,
     CustomTask,
     DataConfig,
     EpisodesTask,
@@ -146,6 +147,10 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         from winnow.data.sort_digits import SortDigitsRows
 
         return SortDigitsRows(task, seed)
+    if isinstance(task, CalcTask):
+        from winnow.data.calc import CalcRows
+
+        return CalcRows(task, seed)
     if isinstance(task, ReasoningGymTask):
         from winnow.data.reasoning_gym import ReasoningGymRows
 

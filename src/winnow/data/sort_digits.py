@@ -22,6 +22,7 @@ import numpy as np
 from winnow.config.data import SortDigitsTask
 from winnow.config.model import DemonstrationConfig
 from winnow.data.sources import Row
+from winnow.data.tokenizer import make_tokenizer
 from winnow.errors import DataError
 from winnow.types import IntArray
 
@@ -43,24 +44,17 @@ _EVALUATION_SEED = "evaluation"
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build a Hugging Face tokenizer of 29 tokens, one a character; it adds none by itself."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel(dict(_IDS), unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
+    return make_tokenizer(VOCABULARY)
 
 
 def encode(text: str) -> IntArray:
     """[L] the ids that `build_tokenizer()` gives to a text without special tokens."""
     return np.array([_IDS.get(character, UNKNOWN_ID) for character in text], dtype=np.int64)
+
+
+def longest_prompt(task: SortDigitsTask) -> int:
+    """Return the most tokens that a prompt has."""
+    return task.max_digits + 1
 
 
 def is_held_out(digits: str) -> bool:
@@ -157,8 +151,9 @@ class Demonstration:
 
     prompt_ids: IntArray
     """[L]"""
-    response_ids: IntArray
-    """[L] ends with EOS unless the limit cut it."""
+    turns: tuple[IntArray, ...]
+    """Turns, each [L] and ended by EOS unless the limit cut it, and what an environment replies to
+    them, alternately."""
 
 
 def demonstrations(
@@ -179,7 +174,7 @@ def demonstrations(
             repeat = 0.0 if is_straight else config.repeat
             text = _write_working(digits, config.step_error, repeat, max_response_tokens, rng)
         response = np.append(encode(text), EOS_ID)[:max_response_tokens]
-        examples.append(Demonstration(encode(prompt_text(digits)), response))
+        examples.append(Demonstration(encode(prompt_text(digits)), (response,)))
     return examples
 
 

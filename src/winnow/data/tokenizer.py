@@ -14,7 +14,7 @@ from winnow.models.fetch import brief, check_hub, check_model_path, local_folder
 from winnow.types import IntArray
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -68,6 +68,38 @@ def load_tokenizer(
             "end; set eos_token in tokenizer_config.json"
         )
     return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def make_tokenizer(
+    vocabulary: Sequence[str],
+    roles: Sequence[str] = (),
+    chat_template: str | None = None,
+    pattern: str = r"[\s\S]",
+) -> PreTrainedTokenizerFast:
+    """Build a Hugging Face tokenizer of a generated task; it adds no tokens by itself.
+
+    Args:
+        vocabulary: tokens in the order of their ids: padding, end of sequence, unknown, others.
+        roles: those of them that are special besides these three.
+        pattern: a regular expression; each match in a text is a token.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, eos, unknown = vocabulary[:3]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unknown,
+        additional_special_tokens=list(roles),
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def has_tokenizer(folder: str) -> bool:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from winnow.environments import ToolCall, Turn
+from winnow.environments import Message, ToolCall, Turn
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
@@ -40,6 +40,26 @@ def parse_turn(text: str) -> Turn:
     if bare.startswith(_PYTHON_TAG) or re.match(r'\{\s*"name"\s*:', body):
         return _turn_of("", [_parse_json(body, "parameters")])
     return Turn(bare)
+
+
+def plain_message(text: str, turn: Turn) -> Message:
+    """Return a turn as a message for a chat template, with its calls in the text."""
+    return {"role": "assistant", "content": text}
+
+
+def message_of(text: str, turn: Turn) -> Message:
+    """Return a turn as a message for a chat template, with its calls where all were parsed.
+
+    Args:
+        text: of the whole turn, reasoning included.
+        turn: what was parsed of it.
+    """
+    if not turn.calls or turn.malformed:
+        return plain_message(text, turn)
+    reasoning, end, _ = text.rpartition("</think>")
+    functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
+    calls = [{"type": "function", "function": function} for function in functions]
+    return {**plain_message(reasoning + end + turn.text, turn), "tool_calls": calls}
 
 
 def pattern_parser(pattern: str) -> Callable[[str], Turn]:

@@ -7,6 +7,10 @@ To the engine below, a turn is an answer that continues behind a prefix: all tok
 either author. So sampled ids are never rendered again, random numbers go on with the position, and
 every engine can do it. To the sampler above, a conversation is one answer of several segments.
 
+A conversation may be rendered anew with each reply instead (`environment.history=fork`). Where the
+result does not continue its tokens it becomes the prompt of the next turn, in a segment that
+`restarts`: a branch, with random numbers of its own.
+
 In deterministic mode a reply is seen a fixed number of decode ticks after its turn, as scores are.
 """
 
@@ -16,7 +20,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +35,7 @@ from winnow.rollout.engine import (
     EngineStatus,
     GroupRequest,
     SamplingParams,
+    answer_seed,
 )
 from winnow.rollout.weights import WeightUpdate
 from winnow.types import FinishReason, IntArray, Prompt, Segment, VersionSpan
@@ -94,6 +99,8 @@ class Conversation:
     segments: list[Segment]
     """Complete ones: a turn of the policy, a reply, a turn, …"""
     turns: list[Turn] = field(default_factory=list)
+    replies: dict[int, Sequence[Message]] = field(default_factory=dict)
+    """By turn; all of them where they are rendered anew."""
     reply: asyncio.Task[list[Step]] | None = None
     """The environment's reply to the last turn, while it is waited for."""
     due: int = 0
@@ -111,9 +118,36 @@ class Conversation:
         return self.group.group_id, self.request.index
 
     @property
+    def branch(self) -> Sequence[Segment]:
+        """The complete segments behind the context that the engine gets as a prompt."""
+        restarts = [place for place, each in enumerate(self.segments, 1) if each.restarts]
+        return self.segments[restarts[-1] :] if restarts else self.segments
+
+    @property
     def length(self) -> int:
-        """Tokens of the complete segments."""
-        return sum(map(len, self.segments))
+        """Tokens of the branch."""
+        return sum(map(len, self.branch))
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        """The context before the branch: the prompt, or the conversation as rendered anew."""
+        at = len(self.segments) - len(self.branch)
+        return self.segments[at - 1].token_ids if at else self.group.prompt_ids
+
+    @property
+    def seed(self) -> int:
+        """Key of the branch's random numbers."""
+        seed, restarts = self.request.seed, sum(each.restarts for each in self.segments)
+        # Hashed as a number of 63 bits, since those of the hash have a sign.
+        return answer_seed(seed >> 1, restarts, self.request.index) if restarts else seed
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of the branch: its context stays within that of one answer, and all turns
+        together within the tokens of one."""
+        limit, size = self.group.sampling.max_tokens, len(self.group.prompt_ids)
+        sampled = sum(len(each) for each in self.segments if each.source == "model")
+        return min(size + limit - len(self.prompt_ids), limit - sampled + self.length)
 
     def event(self, kind: Any, segment: Segment = EMPTY, **fields: Any) -> CompletionEvent:
         """Return an event of the conversation; `segment` is its turn under way."""
@@ -130,6 +164,8 @@ class ConversationEngine:
         parse: makes a turn of its text.
         decode: token ids of a turn, without its stop token, to text.
         environments: reply to turns.
+        message_of: makes a message of a turn, of its text and what was parsed, for the template to
+            render it anew; None keeps conversations as they were sampled.
         deterministic: replies are seen `lag_ticks` after their turns, or once the engine is idle.
         look_ticks: replies are then seen at multiples of this only.
     """
@@ -143,13 +179,14 @@ class ConversationEngine:
         environments: Environments,
         limits: ConversationLimits,
         *,
+        message_of: Callable[[str, Turn], Message] | None = None,
         deterministic: bool,
         lag_ticks: int = 0,
         look_ticks: int = 1,
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._parse, self._decode = parse, decode
-        self._environments, self._limits = environments, limits
+        self._environments, self._limits, self._message_of = environments, limits, message_of
         self._deterministic = deterministic
         self._lag_ticks, self._look_ticks = lag_ticks, look_ticks
         self._live: dict[Key, Conversation] = {}
@@ -180,7 +217,7 @@ class ConversationEngine:
                 else:
                     begun.append(replace(request, retain_cache=self._limits.turns > 1))
             if begun:
-                sampling = self._turn_sampling(group.sampling, 0)
+                sampling = self._turn_sampling(self._live[group.group_id, begun[0].index])
                 fresh.append(replace(group, answers=tuple(begun), sampling=sampling, prompt=None))
         if fresh:
             for group in fresh:
@@ -286,17 +323,8 @@ class ConversationEngine:
         A cancelled wait loses nothing: events are handled by the task that gets them.
         """
         await self._finish_move()
-        status = self._engine.status()
         replies = [each.reply for each in self._waiting() if each.reply is not None]
-        if not replies or not status.running + status.queued:
-            # It may have events though nothing runs, of answers that were aborted.
-            if await self._collect():
-                return False
-            if not replies:
-                return True
-            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
-            return await self._take_done_replies()
-        collecting = asyncio.ensure_future(self._collect())
+        collecting = asyncio.ensure_future(self._collect(replies))
         try:
             await asyncio.wait([collecting, *replies], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -304,19 +332,14 @@ class ConversationEngine:
             (outcome,) = await asyncio.gather(collecting, return_exceptions=True)
         if isinstance(outcome, Exception):
             raise outcome
-        return await self._take_done_replies()
-
-    async def _take_done_replies(self) -> Literal[False]:
-        """Take the replies that are there, though the caller is cancelled."""
-
-        async def take() -> None:
-            for conversation in replied:
-                await self._take_reply(conversation)
-
         replied = [each for each in self._waiting() if each.reply and each.reply.done()]
-        self._move = asyncio.ensure_future(take())
+        self._move = asyncio.ensure_future(self._take_replies(replied))
         await self._finish_move()
-        return False
+        return outcome is True
+
+    async def _take_replies(self, conversations: Sequence[Conversation]) -> None:
+        for conversation in conversations:
+            await self._take_reply(conversation)
 
     async def _finish_move(self) -> None:
         """Wait until replies that are being taken have become turns."""
@@ -326,12 +349,18 @@ class ConversationEngine:
                 self._move = None
             move.result()
 
-    async def _collect(self) -> bool:
-        """Wait for events of the engine; return whether there were any, which idle it has not."""
-        events = await self._engine.events()
+    async def _collect(self, replies: Sequence[asyncio.Task[list[Step]]]) -> bool:
+        """Handle the engine's events, or wait for a reply where it is idle.
+
+        Returns:
+            True if there is neither.
+        """
+        events = await self._engine.events()  # an idle engine may have some, too
         for event in events:
             self._handle(event)
-        return bool(events)
+        if replies and not events:
+            await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        return not replies and not events
 
     # -- turns and replies ----------------------------------------------------------------------
 
@@ -341,6 +370,8 @@ class ConversationEngine:
         if aside is not None and len(aside.segments) == len(request.earlier):
             aside.group, aside.request, aside.aborting = group, request, False
             return aside
+        if request.earlier and self._message_of is not None:  # all replies are rendered
+            self._environments.close_conversation(request.seed)
         conversation = Conversation(group, request, list(request.earlier))
         conversation.turns = [
             self._turn_of(each, group) for each in request.earlier if each.source == "model"
@@ -354,21 +385,22 @@ class ConversationEngine:
             if conversation.reply is None:
                 self._ask_environment(conversation)
             return
-        prefix = _flatten([*segments, *([request.prefix] if request.prefix else [])])
-        sampling = conversation.group.sampling
         goes_on = len(conversation.turns) + 1 < self._limits.turns
-        turn = replace(request, prefix=prefix, earlier=(), retain_cache=goes_on)
-        sampling = self._turn_sampling(sampling, conversation.length)
+        written = [*conversation.branch, *([request.prefix] if request.prefix else [])]
+        prefix = _flatten(written) if written else None
+        turn = replace(request, seed=conversation.seed, prefix=prefix, earlier=())
+        turn = replace(turn, retain_cache=goes_on)
+        sampling = self._turn_sampling(conversation)
         group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
         conversation.in_engine = True
-        await self._engine.submit([group])
+        await self._engine.submit([replace(group, prompt_ids=conversation.prompt_ids)])
 
-    def _turn_sampling(self, sampling: SamplingParams, length: int) -> SamplingParams:
-        """Return the settings of a turn behind `length` tokens, which count towards its limit."""
-        if self._limits.turn_tokens is None:
-            return sampling
-        tokens = min(length + self._limits.turn_tokens, sampling.max_tokens)
-        return replace(sampling, max_tokens=tokens)
+    def _turn_sampling(self, conversation: Conversation) -> SamplingParams:
+        """Return the settings of the next turn; the tokens before it count towards its limit."""
+        tokens, most = conversation.max_tokens, self._limits.turn_tokens
+        if most is not None:
+            tokens = min(conversation.length + most, tokens)
+        return replace(conversation.group.sampling, max_tokens=tokens)
 
     def _turn_event(self, conversation: Conversation, event: CompletionEvent) -> CompletionEvent:
         """Return an event of the engine as one of the conversation."""
@@ -378,17 +410,17 @@ class ConversationEngine:
     def _handle(self, event: CompletionEvent) -> None:
         """Process the end of a turn."""
         conversation = self._live[event.group_id, event.answer]
-        told = self._turn_event(conversation, event)
+        ended = self._turn_event(conversation, event)
         conversation.tick, conversation.in_engine = event.tick, False
         if event.kind != "finished":
-            self._events.append(told)
+            self._events.append(ended)
             self._set_aside(conversation)
             return
         if event.finish_reason != "stop":  # the turn has no end, so nothing can follow
-            self._finish(conversation, told)
+            self._finish(conversation, ended)
             return
-        conversation.segments.append(told.segment)
-        conversation.turns.append(self._turn_of(told.segment, conversation.group))
+        conversation.segments.append(ended.segment)
+        conversation.turns.append(self._turn_of(ended.segment, conversation.group))
         if conversation.aborting:
             self._events.append(conversation.event("aborted"))
             self._set_aside(conversation)
@@ -399,6 +431,7 @@ class ConversationEngine:
         prompt, look = conversation.group.prompt, self._look_ticks
         assert prompt is not None, "a request of a conversation has its row"
         state = next((s.state for s in reversed(conversation.segments) if s.state), b"")
+        state = state if self._message_of is None else b""  # all replies are rendered
         seed, turns = conversation.request.seed, tuple(conversation.turns)
         step = self._environments.step(seed, prompt, turns, state)
         conversation.reply = asyncio.ensure_future(step)
@@ -412,8 +445,11 @@ class ConversationEngine:
         reply, conversation.reply = conversation.reply, None
         try:
             *replayed, step = reply.result()
-            self._check_replay(conversation, replayed)
-            ids = self._reply_ids(conversation, step)
+            first = len(conversation.turns) - 1 - len(replayed)
+            messages = map(_shown_messages, [*replayed, step])
+            conversation.replies |= dict(enumerate(messages, first))
+            self._check_replay(conversation, first)
+            following = None if step.done else self._reply_segment(conversation)
         except EnvironmentFault as fault:
             self._faults += 1
             event = conversation.event("failed", error=str(fault), is_fault=True)
@@ -425,57 +461,65 @@ class ConversationEngine:
         figures = {**step.metrics, "calls": calls, "malformed": malformed}
         segments[:] = [replace(s, state=b"") if s.state else s for s in segments]
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
-        sampling = conversation.group.sampling
-        is_full = conversation.length + len(ids) >= sampling.max_tokens
-        if step.done or len(conversation.turns) >= self._limits.turns or is_full:
-            reason: FinishReason = "stop" if step.done else "length"
-            last = segments.pop()
-            event = conversation.event("finished", last, finish_reason=reason)
-            self._finish(conversation, event)
-            return
-        zeros = np.zeros(len(ids), np.float32)
-        segments.append(Segment(ids, zeros, (), "environment", state=step.state))
-        conversation.request = replace(conversation.request, prefix=None)
-        await self._continue(conversation)
+        if following is not None and len(conversation.turns) < self._limits.turns:
+            segments.append(replace(following, state=step.state))
+            if conversation.length < conversation.max_tokens:
+                conversation.request = replace(conversation.request, prefix=None)
+                await self._continue(conversation)
+                return
+            segments.pop()
+        reason: FinishReason = "stop" if step.done else "length"
+        last = segments.pop()
+        self._finish(conversation, conversation.event("finished", last, finish_reason=reason))
 
-    def _reply_ids(self, conversation: Conversation, step: Step) -> IntArray:
-        """Return the ids of a reply.
+    def _reply_segment(self, conversation: Conversation) -> Segment:
+        """Return the reply to the turn that the segments end with, as tokens before the next."""
+        segments, group = conversation.segments, conversation.group
+        number = len(segments) // 2
+        if self._message_of is None:
+            stopped = segments[-1].token_ids[-1] in group.sampling.stop_token_ids
+            ids = self._tokenizer.reply_ids(conversation.replies[number], stopped)
+            return Segment(ids, np.zeros(len(ids), np.float32), (), "environment")
+        prompt = group.prompt
+        assert prompt is not None, "a request of a conversation has its row"
+        messages = [*prompt.messages]
+        for place, turn in enumerate(conversation.turns[: number + 1]):
+            text = self._text_of(segments[2 * place], group)
+            messages += [self._message_of(text, turn), *conversation.replies[place]]
+        trusted = 0 if prompt.row_messages else len(prompt.messages)
+        ids = self._tokenizer.prompt_ids(messages, trusted)
+        pieces = [conversation.prompt_ids, *(each.token_ids for each in conversation.branch)]
+        context = np.concatenate(pieces)
+        restarts = not np.array_equal(ids[: len(context)], context)
+        ids = ids if restarts else ids[len(context) :]
+        logprobs = np.zeros(len(ids), np.float32)
+        return Segment(ids, logprobs, (), "environment", restarts=restarts)
 
-        Raises:
-            EnvironmentFault: it is no text.
-        """
-        if step.done:
-            return EMPTY.token_ids
-        try:
-            messages = messages_of(step.observation)
-        except TypeError as error:
-            raise EnvironmentFault(f"the observation of step is wrong: {error}") from error
-        last = conversation.segments[-1].token_ids[-1]
-        stopped = last in conversation.group.sampling.stop_token_ids
-        return self._tokenizer.reply_ids(messages, stopped)
-
-    def _check_replay(self, conversation: Conversation, steps: Sequence[Step]) -> None:
-        """Compare replayed replies with those that the conversation has.
+    def _check_replay(self, conversation: Conversation, first: int) -> None:
+        """Compare the replies that were replayed, from a turn on, with those of the conversation.
 
         Raises:
             EnvironmentFault: one differs.
         """
-        turns = [place for place, s in enumerate(conversation.segments) if s.source == "model"]
-        for step, place in zip(reversed(steps), reversed(turns[:-1]), strict=False):
-            stored = conversation.segments[place + 1]
-            before = replace(conversation, segments=conversation.segments[: place + 1])
-            ids = self._reply_ids(before, step)
-            if not np.array_equal(ids, stored.token_ids):
+        for number in range(first, len(conversation.turns) - 1):
+            stored = conversation.segments[2 * number + 1]
+            before = replace(conversation, segments=conversation.segments[: 2 * number + 1])
+            if not conversation.replies[number] or not np.array_equal(
+                self._reply_segment(before).token_ids, stored.token_ids
+            ):
                 raise EnvironmentFault(
-                    f"turn {place // 2 + 1} was replayed with another reply; give the environment "
+                    f"turn {number + 1} was replayed with another reply; give the environment "
                     "state_dict and load_state_dict, or let it depend on its row and turns alone"
                 )
 
     def _turn_of(self, segment: Segment, group: GroupRequest) -> Turn:
+        return self._parse(self._text_of(segment, group))
+
+    def _text_of(self, segment: Segment, group: GroupRequest) -> str:
         ids = segment.token_ids
         if len(ids) and ids[-1] in group.sampling.stop_token_ids:
             ids = ids[:-1]
-        return self._parse(self._decode(ids))
+        return self._decode(ids)
 
     def _finish(self, conversation: Conversation, event: CompletionEvent) -> None:
         del self._live[conversation.key]
@@ -491,6 +535,18 @@ class ConversationEngine:
             if dropped.reply is not None:
                 dropped.reply.cancel()
             self._environments.close_conversation(seed)
+
+
+def _shown_messages(step: Step) -> Sequence[Message]:
+    """Return the messages that a step adds to the conversation.
+
+    Raises:
+        EnvironmentFault: it has none.
+    """
+    try:
+        return () if step.done else messages_of(step.observation)
+    except TypeError as error:
+        raise EnvironmentFault(f"the observation of step is wrong: {error}") from error
 
 
 def _flatten(segments: Sequence[Segment]) -> Segment:

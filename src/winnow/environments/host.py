@@ -13,10 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.environments import Environment, Step, Turn, messages_of
-from winnow.environments.tools import ToolEnvironment
+from winnow.environments.tools import ToolEnvironment, is_async_tool
 from winnow.errors import ConfigError
-from winnow.rewards.task import Failure, make_failure
+from winnow.rewards.task import Failure, make_failure, run_awaitable
+from winnow.sandbox import start as start_sandbox
 from winnow.user_code import load_user_object
 
 _MOST = 10_000
@@ -31,14 +33,14 @@ class StepRequest(NamedTuple):
     turns: tuple[Turn, ...]
     """All of the policy's; none: the observation of `reset` is wanted."""
     first: tuple[Mapping[str, Any], ...] = ()
-    """What `reset` returned for the prompt; none: it left the row's messages."""
+    """The messages that `reset` returned for the prompt; none: it left those of the row."""
     state: bytes = b""
     """`Step.state` of the reply before the last turn."""
     closed: tuple[int, ...] = ()
     """Conversations that have ended."""
 
 
-class StepReply(NamedTuple):
+class TurnReplies(NamedTuple):
     """Replies to turns."""
 
     steps: list[Step]
@@ -54,19 +56,28 @@ class EnvironmentHost:
         paths: of a class of environments; or, with `tools`, of functions and classes.
         options: keyword arguments of the class, or of `ToolEnvironment`.
         tools: True if the paths are tools.
+        sandbox: for the programs of tools that run some.
 
     Raises:
         ConfigError: the code cannot be imported, or is none of these.
+        RewardError: there is no sandbox.
     """
 
     def __init__(
-        self, field: str, paths: Sequence[str], options: Mapping[str, Any], tools: bool
+        self,
+        field: str,
+        paths: Sequence[str],
+        options: Mapping[str, Any],
+        tools: bool,
+        sandbox: SandboxConfig | FusionConfig | None = None,
     ) -> None:
+        if sandbox is not None:
+            start_sandbox(sandbox)
         loaded = [load_user_object(path, field, ConfigError) for path in paths]
         self._file = inspect.getsourcefile(loaded[0]) if loaded else None
         if tools:
             self._make = partial(ToolEnvironment, loaded, **options)
-            self.is_async = True
+            self.is_async = any(map(is_async_tool, loaded))
         else:
             kind: Any = loaded[0]
             missing = [
@@ -82,18 +93,20 @@ class EnvironmentHost:
         self._environments: OrderedDict[int, tuple[Environment, int]] = OrderedDict()
         """By conversation, the environment and the turns that it has replied to."""
 
-    def call_without_loop(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
+    def call_without_loop(self, items: Sequence[StepRequest]) -> list[TurnReplies] | Failure:
         """Reply to the turns of one request."""
         (request,) = items
         began = time.perf_counter()
         try:
             environment, turns, steps = self._begin(request)
-            steps += [_check_step(environment.step(turn)) for turn in turns]
+            for turn in turns:
+                reply: Any = environment.step(turn)
+                steps.append(_check_step(run_awaitable(reply)))
             return self._end(request, environment, steps, began)
         except BaseException as error:
             return make_failure(error, self._file)
 
-    async def call(self, items: Sequence[StepRequest]) -> list[StepReply] | Failure:
+    async def call(self, items: Sequence[StepRequest]) -> list[TurnReplies] | Failure:
         """Reply to the turns of one request, while other requests wait."""
         (request,) = items
         began = time.perf_counter()
@@ -130,7 +143,7 @@ class EnvironmentHost:
 
     def _end(
         self, request: StepRequest, environment: Environment, steps: list[Step], began: float
-    ) -> list[StepReply]:
+    ) -> list[TurnReplies]:
         seconds = time.perf_counter() - began
         save = getattr(environment, "state_dict", None)
         if callable(save) and request.turns and not steps[-1].done:
@@ -140,7 +153,7 @@ class EnvironmentHost:
             self._close(request.conversation)
         elif len(self._environments) > _MOST:
             self._close(next(iter(self._environments)))
-        return [StepReply(steps, seconds)]
+        return [TurnReplies(steps, seconds)]
 
     def _close(self, conversation: int) -> None:
         environment, _ = self._environments.pop(conversation, (None, 0))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from winnow.environments import Message, Step, Turn
-from winnow.environments.host import StepReply, StepRequest
+from winnow.environments.host import StepRequest, TurnReplies
 from winnow.errors import ConfigError, EnvironmentFault
 from winnow.rewards.pool import CallPool
 from winnow.rewards.task import Failure, PoolLimits
@@ -65,7 +65,7 @@ class EnvironmentPool:
         closed, self._closed[place] = tuple(self._closed[place]), []
         first = tuple(prompt.messages) if prompt.row_messages else ()
         request = StepRequest(conversation, row_of(prompt), tuple(turns), first, state, closed)
-        outcome: StepReply | Failure = await self._pools[place].call(request)
+        outcome: TurnReplies | Failure = await self._pools[place].call(request)
         if isinstance(outcome, Failure):
             raise EnvironmentFault(outcome.line)
         if turns:

@@ -16,17 +16,23 @@ A class is one, too: an object of it is made for each conversation, with the row
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from winnow.environments import Message, Step, ToolCall, Turn
-from winnow.errors import ConfigError
+from winnow.errors import ConfigError, EnvironmentFault
 
 Tool = Callable[..., Any]
 _FIELD = "environment.tools"
-_CUT = "\n… (cut)"
+_CUT = "\n… (cut) …\n"
+
+
+class _TimeoutInterrupt(BaseException):
+    """Ends a synchronous tool whose time is up; `except Exception` in it does not catch this."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,25 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     return schema
 
 
+def is_async_tool(tool: Tool) -> bool:
+    """Return whether calls of a tool may wait side by side."""
+    called = getattr(tool, "__call__", None)  # noqa: B004  an object's own
+    return any(map(inspect.iscoroutinefunction, (tool, called)))
+
+
 class ToolEnvironment:
     """Answers a turn's calls by tools; a turn without calls ends the conversation.
 
-    Whatever a tool raises is a text to the policy. The reward comes from the reward function, and
-    from tools that return a `ToolResult`.
+    Whatever a tool raises is a text to the policy, but for an `EnvironmentFault`. The reward comes
+    from the reward function, and from tools that return a `ToolResult`.
+
+    A call whose time is up is a text to the policy, too: an asynchronous tool is cancelled, and a
+    synchronous one is interrupted by a signal, which reaches Python code and waits. A call that
+    hangs in C code ends with its process, at the limit of the environment's reply.
 
     Args:
-        timeout_s: limit of a call; a sync tool that is over it ends its process.
-        output_chars: longest result; the rest is cut.
+        timeout_s: limit of a call; a tool with a true `limits_its_time` has none.
+        output_chars: longest result; the middle of a longer one is cut out.
     """
 
     def __init__(self, tools: Sequence[Tool], timeout_s: float, output_chars: int) -> None:
@@ -101,9 +117,7 @@ class ToolEnvironment:
         for call in turn.calls:
             result = await self._call(call)
             reward += result.reward
-            text = result.text
-            if len(text) > self._output_chars:
-                text = text[: self._output_chars] + _CUT
+            text = self._shorten(result.text)
             messages.append({"role": "tool", "name": call.name, "content": text})
         messages += [
             {"role": "tool", "name": "error", "content": f"error: {fault}"}
@@ -123,16 +137,47 @@ class ToolEnvironment:
             inspect.signature(tool).bind(**call.arguments)
         except TypeError as error:
             return ToolResult(f"error: {error}")
+        limit_s = None if getattr(tool, "limits_its_time", False) else self._timeout_s
+        limit = asyncio.timeout(limit_s)
         try:
-            result = tool(**call.arguments)
+            with _interrupted_after(limit_s):
+                result = tool(**call.arguments)
             if inspect.isawaitable(result):
-                result = await asyncio.wait_for(result, self._timeout_s)
-        except TimeoutError:
-            return ToolResult(f"error: {name} did not finish within {self._timeout_s:g} s")
-        except Exception as error:
+                async with limit:
+                    result = await result
+        except EnvironmentFault:
+            raise
+        except (Exception, _TimeoutInterrupt) as error:
+            if limit.expired() or isinstance(error, _TimeoutInterrupt):
+                return ToolResult(f"error: {name} did not finish within {self._timeout_s:g} s")
             return ToolResult(f"error: {type(error).__name__}: {error}")
         if not isinstance(result, ToolResult):
             return ToolResult(str(result))
         if result.reward:
             self._rewards[name] = self._rewards.get(name, 0.0) + result.reward
         return result
+
+    def _shorten(self, text: str) -> str:
+        most = self._output_chars
+        if len(text) <= most:
+            return text
+        return text[: most - most // 2] + _CUT + text[len(text) - most // 2 :]
+
+
+@contextlib.contextmanager
+def _interrupted_after(limit_s: float | None) -> Iterator[None]:
+    """Raise `_TimeoutInterrupt` in the block after a time; the block runs in the main thread."""
+    if limit_s is None:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise _TimeoutInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    remaining = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *remaining)
+        signal.signal(signal.SIGALRM, previous)

@@ -4,7 +4,9 @@
                      ▲                                                            │
                      └──── columns["old"] ◄── gather_tokens ◄── values [T] ◄──────┘
 
-Samples are packed end to end, never padded. Everything per token is aligned with `token_ids`:
+Samples are packed end to end, never padded. A sample whose conversation was rendered anew has
+several contexts (`Segment.restarts`): tokens attend and count positions within theirs alone, and
+all else takes the sample as one. Everything per token is aligned with `token_ids`:
 entry t is about token t given those before it, so the log-prob of token t comes from the hidden
 state at t - 1, and the first token of a sample, which nothing precedes, is never in a mask.
 The divisors of a loss are counted once an update, so that micro-batches just add up. On ranks each
@@ -62,7 +64,7 @@ class Batch:
     token_ids: Tensor
     """[T] int64: each sample's prompt, then its trajectory."""
     positions: Tensor
-    """[T] int64, position of the token in its sample."""
+    """[T] int64, position of the token in its context."""
     offsets: Tensor
     """[B+1] int64: sample b is [offsets[b], offsets[b+1])."""
     prompt_lengths: Tensor
@@ -167,7 +169,7 @@ class MicroBatch:
     token_ids: Tensor
     """[T] int64"""
     positions: Tensor
-    """[T] int64, position of the token in its sample."""
+    """[T] int64, position of the token in its context."""
     offsets: Tensor
     """[B+1] int64: sample b is [offsets[b], offsets[b+1])."""
     sample_index: Tensor
@@ -193,6 +195,8 @@ class MicroBatch:
     """[T] int64: the tokens' places in the batch."""
     lengths: tuple[int, ...]
     """[B] tokens of each sample, known to the host without asking the device."""
+    contexts: tuple[int, ...]
+    """Tokens of each context: a sample, or a part of it up to a restart."""
     counts: UpdateCounts
     """UpdateCounts of the whole update."""
 
@@ -226,31 +230,28 @@ def pack(
         ValueError: a prompt without a token, whose answer's first token has no context.
     """
     rows = [(g, group.prompt, answer) for g, group in enumerate(groups) for answer in group.answers]
-    pieces: list[NDArray[np.int64]] = []
-    written: list[bool] = []
-    behav: list[NDArray[np.float32]] = []
-    pieces_per_sample: list[int] = []
+    segments, no_logprobs = list[Segment](), np.empty(0, np.float32)
+    segments_per_sample: list[int] = []
     for place, (_, prompt, answer) in enumerate(rows):
         if not len(prompt.token_ids):
             raise ValueError(f"prompt {prompt.uid} has no tokens; a prompt needs at least one")
         if local_samples is not None and not local_samples[place]:
-            pieces_per_sample.append(0)
+            segments_per_sample.append(0)
             continue
-        segments = answer.trajectory.segments
-        pieces.append(prompt.token_ids)
-        written.append(False)
-        for segment in segments:
-            pieces.append(segment.token_ids)
-            written.append(segment.source == "model")
-            if written[-1]:
-                behav.append(segment.logprobs)
-        pieces_per_sample.append(1 + len(segments))
+        first = Segment(prompt.token_ids, no_logprobs, (), "environment", restarts=True)
+        segments += [first, *answer.trajectory.segments]
+        segments_per_sample.append(1 + len(answer.trajectory.segments))
 
+    pieces = [segment.token_ids for segment in segments]
+    behav = [segment.logprobs for segment in segments if segment.source == "model"]
+    written = [segment.source == "model" for segment in segments]
     piece_lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-    first_piece = np.concatenate([[0], np.cumsum(pieces_per_sample, dtype=np.int64)])
+    first_piece = np.concatenate([[0], np.cumsum(segments_per_sample, dtype=np.int64)])
     piece_offsets = np.concatenate([[0], np.cumsum(piece_lengths)])
     offsets = piece_offsets[first_piece]
     lengths = np.diff(offsets)
+    starts = piece_offsets[:-1][[segment.restarts for segment in segments]]
+    starts_T = np.repeat(starts, np.diff(starts, append=offsets[-1]))
     gen_mask = np.repeat(np.array(written, dtype=bool), piece_lengths)
     loss_mask = gen_mask.copy()
     if overlong_filtering:
@@ -262,7 +263,7 @@ def pack(
         token_ids=torch.from_numpy(
             np.concatenate([np.empty(0, np.int64), *pieces], dtype=np.int64)
         ),
-        positions=torch.from_numpy(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)),
+        positions=torch.from_numpy(np.arange(offsets[-1]) - starts_T),
         offsets=torch.from_numpy(offsets),
         prompt_lengths=torch.tensor([len(p.token_ids) for _, p, _ in rows], dtype=torch.int64),
         groups=torch.tensor([g for g, _, _ in rows], dtype=torch.int64),
@@ -548,17 +549,16 @@ def _exchange(batch: Batch, runs: IntArray) -> Batch:
     """Exchange samples so that each rank has those that it runs [B], with their columns."""
     assert batch.holders is not None
     names = list(batch.columns)
-    tensors = [batch.token_ids, batch.gen_mask, batch.loss_mask, batch.behav]
+    tensors = [batch.token_ids, batch.positions, batch.gen_mask, batch.loss_mask, batch.behav]
     tensors += [batch.columns[name] for name in names]
     received = batch.dp.all_to_all(tensors, batch.lengths, batch.holders, runs)
-    token_ids, gen_mask, loss_mask, behav, *columns = received
+    token_ids, positions, gen_mask, loss_mask, behav, *columns = received
     lengths = np.where(runs == batch.dp.share, batch.lengths, 0)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     return replace(
         batch,
         token_ids=token_ids,
-        positions=torch.from_numpy(positions),
+        positions=positions,
         offsets=torch.from_numpy(offsets),
         gen_mask=gen_mask,
         loss_mask=loss_mask,
@@ -577,9 +577,11 @@ def _make_micro_batch(
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     gen_mask = batch.gen_mask[source]
     scored_positions = gen_mask.nonzero().squeeze(1)
+    positions = batch.positions[source]
+    first_tokens = np.flatnonzero(positions.numpy() == 0)
     return MicroBatch(
         token_ids=batch.token_ids[source],
-        positions=batch.positions[source],
+        positions=positions,
         offsets=torch.from_numpy(offsets),
         sample_index=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         gen_mask=gen_mask,
@@ -592,5 +594,6 @@ def _make_micro_batch(
         samples=torch.from_numpy(samples),
         source=source,
         lengths=tuple(lengths.tolist()),
+        contexts=tuple(np.diff(first_tokens, append=offsets[-1]).tolist()),
         counts=counts,
     )

@@ -572,7 +572,7 @@ class StageRunner(ModelRunner):
         return self._staged(micro)
 
     def _staged(self, micro: MicroBatch) -> Tensor:
-        layout = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
+        layout = PackedLayout(micro.contexts, micro.token_ids.device, self._kernels)
         dtype = self.stage.config.params_dtype
         cos, sin = rotary(self.model, micro.positions, dtype)
         routes = micro.columns.get(ROUTES) if self._replays else None

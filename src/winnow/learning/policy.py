@@ -232,7 +232,8 @@ class Policy:
         lengths = batch.offsets.diff()
         in_update_B = torch.isin(batch.groups, torch.tensor(groups))
         mask_T = batch.loss_mask & in_update_B.repeat_interleave(lengths)
-        draws_T = keyed_draws(seed, sample_keys.repeat_interleave(lengths), batch.positions)
+        places_T = torch.arange(len(mask_T)) - batch.offsets[:-1].repeat_interleave(lengths)
+        draws_T = keyed_draws(seed, sample_keys.repeat_interleave(lengths), places_T)
         if not objective.selects:
             batch.columns["draws"] = draws_T
             return

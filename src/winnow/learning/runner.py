@@ -62,7 +62,7 @@ class ModelRunner(nn.Module):
 
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
-        layout = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
+        layout = PackedLayout(micro.contexts, micro.token_ids.device, self._kernels)
         hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
         return hidden.index_select(0, at - shift), at
 

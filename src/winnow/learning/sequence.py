@@ -102,7 +102,7 @@ class SequenceRunner(ModelRunner):
         # They ascend, and the host knows them: nobody waits for the device.
         places = np.cumsum(micro.lengths) - 1 if self._gives_score else micro.host_positions
         mine = self._local_part(places - shift, n)
-        packed = PackedLayout(micro.lengths, micro.token_ids.device, self._kernels)
+        packed = PackedLayout(micro.contexts, micro.token_ids.device, self._kernels)
         layout = UlyssesLayout(packed, self._group, tokens=T)
         hidden = hidden_states(self.model, ids, positions, layout)
         return hidden.index_select(0, at[mine] - shift - n * self._group.rank()), at[mine]

@@ -65,7 +65,7 @@ def make_manager(config: RewardConfig) -> Manager:
     if isinstance(config.manager, CustomManager):
         return UserManager(config.manager, config)
     if config.manager.name == "environment":
-        return EnvironmentManager()
+        return TurnRewardManager()
     return RuleManager(config) if config.function.path is None else FunctionManager(config)
 
 
@@ -205,7 +205,7 @@ class FunctionManager(Manager):
             self._done += 1
 
 
-class EnvironmentManager(Manager):
+class TurnRewardManager(Manager):
     """Gives no reward besides the environment's; the accuracy is the environment's figure
     `accuracy` or `success`, or else 1 where its rewards add up to more than 0."""
 

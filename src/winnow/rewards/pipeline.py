@@ -211,7 +211,7 @@ class RewardPipeline:
         if self._conversations:
             parts[ENVIRONMENT] = math.fsum(turn.reward for turn in trajectory.turns)
         overlong, cosine = self._config.overlong, self._config.cosine
-        tokens = sum(map(len, trajectory.segments))  # as the limit counts them
+        tokens = sum(len(s) for s in trajectory.segments if not s.restarts)  # as the limit does
         if training and overlong.enabled:
             limit = self._max_response_tokens
             penalty = overlong_penalty(tokens, limit, overlong.buffer_tokens, overlong.factor)

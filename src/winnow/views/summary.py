@@ -29,7 +29,7 @@ from winnow.observe.metrics import Record
 from winnow.observe.rollouts import read_rollouts
 
 _ANSWER_CHARACTERS = 240
-_SAMPLE_COLUMNS = ("group", "answer", "outcome", "accuracy", "prompt", "response")
+_SAMPLE_COLUMNS = ("group", "answer", "outcome", "accuracy", "prompt", "response", "turns")
 _TOKEN_CLASSES = {
     "trained": "trained on",
     "no_advantage": "trained on, no signal",
@@ -50,9 +50,10 @@ class Sample:
     """One held-out question with its answer before and after training."""
 
     question: str
-    before: str
+    before: Sequence[tuple[str, str]]
+    """Author and text of each turn; an answer without an environment has one, without an author."""
     before_right: bool
-    after: str
+    after: Sequence[tuple[str, str]]
     after_right: bool
 
 
@@ -74,12 +75,18 @@ def pick_samples(before: Path, after: Path) -> list[Sample]:
     rights = [(b["accuracy"] >= 1, a["accuracy"] >= 1) for b, a in pairs]
     place = rights.index((False, True)) if (False, True) in rights else 0
     (was, now), (was_right, is_right) = pairs[place], rights[place]
-    return [Sample(now["prompt"], was["response"], was_right, now["response"], is_right)]
+    return [Sample(now["prompt"], _turns_of(was), was_right, _turns_of(now), is_right)]
+
+
+def _turns_of(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
+    turns = answer.get("turns") or [{"author": "", "text": answer["response"]}]
+    return [(turn["author"], turn["text"]) for turn in turns]
 
 
 def _read_answers(file: Path) -> dict[int, dict[str, Any]]:
     """Map each group whose text was kept to the answer that is shown of it."""
-    rows = read_rollouts(file).select(_SAMPLE_COLUMNS).to_pylist()
+    table = read_rollouts(file)
+    rows = table.select([c for c in _SAMPLE_COLUMNS if c in table.column_names]).to_pylist()
     with_text = [row for row in rows if row["response"] is not None and row["answer"] == 0]
     greedy = [row for row in with_text if row["outcome"] == "held_out_greedy"]
     return {row["group"]: row for row in greedy or with_text}
@@ -166,15 +173,20 @@ def _accuracy_table(source: str, before: Evaluation | None, after: Evaluation | 
 
 def _sample_table(sample: Sample, encoding: str) -> Padding:
     table = figure_table(title="A held-out problem: " + _one_line(sample.question, encoding))
-    table.add_column(no_wrap=True, overflow="crop")
-    table.add_column(no_wrap=True, overflow="crop")
+    is_conversation = any(author for author, _ in (*sample.before, *sample.after))
+    for _ in range(2 + is_conversation):
+        table.add_column(no_wrap=True, overflow="crop")
     table.add_column(overflow="fold")
-    for when, text, is_right in (
+    for when, turns, is_right in (
         ("before", sample.before, sample.before_right),
         ("after", sample.after, sample.after_right),
     ):
         verdict = Text("right", style="green") if is_right else Text("wrong", style="red")
-        table.add_row(when, verdict, Text(_one_line(text, encoding)))
+        first: tuple[RenderableType, ...] = (when, verdict)
+        for author, text in turns:
+            authors = (Text(author, style="dim"),) if is_conversation else ()
+            table.add_row(*first, *authors, Text(_one_line(text, encoding)))
+            first = ("", "")
     return spaced(table)
 
 

@@ -7,11 +7,23 @@ import asyncio
 import pytest
 
 from winnow.environments import ToolCall, Turn
-from winnow.environments.calls import parse_turn, pattern_parser, split_calls
+from winnow.environments.calls import message_of, parse_turn, pattern_parser, split_calls
 from winnow.environments.tools import ToolEnvironment, ToolResult, tool_schema
 from winnow.errors import ConfigError
 
 ADD = ToolCall("add", {"a": 1, "b": "x"})
+
+
+def test_a_turn_is_a_message_again_with_its_reasoning_and_calls():
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>'
+    for text, content, calls in (
+        (f"<think>so</think>Now {call}", "<think>so</think>Now", [ADD]),
+        (f"{call}<tool_call>", f"{call}<tool_call>", []),  # malformed ones stay as they are
+    ):
+        message = message_of(text, parse_turn(text))
+        functions = [each["function"] for each in message.get("tool_calls", ())]
+        assert message["content"] == content
+        assert [ToolCall(f["name"], f["arguments"]) for f in functions] == calls
 
 
 @pytest.mark.parametrize(
@@ -153,4 +165,7 @@ def test_a_turn_without_calls_ends_and_faults_and_long_results_are_told():
     tools.reset({})
     assert asyncio.run(tools.step(Turn("done"))).done
     step = asyncio.run(tools.step(Turn("", (ToolCall("long"),), ("no JSON",))))
-    assert [m["content"] for m in step.observation] == ["x" * 10 + "\n… (cut)", "error: no JSON"]
+    assert [m["content"] for m in step.observation] == [
+        "x" * 5 + "\n… (cut) …\n" + "x" * 5,
+        "error: no JSON",
+    ]

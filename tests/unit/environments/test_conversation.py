@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,15 +15,18 @@ from tests.contract.test_engine import VOCAB, engine_group, model_of, torch_engi
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from winnow.checkpoints.state_file import read_state, write_state
 from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+from winnow.data.tokenizer import make_decoder
 from winnow.environments import Step, Turn
+from winnow.environments.calls import plain_message
 from winnow.environments.conversation import ConversationEngine, ConversationLimits
 from winnow.errors import EnvironmentFault
 from winnow.rollout.embedded.slots import Slots
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, SamplingParams, group_request
-from winnow.types import Prompt
+from winnow.types import Prompt, Segment, VersionSpan
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<u>", "<a>", "<t>"]
 TEMPLATE = (
@@ -30,19 +34,23 @@ TEMPLATE = (
     "{% if m.role == 'user' %}<u>{{ m.content }}{% else %}<a>{{ m.content }}<eos>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+DROPS = TEMPLATE.replace("<a>{{ m.content }}", "<a>{{ m.content.split('</think>')[-1] }}")
+"""Without what earlier turns have up to this token."""
 EOS = 1
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     letters = [chr(ord("a") + i) for i in range(26)] + list("01234567")
+    letters[-5] = "</think>"
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     assert len(vocabulary) == VOCAB
     model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     model.decoder = decoders.Fuse()
+    model.add_tokens(["</think>"])
     return PreTrainedTokenizerFast(
         tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-        additional_special_tokens=SPECIAL[3:], chat_template=TEMPLATE,
+        additional_special_tokens=SPECIAL[3:], chat_template=template,
     )  # fmt: skip
 
 
@@ -82,12 +90,15 @@ def make(
     turns: int = 4,
     most: int = 12,
     lag_ticks: int = 0,
+    template: str = TEMPLATE,
 ) -> ConversationEngine:
-    own = tokenizer()
+    """Conversations of the first template, or rendered anew by another."""
+    own, decode = tokenizer(template), make_decoder(tokenizer())
     chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
     limits = ConversationLimits(turns, most)
     return ConversationEngine(
-        *(engine, chat, Turn, own.decode, environments, limits),
+        *(engine, chat, Turn, decode, environments, limits),
+        message_of=None if template == TEMPLATE else plain_message,
         deterministic=deterministic,
         lag_ticks=lag_ticks,
     )
@@ -95,14 +106,24 @@ def make(
 
 def requests(n: int = 3, groups: int = 4, tokens: int = 60):
     sampling = SamplingParams(tokens, 1.0, stop_token_ids=(EOS, 9, 14, 19, 24, 29))
-    prompts = [Prompt(str(i), np.array([3, 6 + i, 4]), "", "", None) for i in range(groups)]
+    asked = [({"role": "user", "content": chr(ord("a") + i)},) for i in range(groups)]
+    prompts = [
+        Prompt(str(i), np.array([3, 6 + i, 4]), "", "", None, messages=each)
+        for i, each in enumerate(asked)
+    ]
     return [
         group_request(i, p, dict.fromkeys(range(n)), sampling, 7) for i, p in enumerate(prompts)
     ]
 
 
-async def run(engine: ConversationEngine, asked, abort_after: int | None = None):
-    """Finished events by key, aborting everything once if told so."""
+async def run(
+    engine: ConversationEngine, asked, abort_after: int | None = None, later=lambda *it: it
+):
+    """Finished events by key, aborting everything once if told so.
+
+    Args:
+        later: of the engine and the segments of an aborted answer, those that go on.
+    """
     done, by_id = {}, {group.group_id: group for group in asked}
     await engine.submit(asked)
     seen = 0
@@ -116,7 +137,9 @@ async def run(engine: ConversationEngine, asked, abort_after: int | None = None)
                 continue
             group = by_id[event.group_id]
             (answer,) = (a for a in group.answers if a.index == event.answer)
-            answer = replace(answer, prefix=event.segment, earlier=event.earlier)
+            engine, (*earlier, prefix) = later(engine, [*event.earlier, event.segment])
+            prefix = prefix if len(prefix) else None
+            answer = replace(answer, prefix=prefix, earlier=tuple(earlier))
             again.append(replace(group, answers=(answer,)))
         if again:
             await engine.submit(again)
@@ -127,8 +150,9 @@ async def run(engine: ConversationEngine, asked, abort_after: int | None = None)
             await engine.abort(list(by_id))
 
 
-def transcript(event) -> list[tuple[str, list[int]]]:
-    return [(s.source, s.token_ids.tolist()) for s in (*event.earlier, event.segment)]
+def transcript(event) -> list[tuple[str, bool, list[int]]]:
+    segments = (*event.earlier, event.segment)
+    return [(s.source, s.restarts, s.token_ids.tolist()) for s in segments]
 
 
 def test_a_conversation_grows_by_ids_whose_log_probs_are_the_models():
@@ -173,8 +197,10 @@ def test_interrupted_conversations_continue_with_the_same_tokens(abort_after, co
     assert not environments.alive
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-window"])
-@pytest.mark.parametrize(("slots", "prefill_tokens"), [(12, 64), (12, 9), (7, 64), (3, 64)])
+@pytest.mark.parametrize(
+    ("name", "slots", "prefill_tokens"),
+    [("qwen3", 12, 9), ("qwen2-window", 12, 64), ("qwen3", 7, 64), ("qwen3", 3, 64)],
+)
 def test_rows_retained_between_turns_change_no_token_and_no_tick(
     name, slots, prefill_tokens, monkeypatch
 ):
@@ -195,7 +221,7 @@ def test_rows_retained_between_turns_change_no_token_and_no_tick(
         return ends, np.concatenate(logprobs), sum(tokens)
 
     ends, logprobs, tokens = written()
-    monkeypatch.setattr(Slots, "retained_row", lambda slots, answer: None)
+    monkeypatch.setattr(Slots, "can_continue", lambda slots, answer: False)
     anew, others, most = written()
     assert ends == anew
     np.testing.assert_allclose(logprobs, others, atol=1e-6)
@@ -203,10 +229,95 @@ def test_rows_retained_between_turns_change_no_token_and_no_tick(
     assert tokens == once if slots == 12 else once < tokens < most
 
 
-def test_free_mode_gives_the_same_conversations():
+@pytest.mark.parametrize(
+    ("template", "expected"), [(TEMPLATE, "exact"), (DROPS, "without reasoning")]
+)
+def test_a_template_is_asked_for_what_it_makes_of_the_past(template, expected):
+    own = tokenizer(template)
+    chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
+    assert chat.history([{"role": "user", "content": "r"}]) == expected
+
+
+def test_rendered_anew_each_turn_is_sampled_behind_what_the_template_renders():
+    model, own = model_of(), tokenizer(DROPS)
+    inner = torch_engine(copy.deepcopy(model), slots=5)
+    done = asyncio.run(run(make(inner, Counting(), template=DROPS), requests()))
+    assert len(done) == 12
+    continued = restarted = sampled = 0
+    for event in done.values():
+        context = np.array([3, 6 + event.group_id, 4])
+        messages = [{"role": "user", "content": chr(ord("a") + event.group_id)}]
+        for place, segment in enumerate([*event.earlier, event.segment]):
+            if segment.source == "environment":
+                rendered = own.apply_chat_template(messages, tokenize=False)
+                text = f"{rendered}<a>"
+                expected = own(text, add_special_tokens=False)["input_ids"]
+                context = np.concatenate([[] if segment.restarts else context, segment.token_ids])
+                assert context.tolist() == expected
+                restarted += segment.restarts
+                continued += not segment.restarts
+                continue
+            ids = np.concatenate([context, segment.token_ids]).astype(np.int64)
+            logits = model(torch.from_numpy(ids)[None]).logits[0].double().detach()
+            logprobs = torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), ids[1:]].numpy()
+            np.testing.assert_allclose(segment.logprobs, logprobs[len(context) - 1 :], atol=1e-5)
+            context, sampled = ids, sampled + len(segment)
+            turn = own.decode(segment.token_ids[:-1], skip_special_tokens=True)
+            reply = f"{place // 2 + 1}{turn[:1]}?eos?"  # a special token that it spells is text
+            messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": reply}]
+        assert len(context) <= 3 + 60
+    assert restarted
+    assert continued
+    assert sampled == inner.status().generated_tokens
+
+
+@pytest.mark.parametrize("abort_after", [1, 3, 6])
+def test_resumed_from_a_state_branches_have_the_same_bits(abort_after, tmp_path):
+    model = model_of()
+    made = partial(make, template=DROPS)
+    plain = asyncio.run(run(made(torch_engine(model, slots=5), Counting()), requests()))
+    environments = Counting()
+    fresh = made(torch_engine(model, slots=4), environments)
+
+    def later(engine, segments):
+        write_state(tmp_path, {"segments": segments})
+        return fresh, read_state(tmp_path, [Segment, VersionSpan])["segments"]
+
+    begun = made(torch_engine(model, slots=4), Counting())
+    done = asyncio.run(run(begun, requests(), abort_after, later))
+    assert {k: transcript(e) for k, e in done.items()} == {
+        k: transcript(e) for k, e in plain.items()
+    }
+    assert any(each.restarts for event in plain.values() for each in event.earlier)
+    assert not environments.alive
+
+
+class Ahead:
+    """An engine that has written its answers before it is asked for events, as servers may."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner, self.done = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    async def submit(self, groups):
+        await self.inner.submit(groups)
+        while events := await self.inner.events():
+            self.done += events
+
+    async def events(self, until=None):
+        done, self.done = self.done, []
+        return done
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_free_mode_gives_the_same_conversations(ahead):
     model = model_of()
     plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
-    engine = make(torch_engine(model, slots=5), Counting(delay_s=0.01), deterministic=False)
+    inner = torch_engine(model, slots=5)
+    inner = Ahead(inner) if ahead else inner
+    engine = make(inner, Counting(delay_s=0.01), deterministic=False)
     done = asyncio.run(run(engine, requests()))
     assert {k: transcript(e) for k, e in done.items()} == {
         k: transcript(e) for k, e in plain.items()
@@ -261,3 +372,15 @@ def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
     assert {k: transcript(e) for k, e in done.items()} == {
         k: transcript(e) for k, e in plain.items()
     }
+
+
+def test_what_an_engine_reports_of_a_conversation_that_has_ended_is_passed_over():
+    inner = torch_engine(model_of(), slots=5)
+    engine = make(inner, Counting())
+    event = next(iter(asyncio.run(run(engine, requests())).values()))
+
+    async def late():
+        return [replace(event, kind="running", finish_reason="aborted")]
+
+    inner.progress = late
+    assert asyncio.run(engine.progress()) == []

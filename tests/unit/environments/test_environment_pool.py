@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from winnow.environments import Turn
+from winnow.environments import ToolCall, Turn
 from winnow.environments.pool import EnvironmentPool
 from winnow.errors import ConfigError, EnvironmentFault
 from winnow.rewards.task import PoolLimits
@@ -132,3 +133,42 @@ def test_code_that_is_no_environment_is_refused_in_one_line(tmp_path):
         ConfigError, match=r"environment.path .*guess.py:Step: it has no method reset"
     ):
         make(tmp_path, "Step")
+
+
+SLOW = """
+import time
+from collections import deque
+from itertools import count
+
+def wait(how: str) -> str:
+    '''Wait for ever.
+
+    Args:
+        how: in which way.
+    '''
+    if how == "asleep": time.sleep(600)
+    if how == "in C": deque(count(), maxlen=0)
+    while how == "busy":
+        try: count()
+        except Exception: pass
+    return how
+"""
+
+
+def test_a_synchronous_tool_is_interrupted_and_one_that_hangs_in_c_is_a_fault(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    limits = PoolLimits(1, 2.0, 512, "environment", "environment", "reply")
+    options = {"timeout_s": 0.2, "output_chars": 100}
+    arguments = "environment.tools", [f"{tmp_path}/slow.py:wait"], options, True
+
+    async def ask(how):
+        turn = Turn("", (ToolCall("wait", {"how": how}),))
+        (step,) = await pool.step(1, Prompt("0", np.array([1]), "", "wait", 0), [turn])
+        return step.observation[0]["content"]
+
+    with closing(EnvironmentPool(limits, arguments)) as pool:
+        late = "error: wait did not finish within 0.2 s"
+        assert [asyncio.run(ask(how)) for how in ("asleep", "busy", "")] == [late, late, ""]
+        with pytest.raises(EnvironmentFault, match=r"no reply within environment.timeout_s=2"):
+            asyncio.run(ask("in C"))
+        assert asyncio.run(ask("again")) == "again"

@@ -70,6 +70,16 @@ def test_packing_worked_by_hand() -> None:
     assert (batch.n_samples, batch.n_groups) == (3, 2)
 
 
+def test_a_restart_begins_a_context_of_the_same_sample() -> None:
+    anew = answer(written([4, 5], -0.5), environment([1, 6], restarts=True), written([7], -0.5))
+    batch = pack([group(anew, answer(written([8], -0.5)), prompt=[1, 2, 3])])
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 1, 6, 7, 1, 2, 3, 8]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
+    (micro,) = micro_batches(batch, [0], 100)
+    assert (micro.lengths, micro.contexts) == ((8, 4), (5, 3, 4))
+    assert micro.counts == UpdateCounts(tokens=4, samples=2, groups=1)
+
+
 def test_overlong_filtering_takes_truncated_answers_out_of_the_loss_only() -> None:
     batch = pack(TWO_GROUPS, overlong_filtering=True)
     assert batch.gen_mask.nonzero()[:, 0].tolist() == [3, 4, 8, 10, 13]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
-from winnow.rollout.engine_group import RequestQueue, TrackedAnswer, max_waiting, merge_requests
+from winnow.rollout.request_queue import RequestQueue, TrackedAnswer, max_waiting, merge_requests
 from winnow.types import Segment
 
 

@@ -175,6 +175,11 @@ CASES: list[tuple[str, Change, Change]] = [
         lambda step: {"environment/calls": 0.01 * (step % 5 == 0), "environment/malformed": 0.0},
     ),
     (
+        "no_calls",
+        lambda step: {"environment/calls": 0.0},
+        lambda step: {"environment/calls": 0.0, "environment/malformed": 0.01},
+    ),
+    (
         "calls_malformed",
         lambda step: {"environment/calls": 0.0, "environment/malformed": 1.0},
         lambda step: {"environment/calls": 1.0, "environment/malformed": 0.3 * (step % 2)},

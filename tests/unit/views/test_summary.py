@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -19,7 +20,8 @@ from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory
 from winnow.views.summary import Sample, pick_samples, print_summary
 
 Records = list[dict[str, float]]
-SAMPLE = Sample("5391:", "1|539;3|59?" * 11, False, "1|539;3|59;5|9;9|#1359", True)
+WORKING = "1|539;3|59;5|9;9|#1359"
+SAMPLE = Sample("5391:", [("", "1|539;3|59?" * 11)], False, [("", WORKING)], True)
 
 
 def shown(
@@ -85,12 +87,35 @@ def test_a_command_longer_than_the_screen_stays_whole(quickstart_records: Record
 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(quickstart_records: Records) -> None:
-    evil = replace(SAMPLE, before="\x1b[2Jgone\u202e [red]x[/red]\r\n" + "é" * 3)
+    evil = replace(SAMPLE, before=[("", "\x1b[2Jgone\u202e [red]x[/red]\r\n" + "é" * 3)])
     for encoding in ("utf-8", "ascii"):
         text = shown(quickstart_records, encoding=encoding, sample=evil)
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert r"\x1b[2Jgone\u202e [red]x[/red]" in text
+
+
+def test_of_a_conversation_each_turn_has_a_line_with_its_author(
+    quickstart_records: Records, tmp_path: Path
+) -> None:
+    asked = [("model", "<call>37*48</call>"), ("environment", "1776"), ("model", "=1776")]
+    for name, is_right, turns in (("old", NO, [("model", "=1623")]), ("new", YES, asked)):
+        path = tmp_path / f"{name}.parquet"
+        write(path, [is_right], {0})
+        table = pq.read_table(path)
+        column = [[{"author": author, "text": text} for author, text in turns]]
+        if "turns" in table.column_names:
+            table = table.drop_columns("turns")
+        pq.write_table(table.append_column("turns", [column]), path)
+    (sample,) = pick_samples(tmp_path / "old.parquet", tmp_path / "new.parquet")
+    lines = shown(quickstart_records, sample=sample).splitlines()
+    first = [line.strip() for line in lines].index("A held-out problem: question 0")
+    assert [line.split() for line in lines[first + 1 : first + 5]] == [
+        ["before", "wrong", "model", "=1623"],
+        ["after", "right", "model", "<call>37*48</call>"],
+        ["environment", "1776"],
+        ["model", "=1776"],
+    ]
 
 
 def test_a_run_in_which_nothing_had_signal_does_not_read_as_a_success() -> None:
@@ -163,11 +188,11 @@ YES, NO = True, False
     ("old", "new", "greedy", "text", "shown"),
     [
         ([YES, NO, NO], [YES, NO, YES], ([], []), {0, 1, 2},
-         Sample("question 2", "old 12", NO, "new 12", YES)),
+         Sample("question 2", [("", "old 12")], NO, [("", "new 12")], YES)),
         ([NO, NO], [YES, NO], ([YES, NO], [YES, YES]), {0, 1},
-         Sample("question 1", "old 21", NO, "new 21", YES)),
+         Sample("question 1", [("", "old 21")], NO, [("", "new 21")], YES)),
         ([NO, YES, NO], [YES, NO, NO], ([], []), {1, 2},
-         Sample("question 1", "old 11", YES, "new 11", NO)),
+         Sample("question 1", [("", "old 11")], YES, [("", "new 11")], NO)),
     ],
     ids=["became right", "greedy first", "else the first with its text"],
 )  # fmt: skip

@@ -82,6 +82,7 @@ SCORERS: dict[str, Scorer] = {
         Scorer("multiple_choice", "questions:score_choice", 0.0, "the letter that is chosen"),
         Scorer("think_answer", "markers:score_think_answer", 0.0, _THOUGHTS + _TAGS),
         Scorer("think_boxed", "markers:score_think_boxed", 0.0, _THOUGHTS + _BOX),
+        Scorer("calc", "markers:score_calc", -1.0, "the text behind the last '='"),
         Scorer("countdown", "countdown:score", 0.0, _TAGS, _FORMAT),
         Scorer("code", "code:score", 0.0, metrics=_CODE_METRICS, sandboxed=True),
         Scorer(_GYM, "reasoning_gym:score", 0.0, _TAGS, _UNREADABLE, offloaded=True, package=_GYM),

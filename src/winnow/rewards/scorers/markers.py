@@ -30,9 +30,21 @@ def score_sort_digits(data_source: str, text: str, ground_truth: Any, extra: Ext
 
     The working before it is not looked at. `pred` is empty without a `#`.
     """
-    _, mark, answer = text.rpartition("#")
-    pred = answer if mark else ""
-    return make_score(mark != "" and pred == str(ground_truth), pred, wrong_reward=-1.0)
+    return _score_behind("#", text, ground_truth)
+
+
+def score_calc(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
+    """Give +1 or -1 for a result: what stands after the last `=` must be it, exactly.
+
+    `pred` is empty without a `=`.
+    """
+    return _score_behind("=", text, ground_truth)
+
+
+def _score_behind(mark: str, text: str, ground_truth: Any) -> Score:
+    _, found, answer = text.rpartition(mark)
+    pred = answer if found else ""
+    return make_score(found != "" and pred == str(ground_truth), pred, wrong_reward=-1.0)
 
 
 def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:

@@ -364,7 +364,7 @@ class PrefilledAnswer(PendingAnswer):
 
     @cached_property
     def settings(self) -> SamplingParams:
-        """What a draw depends on: without the limit, which nearly each turn has for itself."""
+        """The settings that a draw depends on: nearly each turn has a token limit of its own."""
         return replace(self.group.sampling_of(self.request), max_tokens=0)
 
 
@@ -426,14 +426,12 @@ class Slots:
         for answer in answers:
             answer.block = None
 
-    def retained_row(self, answer: PrefilledAnswer) -> RetainedRow | None:
-        """Return the row that has the first part of an answer's context, if there is one."""
+    def can_continue(self, answer: PrefilledAnswer) -> bool:
+        """Return whether a row is retained that has the first part of an answer's context."""
         retained = self.retained.get(answer.key)
-        if retained is None:
-            return None
-        context, count = answer.context, len(retained.ids)
-        extends = len(context) > count and np.array_equal(context[:count], retained.ids)
-        return retained if extends else None
+        if retained is None or len(answer.context) <= len(retained.ids):
+            return False
+        return np.array_equal(answer.context[: len(retained.ids)], retained.ids)
 
     def continue_rows(self, answers: Sequence[PrefilledAnswer]) -> tuple[Tensor, ExtendLayout]:
         """Give answers the next rows, with the keys of those retained for them.
@@ -585,8 +583,7 @@ class Slots:
         if not moves:
             return
         source, target = list(moves), list(moves.values())
-        here = torch.tensor(source, device=self.device)
-        there = torch.tensor(target, device=self.device)
+        here, there = (torch.tensor(each, device=self.device) for each in (source, target))
         self.cache.move(here, there, int(self.lengths[source].max()))
         self.ids[there] = self.ids[here]
         self.logprobs[there] = self.logprobs[here]

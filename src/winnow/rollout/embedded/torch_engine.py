@@ -217,7 +217,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             What the next tick has to run besides: ids [T] that these rows lack, and their layout.
         """
         slots, lacking = self._slots, None
-        ready = [a for a in self._queue[: slots.free_count] if slots.retained_row(a)]
+        ready = [a for a in self._queue[: slots.free_count] if slots.can_continue(a)]
         while ready:
             batch, width = list[PrefilledAnswer](), 1
             for answer in ready:
@@ -243,7 +243,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         width = 1
         block = PromptBlock([])
         for answer in self._queue:
-            if answer.block is not None or self._slots.retained_row(answer):
+            if answer.block is not None or self._slots.can_continue(answer):
                 continue
             key = id(answer.group) if answer.request.prefix is None else id(answer)
             if key not in shared:
@@ -334,15 +334,12 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         if not reasons:
             return []
         events = self._make_events(list(reasons), "finished", reasons)
-        retain = (
-            ()
-            if self._routing is not None
-            else [
-                row
-                for row, reason in reasons.items()
-                if reason == "stop" and slots.answers[row].request.retain_cache
-            ]
-        )
+        # A retained row has no routes of its prompt.
+        retain = [
+            row
+            for row, reason in reasons.items()
+            if slots.answers[row].request.retain_cache and reason == "stop" and not self._routing
+        ]
         slots.free_rows(list(reasons), retain)
         return events
 

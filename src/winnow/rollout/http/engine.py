@@ -38,8 +38,9 @@ from torch import Tensor
 from winnow.errors import ConfigError, PublicationError, WorkerError
 from winnow.http.client import RemoteError
 from winnow.rollout.engine import CompletionEvent, EngineStatus, GroupRequest
-from winnow.rollout.engine_group import EngineClient, EngineGroup, Key
+from winnow.rollout.engine_group import EngineClient, EngineGroup
 from winnow.rollout.http.generate_client import Chunk, GenerateClient
+from winnow.rollout.request_queue import Key
 from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
 from winnow.rollout.weights import WeightUpdate, unpack_tensors
 from winnow.types import FinishReason, FloatArray, IntArray
