@@ -69,12 +69,22 @@ class ReasoningGymTask(Section):
     """Held-out problems for evaluation, always the same ones first."""
 
 
+class EpisodesTask(Section):
+    """Seeds in the place of prompts, for an environment that makes its episodes of them."""
+
+    name: Literal["episodes"] = "episodes"
+    train_episodes: int = Field(1024, ge=1)
+    """Number of different seeds to train on."""
+    eval_episodes: Annotated[int, Change.ON_RESUME] = Field(128, ge=1)
+    """Number of held-out seeds."""
+
+
 class CustomTask(UserCode):
     """A custom source of prompts, given by its import path; docs/data.md shows its signature."""
 
 
 Task = Annotated[
-    NoTask | SortDigitsTask | CalcTask | ReasoningGymTask | CustomTask,
+    NoTask | SortDigitsTask | CalcTask | ReasoningGymTask | EpisodesTask | CustomTask,
     Field(discriminator="name"),
 ]
 

@@ -98,13 +98,41 @@ class CustomEnvironment(_Conversation):
     """Keyword arguments passed to the class."""
 
 
-Environment = Annotated[
-    NoEnvironment | ToolsEnvironment | CustomEnvironment, Field(discriminator="name")
-]
+class TextArenaEnvironment(_Conversation):
+    """Games of TextArena for one player (`pip install 'winnow-rl[textarena]'`)."""
+
+    name: Literal["textarena"] = "textarena"
+    id: str = Field(min_length=1)
+    """Name of the game, such as GuessTheNumber-v0."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of textarena.make, such as {max_number: 50}."""
+    max_turns: int = Field(64, ge=1)
+    """Maximum number of turns of the policy; most games have a lower one."""
+
+
+class GymnasiumEnvironment(_Conversation):
+    """Environments of Gymnasium with discrete actions (`pip install 'winnow-rl[gymnasium]'`)."""
+
+    name: Literal["gymnasium"] = "gymnasium"
+    id: str = Field(min_length=1)
+    """Name of the environment, such as FrozenLake-v1."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of gymnasium.make, such as {is_slippery: false}."""
+    actions: tuple[str, ...] = ()
+    """Names of the actions, in their order; empty: left, down, … for the known ones, else numbers
+    alone."""
+    max_turns: int = Field(64, ge=1)
+    """Maximum number of turns of the policy."""
+
+
+HostedEnvironment = (
+    ToolsEnvironment | CustomEnvironment | TextArenaEnvironment | GymnasiumEnvironment
+)
+Environment = Annotated[NoEnvironment | HostedEnvironment, Field(discriminator="name")]
 
 
 def host_arguments(
-    config: ToolsEnvironment | CustomEnvironment,
+    config: HostedEnvironment,
     sandbox: SandboxConfig | FusionConfig,
     workers: int,
 ) -> tuple[Any, ...]:
@@ -116,6 +144,13 @@ def host_arguments(
     """
     if isinstance(config, CustomEnvironment):
         return "environment.path", (config.path,), config.options, False
+    if isinstance(config, TextArenaEnvironment):
+        path = "winnow.environments.textarena:TextArenaGame"
+        return "environment.id", (path,), {"id": config.id, "options": config.options}, False
+    if isinstance(config, GymnasiumEnvironment):
+        path = "winnow.environments.gymnasium:GymnasiumEpisode"
+        episode = {"id": config.id, "options": config.options, "actions": config.actions}
+        return "environment.id", (path,), episode, False
     options = {"timeout_s": config.tool_timeout_s, "output_chars": config.output_chars}
     arguments = "environment.tools", config.tools, options, True
     if not set(_PYTHON_TOOLS.values()) & set(config.tools):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from winnow.config.algorithm import AlgorithmConfig
 from winnow.config.base import ADDRESS, PLACE, Change, ImportPath, Options, SecretError, Section
@@ -240,6 +240,24 @@ class Config(Section):
     """Held-out prompts."""
     observe: Annotated[ObserveConfig, Change.ON_RESUME] = ObserveConfig()
     """Records of the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_episodes(cls, values: Any) -> Any:
+        """Fill in rows of seeds and the environment's reward for environments that need no data."""
+        keys = "environment", "data", "reward"
+        parts = [values.get(key) for key in keys] if isinstance(values, dict) else [None]
+        if not all(isinstance(part, dict) for part in parts):
+            return values
+        environment, data, reward = cast("list[dict[str, Any]]", parts)
+        needs_data = environment["name"] not in ("textarena", "gymnasium")
+        if needs_data or data["train_files"] or data["task"]["name"] not in ("none", "episodes"):
+            return values
+        if data["task"]["name"] == "none":
+            values = {**values, "data": {**data, "task": {"name": "episodes"}}}
+        if reward["manager"]["name"] == "auto" and reward["function"]["path"] is None:
+            values = {**values, "reward": {**reward, "manager": {"name": "environment"}}}
+        return values
 
     @property
     def from_environment(self) -> dict[tuple[str, ...], EnvironmentValue]:

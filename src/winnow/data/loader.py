@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from winnow.config.data import CalcTask, CustomTask, DataConfig, ReasoningGymTask, SortDigitsTask
+from winnow.config.data import (
+    CalcTask,
+    CustomTask,
+    DataConfig,
+    EpisodesTask,
+    ReasoningGymTask,
+    SortDigitsTask,
+)
 from winnow.data.prompts import FirstMessages, PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
 from winnow.errors import CheckpointError, DataError
@@ -148,6 +155,10 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         from winnow.data.reasoning_gym import ReasoningGymRows
 
         return ReasoningGymRows(task, seed)
+    if isinstance(task, EpisodesTask):
+        from winnow.data.episodes import EpisodeRows
+
+        return EpisodeRows(task)
     if isinstance(task, CustomTask):
         from winnow.data.user_source import UserRows
 

@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from winnow.errors import ConfigError
+
 Message = Mapping[str, Any]
 """With `role` and `content` at least, as chat templates take it."""
 
@@ -95,3 +97,30 @@ def messages_of(observation: str | Sequence[Message]) -> tuple[Message, ...]:
         if not isinstance(each.get("content"), str):
             raise TypeError(f"the content of a message is {each.get('content')!r:.80}, not a text")
     return messages
+
+
+def episode_seed(row: Mapping[str, Any]) -> int:
+    """Return the seed of a row, for an environment that makes its episodes of seeds.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    seed = row.get("seed")
+    if not isinstance(seed, int):
+        raise ConfigError(
+            f"a row of {row['data_source']} has no seed, of which its episode is made; set "
+            "data/task=episodes, or give rows a column seed"
+        )
+    return seed
+
+
+def missing_extra(name: str, error: ModuleNotFoundError) -> ConfigError:
+    """Return the error of a package of environments that is not installed.
+
+    Args:
+        name: of its extra.
+    """
+    return ConfigError(
+        f"environment={name} needs the package {error.name}, which is not installed; "
+        f"pip install 'winnow-rl[{name}]'"
+    )
