@@ -101,10 +101,14 @@ class CountingEngine(TorchEngine):
 class Replies:
     """Environments that say the same after each turn."""
 
+    steps, seconds = 0, 0.0
+
     def __init__(self, turns: int) -> None:
         self._turns = turns
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         """Return the reply, or the end."""
         return [Step(REPLY, 0.0, done=len(turns) == self._turns)]
 

@@ -124,7 +124,7 @@ CLOCKED = (
     "memory/",
     "judge/",
     "ranks/peak_gib",
-    "environment/seconds",
+    "environment/reply_s",
 )
 MOMENTS = ("any", "any", "saving", "logged", "starting")
 LONGEST_S = 300.0

@@ -64,7 +64,11 @@ class RecordingEngine(TorchEngine):
 class Listening:
     """Environments that ask for one more turn."""
 
-    async def step(self, conversation: int, prompt: Prompt, turns: Sequence[Turn]) -> list[Step]:
+    steps, seconds = 0, 0.0
+
+    async def step(
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+    ) -> list[Step]:
         """Reply to the last turn."""
         return [Step(f"go on after {len(turns)}")]
 

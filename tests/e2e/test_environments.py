@@ -136,7 +136,7 @@ def test_the_greedy_baseline_of_remax_is_a_conversation(home: Path) -> None:
     assert line["sampling/tokens/baseline"] > 0
     assert 1 <= line["environment/heard"] <= line["environment/turns"] <= 3
     assert line["environment/calls"] == line["environment/malformed_turns"] == 0
-    assert line["environment/seconds"] > 0
+    assert line["environment/reply_s"] > 0
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from winnow.data.prompts import FirstMessages
     from winnow.data.sources import Row
     from winnow.environments import Message
-    from winnow.environments.conversation import Environments
+    from winnow.environments.pool import EnvironmentPool
 
 _PROGRESS_S = 10.0
 """Seconds between lines on the first messages of many rows."""
@@ -83,7 +83,7 @@ def _check_template(
 @contextlib.contextmanager
 def environment_processes(
     config: Config, tokenizer: PreTrainedTokenizerBase | None
-) -> Iterator[Environments | None]:
+) -> Iterator[EnvironmentPool | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
     Args:
@@ -111,7 +111,7 @@ def environment_processes(
 
 
 def first_messages_of(
-    config: Environment, environments: Environments | None, tell: Callable[[str], None]
+    config: Environment, environments: EnvironmentPool | None, tell: Callable[[str], None]
 ) -> FirstMessages | None:
     """Return the function that begins the conversations of rows; None where rows do that.
 
@@ -187,7 +187,7 @@ def turn_parser(config: Environment) -> Callable[[str], Turn]:
 
 
 def with_conversations(
-    config: Config, policy: LoadedPolicy, engine: Engine, environments: Environments | None
+    config: Config, policy: LoadedPolicy, engine: Engine, environments: EnvironmentPool | None
 ) -> Engine:
     """Return an engine for conversations over one that writes turns, if the recipe has any."""
     environment = config.environment

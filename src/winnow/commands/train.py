@@ -63,7 +63,7 @@ from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
 
 if TYPE_CHECKING:
-    from winnow.environments.conversation import Environments
+    from winnow.environments.pool import EnvironmentPool
     from winnow.run.sft import SftData, SftRun
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _place(
     policy: LoadedPolicy,
     first: str | None,
     start_workers: StartWorkers,
-    environments: Environments | None,
+    environments: EnvironmentPool | None,
 ) -> RunModels:
     """Build engine and learner, and an engine for conversations over that if there are any."""
     placed = build_models(config, roles, policy, first, start_workers)

@@ -59,7 +59,7 @@ class Step:
     """True ends the conversation; the observation is then not shown to the policy."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures of the conversation; the last one of a name counts. The names turns, calls,
-    malformed, reward, seconds and faults are taken."""
+    malformed, malformed_turns, reward, reply_s and faults are taken."""
     state: bytes = b""
     """The environment's pickled `state_dict()` behind the step, which Winnow adds."""
 

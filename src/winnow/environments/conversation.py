@@ -69,13 +69,6 @@ class Environments(Protocol):
             EnvironmentFault: the environment fails.
         """
 
-    async def first_messages(self, number: int, prompt: Prompt) -> Sequence[Message]:
-        """Return the messages with which the environment of a row begins; none: the row's.
-
-        Raises:
-            EnvironmentFault: the environment fails.
-        """
-
     def close_conversation(self, conversation: int) -> None:
         """Free the environment of a conversation."""
 
@@ -284,13 +277,13 @@ class ConversationEngine:
         await self._engine.close()
 
     def environment_figures(self) -> dict[str, float]:
-        """Return `environment/faults` and `environment/seconds`, a step's mean, since the last
+        """Return `environment/faults` and `environment/reply_s`, a step's mean, since the last
         call."""
         now = self._faults, self._environments.steps, self._environments.seconds
         faults, steps, seconds = (a - b for a, b in zip(now, self._reported, strict=True))
         self._reported = now
         return {"environment/faults": faults} | (
-            {"environment/seconds": seconds / steps} if steps else {}
+            {"environment/reply_s": seconds / steps} if steps else {}
         )
 
     # -- waiting --------------------------------------------------------------------------------
