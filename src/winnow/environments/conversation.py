@@ -99,7 +99,7 @@ class Conversation:
     due: int = 0
     """Decode tick at which the reply is seen in deterministic mode."""
     tick: int = 0
-    """Decode tick at the end of the last turn."""
+    """Decode tick at the end of the last turn, or of the reply to it."""
     in_engine: bool = False
     """True while the engine has a turn of it."""
     aborting: bool = False
@@ -375,8 +375,7 @@ class ConversationEngine:
         """Ask for the reply to a complete last turn, or for the rest of the turn."""
         segments, request = conversation.segments, conversation.request
         if segments and segments[-1].source == "model":
-            if conversation.reply is None:
-                self._ask_environment(conversation)
+            self._ask_environment(conversation)
             return
         goes_on = len(conversation.turns) + 1 < self._limits.turns
         written = [*conversation.branch, *([request.prefix] if request.prefix else [])]
@@ -421,13 +420,16 @@ class ConversationEngine:
         self._ask_environment(conversation)
 
     def _ask_environment(self, conversation: Conversation) -> None:
+        """Ask for the reply to the last turn, unless that is under way since before an abort."""
         prompt, look = conversation.group.prompt, self._look_ticks
         assert prompt is not None, "a request of a conversation has its row"
-        state = next((s.state for s in reversed(conversation.segments) if s.state), b"")
-        state = state if self._message_of is None else b""  # all replies are rendered
-        seed, turns = conversation.request.seed, tuple(conversation.turns)
-        step = self._environments.step(seed, prompt, turns, state)
-        conversation.reply = asyncio.ensure_future(step)
+        if conversation.reply is None:
+            state = next((s.state for s in reversed(conversation.segments) if s.state), b"")
+            state = state if self._message_of is None else b""  # all replies are rendered
+            seed, turns = conversation.request.seed, tuple(conversation.turns)
+            step = self._environments.step(seed, prompt, turns, state)
+            conversation.reply = asyncio.ensure_future(step)
+        # A resumed run asks from now on, too.
         tick = self._engine.status().tick
         conversation.due = -(-(tick + self._lag_ticks) // look) * look
 
@@ -436,6 +438,7 @@ class ConversationEngine:
         assert conversation.reply is not None
         await asyncio.wait([conversation.reply])
         reply, conversation.reply = conversation.reply, None
+        conversation.tick = self._engine.status().tick
         try:
             *replayed, step = reply.result()
             first = len(conversation.turns) - 1 - len(replayed)
