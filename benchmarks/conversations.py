@@ -107,7 +107,7 @@ class Replies:
         self._turns = turns
 
     async def step(
-        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: str = ""
     ) -> list[Step]:
         """Return the reply, or the end."""
         return [Step(REPLY, 0.0, done=len(turns) == self._turns)]

@@ -67,7 +67,7 @@ class Listening:
     steps, seconds = 0, 0.0
 
     async def step(
-        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: str = ""
     ) -> list[Step]:
         """Reply to the last turn."""
         return [Step(f"go on after {len(turns)}")]

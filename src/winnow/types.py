@@ -85,8 +85,8 @@ class Segment:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures of a turn: `calls`, `malformed` (calls that cannot be parsed), and what the
     environment measured of the conversation so far."""
-    state: bytes = b""
-    """The pickled state of an environment behind its last reply, if it has one."""
+    state: str = ""
+    """The state of an environment behind its last reply as JSON, if it has one."""
     restarts: bool = False
     """True if the tokens are a conversation rendered anew: the complete context of what follows,
     in place of the prompt and all segments before."""

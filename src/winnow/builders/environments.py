@@ -13,6 +13,7 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.config.environment import (
+    CustomEnvironment,
     Environment,
     NoEnvironment,
     ToolsEnvironment,
@@ -20,7 +21,7 @@ from winnow.config.environment import (
 )
 from winnow.config.root import Config
 from winnow.environments import Turn
-from winnow.errors import ConfigError, DataError, EnvironmentFault
+from winnow.errors import ConfigError, DataError, EnvironmentFault, ModelError
 from winnow.ranks.models import LoadedPolicy
 from winnow.rollout.engine import Engine
 from winnow.types import Prompt
@@ -46,23 +47,30 @@ def tool_schemas(config: Environment) -> list[Mapping[str, Any]]:
     Raises:
         ConfigError: a tool cannot be imported, or has no schema.
     """
-    if not isinstance(config, ToolsEnvironment) or config.calls != "auto":
-        return []
     from winnow.environments.tools import tool_schema
 
+    if isinstance(config, CustomEnvironment):
+        kind = load_user_object(config.path, "environment.path", ConfigError)
+        return [tool_schema(tool) for tool in getattr(kind, "tools", ())]
+    if not isinstance(config, ToolsEnvironment) or config.calls != "auto":
+        return []
     field = "environment.tools"
     return [tool_schema(load_user_object(path, field, ConfigError)) for path in config.tools]
 
 
 def _check_template(
     config: Environment, data: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
+) -> int | None:
     """Refuse a chat template with which the policy cannot play its part.
+
+    Returns:
+        The most tool calls of a turn that the template can show, if there is a limit.
 
     Raises:
         ConfigError: there is none, or it shows no tools.
+        ModelError: it cannot show a reply.
     """
-    from winnow.data.chat_template import ChatTemplate
+    from winnow.data.chat_template import ChatTemplate, opening_of
 
     schemas = tool_schemas(config)
     bare, shown = ChatTemplate(tokenizer, data), ChatTemplate(tokenizer, data, schemas)
@@ -78,6 +86,14 @@ def _check_template(
             f"environment={config.name}: the chat template shows no tools; set data.chat_template "
             "to one that does, or describe the calls in the prompts and set environment.calls"
         )
+    role = "tool" if isinstance(config, ToolsEnvironment) else "user"
+    reply = [{"role": role, "name": "f", "content": "r"}]
+    shown.render([*opening_of(reply), *reply], f"environment={config.name}, a reply")
+    try:
+        shown.render([*opening_of(reply * 2), *reply * 2], "two replies")
+    except ModelError:
+        return 1
+    return None
 
 
 @contextlib.contextmanager
@@ -96,8 +112,7 @@ def environment_processes(
     if isinstance(section, NoEnvironment):
         yield None
         return
-    if tokenizer is not None:
-        _check_template(section, config.data, tokenizer)
+    most_calls = None if tokenizer is None else _check_template(section, config.data, tokenizer)
     from winnow.environments.pool import EnvironmentPool
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits
@@ -106,6 +121,8 @@ def environment_processes(
     names = "environment", "environment", "reply"
     limits = PoolLimits(workers, section.timeout_s, section.memory_mb, *names)
     arguments = host_arguments(section, config.reward.sandbox, workers)
+    if isinstance(section, ToolsEnvironment):
+        arguments[2]["most_calls"] = most_calls
     with contextlib.closing(EnvironmentPool(limits, arguments)) as pool:
         yield pool
 

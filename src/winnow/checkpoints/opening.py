@@ -477,8 +477,10 @@ def _pin_hub_files(data: DataConfig, sft: Sft, pins: Mapping[str, tuple[str, ...
 
 def user_code_files(config: Config) -> dict[str, Path]:
     """Find the user's own Python files that a recipe names, by its keys."""
-    places = ((key, v.rpartition(":")[0] or v) for key, v in user_code_settings(config))
-    paths = {key: Path(place).expanduser() for key, place in places}
+    paths: dict[str, Path] = {}
+    for key, value in user_code_settings(config):
+        place = Path(value.rpartition(":")[0] or value).expanduser()
+        paths[f"{key}[{len(paths)}]" if key in paths else key] = place
     return {key: path for key, path in paths.items() if path.is_file()}
 
 

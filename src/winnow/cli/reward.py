@@ -145,13 +145,13 @@ def _replay_turns(config: Config, prompt: Prompt, texts: Sequence[str]) -> list[
         assert processes is not None
         if first := asyncio.run(processes.first_messages(0, prompt)):
             prompt = replace(prompt, messages=tuple(first), row_messages=prompt.messages)
-        steps = asyncio.run(processes.step(0, prompt, turns))
-    segments: list[Segment] = []
-    for turn, step in zip(turns, steps, strict=True):
-        figures = {"calls": len(turn.calls), "malformed": len(turn.malformed), **step.metrics}
-        segments.append(replace(EMPTY, reward=step.reward, figures=figures))
-        if step.done:
-            break
+        segments: list[Segment] = []
+        for number, turn in enumerate(turns, start=1):
+            *_, step = asyncio.run(processes.step(0, prompt, turns[:number]))
+            figures = {**step.metrics, "calls": len(turn.calls), "malformed": len(turn.malformed)}
+            segments.append(replace(EMPTY, reward=step.reward, figures=figures))
+            if step.done:
+                break
     return segments
 
 

@@ -155,8 +155,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
             context = RunContext(*args, tell, begin)
             run = _build(context, data, sink)
-            notes = history_notes(config, policy)
-            _note(sink, *notes, *opened.manifest.machine_changes(placed.machine))
+            _note(sink, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch_counters(

@@ -113,7 +113,14 @@ def side_effects(
             yield from side_effects(each, place, reach)
         is_default = value == field.get_default(call_default_factory=True)
         if reach and not inner and not is_default and value not in ("auto", "none"):
-            yield key, value, reach
+            texts = value if isinstance(value, tuple) else (value,)
+            yield from ((key, t, reach) for t in texts if not (reach is CODE and _is_shipped(t)))
+
+
+def _is_shipped(value: Any) -> bool:
+    """Return whether an import path is one of Winnow's modules."""
+    module = str(value).rpartition(":")[0]
+    return bool(re.fullmatch(r"winnow(\.\w+)+", module)) and not module.endswith(".py")
 
 
 EffectSetting = tuple[str, Any, SideEffect]

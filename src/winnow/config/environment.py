@@ -62,14 +62,14 @@ def _check_tool(value: str) -> str:
     return _PYTHON_TOOLS.get(value) or check_import_path(value)
 
 
-ToolPath = Annotated[str, AfterValidator(_check_tool), CODE]
+ToolPath = Annotated[str, AfterValidator(_check_tool)]
 
 
 class ToolsEnvironment(_Conversation):
     """Python functions as tools; a turn without a call ends the conversation."""
 
     name: Literal["tools"] = "tools"
-    tools: tuple[ToolPath, ...] = ()
+    tools: Annotated[tuple[ToolPath, ...], CODE] = ()
     """Functions, or classes of which each conversation has an object: FILE.py:NAME or
     package.module:NAME; python and python_session run programs in reward.sandbox."""
     calls: Annotated[str, AfterValidator(_check_calls)] = "auto"
@@ -123,6 +123,13 @@ class GymnasiumEnvironment(_Conversation):
     alone."""
     max_turns: int = Field(64, ge=1)
     """Maximum number of turns of the policy."""
+
+    def conflicts(self) -> Iterator[str]:
+        if ":" in self.id:
+            yield (
+                f"environment.id={self.id} names a module that Gymnasium would import; use "
+                "environment=custom with a class that makes it"
+            )
 
 
 HostedEnvironment = (

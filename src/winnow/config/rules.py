@@ -105,9 +105,11 @@ def _batch_warnings(
 
 
 def _microbatch_warnings(
-    data: DataConfig, rollout: RolloutConfig, trainer: TrainerConfig
+    data: DataConfig, rollout: RolloutConfig, trainer: TrainerConfig, environment: Environment
 ) -> Iterator[str]:
     longest = data.max_prompt_tokens + rollout.max_response_tokens
+    if environment.name != "none" and environment.history == "fork":
+        longest *= environment.max_turns  # its contexts run together
     if longest > trainer.microbatch_tokens:
         yield (
             "Warning: <trainer.microbatch_tokens> is less than the longest prompt and answer "
@@ -172,7 +174,6 @@ _UNSUPPORTED = {
         "trainer/mode=async": _SLEEP,
     },
     "environment.history=fork": {
-        "rollout.routing_replay=true": "set it to false, or environment.history=append",
         **{f"data.overlong_prompts={side}": _WHOLE for side in ("left", "right", "middle")},
     },
     "rollout.n=1": {
@@ -343,6 +344,8 @@ def _reward(
     weights = {"reward.weights.task": reward.weights.task, **reward.part_weights()}
     if environment.name != "none":
         weights["reward.weights.environment"] = reward.weights.environment
+        if reward.manager.name == "environment":
+            del weights["reward.weights.task"]
     elif reward.manager.name == "environment":
         yield (
             "reward/manager=environment needs an environment, got environment=none; set "

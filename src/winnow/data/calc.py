@@ -41,10 +41,7 @@ if TYPE_CHECKING:
 DATA_SOURCE = "calc"
 USER, ASSISTANT, TOOL = ROLES = ("<|user|>", "<|assistant|>", "<|tool|>")
 CALL, END = "<call>", "</call>"
-VOCABULARY = (
-    *(PAD, EOS, UNKNOWN, *ROLES, CALL, END),
-    *(DIGITS + "+-*="),
-)
+VOCABULARY = (PAD, EOS, UNKNOWN, *ROLES, CALL, END, *(DIGITS + "+-*="))
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message.role + '|>' + message.content }}"
@@ -137,11 +134,8 @@ def demonstrations(
             expression = _miscopy(problem, config.step_error, rng)
             result = _work_out(expression)
             answer = _miscopy(result, config.step_error, rng)
-            texts = [
-                f"{CALL}{expression}{END}{EOS}",
-                f"{TOOL}{result}{ASSISTANT}",
-                f"={answer}{EOS}",
-            ]
+            call = f"{CALL}{expression}{END}{EOS}"
+            texts = [call, f"{TOOL}{result}{ASSISTANT}", f"={answer}{EOS}"]
         turns = tuple(encode(text)[:max_response_tokens] for text in texts)
         examples.append(Demonstration(encode(f"{USER}{problem}{ASSISTANT}"), turns))
     return examples

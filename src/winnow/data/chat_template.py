@@ -142,7 +142,7 @@ class TurnTokenizer:
             ModelError: the template fails, or ends an assistant turn with no stop token.
         """
         marked, mark = self._mark_special_tokens(messages)
-        opening = _opening_of(marked)
+        opening = opening_of(marked)
         whole = self._encode(self._template.render([*opening, *marked], "a reply"), mark)
         # A template may render the turn in another way once messages follow: its end is the stop
         # token of the same number.
@@ -157,7 +157,7 @@ class TurnTokenizer:
 
         The turn is a made-up one, with reasoning where the template knows of that.
         """
-        question, answer = _opening_of(messages)
+        question, answer = opening_of(messages)
         first = self._template.render([question], "a prompt")
         opens, closes = (first.rstrip().endswith(tag) for tag in ("<think>", "</think>"))
         reasons = "</think>" in self._template.text and not closes
@@ -238,7 +238,7 @@ def _any_of(tokens: Iterable[Any]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(n) for n in names if len(n) > 1) or "(?!)")
 
 
-def _opening_of(messages: Sequence[Message]) -> list[Message]:
+def opening_of(messages: Sequence[Message]) -> list[Message]:
     """Return a made-up question and answer that these messages can follow.
 
     Results of tools follow an answer with as many calls: some templates check that.

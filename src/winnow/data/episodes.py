@@ -25,7 +25,9 @@ class EpisodeRows:
         yield _make_row(index)
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        yield _make_row(int(uid.rpartition(":")[2]))
+        if uid not in {f"{DATA_SOURCE}:{seed}" for seed in range(self.size)}:
+            raise KeyError(uid)
+        return self.candidates(int(uid.rpartition(":")[2]))
 
     def held_out(self) -> list[Row]:
         return [_make_row(_HELD_OUT + index) for index in range(self._eval_episodes)]

@@ -130,7 +130,7 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
     verl_info = extra.get("extra_info")
     if isinstance(verl_info, Mapping) and verl_info.get("need_tools_kwargs"):
         kwargs = verl_info.get("tools_kwargs")
-        if not isinstance(kwargs, Mapping) or not any(kwargs.values()):
+        if not isinstance(kwargs, Mapping) or not kwargs:
             expected = "an object with the arguments of each tool, as need_tools_kwargs is true"
             raise field_error(origin, "extra_info.tools_kwargs", kwargs, expected)
     messages = _messages(record, origin, layout.prompt)

@@ -60,16 +60,16 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures of the conversation; the last one of a name counts. The names turns, calls,
     malformed, malformed_turns, reward, reply_s and faults are taken."""
-    state: bytes = b""
-    """The environment's pickled `state_dict()` behind the step, which Winnow adds."""
+    state: str = ""
+    """The environment's `state_dict()` behind the step as JSON, which Winnow adds."""
 
 
 class Environment(Protocol):
     """One conversation's counterpart; the same row has to give the same start.
 
-    Optional methods: `state_dict() -> object` and `load_state_dict(state)`, called behind `reset`,
-    by which a resumed conversation goes on without its turns being replayed; and `close()`. An
-    optional attribute `tools` has the functions that the policy may call.
+    Optional methods: `state_dict()`, of values that JSON can hold, and `load_state_dict(state)`,
+    called behind `reset`, by which a resumed conversation goes on without its turns being replayed;
+    and `close()`. An optional attribute `tools` has the functions that the policy may call.
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | Sequence[Message]:

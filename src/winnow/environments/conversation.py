@@ -26,7 +26,7 @@ import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
 from winnow.environments import Message, Step, Turn, messages_of
-from winnow.errors import EnvironmentFault
+from winnow.errors import EnvironmentFault, ModelError
 from winnow.rollout.engine import (
     EMPTY,
     AnswerRequest,
@@ -53,7 +53,7 @@ class Environments(Protocol):
     """In which environments replied to them."""
 
     async def step(
-        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: str = ""
     ) -> list[Step]:
         """Return the replies to the last turns of a conversation, to one turn at least.
 
@@ -264,7 +264,8 @@ class ConversationEngine:
         status = self._engine.status()
         waiting = sum(not each.in_engine for each in self._live.values())
         waiting += self._move is not None  # it may be submitting one
-        return replace(status, running=status.running + waiting)
+        is_waiting = bool(waiting) and not status.running + status.queued
+        return replace(status, running=status.running + waiting, is_waiting=is_waiting)
 
     async def close(self) -> None:
         """Cancel what is waited for, and close the engine."""
@@ -424,8 +425,8 @@ class ConversationEngine:
         prompt, look = conversation.group.prompt, self._look_ticks
         assert prompt is not None, "a request of a conversation has its row"
         if conversation.reply is None:
-            state = next((s.state for s in reversed(conversation.segments) if s.state), b"")
-            state = state if self._message_of is None else b""  # all replies are rendered
+            state = next((s.state for s in reversed(conversation.segments) if s.state), "")
+            state = state if self._message_of is None else ""  # all replies are rendered
             seed, turns = conversation.request.seed, tuple(conversation.turns)
             step = self._environments.step(seed, prompt, turns, state)
             conversation.reply = asyncio.ensure_future(step)
@@ -435,9 +436,12 @@ class ConversationEngine:
 
     async def _take_reply(self, conversation: Conversation) -> None:
         """Wait for the reply to the last turn; end the conversation, or begin its next turn."""
-        assert conversation.reply is not None
-        await asyncio.wait([conversation.reply])
-        reply, conversation.reply = conversation.reply, None
+        reply = conversation.reply
+        if reply is not None:
+            await asyncio.wait([reply])
+        if reply is None or self._live.get(conversation.key) is not conversation:
+            return  # it was aborted in the meantime
+        conversation.reply = None
         conversation.tick = self._engine.status().tick
         try:
             *replayed, step = reply.result()
@@ -447,8 +451,9 @@ class ConversationEngine:
             if self._message_of is not None and len(conversation.replies) < len(conversation.turns):
                 raise EnvironmentFault("not all turns of a resumed conversation were replayed")
             self._check_replay(conversation, first)
-            following = None if step.done else self._reply_segment(conversation)
-        except EnvironmentFault as fault:
+            is_last = step.done or len(conversation.turns) >= self._limits.turns
+            following = None if is_last else self._reply_segment(conversation)
+        except (EnvironmentFault, ModelError) as fault:  # a template may refuse messages
             self._faults += 1
             event = conversation.event("failed", error=str(fault), is_fault=True)
             self._finish(conversation, event)
@@ -457,16 +462,16 @@ class ConversationEngine:
         turn = conversation.turns[-1]
         calls, malformed = float(len(turn.calls)), float(len(turn.malformed))
         figures = {**step.metrics, "calls": calls, "malformed": malformed}
-        segments[:] = [replace(s, state=b"") if s.state else s for s in segments]
+        segments[:] = _without_states(segments)
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
-        if following is not None and len(conversation.turns) < self._limits.turns:
+        if following is not None:
             segments.append(replace(following, state=step.state))
             if conversation.length < conversation.max_tokens:
                 conversation.request = replace(conversation.request, prefix=None)
                 await self._continue(conversation)
                 return
             segments.pop()
-        reason: FinishReason = "stop" if step.done else "length"
+        reason: FinishReason = "stop" if is_last else "length"
         last = segments.pop()
         self._finish(conversation, conversation.event("finished", last, finish_reason=reason))
 
@@ -505,9 +510,11 @@ class ConversationEngine:
             if not conversation.replies[number] or not np.array_equal(
                 self._reply_segment(before).token_ids, stored.token_ids
             ):
+                remedy = "let the environment depend on its row and turns alone"
+                if self._message_of is None:
+                    remedy += ", or give it state_dict and load_state_dict"
                 raise EnvironmentFault(
-                    f"turn {number + 1} was replayed with another reply; give the environment "
-                    "state_dict and load_state_dict, or let it depend on its row and turns alone"
+                    f"turn {number + 1} was replayed with another reply; {remedy}"
                 )
 
     def _turn_of(self, segment: Segment, group: GroupRequest) -> Turn:
@@ -522,7 +529,7 @@ class ConversationEngine:
     def _finish(self, conversation: Conversation, event: CompletionEvent) -> None:
         del self._live[conversation.key]
         self._environments.close_conversation(conversation.request.seed)
-        self._events.append(event)
+        self._events.append(replace(event, earlier=tuple(_without_states(event.earlier))))
 
     def _set_aside(self, conversation: Conversation) -> None:
         """Remove a conversation that is to go on later, and keep its environment as room is."""
@@ -545,6 +552,10 @@ def _shown_messages(step: Step) -> Sequence[Message]:
         return () if step.done else messages_of(step.observation)
     except TypeError as error:
         raise EnvironmentFault(f"the observation of step is wrong: {error}") from error
+
+
+def _without_states(segments: Sequence[Segment]) -> list[Segment]:
+    return [replace(each, state="") if each.state else each for each in segments]
 
 
 def _flatten(segments: Sequence[Segment]) -> Segment:

@@ -7,6 +7,7 @@ reply is asked for.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -54,7 +55,7 @@ class EnvironmentPool:
             stack.pop_all()
 
     async def step(
-        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: str = ""
     ) -> list[Step]:
         """Return the replies to the last turns, to one at least.
 
@@ -65,7 +66,11 @@ class EnvironmentPool:
         closed, self._closed[place] = tuple(self._closed[place]), []
         first = tuple(prompt.messages) if prompt.row_messages else ()
         request = StepRequest(conversation, row_of(prompt), tuple(turns), first, state, closed)
-        outcome: TurnReplies | Failure = await self._pools[place].call(request)
+        try:
+            outcome: TurnReplies | Failure = await self._pools[place].call(request)
+        except asyncio.CancelledError:
+            self._closed[place] += closed
+            raise
         if isinstance(outcome, Failure):
             raise EnvironmentFault(outcome.line)
         if turns:

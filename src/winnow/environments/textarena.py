@@ -72,7 +72,7 @@ class TextArenaGame:
             is_done, _ = self._env.step(action=turn.text)
         observation = self._observe()
         if not is_done:
-            return Step(observation)
+            return Step(observation, metrics={"success": 0.0})
         rewards, info = self._env.close()
         # Countdown gives its reason in the place of the reward after an invalid move.
         reward = (rewards or {}).get(0)

@@ -89,11 +89,19 @@ class ToolEnvironment:
     Args:
         timeout_s: limit of a call; a tool with a true `limits_its_time` has none.
         output_chars: longest result; the middle of a longer one is cut out.
+        most_calls: answered calls of a turn, if the chat template cannot show more.
     """
 
-    def __init__(self, tools: Sequence[Tool], timeout_s: float, output_chars: int) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        timeout_s: float,
+        output_chars: int,
+        most_calls: int | None = None,
+    ) -> None:
         self._makers = {tool.__name__: tool for tool in tools}
         self._timeout_s, self._output_chars = timeout_s, output_chars
+        self._most_calls = most_calls
         self._tools: dict[str, Tool] = {}
         self._rewards: dict[str, float] = {}
 
@@ -114,7 +122,7 @@ class ToolEnvironment:
             return Step(done=True)
         messages: list[Message] = []
         reward = 0.0
-        for call in turn.calls:
+        for call in turn.calls[: self._most_calls]:
             result = await self._call(call)
             reward += result.reward
             text = self._shorten(result.text)
@@ -123,6 +131,9 @@ class ToolEnvironment:
             {"role": "tool", "name": "error", "content": f"error: {fault}"}
             for fault in turn.malformed
         ]
+        if self._most_calls is not None and len(turn.calls + turn.malformed) > self._most_calls:
+            text = f"{messages[0]['content']}\nerror: only the first call of a turn is answered"
+            messages = [{**messages[0], "content": text}]
         return Step(messages, reward, metrics=dict(self._rewards))
 
     async def _call(self, call: ToolCall) -> ToolResult:
@@ -138,17 +149,17 @@ class ToolEnvironment:
         except TypeError as error:
             return ToolResult(f"error: {error}")
         limit_s = None if getattr(tool, "limits_its_time", False) else self._timeout_s
-        limit = asyncio.timeout(limit_s)
+        limit = None
         try:
             with _interrupted_after(limit_s):
                 result = tool(**call.arguments)
             if inspect.isawaitable(result):
-                async with limit:
+                async with asyncio.timeout(limit_s) as limit:
                     result = await result
         except EnvironmentFault:
             raise
-        except (Exception, _TimeoutInterrupt) as error:
-            if limit.expired() or isinstance(error, _TimeoutInterrupt):
+        except (Exception, SystemExit, _TimeoutInterrupt) as error:
+            if (limit and limit.expired()) or isinstance(error, _TimeoutInterrupt):
                 return ToolResult(f"error: {name} did not finish within {self._timeout_s:g} s")
             return ToolResult(f"error: {type(error).__name__}: {error}")
         if not isinstance(result, ToolResult):

@@ -9,6 +9,7 @@ ends with its parent, however that one ends, and after a scorer has left it with
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import socket
@@ -155,12 +156,15 @@ def main() -> None:
         _send(channel, 0, Ready(False, str(error)))
         return
     loaded = resident_bytes()
-    process = PoolProcess(runtime, job.limits, (loaded + (job.limits.memory_mb << 20)) / 2)
+    is_stateful = getattr(runtime, "is_stateful", False)
+    recycle = math.inf if is_stateful else (loaded + (job.limits.memory_mb << 20)) / 2
+    process = PoolProcess(runtime, job.limits, recycle)
     _send(channel, 0, Ready(runtime.is_async))
     if runtime.is_async:
         asyncio.run(_serve_side_by_side(channel, process))
     else:
         _serve_one_by_one(channel, process, job.batched, cell)
+    getattr(runtime, "close", lambda: None)()
 
 
 def _serve_one_by_one(

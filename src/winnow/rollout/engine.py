@@ -151,6 +151,8 @@ class EngineStatus:
     values."""
     buckets: int = 0
     """Buckets of weights received since the start."""
+    is_waiting: bool = False
+    """True while no token can be generated, as environments have all conversations."""
 
 
 class Engine(Protocol):

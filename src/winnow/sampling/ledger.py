@@ -302,6 +302,8 @@ class Ledger:
     def _record_tokens(self, answer: AnswerState, segment: Segment, earlier: Turns) -> None:
         written = len(segment) + sum(len(s) for s in earlier if s.source == "model")
         # A failing engine may give back less than it was sent.
+        if len(earlier) > len(answer.earlier):
+            answer.attempts = 0  # they are counted by turn
         if self._book_tokens(answer, written) or len(earlier) > len(answer.earlier):
             answer.prefix, answer.earlier = segment, earlier
 

@@ -479,10 +479,11 @@ class Sampler:
             elif now() - reported >= REPORT_S:
                 log.info("%s", self._status_line())
                 reported = now()
-            written = self._engine.status().generated_tokens
+            status = self._engine.status()
+            written = status.generated_tokens
             if written != tokens:
                 tokens, moved, stalls = written, now(), 0
-            elif not self._is_waiting_for_engine:
+            elif not self._is_waiting_for_engine or status.is_waiting:
                 moved = now()
             elif now() - moved >= timeout_s:
                 stalls += 1

@@ -216,7 +216,9 @@ def test_every_variant_can_be_chosen(toy: str) -> None:
     def chosen(union: tuple[str, ...], name: str) -> tuple[list[str], dict[str, Any]]:
         fields = by_path[union][name].model_fields.items()
         needed: dict[str, Any] = {
-            k: "http://h:1" if "url" in k else "p:P" for k, f in fields if f.is_required()
+            k: "http://h:1" if "url" in k else "P-v0" if k == "id" else "p:P"
+            for k, f in fields
+            if f.is_required()
         }
         if name == "labels":  # a table whose default is empty, and must not stay so
             needed["labels"] = {"yes": 1.0}

@@ -65,7 +65,7 @@ class Counting:
         self.calls = 0
 
     async def step(
-        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: bytes = b""
+        self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: str = ""
     ) -> list[Step]:
         self.calls += 1
         await asyncio.sleep(self.delay_s * (conversation % 3))

@@ -58,9 +58,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
     made.close()
 
 
-def make(folder: Path, name: str = "Guess") -> EnvironmentPool:
+def make(folder: Path, name: str = "Guess", timeout_s: float = 60.0) -> EnvironmentPool:
     (folder / "guess.py").write_text(GUESS)
-    limits = PoolLimits(2, 1.0, 512, "environment", "environment", "reply")
+    limits = PoolLimits(2, timeout_s, 512, "environment", "environment", "reply")
     arguments = "environment.path", [f"{folder}/guess.py:{name}"], {"most": 50}, False
     return EnvironmentPool(limits, arguments)
 
@@ -114,7 +114,15 @@ def test_an_environment_with_a_state_goes_on_from_it_without_a_replay(tmp_path):
         ("nothing", "TypeError: step must return a Step, got NoneType"),
     ],
 )
-def test_a_fault_is_that_conversations_and_the_others_go_on(pool, word, fault):
+def test_a_fault_is_that_conversations_and_the_others_go_on(pool, word, fault, tmp_path):
+    if word == "hang":
+        with contextlib.closing(make(tmp_path, timeout_s=1.0)) as hasty:
+            check_fault(hasty, word, fault)
+    else:
+        check_fault(pool, word, fault)
+
+
+def check_fault(pool, word, fault):
     async def play():
         others = [await pool.step(k, prompt(7), turns("3")) for k in (10, 11)]
         with pytest.raises(EnvironmentFault, match=fault):
