@@ -106,6 +106,7 @@ JUDGE = ("reward/judge=openai", "reward.judge.model=m", "reward.judge.base_url=h
 RAY = ("cluster=ray", "reward.processes=1")
 TASK = ("data.task={name: custom, path: 'evil:f'}", "warm_start=none", "model.path=m")
 HTTP = ("rollout/engine=http", "rollout.engine.url=[http://127.0.0.1:9]", "run.deterministic=false")
+CHAT = "data.chat_template='{{ messages }}'"
 REACHING = {
     "code": [
         ("reward.function.path", "reward.function.path=evil.pyc"),
@@ -119,6 +120,8 @@ REACHING = {
         ("rollout.engine.extra", "rollout/engine=vllm", "rollout.engine.extra={load_format: x}"),
         ("reward.manager.path", "reward.manager={name: custom, path: 'evil:f'}"),
         ("observe.sinks.0.path", "observe.sinks=[{path: 'evil:f'}]"),
+        ("environment.path", "environment={name: custom, path: 'evil:f'}", CHAT),
+        ("environment.tools", "environment={name: tools, tools: ['evil:f']}", CHAT),
         ("model.trust_remote_code", TRUSTING),
     ],
     "program": [

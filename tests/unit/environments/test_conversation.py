@@ -364,6 +364,45 @@ def test_a_caller_that_is_cancelled_loses_no_conversation():
     }
 
 
+def test_an_abort_while_a_reply_is_waited_for_repeats_nothing():
+    model = model_of()
+    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
+
+    async def play():
+        engine = make(torch_engine(model, slots=5), Counting(delay_s=0.05))
+        await engine.submit(requests())
+        events, again, done = [], requests(), {}
+        waiting = asyncio.ensure_future(engine.events())
+        while not engine.status().is_waiting:
+            await asyncio.wait([waiting], timeout=0.001)
+            if waiting.done():
+                events += waiting.result()
+                waiting = asyncio.ensure_future(engine.events())
+        await engine.abort(range(4))
+        for event in [*events, *await waiting]:
+            if event.kind == "finished":
+                done[event.key] = event
+            else:
+                group = again[event.group_id]
+                answers = [
+                    replace(each, earlier=event.earlier, prefix=event.segment or None)
+                    if each.index == event.answer
+                    else each
+                    for each in group.answers
+                ]
+                again[event.group_id] = replace(group, answers=tuple(answers))
+        unfinished = [
+            replace(g, answers=tuple(a for a in g.answers if (g.group_id, a.index) not in done))
+            for g in again
+        ]
+        return done | await run(engine, [each for each in unfinished if each.answers])
+
+    done = asyncio.run(asyncio.wait_for(play(), 60))
+    assert {k: transcript(e) for k, e in done.items()} == {
+        k: transcript(e) for k, e in plain.items()
+    }
+
+
 def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
     model = model_of()
     plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))

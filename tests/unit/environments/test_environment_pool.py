@@ -48,6 +48,24 @@ class Resumed(Guess):
 
     def load_state_dict(self, state):
         self.turns = state["turns"]
+
+class Tuples(Resumed):
+    def state_dict(self):
+        return {"turns": (self.turns,)}
+
+class Half(Guess):
+    def state_dict(self):
+        return {}
+
+class Slow(Guess):
+    async def reset(self, row):
+        return super().reset(row)
+
+    def step(self, turn):
+        return Step("\\ud83d?") if turn.text == "odd" else super().step(turn)
+
+    def close(self):
+        print("closed", self.secret, file=open(__file__ + ".log", "a"))
 """
 
 
@@ -134,6 +152,24 @@ def check_fault(pool, word, fault):
     # One of the two had its environment in the process that was lost, and got its turns replayed.
     assert all(len(steps) in (1, 2) for steps in after)
     asyncio.run(pool.step(12, prompt(7), turns("3")))
+
+
+def test_a_state_that_json_would_change_is_a_fault(tmp_path):
+    fault = pytest.raises(EnvironmentFault, match="what JSON can hold: lists, no tuples")
+    with contextlib.closing(make(tmp_path, "Tuples")) as pool, fault:
+        asyncio.run(pool.step(1, prompt(7), turns("3")))
+    with pytest.raises(ConfigError, match="it has no method load_state_dict"):
+        make(tmp_path, "Half")
+
+
+def test_environments_are_closed_after_a_fault_and_at_the_end(tmp_path):
+    with contextlib.closing(make(tmp_path, "Slow")) as pool:
+        (step,) = asyncio.run(pool.step(1, prompt(7), turns("odd")))
+        assert step.observation[0]["content"] == "??"  # no text that cannot be encoded
+        with pytest.raises(EnvironmentFault):
+            asyncio.run(pool.step(2, prompt(8), turns("raise")))
+        assert (tmp_path / "guess.py.log").read_text() == "closed 8\n"
+    assert "closed 7\n" in (tmp_path / "guess.py.log").read_text()
 
 
 def test_code_that_is_no_environment_is_refused_in_one_line(tmp_path):
