@@ -169,3 +169,8 @@ def test_a_turn_without_calls_ends_and_faults_and_long_results_are_told():
         "x" * 5 + "\n… (cut) …\n" + "x" * 5,
         "error: no JSON",
     ]
+    single = ToolEnvironment([long], 1, 10, most_calls=1)
+    single.reset({})
+    step = asyncio.run(single.step(Turn("", (ToolCall("long"), ToolCall("long")))))
+    (message,) = step.observation
+    assert message["content"].endswith("error: only the first call of a turn is answered")

@@ -542,6 +542,17 @@ def test_a_sandbox_that_failed_is_never_the_answers_fault() -> None:
     assert ledger.accounting.count_fates()["failed"] == 1
 
 
+@pytest.mark.parametrize(("faults", "failed"), [([1, 1, 3, 3], 0), ([1, 1, 1], 1)])
+def test_faults_of_a_conversation_are_counted_by_turn(faults: list[int], failed: int) -> None:
+    ledger = start(groups_per_step=1, max_attempts=2)
+    admit_all(ledger)
+    for turns in faults:
+        earlier = tuple(segment(0, place, 4) for place in range(turns))
+        ledger.record_failed(0, 0, segment(0, 0, 0), "it crashed", earlier)
+        ledger.dispatch()
+    assert ledger.tally.failed == failed
+
+
 def test_carried_groups_count_towards_the_next_bound() -> None:
     ledger = start(groups_per_step=1, max_groups_per_step=3, max_staleness=2)
     assert admit_all(ledger) == [0, 1]
