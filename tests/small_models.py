@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}: "
     "{{ tool.function.description }}\n{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}"
+    "{{ '<|endoftext|>' if m.role == 'assistant' }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

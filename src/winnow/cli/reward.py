@@ -148,7 +148,7 @@ def _replay_turns(config: Config, prompt: Prompt, texts: Sequence[str]) -> list[
         segments: list[Segment] = []
         for number, turn in enumerate(turns, start=1):
             *_, step = asyncio.run(processes.step(0, prompt, turns[:number]))
-            figures = {**step.metrics, "calls": len(turn.calls), "malformed": len(turn.malformed)}
+            figures = {"calls": len(turn.calls), "malformed": len(turn.malformed), **step.metrics}
             segments.append(replace(EMPTY, reward=step.reward, figures=figures))
             if step.done:
                 break

@@ -128,8 +128,8 @@ BAD_ROWS = [
      "key ground_truth"),
     ({**ROW, "reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing; it must be "
      "what the scorer compares with"),
-    ({**ROW, "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {"calc": None}}},
-     "extra_info.tools_kwargs is the object {'calc': None}; it must be an object with the "
+    ({**ROW, "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {}}},
+     "extra_info.tools_kwargs is an empty object; it must be an object with the "
      "arguments of each tool, as need_tools_kwargs is true"),
     ({**ROW, "images": ["a.png"]}, "images is set, but only text is supported; remove such "
      "rows"),
