@@ -709,8 +709,8 @@ def test_a_turn_continues_where_its_keys_are_unless_a_resumed_run_has_none(
     elif between == "new weights":
         asyncio.run(engine.load_weights(WeightUpdate(version=1)))
     elif between == "sleep":
-        if not hasattr(engine, "sleep"):
-            pytest.skip("it cannot sleep")
+        if not hasattr(engine, "sleep") or type(engine).__name__ == "VllmEngine":
+            pytest.skip("it cannot sleep, or cannot write before it is awake")
         asyncio.run(engine.sleep())
     tokens[0] = 0
     done = drain(engine, following)

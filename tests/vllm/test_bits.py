@@ -10,10 +10,18 @@ import signal
 from pathlib import Path
 
 import pytest
-from benchmarks.kill import LONGEST_S, STEPS, code_of, differences, figures
+from benchmarks.kill import (
+    ASYNC,
+    LONGEST_S,
+    STEPS,
+    code_of,
+    differences,
+    figures,
+    lost_or_repeated,
+)
 from benchmarks.vllm_bits import SPLIT, TWO, VLLM, answers, gets_on, model_of
 from tests.fault.quick_lab import QuickLab
-from tests.fault.test_modes import BESIDE, RUNNING_ON, check_nothing_is_lost_or_repeated
+from tests.fault.test_modes import BESIDE
 from tests.processes import descendants, driver_of, gone, workers_of
 
 from winnow.observe.files import RunFolder
@@ -50,8 +58,8 @@ def test_two_engines_one_step_off_write_and_teach_what_two_torch_engines_do(
 
 
 def test_async_swaps_weights_in_flight_and_loses_no_group(lab: QuickLab) -> None:
-    run = trained(lab, "async", VLLM, *RUNNING_ON)
-    check_nothing_is_lost_or_repeated(run)
+    run = trained(lab, "async", VLLM, *ASYNC)
+    assert lost_or_repeated(run) == []
     assert any(len(row["versions"]) > 1 for row in read_ledger(RunFolder(run)).to_pylist())
 
 
