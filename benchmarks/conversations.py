@@ -31,7 +31,12 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
 from winnow.environments import Step, Turn
-from winnow.environments.conversation import ConversationEngine, ConversationLimits
+from winnow.environments.conversation import (
+    ConversationEngine,
+    ConversationLimits,
+    ReplySchedule,
+    TurnFormat,
+)
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.fused_layers import fuse_layers
 from winnow.rollout.embedded.torch_engine import TorchEngine
@@ -149,9 +154,11 @@ def measure(
         own = tokenizer()
         chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
         runner = ConversationEngine(
-            *(engine, chat, Turn, own.decode, Replies(turns), ConversationLimits(turns)),
-            deterministic=True,
-            lag_ticks=16,
+            engine,
+            TurnFormat(chat, own.decode, Turn),
+            Replies(turns),
+            ConversationLimits(turns),
+            ReplySchedule(True, lag_ticks=16),
         )
     began = time.process_time()
     done = asyncio.run(finished(runner, asked))

@@ -24,7 +24,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
 from winnow.environments import Step, Turn
-from winnow.environments.conversation import ConversationEngine, ConversationLimits
+from winnow.environments.conversation import (
+    ConversationEngine,
+    ConversationLimits,
+    ReplySchedule,
+    TurnFormat,
+)
 from winnow.learning.batch import pack
 from winnow.models.causal_lm import use_layout_attention
 from winnow.rollout.embedded.torch_engine import TorchEngine
@@ -123,8 +128,9 @@ def main() -> None:
         for text, first in zip(texts, firsts, strict=True)
     ]
     limits = ConversationLimits(args.turns)
-    parts = engine, chat, Turn, tokenizer.decode, Listening(), limits
-    conversations: Any = ConversationEngine(*parts, deterministic=True)
+    turn_format = TurnFormat(chat, tokenizer.decode, Turn)
+    parts = engine, turn_format, Listening(), limits, ReplySchedule(True)
+    conversations: Any = ConversationEngine(*parts)
     sampling = SamplingParams(1600, 1.0, stop_token_ids=(STOP,))
     requests = [request_of(i, p, {0: None}, sampling, 0) for i, p in enumerate(prompts)]
     done = asyncio.run(generate(conversations, requests))

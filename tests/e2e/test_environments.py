@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -104,6 +105,17 @@ def test_crashes_are_counted_and_change_no_reward(home: Path, every: int, dies: 
     assert answers(home, name) == answers(home, "plain")
     for figure in ("environment/reward", "environment/turns", "environment/heard"):
         assert total(home, name, figure) == total(home, "plain", figure) > 0
+
+
+def test_tokens_of_replies_are_booked_apart(home: Path) -> None:
+    files = sorted((home / "runs/plain/rollouts").glob("*.parquet"))
+    tokens = {"model": 0, "environment": 0}
+    for row in chain.from_iterable(pq.read_table(file).to_pylist() for file in files):
+        whole = [{"author": "model", "tokens": len(row["token_ids"])}]  # cut off in its first turn
+        for turn in row["turns"] or whole:
+            tokens[turn["author"]] += turn["tokens"]
+    assert total(home, "plain", "sampling/tokens/environment") == tokens["environment"] > 0
+    assert total(home, "plain", "sampling/tokens/trained") == tokens["model"]
 
 
 def test_conversations_begin_as_the_environment_does(home: Path) -> None:

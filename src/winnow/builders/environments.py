@@ -50,8 +50,13 @@ def tool_schemas(config: Environment) -> list[Mapping[str, Any]]:
     from winnow.environments.tools import tool_schema
 
     if isinstance(config, CustomEnvironment):
-        kind = load_user_object(config.path, "environment.path", ConfigError)
-        return [tool_schema(tool) for tool in getattr(kind, "tools", ())]
+        tools = getattr(load_user_object(config.path, "environment.path", ConfigError), "tools", ())
+        if not isinstance(tools, list | tuple):
+            raise ConfigError(
+                f"environment.path {config.path}: tools is a {type(tools).__name__}; make it an "
+                "attribute of the class, a list of functions"
+            )
+        return [tool_schema(tool) for tool in tools]
     if not isinstance(config, ToolsEnvironment) or config.calls != "auto":
         return []
     field = "environment.tools"
@@ -160,11 +165,14 @@ def first_messages_of(
         nonlocal done
         done = 0
         # An endless source is asked by the sampler, whose thread runs an event loop already.
-        with ThreadPoolExecutor(1) as thread:
+        thread = ThreadPoolExecutor(1)
+        try:
             gathered = thread.submit(asyncio.run, begin_together(rows))
             while wait([gathered], _PROGRESS_S).not_done:
                 tell(f"Environments: first messages of {done:,} of {len(rows):,} rows")
             return gathered.result()
+        finally:  # after Ctrl-C it ends with the pool that it asks
+            thread.shutdown(wait=False)
 
     return begin_all
 
@@ -212,23 +220,26 @@ def with_conversations(
         return engine
     from winnow.data.chat_template import ChatTemplate, TurnTokenizer
     from winnow.environments.calls import message_of, parse_turn, plain_message
-    from winnow.environments.conversation import ConversationEngine, ConversationLimits
+    from winnow.environments.conversation import (
+        ConversationEngine,
+        ConversationLimits,
+        ReplySchedule,
+        TurnFormat,
+    )
 
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
+    tokenizer = TurnTokenizer(template, policy.tokenizer, policy.stop_ids)
     parse = turn_parser(environment)
     as_message = message_of if parse is parse_turn else plain_message
+    shown = None if environment.history == "append" else as_message
+    look_ticks = getattr(engine, "quantum_ticks", 1)  # of an `EngineGroup`
     return cast(
         Engine,
         ConversationEngine(
             engine,
-            TurnTokenizer(template, policy.tokenizer, policy.stop_ids),
-            parse,
-            policy.decode,
+            TurnFormat(tokenizer, policy.decode, parse, shown),
             environments,
             ConversationLimits(environment.max_turns, environment.max_turn_tokens),
-            message_of=None if environment.history == "append" else as_message,
-            deterministic=config.run.deterministic,
-            lag_ticks=environment.reply_lag_ticks,
-            look_ticks=getattr(engine, "quantum_ticks", 1),  # of an `EngineGroup`
+            ReplySchedule(config.run.deterministic, environment.reply_lag_ticks, look_ticks),
         ),
     )

@@ -20,6 +20,7 @@ from winnow.builders.engines import (
     make_engine,
     published_adapter,
 )
+from winnow.builders.environments import with_conversations
 from winnow.builders.placement import count_devices
 from winnow.builders.processes import StartWorkers
 from winnow.builders.rewards import make_rewards, scoring_sections
@@ -40,6 +41,7 @@ from winnow.run.loop import SharedWeightsPublisher, WeightPublisher
 from winnow.run.step_metrics import StepFlop
 
 if TYPE_CHECKING:
+    from winnow.environments.pool import EnvironmentPool
     from winnow.learning.canary import Canary, CanaryScores
     from winnow.workers.group import WorkerGroup
 
@@ -92,11 +94,13 @@ def build_models(
     policy: LoadedPolicy,
     start: str | None,
     start_workers: StartWorkers,
+    environments: EnvironmentPool | None = None,
 ) -> RunModels:
     """Build engine and learner, in this process or over worker processes.
 
     Args:
         start: as for `worker_processes`.
+        environments: reply to the policy's turns, if answers are conversations.
 
     Raises:
         WinnowError: a model of the recipe cannot be loaded, or a process cannot be started.
@@ -147,7 +151,8 @@ def build_models(
     if critic is not None:
         passes = replace(passes, **critic.call_blocking("passes")[0])
     devices = count_devices(roles, 1 if ranks is None else ranks.size)
-    return RunModels(engine, learner, states, publish, passes, machine, devices)
+    conversing = with_conversations(config, policy, engine, environments)
+    return RunModels(conversing, learner, states, publish, passes, machine, devices)
 
 
 def _release_memory(roles: Roles, groups: Mapping[str, Sequence[WorkerGroup]]) -> None:

@@ -69,6 +69,7 @@ def try_command(
     For instance: winnow reward try train.parquet --row 3 --answer "#### 42"
     """
     from winnow.checkpoints.strangers import require_trusted_start
+    from winnow.config.reward import UNROUTED
 
     file, settings = _split_words(words or [])
     if scorer is not None and function is not None:
@@ -80,7 +81,7 @@ def try_command(
     config = _resolve_config(recipe, settings, scorer, function, tokens)
     require_trusted_start(config, recipe or "", settings, trust)
     by_one = config.reward.function.path is not None
-    any_source = by_one or config.reward.manager.name in ("remote", "custom", "environment")
+    any_source = by_one or config.reward.manager.name in UNROUTED
     number = 1 if row is None else row
     data = config.data.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
     prompt = _make_prompt(file, number, truth, source or scorer, data, any_source)

@@ -208,9 +208,9 @@ def _generate_answers(
             begin = first_messages_of(config.environment, environments, console.print)
             tools = tool_schemas(config.environment)
             held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin)
-            asked = with_conversations(config, policy, engine, environments)
+            conversing = with_conversations(config, policy, engine, environments)
             evaluator = make_evaluator(
-                config, policy, asked, lambda _: setup.answers, rewards, held_out
+                config, policy, conversing, lambda _: setup.answers, rewards, held_out
             )
         except ModelError as error:
             if config.evaluation.max_response_tokens is None:
@@ -236,7 +236,7 @@ def _generate_answers(
                 _check_same_weights(named, await _weight_versions(engine))
                 return evaluated
             finally:
-                await asked.close()
+                await conversing.close()
 
         return stop.run(ask()), evaluator
 

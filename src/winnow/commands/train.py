@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -22,12 +22,11 @@ from winnow.builders.environments import (
     first_messages_of,
     history_notes,
     tool_schemas,
-    with_conversations,
 )
 from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
-from winnow.builders.processes import StartWorkers, worker_processes
+from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
-from winnow.builders.topology import RunModels, build_models, build_rewards
+from winnow.builders.topology import build_models, build_rewards
 from winnow.checkpoints.checkpoint import checkpoints_in, verify
 from winnow.checkpoints.opening import DamagedError, OpenedRun, detecting_damage, opened_run, rewind
 from winnow.checkpoints.recipe_changes import with_settings
@@ -63,7 +62,6 @@ from winnow.views.diagnosis import remedy_of
 from winnow.views.doctor import LiveDiagnosis
 
 if TYPE_CHECKING:
-    from winnow.environments.pool import EnvironmentPool
     from winnow.run.sft import SftData, SftRun
 
 log = logging.getLogger(__name__)
@@ -146,14 +144,15 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
-            placed = _place(config, roles, policy, first, start_workers, environments)
+            placed = build_models(config, roles, policy, first, start_workers, environments)
             trace = [TraceFile(folder.trace)] if config.observe.trace else []
-            sinks = Sinks(
-                [sink, metrics, heartbeat, end, *trace, *_make_sinks(config, folder, sink)]
-            )
+            others = _make_sinks(config, folder, sink)
+            sinks = Sinks([sink, metrics, heartbeat, end, *trace, *others])
             tell, text = trace[0] if trace else no_timeline, dump_config(saved_config)
-            args = config, text, policy, folder, sinks, metrics, options.stop, rewards, placed
-            context = RunContext(*args, tell, begin)
+            context = RunContext(
+                config, text, policy, folder, sinks, metrics, options.stop, rewards, placed, tell,
+                begin,
+            )  # fmt: skip
             run = _build(context, data, sink)
             _note(sink, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
@@ -172,20 +171,6 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         _show_results(config, recipe, folder, console)
         log.info("finished in %s", duration(time.monotonic() - options.began_s))
     return 0
-
-
-def _place(
-    config: Config,
-    roles: Roles,
-    policy: LoadedPolicy,
-    first: str | None,
-    start_workers: StartWorkers,
-    environments: EnvironmentPool | None,
-) -> RunModels:
-    """Build engine and learner, and an engine for conversations over that if there are any."""
-    placed = build_models(config, roles, policy, first, start_workers)
-    engine = with_conversations(config, policy, placed.engine, environments)
-    return replace(placed, engine=engine)
 
 
 def _build(context: RunContext, data: PromptSource | SftData, sink: ConsoleSink) -> Run | SftRun:

@@ -92,6 +92,13 @@ class Change(IntEnum):
     """Neither on resuming nor in a fork: the state of the run rests on it."""
 
 
+SHIPPED_TOOLS = frozenset(
+    f"winnow.environments.{name}"
+    for name in ("calculator:calc", "python_tool:python", "python_tool:python_session")
+)
+"""Import paths that are not code of the recipe's author."""
+
+
 def side_effects(
     section: Section, at: str = "", around: SideEffect | None = None
 ) -> Iterator[EffectSetting]:
@@ -114,13 +121,7 @@ def side_effects(
         is_default = value == field.get_default(call_default_factory=True)
         if reach and not inner and not is_default and value not in ("auto", "none"):
             texts = value if isinstance(value, tuple) else (value,)
-            yield from ((key, t, reach) for t in texts if not (reach is CODE and _is_shipped(t)))
-
-
-def _is_shipped(value: Any) -> bool:
-    """Return whether an import path is one of Winnow's modules."""
-    module = str(value).rpartition(":")[0]
-    return bool(re.fullmatch(r"winnow(\.\w+)+", module)) and not module.endswith(".py")
+            yield from ((key, text, reach) for text in texts if str(text) not in SHIPPED_TOOLS)
 
 
 EffectSetting = tuple[str, Any, SideEffect]

@@ -83,6 +83,32 @@ class ConversationLimits:
     """Most tokens of a turn, if there is a limit."""
 
 
+@dataclass(frozen=True)
+class TurnFormat:
+    """Token ids of turns and replies as texts and messages, and back."""
+
+    tokenizer: TurnTokenizer
+    """Gives the tokens of replies."""
+    decode: Callable[[IntArray], str]
+    """Makes a text of the token ids of a turn, without its stop token."""
+    parse: Callable[[str], Turn]
+    """Makes a turn of its text."""
+    message_of: Callable[[str, Turn], Message] | None = None
+    """Makes a message of the text of a turn and what was parsed of it, for the template to render
+    it anew; None keeps conversations as they were sampled."""
+
+
+@dataclass(frozen=True)
+class ReplySchedule:
+    """The moments at which replies are seen."""
+
+    deterministic: bool
+    """True: `lag_ticks` after their turns, or once the engine is idle; False: when they come."""
+    lag_ticks: int = 0
+    look_ticks: int = 1
+    """Deterministic replies are seen at multiples of this only."""
+
+
 @dataclass(eq=False)
 class Conversation:
     """A conversation under way."""
@@ -153,35 +179,19 @@ class ConversationEngine:
 
     Args:
         engine: writes turns; nothing else may submit to it.
-        tokenizer: gives the tokens of replies.
-        parse: makes a turn of its text.
-        decode: token ids of a turn, without its stop token, to text.
         environments: reply to turns.
-        message_of: makes a message of a turn, of its text and what was parsed, for the template to
-            render it anew; None keeps conversations as they were sampled.
-        deterministic: replies are seen `lag_ticks` after their turns, or once the engine is idle.
-        look_ticks: replies are then seen at multiples of this only.
     """
 
     def __init__(
         self,
         engine: Engine,
-        tokenizer: TurnTokenizer,
-        parse: Callable[[str], Turn],
-        decode: Callable[[IntArray], str],
+        turn_format: TurnFormat,
         environments: Environments,
         limits: ConversationLimits,
-        *,
-        message_of: Callable[[str, Turn], Message] | None = None,
-        deterministic: bool,
-        lag_ticks: int = 0,
-        look_ticks: int = 1,
+        schedule: ReplySchedule,
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
-        self._parse, self._decode = parse, decode
-        self._environments, self._limits, self._message_of = environments, limits, message_of
-        self._deterministic = deterministic
-        self._lag_ticks, self._look_ticks = lag_ticks, look_ticks
+        self._engine, self._format, self._environments = engine, turn_format, environments
+        self._limits, self._schedule = limits, schedule
         self._live: dict[Key, Conversation] = {}
         self._events: list[CompletionEvent] = []  # not returned yet
         self._aborted: OrderedDict[int, Conversation] = OrderedDict()
@@ -225,7 +235,7 @@ class ConversationEngine:
             ModelError: the chat template fails with a reply.
         """
         while not self._events:
-            is_over = await (self._advance(until) if self._deterministic else self._wait())
+            is_over = await (self._advance(until) if self._schedule.deterministic else self._wait())
             if is_over:
                 break
         events, self._events = self._events, []
@@ -364,7 +374,7 @@ class ConversationEngine:
         if aside is not None and len(aside.segments) == len(request.earlier):
             aside.group, aside.request, aside.aborting = group, request, False
             return aside
-        if request.earlier and self._message_of is not None:  # all replies are rendered
+        if request.earlier and self._format.message_of is not None:  # all replies are rendered
             self._environments.close_conversation(request.seed)
         conversation = Conversation(group, request, list(request.earlier))
         conversation.turns = [
@@ -422,17 +432,17 @@ class ConversationEngine:
 
     def _ask_environment(self, conversation: Conversation) -> None:
         """Ask for the reply to the last turn, unless that is under way since before an abort."""
-        prompt, look = conversation.group.prompt, self._look_ticks
+        prompt, look = conversation.group.prompt, self._schedule.look_ticks
         assert prompt is not None, "a request of a conversation has its row"
         if conversation.reply is None:
             state = next((s.state for s in reversed(conversation.segments) if s.state), "")
-            state = state if self._message_of is None else ""  # all replies are rendered
+            state = state if self._format.message_of is None else ""  # all replies are rendered
             seed, turns = conversation.request.seed, tuple(conversation.turns)
             step = self._environments.step(seed, prompt, turns, state)
             conversation.reply = asyncio.ensure_future(step)
         # A resumed run asks from now on, too.
         tick = self._engine.status().tick
-        conversation.due = -(-(tick + self._lag_ticks) // look) * look
+        conversation.due = -(-(tick + self._schedule.lag_ticks) // look) * look
 
     async def _take_reply(self, conversation: Conversation) -> None:
         """Wait for the reply to the last turn; end the conversation, or begin its next turn."""
@@ -448,7 +458,9 @@ class ConversationEngine:
             first = len(conversation.turns) - 1 - len(replayed)
             messages = map(_shown_messages, [*replayed, step])
             conversation.replies |= dict(enumerate(messages, first))
-            if self._message_of is not None and len(conversation.replies) < len(conversation.turns):
+            if self._format.message_of is not None and len(conversation.replies) < len(
+                conversation.turns
+            ):
                 raise EnvironmentFault("not all turns of a resumed conversation were replayed")
             self._check_replay(conversation, first)
             is_last = step.done or len(conversation.turns) >= self._limits.turns
@@ -478,19 +490,19 @@ class ConversationEngine:
     def _reply_segment(self, conversation: Conversation) -> Segment:
         """Return the reply to the turn that the segments end with, as tokens before the next."""
         segments, group = conversation.segments, conversation.group
-        number = len(segments) // 2
-        if self._message_of is None:
+        number, message_of = len(segments) // 2, self._format.message_of
+        if message_of is None:
             stopped = segments[-1].token_ids[-1] in group.sampling.stop_token_ids
-            ids = self._tokenizer.reply_ids(conversation.replies[number], stopped)
+            ids = self._format.tokenizer.reply_ids(conversation.replies[number], stopped)
             return Segment(ids, np.zeros(len(ids), np.float32), (), "environment")
         prompt = group.prompt
         assert prompt is not None, "a request of a conversation has its row"
         messages = [*prompt.messages]
         for place, turn in enumerate(conversation.turns[: number + 1]):
             text = self._text_of(segments[2 * place], group)
-            messages += [self._message_of(text, turn), *conversation.replies[place]]
+            messages += [message_of(text, turn), *conversation.replies[place]]
         trusted = 0 if prompt.row_messages else len(prompt.messages)
-        ids = self._tokenizer.prompt_ids(messages, trusted)
+        ids = self._format.tokenizer.prompt_ids(messages, trusted)
         pieces = [conversation.prompt_ids, *(each.token_ids for each in conversation.branch)]
         context = np.concatenate(pieces)
         restarts = not np.array_equal(ids[: len(context)], context)
@@ -511,20 +523,20 @@ class ConversationEngine:
                 self._reply_segment(before).token_ids, stored.token_ids
             ):
                 remedy = "let the environment depend on its row and turns alone"
-                if self._message_of is None:
+                if self._format.message_of is None:
                     remedy += ", or give it state_dict and load_state_dict"
                 raise EnvironmentFault(
                     f"turn {number + 1} was replayed with another reply; {remedy}"
                 )
 
     def _turn_of(self, segment: Segment, group: GroupRequest) -> Turn:
-        return self._parse(self._text_of(segment, group))
+        return self._format.parse(self._text_of(segment, group))
 
     def _text_of(self, segment: Segment, group: GroupRequest) -> str:
         ids = segment.token_ids
         if len(ids) and ids[-1] in group.sampling.stop_token_ids:
             ids = ids[:-1]
-        return self._decode(ids)
+        return self._format.decode(ids)
 
     def _finish(self, conversation: Conversation, event: CompletionEvent) -> None:
         del self._live[conversation.key]

@@ -142,8 +142,8 @@ class ToolEnvironment:
             (name,) = self._tools
         tool = self._tools.get(name)
         if tool is None:
-            known = ", ".join(self._tools)
-            return ToolResult(f"error: no tool has the name {name!r}; there are {known}")
+            names = ", ".join(self._tools)
+            return ToolResult(f"error: no tool has the name {name!r}; there are {names}")
         try:
             inspect.signature(tool).bind(**call.arguments)
         except TypeError as error:

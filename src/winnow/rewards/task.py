@@ -205,15 +205,6 @@ async def score_by_call(user: UserScorer, batch: Sequence[Arguments]) -> list[Ou
         return make_failure(error, user.file)
 
 
-def run_awaitable(result: Any) -> Any:
-    """Return the value of what a call returned, which may be something to await."""
-
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
-
-
 def raise_if_cancelled(error: BaseException) -> None:
     """Raise a cancellation of this task again; a scorer may raise another."""
     if isinstance(error, asyncio.CancelledError):

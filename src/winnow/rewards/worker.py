@@ -9,6 +9,7 @@ ends with its parent, however that one ends, and after a scorer has left it with
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import os
 import random
@@ -37,7 +38,6 @@ from winnow.rewards.task import (
     make_failure,
     make_portable,
     resident_bytes,
-    run_awaitable,
     score_by_call,
     score_by_rule,
 )
@@ -90,7 +90,7 @@ class ScorerRuntime:
         try:
             _seed_generators(items)
             result = self._user.call([item.arguments for item in items])
-            return [_portable(each) for each in self._user.read(run_awaitable(result), len(items))]
+            return [_portable(each) for each in self._user.read(_run_awaitable(result), len(items))]
         except BaseException as error:  # KeyboardInterrupt, CancelledError: the scorer raised it
             return make_failure(error, self._user.file)
 
@@ -134,6 +134,13 @@ def _seed_generators(items: Sequence[ScoreItem]) -> None:
     np.random.seed(seed)
     if "torch" in sys.modules:  # the user's file imported it
         sys.modules["torch"].manual_seed(seed)
+
+
+def _run_awaitable(result: Any) -> Any:
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 def main() -> None:

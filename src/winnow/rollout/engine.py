@@ -409,8 +409,8 @@ async def generate(
     Raises:
         TrainingError: an answer failed, or the engine became idle before all were finished.
     """
-    asked = {(group.group_id, a.index): (group, a) for group in requests for a in group.answers}
-    expected = len(asked)
+    by_key = {(group.group_id, a.index): (group, a) for group in requests for a in group.answers}
+    expected = len(by_key)
     done: dict[tuple[int, int], Trajectory] = {}
     await engine.submit(requests)
     while len(done) < expected:
@@ -422,7 +422,7 @@ async def generate(
                 lines = faults.setdefault(event.key, [])
                 lines.append(event.error)
                 if len(lines) < MAX_FAULTS:
-                    group, answer = asked[event.key]
+                    group, answer = by_key[event.key]
                     answer = replace(answer, earlier=event.earlier)
                     await engine.submit([replace(group, answers=(answer,))])
                     continue

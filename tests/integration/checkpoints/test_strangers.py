@@ -121,7 +121,8 @@ REACHING = {
         ("reward.manager.path", "reward.manager={name: custom, path: 'evil:f'}"),
         ("observe.sinks.0.path", "observe.sinks=[{path: 'evil:f'}]"),
         ("environment.path", "environment={name: custom, path: 'evil:f'}", CHAT),
-        ("environment.tools", "environment={name: tools, tools: ['evil:f']}", CHAT),
+        ("environment.tools", "environment={name: tools, tools: [python, 'evil:f']}", CHAT),
+        ("environment.tools", "environment={name: tools, tools: ['winnow.boxed:f']}", CHAT),
         ("model.trust_remote_code", TRUSTING),
     ],
     "program": [

@@ -6,7 +6,9 @@ import asyncio
 
 import pytest
 
-from winnow.environments import ToolCall, Turn
+from winnow.builders.environments import tool_schemas
+from winnow.config.environment import CustomEnvironment
+from winnow.environments import Step, ToolCall, Turn
 from winnow.environments.calls import message_of, parse_turn, pattern_parser, split_calls
 from winnow.environments.tools import ToolEnvironment, ToolResult, tool_schema
 from winnow.errors import ConfigError
@@ -121,6 +123,28 @@ class Counter:
         await asyncio.sleep(0 if by < 9 else 60)
         self.at += by
         return ToolResult(str(self.at), reward=0.25)
+
+
+class Door:
+    tools = (calc,)
+
+    def reset(self, row):
+        return ""
+
+    def step(self, turn):
+        return Step(done=True)
+
+
+class Closed(Door):
+    tools = property(lambda self: ())
+
+
+def test_a_class_of_environments_may_have_tools():
+    names = [f"{__file__}:{each.__name__}" for each in (Door, Closed)]
+    (schema,) = tool_schemas(CustomEnvironment(path=names[0]))
+    assert schema["function"]["name"] == "calc"
+    with pytest.raises(ConfigError, match="tools is a property; make it an attribute of the class"):
+        tool_schemas(CustomEnvironment(path=names[1]))
 
 
 def test_schemas_come_from_signature_and_docstring():

@@ -21,11 +21,17 @@ from winnow.data.chat_template import ChatTemplate, TurnTokenizer
 from winnow.data.tokenizer import make_decoder
 from winnow.environments import Step, Turn
 from winnow.environments.calls import plain_message
-from winnow.environments.conversation import ConversationEngine, ConversationLimits
+from winnow.environments.conversation import (
+    ConversationEngine,
+    ConversationLimits,
+    ReplySchedule,
+    TurnFormat,
+)
 from winnow.errors import EnvironmentFault
 from winnow.rollout.embedded.slots import Slots
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, SamplingParams, group_request
+from winnow.rollout.weights import WeightUpdate
 from winnow.types import Prompt, Segment, VersionSpan
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<u>", "<a>", "<t>"]
@@ -95,13 +101,9 @@ def make(
     """Conversations of the first template, or rendered anew by another."""
     own, decode = tokenizer(template), make_decoder(tokenizer())
     chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
-    limits = ConversationLimits(turns, most)
-    return ConversationEngine(
-        *(engine, chat, Turn, decode, environments, limits),
-        message_of=None if template == TEMPLATE else plain_message,
-        deterministic=deterministic,
-        lag_ticks=lag_ticks,
-    )
+    turn_format = TurnFormat(chat, decode, Turn, None if template == TEMPLATE else plain_message)
+    limits, schedule = ConversationLimits(turns, most), ReplySchedule(deterministic, lag_ticks)
+    return ConversationEngine(engine, turn_format, environments, limits, schedule)
 
 
 def requests(n: int = 3, groups: int = 4, tokens: int = 60):
@@ -117,12 +119,17 @@ def requests(n: int = 3, groups: int = 4, tokens: int = 60):
 
 
 async def run(
-    engine: ConversationEngine, asked, abort_after: int | None = None, later=lambda *it: it
+    engine: ConversationEngine,
+    asked,
+    abort_after: int | None = None,
+    later=lambda *it: it,
+    publishes: bool = False,
 ):
     """Finished events by key, aborting everything once if told so.
 
     Args:
         later: of the engine and the segments of an aborted answer, those that go on.
+        publishes: new weights are loaded behind the abort.
     """
     done, by_id = {}, {group.group_id: group for group in asked}
     await engine.submit(asked)
@@ -148,6 +155,8 @@ async def run(
         if abort_after is not None and seen >= abort_after:
             abort_after = None
             await engine.abort(list(by_id))
+            if publishes:
+                await engine.load_weights(WeightUpdate(1))
 
 
 def transcript(event) -> list[tuple[str, bool, list[int]]]:
@@ -322,6 +331,20 @@ def test_free_mode_gives_the_same_conversations(ahead):
     assert {k: transcript(e) for k, e in done.items()} == {
         k: transcript(e) for k, e in plain.items()
     }
+
+
+def test_a_turn_that_goes_on_behind_a_publication_has_a_span_of_each_version():
+    model = model_of()
+    engine = make(torch_engine(copy.deepcopy(model), slots=5), Counting())
+    done = asyncio.run(run(engine, requests(), 3, publishes=True))
+    versions = set()
+    for event in done.values():
+        for segment in (*event.earlier, event.segment):
+            stops = [span.stop for span in segment.spans]
+            assert stops == sorted(set(stops))
+            assert stops[-1:] == ([len(segment)] if segment.source == "model" else [])
+            versions.add(tuple(span.version for span in segment.spans))
+    assert versions == {(), (0,), (1,), (0, 1)}
 
 
 class SlowToSubmit:

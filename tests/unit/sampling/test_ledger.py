@@ -542,6 +542,19 @@ def test_a_sandbox_that_failed_is_never_the_answers_fault() -> None:
     assert ledger.accounting.count_fates()["failed"] == 1
 
 
+def test_a_truncated_baseline_is_not_among_the_truncated_answers() -> None:
+    ledger = Ledger(SamplingConfig(groups_per_step=1), n=2, with_baseline=True)
+    ledger.begin_step(0)
+    admit_all(ledger)
+    for index, length in enumerate((5, 12, 12)):
+        ledger.record_finished(0, index, whole(0, index, length))
+        ledger.record_score(0, index, Score(index % 2, index % 2))
+    halt(ledger, length=0)
+    ledger.commit()
+    counts = ledger.account
+    assert (counts.truncated_answers, counts.truncated_tokens) == (1, 12)
+
+
 @pytest.mark.parametrize(("faults", "failed"), [([1, 1, 3, 3], 0), ([1, 1, 1], 1)])
 def test_faults_of_a_conversation_are_counted_by_turn(faults: list[int], failed: int) -> None:
     ledger = start(groups_per_step=1, max_attempts=2)

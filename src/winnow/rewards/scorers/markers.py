@@ -42,9 +42,9 @@ def score_calc(data_source: str, text: str, ground_truth: Any, extra: Extra) -> 
 
 
 def _score_behind(mark: str, text: str, ground_truth: Any) -> Score:
-    _, found, answer = text.rpartition(mark)
-    pred = answer if found else ""
-    return make_score(found != "" and pred == str(ground_truth), pred, wrong_reward=-1.0)
+    is_marked, answer = mark in text, text.rpartition(mark)[2]
+    pred = answer if is_marked else ""
+    return make_score(is_marked and pred == str(ground_truth), pred, wrong_reward=-1.0)
 
 
 def score_gsm8k(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
