@@ -21,6 +21,7 @@ from tests.forked import Server
 from tests.pauses import go_on
 from tests.services import listening
 
+from winnow.checkpoints.strangers import mark_as_local
 from winnow.dashboard.service import Dashboard
 from winnow.data.sort_digits import EOS_ID, build_tokenizer, encode
 from winnow.data.tokenizer import make_decoder
@@ -338,6 +339,7 @@ def test_a_conversation_is_shown_turn_by_turn_with_its_tokens(look: Watched) -> 
         folder / "rollouts" / "step-1.parquet", 1, [entry], version=0, text_groups=[0],
         decode=decode,
     )  # fmt: skip
+    mark_as_local(folder)  # only then its regular expression is used
     page = look.open("answers?run=talk&step=1")
     turns = page.locator(".turns li")
     expect(turns).to_have_count(3)

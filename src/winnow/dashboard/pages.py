@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
+from winnow.checkpoints.strangers import is_local_run
 from winnow.config.files import parse_layer
 from winnow.config.load import flatten
 from winnow.config.roles import ROLES, Roles
@@ -346,10 +347,12 @@ class RunPages:
             return self._indexes[kind]
 
     def _calls(self) -> str:
-        """Return the recipe's `environment.calls`; the default where that cannot be read."""
+        """Return the recipe's `environment.calls`; the default where that cannot be read, or is not
+        this user's: a regular expression may take for ever."""
         try:
             calls = self.config().get("environment.calls")
-            return calls if isinstance(calls, str) and re.compile(calls) else "auto"
+            is_trusted = self.files.is_local and is_local_run(Path(self.files.root))
+            return calls if is_trusted and isinstance(calls, str) and re.compile(calls) else "auto"
         except (UnreadableError, re.error):
             return "auto"
 
