@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from winnow.rollout.engine import (
     CompletionEvent,
     Engine,
     GroupRequest,
+    MemoryPart,
     SamplingParams,
     load_custom_engine,
 )
@@ -709,9 +710,9 @@ def test_a_turn_continues_where_its_keys_are_unless_a_resumed_run_has_none(
     elif between == "new weights":
         asyncio.run(engine.load_weights(WeightUpdate(version=1)))
     elif between == "sleep":
-        if not hasattr(engine, "sleep") or type(engine).__name__ == "VllmEngine":
-            pytest.skip("it cannot sleep, or cannot write before it is awake")
         asyncio.run(engine.sleep())
+        for part in get_args(MemoryPart):
+            asyncio.run(engine.wake(part))
     tokens[0] = 0
     done = drain(engine, following)
     new = sum(len(done[key].segment) - len(turns[key].segment) for key in done)
