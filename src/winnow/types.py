@@ -7,7 +7,7 @@ and people.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -26,6 +26,23 @@ FinishReason = Literal["stop", "length", "aborted"]
 Fate = Literal["trained", "all_right", "all_wrong", "surplus", "stale", "failed"]
 """Ends of a group's life; each token is booked under one of these."""
 FATES: tuple[Fate, ...] = get_args(Fate)
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image among the tokens of a prompt or of an environment's turn, as the model sees it."""
+
+    start: int
+    """Place of its first token in the `token_ids` that it belongs to; `len(image)` follow."""
+    grid: tuple[int, int]
+    """Rows and columns of its tokens."""
+    png: bytes
+    """The RGB image, resized to what the model takes."""
+    digest: str
+    """SHA-256 of `png`, hexadecimal."""
+
+    def __len__(self) -> int:
+        return self.grid[0] * self.grid[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +69,21 @@ class Prompt:
     template of their own. Whole, where a length limit cut `text`."""
     row_messages: tuple[Mapping[str, Any], ...] = ()
     """The row's messages, if an environment began the conversation with others."""
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens."""
+
+
+def join_images(parts: Iterable[tuple[int, tuple[Image, ...]]]) -> tuple[Image, ...]:
+    """Place the images of runs of tokens in the whole.
+
+    Args:
+        parts: tokens of a run, and its images.
+    """
+    images, start = list[Image](), 0
+    for length, placed in parts:
+        images += [replace(image, start=start + image.start) for image in placed]
+        start += length
+    return tuple(images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +119,8 @@ class Segment:
     environment measured of the conversation so far."""
     state: str = ""
     """The state of an environment behind its last reply as JSON, if it has one."""
+    images: tuple[Image, ...] = ()
+    """Images that an environment showed, in the order of their tokens."""
     restarts: bool = False
     """True if the tokens are a conversation rendered anew: the complete context of what follows,
     in place of the prompt and all segments before."""
@@ -135,6 +169,11 @@ class Trajectory:
     def last_turn(self) -> Segment:
         """The last segment that the policy wrote: the answer of a conversation."""
         return next(s for s in reversed(self.segments) if s.source == "model")
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images of all segments, placed among `token_ids`."""
+        return join_images((len(s), s.images) for s in self.segments)
 
     @property
     def turns(self) -> tuple[Segment, ...]:

@@ -35,11 +35,13 @@ from winnow.models.folders import (
     tokenizer_files,
     write_files,
 )
+from winnow.models.vision import check_vision, has_vision, load_image_processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from winnow.models.sharded_loading import Hollow
+    from winnow.models.vision import ImageTokens
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,8 @@ def use_layout_attention(model: PreTrainedModel) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
-    model.config._attn_implementation = ATTENTION
+    # A vision tower keeps its own.
+    model.config.get_text_config()._attn_implementation = ATTENTION
 
 
 def load_causal_lm(
@@ -112,14 +115,18 @@ def load_causal_lm(
         ModelError: no such folder, no usable or not all weights, or an attention or a head that
             this program cannot compute.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     where = find_model(path, field, dtype, trust_remote_code)
     config = read_config(where, trust_remote_code)
+    check_vision(config, where)
+    kind: Any = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
     trust = {"trust_remote_code": trust_remote_code}
-    build = partial(AutoModelForCausalLM.from_config, config, **trust)
-    model, loading = load_model(AutoModelForCausalLM, build, where, config, dtype, hollow, **trust)
+    build = partial(kind.from_config, config, **trust)
+    model, loading = load_model(kind, build, where, config, dtype, hollow, **trust)
     check_weights(where, loading)
+    if has_vision(config):
+        model.image_processor = load_image_processor(where)
     for name in _UNSUPPORTED_HEADS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ModelError(f"{where}: its config sets {name}, which is not supported")
@@ -217,13 +224,34 @@ def check_weights(where: ModelRef, loading: Mapping[str, Collection[Any]]) -> No
 
 
 def hidden_states(
-    model: nn.Module, token_ids: Tensor, positions: Tensor, layout: AttentionLayout
+    model: nn.Module,
+    token_ids: Tensor,
+    positions: Tensor,
+    layout: AttentionLayout,
+    images: ImageTokens | None = None,
 ) -> Tensor:
-    """Return final hidden states [T, H] of flat tokens [T] at their positions [T] in sequences."""
+    """Return final hidden states [T, H] of flat tokens [T].
+
+    Args:
+        positions: [T] in their sequences, or the three coordinates [3, T] of a vision-language
+            model's.
+        images: those of the tokens that stand for images.
+    """
     backbone = cast(Any, model).base_model
+    backbone = getattr(backbone, "language_model", backbone)
+    inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}
+    if images is not None:
+        embeddings = backbone.embed_tokens(token_ids)
+        first, *deepstack = images.features.to(embeddings.dtype)
+        embeddings = embeddings.index_copy(0, images.places, first)
+        inputs = {"inputs_embeds": embeddings.unsqueeze(0)}
+        if deepstack:
+            is_image = torch.zeros_like(token_ids, dtype=torch.bool)
+            is_image[images.places] = True
+            inputs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": deepstack}
     output = backbone(
-        input_ids=token_ids.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
+        **inputs,
+        position_ids=positions.unsqueeze(positions.ndim - 1),
         use_cache=False,
         layout=layout,
     )

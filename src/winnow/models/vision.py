@@ -1,0 +1,131 @@
+"""Vision-language models: images as tokens of a prompt, positions, and the vision tower.
+
+A prompt has the image token once for each cell of an image's grid. The embeddings of these are
+what the tower makes of the image's patches, and in models with deepstack (Qwen3-VL) further
+features are added behind the first decoder layers. Positions are those of M-RoPE (Qwen2-VL,
+arXiv:2409.12191): an image takes one place in time and its rows and columns in two further
+coordinates, and what follows continues behind the larger of both.
+
+Shapes: `T` tokens of a forward call, `M` tokens of distinct images, `H` width of the text model,
+`D` deepstack layers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from winnow.errors import ModelError
+from winnow.types import Image, IntArray
+
+if TYPE_CHECKING:
+    from winnow.models.folders import ModelRef
+
+VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
+"""Values of `model_type` in config.json of the vision-language models that can be trained."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTokens:
+    """Tokens of a forward call that stand for images, and the tower's features of them."""
+
+    places: Tensor
+    """[P] int64: which of the T tokens, ascending."""
+    features: Tensor
+    """[1 + D, P, H]: embeddings, and what is added behind the first D decoder layers."""
+
+
+def has_vision(config: Any) -> bool:
+    """Return whether a config.json is that of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def check_vision(config: Any, where: ModelRef) -> None:
+    """Refuse vision-language models whose positions or features this program does not know.
+
+    Raises:
+        ModelError: it is one of these.
+    """
+    if has_vision(config) and config.model_type not in VISION_MODELS:
+        raise ModelError(
+            f"{where}: vision-language models of type {config.model_type} are not supported; "
+            f"give one of type {' or '.join(VISION_MODELS)}"
+        )
+
+
+def load_image_processor(where: ModelRef) -> Any:
+    """Load the image processor of a model's folder, in the variant that needs Pillow alone.
+
+    Raises:
+        ModelError: the folder has none, or Pillow is not installed.
+    """
+    from transformers import Qwen2VLImageProcessorPil
+
+    try:
+        return Qwen2VLImageProcessorPil.from_pretrained(where.path)
+    except ImportError as error:
+        raise ModelError(f"{where}: images need Pillow; pip install 'winnow[images]'") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{where}: its preprocessor_config.json cannot be read "
+            f"({str(error).splitlines()[0]}); give a complete Hugging Face folder"
+        ) from error
+
+
+def rope_positions(positions: IntArray, images: Iterable[tuple[Image, int, int]]) -> IntArray:
+    """Compute the three coordinates [3, T] of packed tokens.
+
+    Args:
+        positions: [T] of the tokens in their contexts.
+        images: each with the place of its first token among the T and the end of its context, in
+            the order of places.
+    """
+    rope = np.tile(positions, (3, 1))
+    for image, start, end in images:
+        (rows, columns), stop = image.grid, start + len(image)
+        first = rope[0, start]
+        rope[0, start:stop] = first
+        rope[1, start:stop] = first + np.repeat(np.arange(rows), columns)
+        rope[2, start:stop] = first + np.tile(np.arange(columns), rows)
+        rope[:, stop:end] -= len(image) - max(rows, columns)
+    return rope
+
+
+def position_shift(images: Iterable[Image]) -> int:
+    """Return what the coordinates behind these images are less than the tokens' places."""
+    return sum(len(image) - max(image.grid) for image in images)
+
+
+def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
+    """Run the vision tower; returns features [1 + D, M, H] of all images, one behind the other.
+
+    Without images it runs on a blank one, of which no feature is returned: on ranks all units of
+    the tower run together.
+    """
+    inner = cast(Any, model).base_model
+    processor, device = cast(Any, model).image_processor, inner.visual.device
+    arrays = [_decode(image) for image in images]
+    if not images:
+        edge = processor.patch_size * processor.merge_size
+        arrays = [np.zeros((edge, edge, 3), np.uint8)]
+    inputs = processor(
+        arrays, do_resize=False, return_tensors="pt", input_data_format="channels_last"
+    )
+    pixels, grids = inputs["pixel_values"].to(device), inputs["image_grid_thw"].to(device)
+    output = inner.get_image_features(pixels, grids, return_dict=True)
+    layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    features = torch.stack([torch.cat(tuple(layer)) for layer in layers])
+    return features if images else features[:, :0]
+
+
+def _decode(image: Image) -> Any:
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(image.png), formats=("PNG",)) as opened:
+        return np.asarray(opened.convert("RGB"))
