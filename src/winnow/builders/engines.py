@@ -24,6 +24,7 @@ from winnow.config.trainer import Cluster, LocalCluster, TrainerConfig
 from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
+from winnow.models.vision import has_vision, noise_image
 from winnow.ranks.models import LoadedPolicy
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, load_custom_engine
@@ -85,12 +86,14 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     """Draw the fixed sequences on which published weights are checked."""
     from winnow.learning.canary import Canary
 
-    return Canary.random(
-        policy.vocabulary,
-        getattr(policy.model.config, "max_position_embeddings", None) or _POSITIONS,
-        policy.model.dtype,
-        temperature,
-    )
+    model = policy.model
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or _POSITIONS
+    arguments = policy.vocabulary, positions, model.dtype, temperature
+    if not has_vision(model.config):
+        return Canary.random(*arguments)
+    image = noise_image(model.image_processor)
+    return Canary.random(*arguments, image=image, image_token_id=model.config.image_token_id)
 
 
 def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, roles: Roles) -> bool:
@@ -200,7 +203,7 @@ def _http_engine(
         read_token(section.token_env, "rollout.engine.token_env"),
         section.timeout_s,
         policy.vocabulary,
-        policy.model.config.vocab_size,
+        policy.model.config.get_text_config().vocab_size,
         longest,
         decode=make_decoder(policy.tokenizer, special_tokens=True),
         live_updates=live_updates,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,17 +33,20 @@ from torch import Tensor
 from winnow.algorithms.aggregation import UpdateCounts
 from winnow.learning.balance import Assignment, assign
 from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, token_places
+from winnow.models.vision import rope_positions
 from winnow.observe.metrics import Metrics
 from winnow.types import (
     Answer,
     BoolArray,
     FloatArray,
     Group,
+    Image,
     IntArray,
     Prompt,
     Score,
     Segment,
     Trajectory,
+    join_images,
 )
 from winnow.workers.array_refs import fetch_arrays
 
@@ -79,6 +83,9 @@ class Batch:
     """[T] fp32, nats: log-prob under the policy that sampled the token; 0 off gen_mask."""
     rewards: Tensor
     """[B] float64."""
+    images: tuple[tuple[Image, ...], ...] = ()
+    """[B] images of each sample, wherever its tokens are, placed in the sample; empty if no sample
+    has any."""
     columns: dict[str, Tensor] = field(default_factory=dict)
     """[T] each, or [T, …]: what stays with the batch (`old`, `routes`, …); put in by the loop."""
     dp: DataParallel = SINGLE_PROCESS
@@ -163,6 +170,27 @@ class TokenColumn:
 
 
 @dataclass(frozen=True, eq=False)
+class MicroImages:
+    """The images of a micro-batch; may be none, if others of the batch have some."""
+
+    images: tuple[Image, ...]
+    """Distinct ones: an image of n answers is there once."""
+    places: Tensor
+    """[P] int64: the tokens that stand for images."""
+    rows: Tensor
+    """[P] int64: their rows among the tokens of `images`, one image behind the other."""
+    rope: Tensor
+    """[3, T] int64: coordinates of all tokens (`winnow.models.vision`)."""
+    features: Tensor | None = None
+    """[1 + D, M, H] of the tokens of `images`, once the vision tower has run."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> MicroImages:
+        """Return a copy without features on `device`."""
+        tensors = (self.places, self.rows, self.rope)
+        return MicroImages(self.images, *(t.to(device, non_blocking=non_blocking) for t in tensors))
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Whole samples that are run at once, with all that their loss needs. Immutable snapshot."""
 
@@ -199,6 +227,8 @@ class MicroBatch:
     """Tokens of each context: a sample, or a part of it up to a restart."""
     counts: UpdateCounts
     """UpdateCounts of the whole update."""
+    images: MicroImages | None = None
+    """None if no sample of the batch has images."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`; itself when it is there already."""
@@ -206,7 +236,8 @@ class MicroBatch:
             return self
 
         def moved(value: Any) -> Any:
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            moves = isinstance(value, Tensor | MicroImages)
+            return value.to(device, non_blocking=True) if moves else value
 
         values = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
         columns = {name: moved(value) for name, value in self.columns.items()}
@@ -257,6 +288,7 @@ def pack(
     if overlong_filtering:
         complete = [not answer.trajectory.truncated for _, _, answer in rows]
         loss_mask &= np.repeat(np.array(complete, dtype=bool), lengths)
+    images = tuple(_sample_images(prompt, answer) for _, prompt, answer in rows)
     behav_T = np.zeros(len(gen_mask), dtype=np.float32)
     behav_T[gen_mask] = np.concatenate(behav) if behav else 0.0
     return Batch(
@@ -271,7 +303,14 @@ def pack(
         loss_mask=torch.from_numpy(loss_mask),
         behav=torch.from_numpy(behav_T),
         rewards=torch.tensor([a.score.reward for _, _, a in rows], dtype=torch.float64),
+        images=images if any(images) else (),
     )
+
+
+def _sample_images(prompt: Prompt, answer: Answer) -> tuple[Image, ...]:
+    """Place the images of a prompt and of its answer in the sample."""
+    parts = [(len(prompt.token_ids), prompt.images)]
+    return join_images([*parts, *((len(s), s.images) for s in answer.trajectory.segments)])
 
 
 def sample_lengths(groups: Sequence[Group]) -> IntArray:
@@ -307,12 +346,17 @@ def token_ages(groups: Sequence[Group], batch: Batch, version: int) -> Tensor:
     return ages_T
 
 
-def pack_sequences(sequences: Iterable[IntArray], last: int | None = None) -> Batch:
+def pack_sequences(
+    sequences: Iterable[IntArray],
+    last: int | None = None,
+    images: Sequence[tuple[Image, ...]] = (),
+) -> Batch:
     """Pack bare sequences, each as a prompt with its last tokens as the answer.
 
     Args:
         sequences: token ids [L] each.
         last: the most tokens of an answer; None leaves one token to the prompt.
+        images: of each sequence, within its prompt; empty: there are none.
 
     Raises:
         ValueError: a sequence without a token.
@@ -322,7 +366,10 @@ def pack_sequences(sequences: Iterable[IntArray], last: int | None = None) -> Ba
         start = 1 if last is None else max(1, len(ids) - last)
         rest = Segment(ids[start:], np.zeros(len(ids[start:]), np.float32), ())
         answer = Answer(Trajectory((rest,), "stop"), Score(0.0, 0.0))
-        groups.append(Group(place, Prompt(str(place), ids[:start], "", "", None), (answer,)))
+        prompt = Prompt(
+            str(place), ids[:start], "", "", None, images=images[place] if images else ()
+        )
+        groups.append(Group(place, prompt, (answer,)))
     return pack(groups)
 
 
@@ -596,4 +643,36 @@ def _make_micro_batch(
         lengths=tuple(lengths.tolist()),
         contexts=tuple(np.diff(first_tokens, append=offsets[-1]).tolist()),
         counts=counts,
+        images=_micro_images(batch, samples, offsets, positions.numpy(), first_tokens),
+    )
+
+
+def _micro_images(
+    batch: Batch, samples: IntArray, offsets: IntArray, positions: IntArray, first_tokens: IntArray
+) -> MicroImages | None:
+    """Place the images of some samples among the tokens of a micro-batch.
+
+    Args:
+        offsets, positions: the micro-batch's.
+        first_tokens: the first token of each context.
+    """
+    if not batch.images:
+        return None
+    placed = [
+        (image, int(start) + image.start)
+        for sample, start in zip(samples.tolist(), offsets, strict=False)
+        for image in batch.images[sample]
+    ]
+    distinct = {image.digest: image for image, _ in placed}
+    firsts = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
+    ends = np.append(first_tokens, offsets[-1])
+    none = np.empty(0, np.int64)
+    places = [np.arange(start, start + len(image)) for image, start in placed]
+    rows = [firsts[image.digest] + np.arange(len(image)) for image, _ in placed]
+    spans = [(i, at, int(ends[np.searchsorted(ends, at, "right")])) for i, at in placed]
+    return MicroImages(
+        images=tuple(distinct.values()),
+        places=torch.from_numpy(np.concatenate([none, *places])),
+        rows=torch.from_numpy(np.concatenate([none, *rows])),
+        rope=torch.from_numpy(rope_positions(positions, spans)),
     )

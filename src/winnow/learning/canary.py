@@ -33,7 +33,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ from winnow.errors import PublicationError, WorkerError
 from winnow.learning.batch import Batch, MicroBatch, pack_sequences
 from winnow.learning.strategy import Strategy
 from winnow.rollout.engine import PublishedEngine
-from winnow.types import FloatArray, IntArray
+from winnow.types import FloatArray, Image, IntArray
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class Canary:
     """The temperature of the strategy that is compared with."""
     dtype: torch.dtype
     """The dtype of the weights that engines hold."""
+    images: tuple[tuple[Image, ...], ...] = ()
+    """Of each sequence; empty: there are none."""
 
     @classmethod
     def random(
@@ -113,6 +115,8 @@ class Canary:
         dtype: torch.dtype,
         temperature: float = 1.0,
         seed: int = 0,
+        image: Image | None = None,
+        image_token_id: int = 0,
     ) -> Canary:
         """Draw random tokens of all the vocabulary: each row of the embeddings counts alike.
 
@@ -122,15 +126,22 @@ class Canary:
             dtype: of the weights that engines hold.
             temperature: of the policy.
             seed: of the tokens; the same sequences serve the whole run.
+            image: shown behind the first token of the first sequence, of a vision-language model.
         """
         rng = np.random.default_rng(seed)
-        sequences = tuple(rng.integers(0, vocabulary, min(n, positions)) for n in LENGTHS)
-        return cls(sequences, temperature, dtype)
+        sequences = [rng.integers(0, vocabulary, min(n, positions)) for n in LENGTHS]
+        images: tuple[tuple[Image, ...], ...] = ()
+        if image is not None:
+            tokens = np.full(len(image), image_token_id)
+            sequences[0] = np.insert(sequences[0], 1, tokens)
+            images = ((replace(image, start=1),), *[()] * (len(sequences) - 1))
+        return cls(tuple(sequences), temperature, dtype, images)
 
     def score(self, strategy: Strategy) -> CanaryScores:
         """Compute the trainer's log-probs, and the limits that they set; all ranks call it."""
         count, short = len(self.sequences), self.sequences[:-1]
-        batch = pack_sequences([*self.sequences, *short * _NUDGES], SCORED)
+        images = (*self.images, *self.images[:-1] * _NUDGES)
+        batch = pack_sequences([*self.sequences, *short * _NUDGES], SCORED, images)
         places = [-1] * count + [place for place in range(_NUDGES) for _ in short]
         batch.columns[_NUDGE] = torch.from_numpy(np.repeat(places, batch.lengths))
         logprobs = _logprobs(strategy, batch)
@@ -167,7 +178,8 @@ class Canary:
             WorkerError: no engine answers. Of several, one that died is left out: its next call
                 raises.
         """
-        calls = [e.logprobs_of(self.sequences, self.temperature, SCORED) for e in engines.values()]
+        fixed = self.sequences, self.temperature, SCORED, *([self.images] if self.images else ())
+        calls = [engine.logprobs_of(*fixed) for engine in engines.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         serious = [error for error in errors if not isinstance(error, WorkerError)]

@@ -42,7 +42,7 @@ from winnow.learning.data_parallel import device_of
 from winnow.learning.runner import ModelRunner
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import HALF, Strategy, decoder_layers, local, tensors_of
-from winnow.models.causal_lm import is_reward_model, is_value_model
+from winnow.models.causal_lm import is_reward_model, is_value_model, text_model
 from winnow.models.lora import is_adapter_weight, name_without_adapter
 from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
 from winnow.models.value import scalar_head
@@ -94,7 +94,9 @@ class FSDP2Strategy(Strategy):
     ) -> None:
         self.mesh, self._sharding, self._sequence = mesh, sharding, sequence
         size = 1 if sequence is None else sequence.size()
-        self.sharder = MicroBatchSharder(mesh, int(cast(Any, model).config.hidden_size), size)
+        self.sharder = MicroBatchSharder(
+            mesh, int(cast(Any, model).config.get_text_config().hidden_size), size
+        )
         super().__init__(model, device=device_of(mesh), **options)
         if sharding.offload and mesh.device_type != "cpu":
             # A rank with a GPU has one thread for all else.
@@ -235,7 +237,10 @@ def _shard(
             mp_policy=mixed,
             offload_policy=offload,
         )
-    _prefetch(decoder_layers(model), sharding.prefetch)
+    _prefetch(decoder_layers(text_model(model)), sharding.prefetch)
+    if (tower := getattr(cast(Any, model).base_model, "visual", None)) is not None:
+        # Its gradients come apart from those of the text model: once a pass.
+        fully_shard(tower, mesh=mesh, mp_policy=mixed, offload_policy=offload)
     if is_value_model(model) or is_reward_model(model):
         exact = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(scalar_head(model), mesh=mesh, mp_policy=exact, offload_policy=offload)

@@ -553,7 +553,7 @@ class StageRunner(ModelRunner):
             for name, parameter in scalar_head(self.model).named_parameters():
                 yield f"score.{name}", parameter
 
-    def forward(
+    def forward(  # type: ignore[override]  # it has no vision tower
         self,
         micro: MicroBatch,
         outputs: frozenset[Output],

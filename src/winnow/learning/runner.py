@@ -16,6 +16,8 @@ from winnow.learning.batch import MicroBatch
 from winnow.models.causal_lm import hidden_states, is_reward_model, is_value_model, output_head
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.value import scalar_head
+from winnow.models.vision import ImageTokens, encode_images
+from winnow.types import Image
 
 Output = Literal["logprob", "entropy", "prob_square_sum", "value", "score"]
 Outputs = Mapping[Output, Tensor]
@@ -44,8 +46,15 @@ class ModelRunner(nn.Module):
         self._chunk_tokens, self._fp32_head = chunk_tokens, fp32_head
         self._gives_value, self._gives_score = is_value_model(model), is_reward_model(model)
 
-    def forward(self, micro: MicroBatch, outputs: frozenset[Output]) -> dict[Output, Tensor]:
-        """Return the requested outputs, each [T] and 0 where the model gives none."""
+    def forward(
+        self, micro: MicroBatch | tuple[Image, ...], outputs: frozenset[Output] = frozenset()
+    ) -> dict[Output, Tensor] | Tensor:
+        """Return the requested outputs, each [T] and 0 where the model gives none.
+
+        Given images, it returns their features instead, [1 + D, M, H].
+        """
+        if isinstance(micro, tuple):
+            return encode_images(self.model, micro)
         # A log-prob of token t, or the value before it, comes from the state at t - 1.
         at, shift = micro.scored_positions, 1
         if self._gives_score:
@@ -63,7 +72,11 @@ class ModelRunner(nn.Module):
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
         layout = PackedLayout(micro.contexts, micro.token_ids.device, self._kernels)
-        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout)
+        positions, images = micro.positions, None
+        if micro.images is not None and micro.images.features is not None:
+            positions, rows = micro.images.rope, micro.images.rows
+            images = ImageTokens(micro.images.places, micro.images.features[:, rows])
+        hidden = hidden_states(self.model, micro.token_ids, positions, layout, images)
         return hidden.index_select(0, at - shift), at
 
     def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:

@@ -18,8 +18,9 @@ import logging
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -37,6 +38,7 @@ from winnow.learning.batch import (
     pack_sequences,
 )
 from winnow.learning.runner import ModelRunner, Output, Outputs
+from winnow.models.causal_lm import text_model
 from winnow.models.compiled_layers import CompiledLayers
 from winnow.models.folders import has_adapter
 from winnow.models.fused_layers import fuse_layers
@@ -49,7 +51,7 @@ from winnow.models.lora import (
 )
 from winnow.models.packed_attention import attention_operations
 from winnow.models.routing import ExpertLoad, routing_of
-from winnow.types import ROUTES, IntArray
+from winnow.types import ROUTES, Image, IntArray
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,41 @@ class Figures:
         tensors = [*self._sums.values(), *self._maxima.values()]
         numbers = iter(torch.stack([x.double() for x in tensors]).tolist() if tensors else ())
         return {n: next(numbers) for n in self._sums}, {n: next(numbers) for n in self._maxima}
+
+
+class EncodedImages:
+    """The vision tower's features of the images of a pass, and the sum of their gradients.
+
+    Args:
+        images: distinct ones, by digest.
+        features: [1 + D, M, H] of all their tokens, one image behind the other.
+    """
+
+    def __init__(self, images: Mapping[str, Image], features: Tensor) -> None:
+        starts = accumulate(map(len, images.values()), initial=0)
+        self._starts = dict(zip(images, starts, strict=False))
+        self._features = features
+        # Gradients of a half-precision model are summed in fp32.
+        self._leaf = features.detach().to(torch.promote_types(features.dtype, torch.float32))
+        self._leaf.requires_grad_(features.requires_grad)
+
+    def put_into(self, micro: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with the features of its images."""
+        if micro.images is None:  # a filler
+            return micro
+        parts = [self._leaf[:, :0]]
+        for image in micro.images.images:
+            start = self._starts[image.digest]
+            parts.append(self._leaf[:, start : start + len(image)])
+        return replace(micro, images=replace(micro.images, features=torch.cat(parts, dim=1)))
+
+    def backward(self) -> None:
+        """Run the tower's backward pass on the gradients that the micro-batches left."""
+        if self._features.requires_grad:
+            gradient = self._leaf.grad
+            if gradient is None:
+                gradient = torch.zeros_like(self._leaf)
+            self._features.backward(gradient.to(self._features.dtype))  # type: ignore[no-untyped-call]
 
 
 class Strategy:
@@ -190,7 +227,7 @@ class Strategy:
         kernels = self.kernels or self.device.type
         if compiles or (compiles is None and kernels == "cuda" and self._routing is None):
             try:
-                return CompiledLayers(decoder_layers(self.model), self.device)
+                return CompiledLayers(decoder_layers(text_model(self.model)), self.device)
             except ConfigError as error:
                 if compiles:
                     raise
@@ -259,8 +296,9 @@ class Strategy:
         """
         results = []
         with torch.no_grad(), self._pass_context(), self._compiled_blocks():
+            features = self._encode_images(microbatches)
             for micro in microbatches:
-                inputs = self._prepare(micro)
+                inputs = self._prepare(micro, features)
                 with self._replaying(inputs):
                     values = self._run(inputs, outputs)
                 results.append(values if micro.lengths else {n: v[:0] for n, v in values.items()})
@@ -275,9 +313,11 @@ class Strategy:
         """
         figures = Figures()
         with self._pass_context(), self._compiled_blocks():
+            with training_mode(self._training_only):
+                features = self._encode_images(microbatches)
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
-                inputs = self._prepare(micro)
+                inputs = self._prepare(micro, features)
                 counts = bool(micro.lengths)
                 with training_mode(self._training_only), self._replaying(inputs, counts):
                     values = self._run(inputs, outputs)
@@ -289,11 +329,24 @@ class Strategy:
                     result = loss_fn(inputs, values)
                     self._backward(result.loss, is_last)
                 figures.add(result)
+            if features is not None:
+                with training_mode(self._training_only):
+                    features.backward()
         return self._reduce_figures(*figures.numbers())
 
-    def _prepare(self, micro: MicroBatch) -> MicroBatch:
+    def _encode_images(self, microbatches: Sequence[MicroBatch]) -> EncodedImages | None:
+        """Run the vision tower once on each image of a pass; None if the batch has no images."""
+        if not microbatches or microbatches[0].images is None:
+            return None
+        images = {
+            i.digest: i for micro in microbatches if micro.images for i in micro.images.images
+        }
+        return EncodedImages(images, cast(Tensor, self._runner((*images.values(),))))
+
+    def _prepare(self, micro: MicroBatch, features: EncodedImages | None = None) -> MicroBatch:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""
-        return (micro if micro.lengths else _filler()).to(self.device)
+        micro = (micro if micro.lengths else _filler()).to(self.device)
+        return micro if features is None else features.put_into(micro)
 
     def _replaying(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
         """Replay the micro-batch's routes, and count expert loads unless it is a filler."""

@@ -237,8 +237,7 @@ def hidden_states(
             model's.
         images: those of the tokens that stand for images.
     """
-    backbone = cast(Any, model).base_model
-    backbone = getattr(backbone, "language_model", backbone)
+    backbone = text_model(model)
     inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}
     if images is not None:
         embeddings = backbone.embed_tokens(token_ids)
@@ -256,6 +255,12 @@ def hidden_states(
         layout=layout,
     )
     return cast(Tensor, output.last_hidden_state[0])
+
+
+def text_model(model: nn.Module) -> Any:
+    """Return the model below the head, of a vision-language model the part behind the tower."""
+    backbone = cast(Any, model).base_model
+    return getattr(backbone, "language_model", backbone)
 
 
 def output_head(model: nn.Module) -> nn.Linear:

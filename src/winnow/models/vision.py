@@ -15,10 +15,12 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
@@ -97,9 +99,58 @@ def rope_positions(positions: IntArray, images: Iterable[tuple[Image, int, int]]
     return rope
 
 
+@dataclass(frozen=True, eq=False)
+class ImageSpan:
+    """Tokens of a context that run in one forward call, and the images of the whole context."""
+
+    images: tuple[Image, ...]
+    start: int
+    stop: int
+
+
+def place_images(spans: Sequence[ImageSpan]) -> tuple[IntArray, IntArray, tuple[Image, ...]]:
+    """Place the images of packed spans.
+
+    Returns:
+        the three coordinates [3, T] of all tokens, the tokens [P] that stand for images, and these
+        images in the same order, as often as they occur.
+    """
+    ropes, places, shown, first = [np.empty((3, 0), np.int64)], [np.empty(0, np.int64)], [], 0
+    for span in spans:
+        placed = [(image, image.start, span.stop) for image in span.images]
+        ropes.append(rope_positions(np.arange(span.stop), placed)[:, span.start :])
+        for image in span.images:
+            if image.start >= span.start:
+                places.append(first + image.start - span.start + np.arange(len(image)))
+                shown.append(image)
+        first += span.stop - span.start
+    return np.concatenate(ropes, axis=1), np.concatenate(places), tuple(shown)
+
+
 def position_shift(images: Iterable[Image]) -> int:
     """Return what the coordinates behind these images are less than the tokens' places."""
     return sum(len(image) - max(image.grid) for image in images)
+
+
+def noise_image(processor: Any) -> Image:
+    """Make an image of fixed noise, of two rows and three columns of tokens."""
+    rows, columns, edge = 2, 3, processor.patch_size * processor.merge_size
+    rng = np.random.default_rng(0)
+    return encode_png(rng.integers(0, 256, (rows * edge, columns * edge, 3), np.uint8), edge)
+
+
+def encode_png(rgb: NDArray[np.uint8], edge: int) -> Image:
+    """Return an image [height, width, 3] as a model sees it.
+
+    Args:
+        edge: pixels of a token's side, which height and width are multiples of.
+    """
+    from PIL import Image as Pillow
+
+    file = io.BytesIO()
+    Pillow.fromarray(rgb).save(file, "PNG", compress_level=1)
+    png, (height, width) = file.getvalue(), rgb.shape[:2]
+    return Image(0, (height // edge, width // edge), png, sha256(png).hexdigest())
 
 
 def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
@@ -110,7 +161,7 @@ def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
     """
     inner = cast(Any, model).base_model
     processor, device = cast(Any, model).image_processor, inner.visual.device
-    arrays = [_decode(image) for image in images]
+    arrays = [decode_png(image.png) for image in images]
     if not images:
         edge = processor.patch_size * processor.merge_size
         arrays = [np.zeros((edge, edge, 3), np.uint8)]
@@ -124,8 +175,9 @@ def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
     return features if images else features[:, :0]
 
 
-def _decode(image: Image) -> Any:
+def decode_png(png: bytes) -> NDArray[np.uint8]:
+    """Return the pixels [height, width, 3] of an image."""
     from PIL import Image as Pillow
 
-    with Pillow.open(io.BytesIO(image.png), formats=("PNG",)) as opened:
+    with Pillow.open(io.BytesIO(png), formats=("PNG",)) as opened:
         return np.asarray(opened.convert("RGB"))

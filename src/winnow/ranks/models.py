@@ -183,7 +183,7 @@ def load_policy(
     with explain_oom(config):
         model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
-    embedded = cast(int, model.config.vocab_size)
+    embedded = cast(int, model.config.get_text_config().vocab_size)
     remedy = "give the tokenizer that belongs to the model in model.tokenizer"
     check_vocabulary(f"model.path {path}", vocabulary, embedded, remedy)
     if not hollow:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from winnow.errors import ConfigError, TrainingError
 from winnow.rollout.weights import Bucket, WeightUpdate
-from winnow.types import FinishReason, FloatArray, IntArray, Prompt, Segment, Trajectory
+from winnow.types import FinishReason, FloatArray, Image, IntArray, Prompt, Segment, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +81,8 @@ class GroupRequest:
     """Lower goes first: the admission index."""
     prompt: Prompt | None = None
     """The prompt with its row, for an environment."""
+    images: tuple[Image, ...] = ()
+    """The prompt's images, placed among `prompt_ids`; an engine encodes them once."""
 
     def sampling_of(self, answer: AnswerRequest) -> SamplingParams:
         """Return the settings of one of its answers."""
@@ -209,7 +211,11 @@ class PublishedEngine(Engine, Protocol):
         """
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float, last: int
+        self,
+        sequences: Sequence[IntArray],
+        temperature: float,
+        last: int,
+        images: Sequence[tuple[Image, ...]] = (),
     ) -> list[FloatArray]:
         """Return log-probs in nats of the last tokens, each given all tokens before it.
 
@@ -220,6 +226,7 @@ class PublishedEngine(Engine, Protocol):
             sequences: token ids [L] each.
             temperature: above 0.
             last: the most tokens of a sequence to score; the first one never is.
+            images: of each sequence; empty: there are none.
 
         Returns:
             [min(last, L - 1)] for each sequence.
@@ -384,7 +391,9 @@ def group_request(
         )
         for index, segments in begun.items()
     )
-    return GroupRequest(group_id, prompt.token_ids, answers, sampling, group_id, prompt)
+    return GroupRequest(
+        group_id, prompt.token_ids, answers, sampling, group_id, prompt, prompt.images
+    )
 
 
 def trajectory_of(event: CompletionEvent) -> Trajectory:

@@ -36,7 +36,7 @@ from winnow.rollout.engine import (
     check_update_allowed,
 )
 from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
-from winnow.types import FloatArray, IntArray, Segment
+from winnow.types import FloatArray, Image, IntArray, Segment
 from winnow.workers.array_refs import ArrayBlock, ArrayRef, SplitResult
 
 if TYPE_CHECKING:
@@ -367,9 +367,14 @@ class RemoteEngine:
         check_update_allowed(status.running + status.queued > 0, status.live_updates)
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float, last: int
+        self,
+        sequences: Sequence[IntArray],
+        temperature: float,
+        last: int,
+        images: Sequence[tuple[Image, ...]] = (),
     ) -> list[FloatArray]:
-        found = await self._call("logprobs_of", list(sequences), temperature, last)
+        arguments = list(sequences), temperature, last, list(images)
+        found = await self._call("logprobs_of", *arguments)
         return cast("list[FloatArray]", found)
 
     def status(self) -> EngineStatus:

@@ -41,7 +41,7 @@ from winnow.rollout.weights import (
     can_stage,
     load_stored,
 )
-from winnow.types import FinishReason, IntArray, Segment, VersionSpan
+from winnow.types import FinishReason, Image, IntArray, Segment, VersionSpan, join_images
 from winnow.workers.threads import in_thread
 
 
@@ -84,6 +84,14 @@ class PendingAnswer:
         if self.request.prefix is None:
             return self.group.prompt_ids
         return np.concatenate([self.group.prompt_ids, self.prefix.token_ids])
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Images of prompt and prefix, placed in the context."""
+        if not self.prefix.images:
+            return self.group.images
+        parts = (len(self.group.prompt_ids), self.group.images), (0, self.prefix.images)
+        return join_images(parts)
 
     def spans_to(self, length: int, version: int) -> tuple[VersionSpan, ...]:
         """Return the spans of an answer of `length` tokens, the newest of which are `version`'s."""

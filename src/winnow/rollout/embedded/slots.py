@@ -25,6 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from winnow.errors import ConfigError
 from winnow.models.packed_attention import match_heads
+from winnow.models.vision import ImageSpan, position_shift
 from winnow.rollout.engine import SamplingParams
 from winnow.rollout.tick_engine import PendingAnswer
 from winnow.types import IntArray, Segment
@@ -41,6 +42,7 @@ def cache_bytes_per_slot(config: Any, dtype: torch.dtype, longest: int) -> int:
         config: of a Hugging Face model.
         longest: most tokens of a prompt and its answer.
     """
+    config = config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -395,10 +397,11 @@ class Slots:
         """[count, S] context and answer."""
         self.logprobs = torch.zeros(count, 0, device=device)
         """[count, S] nats, of the answer's tokens alone."""
-        self._numbers = torch.zeros(5, count, dtype=torch.long, device=device)
-        self.at, self.limit, self.start, self.seed, self.kind = self._numbers
+        self._numbers = torch.zeros(6, count, dtype=torch.long, device=device)
+        self.at, self.limit, self.start, self.seed, self.shift, self.kind = self._numbers
         """[count] each: place of the newest token; the last place allowed; where the answer
-        begins; key of its random numbers; place of its settings among `kinds`."""
+        begins; key of its random numbers; what its position is less than its place, for images;
+        place of its settings among `kinds`."""
         self.kinds: list[SamplingParams] = []
         """Settings of the answers here, and no others: what none asks for is not computed."""
         self.lengths = np.zeros(count, np.int64)
@@ -433,11 +436,14 @@ class Slots:
             return False
         return np.array_equal(answer.context[: len(retained.ids)], retained.ids)
 
-    def continue_rows(self, answers: Sequence[PrefilledAnswer]) -> tuple[Tensor, ExtendLayout]:
+    def continue_rows(
+        self, answers: Sequence[PrefilledAnswer]
+    ) -> tuple[Tensor, ExtendLayout, list[ImageSpan]]:
         """Give answers the next rows, with the keys of those retained for them.
 
         Returns:
-            ids [T] of context tokens that have no keys yet, and the layout to run them with.
+            ids [T] of context tokens that have no keys yet, the layout to run them with, and a span
+            for each row.
         """
         by_row = {self.retained[answer.key].row: answer for answer in answers}
         known = {answer.key: len(self.retained.pop(answer.key).ids) - 1 for answer in answers}
@@ -447,7 +453,10 @@ class Slots:
         self.cache.show(here, lengths - 1)
         starts = np.array([known[answer.key] for answer in answers])
         layout = ExtendLayout(self.cache, here.start, starts, lengths - 1)
-        return self.ids[layout.token_rows, layout.positions], layout
+        stops = (lengths - 1).tolist()
+        bounds = zip(answers, starts.tolist(), stops, strict=True)
+        spans = [ImageSpan(answer.images, start, stop) for answer, start, stop in bounds]
+        return self.ids[layout.token_rows, layout.positions], layout, spans
 
     def _make_room(self, count: int, rows: Collection[int] = ()) -> list[int]:
         """Clear the next `count` rows; the oldest retained ones are lost where too few are left.
@@ -487,8 +496,9 @@ class Slots:
             begun = slice(len(context) - len(answer.prefix), len(context))
             self.logprobs[row, begun] = torch.tensor(answer.prefix.logprobs)
         seeds = np.array([a.request.seed for a in answers], np.uint64).astype(np.int64)
-        numbers = np.stack([lengths - 1, limits, starts, seeds])
-        self._numbers[:4, here] = torch.from_numpy(numbers).to(self.device)
+        shifts = np.array([position_shift(answer.images) for answer in answers])
+        numbers = np.stack([lengths - 1, limits, starts, seeds, shifts])
+        self._numbers[:5, here] = torch.from_numpy(numbers).to(self.device)
         self.lengths[here] = lengths
         self.answers.extend(answers)
         self._index_settings(first)

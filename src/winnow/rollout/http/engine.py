@@ -43,7 +43,7 @@ from winnow.rollout.http.generate_client import Chunk, GenerateClient
 from winnow.rollout.request_queue import Key
 from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
 from winnow.rollout.weights import WeightUpdate, unpack_tensors
-from winnow.types import FinishReason, FloatArray, IntArray
+from winnow.types import FinishReason, FloatArray, Image, IntArray
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,11 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         self._version = self._weights.version
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float, last: int
+        self,
+        sequences: Sequence[IntArray],
+        temperature: float,
+        last: int,
+        images: Sequence[tuple[Image, ...]] = (),
     ) -> list[FloatArray]:
         return await self.server.logprobs_of(sequences, temperature, last)
 

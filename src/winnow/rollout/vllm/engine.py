@@ -85,7 +85,7 @@ from winnow.rollout.weights import (  # noqa: E402
     WholeTensorReceiver,
     pack_buckets,
 )
-from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, IntArray  # noqa: E402
+from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, Image, IntArray  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -361,7 +361,11 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
     # -- scoring ------------------------------------------------------------------------------
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float, last: int
+        self,
+        sequences: Sequence[IntArray],
+        temperature: float,
+        last: int,
+        images: Sequence[tuple[Image, ...]] = (),
     ) -> list[FloatArray]:
         """Score the last tokens of sequences by having vLLM decode them, whatever it would draw.
 
