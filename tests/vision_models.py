@@ -71,6 +71,15 @@ def vision_model(kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2)
     return model
 
 
+def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    """The tower's rotary embedding, which transformers computes in fp32 whatever the type is."""
+    halves = (
+        [x, torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)]
+        for x in (q, k)
+    )
+    return tuple(x * cos[:, None].to(x) + y * sin[:, None].to(x) for x, y in halves)
+
+
 def processor() -> Any:
     """The image processor of these models."""
     return Qwen2VLImageProcessorPil(

@@ -68,22 +68,13 @@ def counted(model: Any) -> Iterator[list[int]]:
     handle.remove()
 
 
-def rotate(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-    """The tower's rotary embedding, which transformers computes in fp32 whatever the type is."""
-    halves = (
-        [x, torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)]
-        for x in (q, k)
-    )
-    return tuple(x * cos[:, None].to(x) + y * sin[:, None].to(x) for x, y in halves)
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-10)])
 def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone(
     kind: vm.Kind, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if dtype == torch.float64:
         module = f"transformers.models.{kind}.modeling_{kind}"
-        monkeypatch.setattr(f"{module}.apply_rotary_pos_emb_vision", rotate)
+        monkeypatch.setattr(f"{module}.apply_rotary_pos_emb_vision", vm.rotate)
     strategy = Strategy(vm.vision_model(kind, dtype), vocab_size=vm.VOCAB)
     theirs = vm.vision_model(kind, dtype)
     if dtype == torch.float64:
