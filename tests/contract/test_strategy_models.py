@@ -49,8 +49,8 @@ from winnow.errors import ConfigError, ModelError
 from winnow.learning import strategy as strategies
 from winnow.learning.batch import Batch, MicroBatch, gather_tokens, micro_batches, pack
 from winnow.learning.runner import Output, Outputs
-from winnow.learning.strategy import LossResult, Strategy, decoder_layers
-from winnow.models.causal_lm import freeze, load_causal_lm
+from winnow.learning.strategy import LossResult, Strategy
+from winnow.models.causal_lm import decoder_layers, freeze, load_causal_lm
 from winnow.models.folders import quiet_transformers
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora, load_lora
 from winnow.models.value import load_reward_model, load_value_model

@@ -38,7 +38,7 @@ from winnow.rollout.engine import (
     answer_seed,
 )
 from winnow.rollout.weights import WeightUpdate
-from winnow.types import FinishReason, IntArray, Prompt, Segment, VersionSpan
+from winnow.types import FinishReason, IntArray, Prompt, Segment, VersionSpan, join_images
 
 Key = tuple[int, int]
 """Group and answer."""
@@ -582,7 +582,8 @@ def _flatten(segments: Sequence[Segment]) -> Segment:
         start += len(segment)
     ids = np.concatenate([segment.token_ids for segment in segments])
     logprobs = np.concatenate([segment.logprobs for segment in segments])
-    return Segment(ids, logprobs, tuple(spans))
+    images = join_images((len(segment), segment.images) for segment in segments)
+    return Segment(ids, logprobs, tuple(spans), images=images)
 
 
 def _part(segment: Segment, start: int) -> Segment:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from torch import Tensor
 from winnow.algorithms.aggregation import UpdateCounts
 from winnow.learning.balance import Assignment, assign
 from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, token_places
-from winnow.models.vision import rope_positions
+from winnow.learning.images import MicroImages, place_images, sample_images
 from winnow.observe.metrics import Metrics
 from winnow.types import (
     Answer,
@@ -46,7 +45,6 @@ from winnow.types import (
     Score,
     Segment,
     Trajectory,
-    join_images,
 )
 from winnow.workers.array_refs import fetch_arrays
 
@@ -170,27 +168,6 @@ class TokenColumn:
 
 
 @dataclass(frozen=True, eq=False)
-class MicroImages:
-    """The images of a micro-batch; may be none, if others of the batch have some."""
-
-    images: tuple[Image, ...]
-    """Distinct ones: an image of n answers is there once."""
-    places: Tensor
-    """[P] int64: the tokens that stand for images."""
-    rows: Tensor
-    """[P] int64: their rows among the tokens of `images`, one image behind the other."""
-    rope: Tensor
-    """[3, T] int64: coordinates of all tokens (`winnow.models.vision`)."""
-    features: Tensor | None = None
-    """[1 + D, M, H] of the tokens of `images`, once the vision tower has run."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> MicroImages:
-        """Return a copy without features on `device`."""
-        tensors = (self.places, self.rows, self.rope)
-        return MicroImages(self.images, *(t.to(device, non_blocking=non_blocking) for t in tensors))
-
-
-@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Whole samples that are run at once, with all that their loss needs. Immutable snapshot."""
 
@@ -288,7 +265,7 @@ def pack(
     if overlong_filtering:
         complete = [not answer.trajectory.truncated for _, _, answer in rows]
         loss_mask &= np.repeat(np.array(complete, dtype=bool), lengths)
-    images = tuple(_sample_images(prompt, answer) for _, prompt, answer in rows)
+    images = tuple(sample_images(prompt, answer) for _, prompt, answer in rows)
     behav_T = np.zeros(len(gen_mask), dtype=np.float32)
     behav_T[gen_mask] = np.concatenate(behav) if behav else 0.0
     return Batch(
@@ -307,43 +284,11 @@ def pack(
     )
 
 
-def _sample_images(prompt: Prompt, answer: Answer) -> tuple[Image, ...]:
-    """Place the images of a prompt and of its answer in the sample."""
-    parts = [(len(prompt.token_ids), prompt.images)]
-    return join_images([*parts, *((len(s), s.images) for s in answer.trajectory.segments)])
-
-
 def sample_lengths(groups: Sequence[Group]) -> IntArray:
     """Count the tokens [B] of each answer with its prompt, without a look at them."""
     answers = ((g.prompt, answer.trajectory) for g in groups for answer in g.answers)
     lengths = [len(p.token_ids) + sum(map(len, t.segments)) for p, t in answers]
     return np.array(lengths, dtype=np.int64)
-
-
-def token_ages(groups: Sequence[Group], batch: Batch, version: int) -> Tensor:
-    """Count the weight versions between each token's sampler and the policy that learns.
-
-    Args:
-        groups: those of which `batch` was packed.
-        version: of the policy that learns.
-
-    Returns:
-        [T] int64; 0 off gen_mask.
-    """
-    versions: list[int] = []
-    stops: list[int] = [0]
-    answers = [answer for group in groups for answer in group.answers]
-    for place in batch.samples.tolist():
-        for segment in answers[place].trajectory.segments:
-            start = stops[-1]
-            for span in segment.spans:
-                versions.append(span.version)
-                stops.append(start + span.stop)
-    ages_T = torch.zeros(len(batch.token_ids), dtype=torch.int64)
-    ages_T[batch.gen_mask] = torch.from_numpy(
-        version - np.repeat(np.array(versions, dtype=np.int64), np.diff(stops))
-    )
-    return ages_T
 
 
 def pack_sequences(
@@ -626,6 +571,10 @@ def _make_micro_batch(
     scored_positions = gen_mask.nonzero().squeeze(1)
     positions = batch.positions[source]
     first_tokens = np.flatnonzero(positions.numpy() == 0)
+    images = None
+    if batch.images:
+        placed = [batch.images[sample] for sample in samples.tolist()]
+        images = place_images(placed, offsets, positions.numpy(), first_tokens)
     return MicroBatch(
         token_ids=batch.token_ids[source],
         positions=positions,
@@ -643,36 +592,5 @@ def _make_micro_batch(
         lengths=tuple(lengths.tolist()),
         contexts=tuple(np.diff(first_tokens, append=offsets[-1]).tolist()),
         counts=counts,
-        images=_micro_images(batch, samples, offsets, positions.numpy(), first_tokens),
-    )
-
-
-def _micro_images(
-    batch: Batch, samples: IntArray, offsets: IntArray, positions: IntArray, first_tokens: IntArray
-) -> MicroImages | None:
-    """Place the images of some samples among the tokens of a micro-batch.
-
-    Args:
-        offsets, positions: the micro-batch's.
-        first_tokens: the first token of each context.
-    """
-    if not batch.images:
-        return None
-    placed = [
-        (image, int(start) + image.start)
-        for sample, start in zip(samples.tolist(), offsets, strict=False)
-        for image in batch.images[sample]
-    ]
-    distinct = {image.digest: image for image, _ in placed}
-    firsts = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
-    ends = np.append(first_tokens, offsets[-1])
-    none = np.empty(0, np.int64)
-    places = [np.arange(start, start + len(image)) for image, start in placed]
-    rows = [firsts[image.digest] + np.arange(len(image)) for image, _ in placed]
-    spans = [(i, at, int(ends[np.searchsorted(ends, at, "right")])) for i, at in placed]
-    return MicroImages(
-        images=tuple(distinct.values()),
-        places=torch.from_numpy(np.concatenate([none, *places])),
-        rows=torch.from_numpy(np.concatenate([none, *rows])),
-        rope=torch.from_numpy(rope_positions(positions, spans)),
+        images=images,
     )

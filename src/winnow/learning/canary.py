@@ -105,7 +105,7 @@ class Canary:
     dtype: torch.dtype
     """The dtype of the weights that engines hold."""
     images: tuple[tuple[Image, ...], ...] = ()
-    """Of each sequence; empty: there are none."""
+    """Images of each sequence; empty: there are none."""
 
     @classmethod
     def random(

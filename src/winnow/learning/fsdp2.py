@@ -41,8 +41,8 @@ from winnow.learning.batch import MicroBatchSharder
 from winnow.learning.data_parallel import device_of
 from winnow.learning.runner import ModelRunner
 from winnow.learning.sequence import SequenceRunner
-from winnow.learning.strategy import HALF, Strategy, decoder_layers, local, tensors_of
-from winnow.models.causal_lm import is_reward_model, is_value_model, text_model
+from winnow.learning.strategy import HALF, Strategy, local, tensors_of
+from winnow.models.causal_lm import decoder_layers, is_reward_model, is_value_model, text_model
 from winnow.models.lora import is_adapter_weight, name_without_adapter
 from winnow.models.sharded_loading import SavedWeights, replace_parameters, saved_weights
 from winnow.models.value import scalar_head

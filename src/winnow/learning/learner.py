@@ -22,7 +22,7 @@ from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
-from winnow.learning.batch import Batch, TokenColumn, split_updates, token_ages
+from winnow.learning.batch import Batch, TokenColumn, split_updates
 from winnow.learning.critic import Critic, value_figures
 from winnow.learning.policy import Policy
 from winnow.learning.routes import load_figures, token_routes
@@ -391,3 +391,29 @@ def lr_at(
     done = min((step - peak) / max(total_steps + 1 - peak, 1), 1.0)
     remaining = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return lr * (final_lr_ratio + (1 - final_lr_ratio) * remaining)
+
+
+def token_ages(groups: Sequence[Group], batch: Batch, version: int) -> Tensor:
+    """Count the weight versions between each token's sampler and the policy that learns.
+
+    Args:
+        groups: those of which `batch` was packed.
+        version: of the policy that learns.
+
+    Returns:
+        [T] int64; 0 off gen_mask.
+    """
+    versions: list[int] = []
+    stops: list[int] = [0]
+    answers = [answer for group in groups for answer in group.answers]
+    for place in batch.samples.tolist():
+        for segment in answers[place].trajectory.segments:
+            start = stops[-1]
+            for span in segment.spans:
+                versions.append(span.version)
+                stops.append(start + span.stop)
+    ages_T = torch.zeros(len(batch.token_ids), dtype=torch.int64)
+    ages_T[batch.gen_mask] = torch.from_numpy(
+        version - np.repeat(np.array(versions, dtype=np.int64), np.diff(stops))
+    )
+    return ages_T

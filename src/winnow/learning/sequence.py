@@ -30,6 +30,7 @@ from winnow.learning.batch import MicroBatch
 from winnow.learning.runner import ModelRunner
 from winnow.models.causal_lm import AttentionLayout, hidden_states
 from winnow.models.packed_attention import PackedLayout
+from winnow.models.vision import refuse_vision
 from winnow.types import IntArray
 
 FIELD = "trainer.strategy.sequence"
@@ -56,8 +57,11 @@ def check_model(model: nn.Module, size: int) -> None:
     Raises:
         ModelError: its heads do not divide, or its layers mix tokens outside of attention.
     """
-    config = cast(Any, model).config
-    heads, setting = config.num_attention_heads, f"{FIELD}={size}"
+    config, setting = cast(Any, model).config, f"{FIELD}={size}"
+    if size > 1:
+        refuse_vision(config, setting, f"set {FIELD}=1")
+    config = config.get_text_config()
+    heads = config.num_attention_heads
     if size > 1 and heads % size:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ModelError(

@@ -20,7 +20,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -37,8 +36,9 @@ from winnow.learning.batch import (
     all_micro_batches,
     pack_sequences,
 )
+from winnow.learning.images import EncodedImages
 from winnow.learning.runner import ModelRunner, Output, Outputs
-from winnow.models.causal_lm import text_model
+from winnow.models.causal_lm import decoder_layers, text_model
 from winnow.models.compiled_layers import CompiledLayers
 from winnow.models.folders import has_adapter
 from winnow.models.fused_layers import fuse_layers
@@ -51,7 +51,7 @@ from winnow.models.lora import (
 )
 from winnow.models.packed_attention import attention_operations
 from winnow.models.routing import ExpertLoad, routing_of
-from winnow.types import ROUTES, Image, IntArray
+from winnow.types import ROUTES, IntArray
 
 log = logging.getLogger(__name__)
 
@@ -95,41 +95,6 @@ class Figures:
         tensors = [*self._sums.values(), *self._maxima.values()]
         numbers = iter(torch.stack([x.double() for x in tensors]).tolist() if tensors else ())
         return {n: next(numbers) for n in self._sums}, {n: next(numbers) for n in self._maxima}
-
-
-class EncodedImages:
-    """The vision tower's features of the images of a pass, and the sum of their gradients.
-
-    Args:
-        images: distinct ones, by digest.
-        features: [1 + D, M, H] of all their tokens, one image behind the other.
-    """
-
-    def __init__(self, images: Mapping[str, Image], features: Tensor) -> None:
-        starts = accumulate(map(len, images.values()), initial=0)
-        self._starts = dict(zip(images, starts, strict=False))
-        self._features = features
-        # Gradients of a half-precision model are summed in fp32.
-        self._leaf = features.detach().to(torch.promote_types(features.dtype, torch.float32))
-        self._leaf.requires_grad_(features.requires_grad)
-
-    def put_into(self, micro: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with the features of its images."""
-        if micro.images is None:  # a filler
-            return micro
-        parts = [self._leaf[:, :0]]
-        for image in micro.images.images:
-            start = self._starts[image.digest]
-            parts.append(self._leaf[:, start : start + len(image)])
-        return replace(micro, images=replace(micro.images, features=torch.cat(parts, dim=1)))
-
-    def backward(self) -> None:
-        """Run the tower's backward pass on the gradients that the micro-batches left."""
-        if self._features.requires_grad:
-            gradient = self._leaf.grad
-            if gradient is None:
-                gradient = torch.zeros_like(self._leaf)
-            self._features.backward(gradient.to(self._features.dtype))  # type: ignore[no-untyped-call]
 
 
 class Strategy:
@@ -330,23 +295,23 @@ class Strategy:
                     self._backward(result.loss, is_last)
                 figures.add(result)
             if features is not None:
-                with training_mode(self._training_only):
-                    features.backward()
+                features.backward()
         return self._reduce_figures(*figures.numbers())
 
     def _encode_images(self, microbatches: Sequence[MicroBatch]) -> EncodedImages | None:
         """Run the vision tower once on each image of a pass; None if the batch has no images."""
         if not microbatches or microbatches[0].images is None:
             return None
-        images = {
-            i.digest: i for micro in microbatches if micro.images for i in micro.images.images
-        }
+        shown = (micro.images for micro in microbatches if micro.images)
+        images = {image.digest: image for each in shown for image in each.images}
         return EncodedImages(images, cast(Tensor, self._runner((*images.values(),))))
 
     def _prepare(self, micro: MicroBatch, features: EncodedImages | None = None) -> MicroBatch:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""
         micro = (micro if micro.lengths else _filler()).to(self.device)
-        return micro if features is None else features.put_into(micro)
+        if features is None or micro.images is None:
+            return micro
+        return replace(micro, images=features.put_into(micro.images))
 
     def _replaying(self, micro: MicroBatch, counts: bool = False) -> AbstractContextManager[None]:
         """Replay the micro-batch's routes, and count expert loads unless it is a filler."""
@@ -555,13 +520,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return parameters | {n: t for n, t in model.state_dict().items() if n not in names}
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model is a stack of, in order."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 @contextlib.contextmanager

@@ -263,6 +263,13 @@ def text_model(model: nn.Module) -> Any:
     return getattr(backbone, "language_model", backbone)
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a model is a stack of, in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
 def output_head(model: nn.Module) -> nn.Linear:
     """Return the layer from hidden states to logits, which may be tied to the embeddings."""
     head = cast(Any, model).get_output_embeddings()
@@ -324,6 +331,8 @@ def model_writer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Writer
     another thread encodes with it.
     """
     files = tokenizer_files(tokenizer)
+    if (processor := getattr(model, "image_processor", None)) is not None:
+        files |= tokenizer_files(processor)
 
     def write(weights: dict[str, Tensor], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from winnow.models.fetch import brief, remedy_of
 from winnow.observe.files import find_os_error
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -117,8 +117,8 @@ Writer = Callable[[dict[str, Tensor], Path], None]
 """Writes weights, given by name, and all that belongs to them into a folder."""
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
-    """Return the files that a tokenizer saves, by path within its folder.
+def tokenizer_files(tokenizer: Any) -> dict[Path, bytes]:
+    """Return the files that a tokenizer or an image processor saves, by path within its folder.
 
     Raises:
         ModelError: the system's temporary folder takes no such files.
@@ -126,7 +126,8 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[Path, bytes]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer.init_kwargs.pop("local_files_only", None)  # how it was loaded here, not what it is
+    # How it was loaded here, not what it is.
+    getattr(tokenizer, "init_kwargs", {}).pop("local_files_only", None)
     try:
         with tempfile.TemporaryDirectory() as name:
             tokenizer.save_pretrained(name)

@@ -68,6 +68,7 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=r"(.*\.)?visual\..*",  # a vision tower stays as it is
         use_rslora=adapter.rslora,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,

@@ -94,6 +94,10 @@ class SavedWeights:
             for saved in (name.removeprefix(f"{blank.base_model_prefix}."), name):
                 if saved in self._weight_files:
                     self._saved[name] = saved
+            if name not in self._saved:  # an older layout has another name
+                renamed = [*to_saved_layout(blank, {name: parameter.detach()})]
+                if len(renamed) == 1 and renamed[0] in self._weight_files:
+                    self._saved[name] = renamed[0]
             if name in self._saved and self._file_slice(name).get_shape() != [*parameter.shape]:
                 misshapen.append(name)
             self.stand_ins[name] = _stand_in(parameter, dtype)

@@ -17,6 +17,7 @@ from torch import nn
 from winnow.errors import ModelError
 from winnow.models.causal_lm import check_weights, find_model, load_model, prepare
 from winnow.models.folders import Loaded, ModelRef, read_config
+from winnow.models.vision import refuse_vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,6 +126,7 @@ def _with_head(
     from transformers import MODEL_MAPPING, PreTrainedModel
 
     config = read_config(where, trust_remote_code)
+    refuse_vision(config, where.field, "give a language model")
     if "Classification" not in (config.architectures or [""])[0]:
         config.num_labels = 1
     elif config.num_labels != 1:

@@ -61,6 +61,22 @@ def check_vision(config: Any, where: ModelRef) -> None:
         )
 
 
+def refuse_vision(config: Any, purpose: str, remedy: str) -> None:
+    """Refuse a vision-language model where only text is computed.
+
+    Args:
+        purpose: what takes text alone, such as a key of the recipe.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if has_vision(config):
+        raise ModelError(
+            f"{purpose} takes text alone, and {config.name_or_path} is a vision-language model; "
+            f"{remedy}"
+        )
+
+
 def load_image_processor(where: ModelRef) -> Any:
     """Load the image processor of a model's folder, in the variant that needs Pillow alone.
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from winnow.errors import ModelError
 from winnow.models.causal_lm import is_reward_model, is_value_model
+from winnow.models.vision import refuse_vision
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 """Model types of which Megatron's layers compute the same."""
@@ -200,6 +201,7 @@ def check_layout(model: nn.Module, place: RankPlace, splits: bool) -> Dimensions
         ModelError: names what is other, or the field.
     """
     config = cast(Any, model).config
+    refuse_vision(config, "trainer/strategy=megatron", "use trainer/strategy=fsdp2")
     unsupported = {
         "model_type": config.model_type not in FAMILIES,
         "hidden_act": config.hidden_act != "silu",

@@ -453,8 +453,7 @@ class Slots:
         self.cache.show(here, lengths - 1)
         starts = np.array([known[answer.key] for answer in answers])
         layout = ExtendLayout(self.cache, here.start, starts, lengths - 1)
-        stops = (lengths - 1).tolist()
-        bounds = zip(answers, starts.tolist(), stops, strict=True)
+        bounds = zip(answers, starts.tolist(), (lengths - 1).tolist(), strict=True)
         spans = [ImageSpan(answer.images, start, stop) for answer, start, stop in bounds]
         return self.ids[layout.token_rows, layout.positions], layout, spans
 
