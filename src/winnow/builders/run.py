@@ -194,7 +194,8 @@ def build_run(
     order = UserSampler(config.data, source, seed) if config.data.sampler else None
     loader = PromptLoader(source, seed, config.data.shuffle, order)
     tools = tool_schemas(config.environment)
-    held_out = evaluation_prompts(config.data, policy.tokenizer, tools, context.first_messages)
+    begin, vision = context.first_messages, policy.vision
+    held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin, vision)
     evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.copy(), held_out)
     for name, member in engines_by_name(engine, "engine 0").items():
         if hasattr(member, "on_served"):  # it is in another process, which reports its calls

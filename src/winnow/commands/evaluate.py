@@ -207,7 +207,9 @@ def _generate_answers(
             stack.callback(rewards.close)
             begin = first_messages_of(config.environment, environments, console.print)
             tools = tool_schemas(config.environment)
-            held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin)
+            held_out = evaluation_prompts(
+                config.data, policy.tokenizer, tools, begin, policy.vision
+            )
             conversing = with_conversations(config, policy, engine, environments)
             evaluator = make_evaluator(
                 config, policy, conversing, lambda _: setup.answers, rewards, held_out
