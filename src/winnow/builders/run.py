@@ -193,8 +193,7 @@ def build_run(
     seed, engine = config.run.seed, placed.engine
     order = UserSampler(config.data, source, seed) if config.data.sampler else None
     loader = PromptLoader(source, seed, config.data.shuffle, order)
-    tools = tool_schemas(config.environment)
-    begin, vision = context.first_messages, policy.vision
+    tools, begin, vision = tool_schemas(config.environment), context.first_messages, policy.vision
     held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin, vision)
     evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.copy(), held_out)
     for name, member in engines_by_name(engine, "engine 0").items():

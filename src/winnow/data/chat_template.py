@@ -106,7 +106,7 @@ class TurnTokenizer:
 
     Args:
         stop_ids: tokens that end a sampled turn.
-        image_ids: tokens for images, which no text spells, whoever wrote it.
+        image_tokens: tokens for images, which no text spells, whoever wrote it.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class TurnTokenizer:
         template: ChatTemplate,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
-        image_ids: Sequence[int] = (),
+        image_tokens: Sequence[str] = (),
     ) -> None:
         self._template, self._tokenizer = template, cast("Any", tokenizer)
-        self._image_tokens = _any_of(self._tokenizer.convert_ids_to_tokens(list(image_ids)))
+        self._image_tokens = _any_of(image_tokens)
         self._stop_ids = np.array(stop_ids, np.int64)
         self._stop_number = lru_cache(maxsize=256)(self._count_stops)
 

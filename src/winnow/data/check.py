@@ -1,8 +1,8 @@
 r"""Report on a data file: what it holds, and what is wrong with it as training data.
 
 Two prompts are *the same* if they are equal once white space at the ends and a known instruction
-are off. This decides what counts as a duplicate and whether labels conflict, so nothing that might
-matter is thrown away.
+are off, and their images are the same files. This decides what counts as a duplicate and whether
+labels conflict, so nothing that might matter is thrown away.
 
 They are *alike* if they are equal in their letters, digits, decimal points and signs
 (+ - * / = < >), whatever the case, spacing, punctuation, brackets and `\left`, `\right` around
@@ -77,7 +77,9 @@ def check(
     config = config or DataConfig()
     rows = read_rows([path], config)
     eval_rows = read_rows([evaluation], config) if evaluation else []
-    _check_images(rows, config)
+    _check_images([*rows, *eval_rows], config)
+    unbounded = config.model_copy(update={"max_prompt_tokens": _ANY_LENGTH})
+    renderer = PromptRenderer(tokenizer, unbounded, vision=vision) if tokenizer else None
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_prompt[exact_key(row)].append(row)
@@ -93,7 +95,7 @@ def check(
         "sources": [
             {"source": name, "rows": count, "scorer": scorer_of(name)} for name, count in sources
         ],
-        "lengths": _lengths(rows, tokenizer, config, limit, vision),
+        "lengths": _lengths(rows, renderer, limit),
         "images": sum(len(row.images) for row in rows),
         "unique_prompts": len(by_prompt),
         "copies": len(rows) - len(distinct),
@@ -182,19 +184,13 @@ def _overlap(
 
 
 def _lengths(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer | None,
-    config: DataConfig,
-    limit: int | None,
-    vision: VisionInput | None,
+    rows: Sequence[Row], renderer: PromptRenderer | None, limit: int | None
 ) -> dict[str, Any]:
-    if tokenizer is None:
+    if renderer is None:
         unit, limit = "characters", None
         lengths = sorted(len(row.text) for row in rows)
     else:
         unit = "tokens"
-        unbounded = config.model_copy(update={"max_prompt_tokens": _ANY_LENGTH})
-        renderer = PromptRenderer(tokenizer, unbounded, vision=vision)
         lengths = sorted(len(prompt.token_ids) for prompt in renderer.render(rows).prompts)
     median, p95 = np.quantile(lengths, [0.5, 0.95], method="inverted_cdf").tolist()
     return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,35 +38,31 @@ _MOST_BYTES = 256 << 20
 
 
 class VisionInput(NamedTuple):
-    """A vision-language model's processor of images, and the ids of its tokens for them."""
+    """A vision-language model's processor of images, and its config, which names its tokens."""
 
     processor: Any
-    start: int
-    image: int
-    """A prompt has it once for each cell of an image's grid."""
-    end: int
-    video: int
+    config: Any
 
-    @classmethod
-    def of(cls, processor: Any, config: Any) -> VisionInput:
-        """Take the ids from a model's config."""
-        start, end = config.vision_start_token_id, config.vision_end_token_id
-        return cls(processor, start, config.image_token_id, end, config.video_token_id)
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the tokens before, of and behind an image, and of videos."""
+        names = ("vision_start", "image", "vision_end", "video")
+        return [getattr(self.config, f"{name}_token_id") for name in names]
 
 
 def load_vision_input(path: str, field: str) -> VisionInput | None:
-    """Load the processor of a model's folder; None where the folder has none.
+    """Load the processor of a model's folder; None where that holds no vision-language model.
 
     Raises:
         ModelError: its files cannot be read.
     """
-    if not (Path(path).expanduser() / "preprocessor_config.json").is_file():
-        return None
     from winnow.models.folders import ModelRef, read_config
-    from winnow.models.vision import load_image_processor
+    from winnow.models.vision import has_vision, load_image_processor
 
-    where = ModelRef(str(Path(path).expanduser()), field, path)
-    return VisionInput.of(load_image_processor(where), read_config(where, False))
+    folder = Path(path).expanduser()
+    where = ModelRef(str(folder), field, path)
+    config = read_config(where, False) if (folder / "config.json").is_file() else None
+    return VisionInput(load_image_processor(where), config) if has_vision(config) else None
 
 
 def parse_image(value: Any, origin: str, name: str, folder: Path | None) -> Source:
@@ -94,7 +91,7 @@ def parse_image(value: Any, origin: str, name: str, folder: Path | None) -> Sour
             f"{origin}: {name} is {excerpt(image, 60)}, and images are not fetched; download it "
             "and give its path, or store its bytes in the row"
         )
-    return str((folder or Path()) / Path(path).expanduser())
+    return str((folder or Path()) / path)
 
 
 def read_image(source: Source) -> bytes:
@@ -192,12 +189,10 @@ def read_images(
 
 def split_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose marks of images became parts of its content."""
-    text, *rest = message["content"].split(IMAGE_MARK)
-    parts = [{"type": "text", "text": text}]
-    for text in rest:
-        parts += [{"type": "image"}, {"type": "text", "text": text}]
-    content = [part for part in parts if part.get("text") != ""]
-    return {**message, "content": content} if rest else message
+    pieces = re.split(f"({IMAGE_MARK})", message["content"])
+    image = {"type": "image"}
+    parts = [image if p == IMAGE_MARK else {"type": "text", "text": p} for p in pieces if p]
+    return {**message, "content": parts} if len(pieces) > 1 else message
 
 
 def place_images(

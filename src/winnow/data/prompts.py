@@ -102,9 +102,11 @@ class PromptRenderer:
         self._config = config
         self._templates = _templates(config.prompt_template)
         self._chat = ChatTemplate(tokenizer, config, tools)
-        self._vision, image_ids = vision, vision[1:] if vision else ()
-        self._turns = TurnTokenizer(self._chat, tokenizer, (), image_ids)
-        self._image_tokens = self._tokenizer.convert_ids_to_tokens(image_ids[:3])
+        self._vision = vision
+        spelled = self._tokenizer.convert_ids_to_tokens(vision.tokens if vision else [])
+        image_tokens = [token for token in spelled if token is not None]
+        self._turns = TurnTokenizer(self._chat, tokenizer, (), image_tokens)
+        self._image = "".join(image_tokens[:3])
         self._first_messages = first_messages
         self._use_chat_template = bool(self._chat.text)
         # Found by trying: not every tokenizer with a BOS token puts it in front.
@@ -160,7 +162,7 @@ class PromptRenderer:
             images: tuple[Image, ...] = ()
             if self._vision is not None:
                 read = read_images(row.images, row.origin, self._config, self._vision)
-                ids, images = place_images(ids, self._vision.image, read, row.origin)
+                ids, images = place_images(ids, self._vision.tokens[1], read, row.origin)
             length = len(ids)
             if not ids:
                 raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
@@ -199,8 +201,8 @@ class PromptRenderer:
         if row.images and self._use_chat_template:
             messages = [split_message(message) for message in messages]
         elif row.images:
-            image = "".join(self._image_tokens)
-            messages = [{**m, "content": m["content"].replace(IMAGE_MARK, image)} for m in messages]
+            texts = [message["content"].replace(IMAGE_MARK, self._image) for message in messages]
+            messages = [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]
         return replace(row, messages=tuple(messages)), mark
 
     def _none_fits_error(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:

@@ -164,9 +164,9 @@ class LoadedPolicy:
 
     @property
     def vision(self) -> VisionInput | None:
-        """How prompts show it images; None for a model of text alone."""
+        """What prompts with images need of it; None for a model of text alone."""
         processor = getattr(self.model, "image_processor", None)
-        return None if processor is None else VisionInput.of(processor, self.model.config)
+        return None if processor is None else VisionInput(processor, self.model.config)
 
 
 def load_policy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image as Pillow
 from tests.small_tokenizers import CHAT_TEMPLATE, train_bpe
-from transformers import PreTrainedTokenizerBase, Qwen2VLImageProcessorPil
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2VLImageProcessorPil
+from typer.testing import CliRunner
 
+from winnow.cli.data import app
 from winnow.config.data import DataConfig
 from winnow.data.check import check
 from winnow.data.images import VisionInput, open_image, read_image, read_images
@@ -47,7 +50,10 @@ def tokenizer_with(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
 
 
 TOKENIZER = tokenizer_with()
-VISION = VisionInput(PROCESSOR, *TOKENIZER.convert_tokens_to_ids(SPECIAL))
+IDS = TOKENIZER.convert_tokens_to_ids(SPECIAL)
+NAMES = ["vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"]
+CONFIG = Qwen2_5_VLConfig(**dict(zip(NAMES, IDS, strict=True)))
+VISION = VisionInput(PROCESSOR, CONFIG)
 
 
 def picture(width: int = 60, height: int = 40, seed: int = 0) -> Pillow.Image:
@@ -214,9 +220,9 @@ def test_images_stand_where_their_marks_are_and_no_text_spells_one() -> None:
     is_image = np.zeros(len(prompt.token_ids), bool)
     for image in prompt.images:
         is_image[image.start : image.start + len(image)] = True
-        assert prompt.token_ids[image.start - 1] == VISION.start
-        assert prompt.token_ids[image.start + len(image)] == VISION.end
-    assert ((prompt.token_ids == VISION.image) == is_image).all()
+        assert prompt.token_ids[image.start - 1] == IDS[0]
+        assert prompt.token_ids[image.start + len(image)] == IDS[2]
+    assert ((prompt.token_ids == IDS[1]) == is_image).all()
     assert is_image.sum() == 20
     assert TOKENIZER.decode(prompt.token_ids[~is_image]).count("<|image_pad|>") == 1
     assert prompt.messages[0]["content"] == text
@@ -228,7 +234,7 @@ def test_images_stand_where_their_marks_are_and_no_text_spells_one() -> None:
 def test_without_a_chat_template_the_tokens_of_an_image_take_the_marks_place() -> None:
     (prompt,) = render(row("a <image> b", PNG), tokenizer=tokenizer_with(None)).prompts
     assert prompt.text == f"a {SHOWN} b"
-    assert (prompt.token_ids == VISION.image).sum() == len(prompt.images[0]) == 6
+    assert (prompt.token_ids == IDS[1]).sum() == len(prompt.images[0]) == 6
 
 
 def test_a_text_of_a_vision_language_model_is_as_before() -> None:
@@ -270,7 +276,10 @@ def test_the_check_opens_each_image_and_names_the_first_faulty_rows(tmp_path: Pa
     contents = [PNG, other, other]
     rows = [{**TRUTH, "prompt": "<image>Sum?", "images": [each]} for each in contents]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    report = check(str(path), lambda _: None, tokenizer=TOKENIZER, vision=VISION)
+    for part_of_model in (TOKENIZER, PROCESSOR, CONFIG):
+        part_of_model.save_pretrained(tmp_path / "model")
+    arguments = ["check", str(path), "--tokenizer", str(tmp_path / "model"), "--json"]
+    report = json.loads(CliRunner().invoke(app, arguments).stdout)
     found = [report[name] for name in ("images", "unique_prompts", "copies", "conflicts")]
     assert found == [3, 2, 1, []]
     assert report["lengths"]["longest"] > 6
