@@ -232,7 +232,8 @@ class LLM:
             )
         rows = [self._make_row(number, prompt) for number, prompt in enumerate(prompts)]
         data = self._config.data.model_copy(update={"overlong_prompts": "error"})
-        rendered = PromptRenderer(self._policy.tokenizer, data).render(rows).prompts
+        renderer = PromptRenderer(self._policy.tokenizer, data, vision=self._policy.vision)
+        rendered = renderer.render(rows).prompts
         sampling = SamplingParams(
             max_tokens or limit,
             temperature,

@@ -193,8 +193,8 @@ def build_run(
     seed, engine = config.run.seed, placed.engine
     order = UserSampler(config.data, source, seed) if config.data.sampler else None
     loader = PromptLoader(source, seed, config.data.shuffle, order)
-    tools = tool_schemas(config.environment)
-    held_out = evaluation_prompts(config.data, policy.tokenizer, tools, context.first_messages)
+    tools, begin, vision = tool_schemas(config.environment), context.first_messages, policy.vision
+    held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin, vision)
     evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards.copy(), held_out)
     for name, member in engines_by_name(engine, "engine 0").items():
         if hasattr(member, "on_served"):  # it is in another process, which reports its calls

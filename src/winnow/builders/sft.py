@@ -33,7 +33,7 @@ def build_sft(context: RunContext, data: SftData) -> SftRun:
     """
     config, policy, folder = context.config, context.policy, context.folder
     engine, rewards = context.placed.engine, context.rewards
-    held_out = evaluation_prompts(config.data, policy.tokenizer)
+    held_out = evaluation_prompts(config.data, policy.tokenizer, vision=policy.vision)
     evaluator = make_evaluator(config, policy, engine, folder.eval_file, rewards, held_out)
     loader = PromptLoader(data.training.prompts, config.run.seed, config.data.shuffle)
     base = make_base_run(context, evaluator, loader, {})

@@ -86,6 +86,7 @@ def check_command(
         )
     from winnow.config.load import parse_recipe
     from winnow.data.check import check
+    from winnow.data.images import load_vision_input
     from winnow.data.tokenizer import load_tokenizer
 
     config = parse_recipe(None, settings or ()).data
@@ -97,6 +98,7 @@ def check_command(
         limit=max_prompt_tokens or config.max_prompt_tokens,
         evaluation=evaluation,
         config=config,
+        vision=load_vision_input(tokenizer, "--tokenizer") if tokenizer else None,
     )
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
@@ -150,7 +152,7 @@ def _usage_hint(done: PrepareReport, instruction: str, unknown: list[str]) -> tu
     bare = "Prompts have no instruction; the recipe"
     if done.name == "sort_digits":  # asked as it is, of a model that was warmed up on it
         asking, recipe, overrides, scorer = "", "quickstart", ["data/task=none"], "SCORER"
-    elif done.ability != "math":
+    elif done.ability != "math" or done.name == "geometry3k":
         asking = "Prompts contain the answer format; use recipes without data.prompt_template."
         recipe, scorer = "dapo-math", "SCORER"
         overrides.append('data.prompt_template={*:"{prompt}"}')
@@ -173,7 +175,8 @@ def _usage_hint(done: PrepareReport, instruction: str, unknown: list[str]) -> tu
 def _show_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(printable(f"{report['file']}: {report['rows']:,} rows"), style="bold")
     console.print(printable(f"Read as {report['schema']}"))
-    lines: list[_Line] = [("Sources", None, "")]
+    lines: list[_Line] = [("Images", report["images"], "opened")] if report["images"] else []
+    lines.append(("Sources", None, ""))
     for source in report["sources"]:
         scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER"
         lines.append((source["source"], source["rows"], scorer))

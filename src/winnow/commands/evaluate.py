@@ -206,8 +206,8 @@ def _generate_answers(
             rewards = build_rewards(config, roles, policy, start_workers, training=False)
             stack.callback(rewards.close)
             begin = first_messages_of(config.environment, environments, console.print)
-            tools = tool_schemas(config.environment)
-            held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin)
+            tools, vision = tool_schemas(config.environment), policy.vision
+            held_out = evaluation_prompts(config.data, policy.tokenizer, tools, begin, vision)
             conversing = with_conversations(config, policy, engine, environments)
             evaluator = make_evaluator(
                 config, policy, conversing, lambda _: setup.answers, rewards, held_out

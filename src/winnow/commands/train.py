@@ -200,8 +200,8 @@ def _read_data(
         data = read_sft_data(config.sft, config.data, policy)
         steps = steps if epochs is None else data.count_steps(epochs)
     else:
-        tools = tool_schemas(config.environment)
-        data = training_prompts(config.data, policy.tokenizer, config.run.seed, tools, begin)
+        tools, seed, vision = tool_schemas(config.environment), config.run.seed, policy.vision
+        data = training_prompts(config.data, policy.tokenizer, seed, tools, begin, vision)
         groups, task = config.sampling.groups_per_step, config.data.task.name
         steps = steps if epochs is None else count_steps(epochs, groups, data, task)
     config, saved = (with_settings(c, trainer={"steps": steps}) for c in (config, opened.config))

@@ -164,6 +164,18 @@ class DataConfig(Section):
     """Files that each hf:// URL names, at their commit; a run fills it in at its start."""
     prompt_key: str = "prompt"
     """Column with the list of messages (or a bare string)."""
+    image_key: str = "images"
+    """Column with the images of a row, one for each <image> in its prompt; none: images are left
+    out. docs/images.md says what it may hold."""
+    max_images: int = Field(16, ge=1)
+    """Most images of a prompt; a row with more is refused."""
+    max_image_pixels: int = Field(64_000_000, ge=1, le=89_478_485)
+    """Most pixels of an image as its file says; a row with a larger one is refused, undecoded."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Least pixels of an image as the model sees it; null: what the model's processor says."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Most pixels of an image as the model sees it, to which larger ones are reduced; null: what
+    the model's processor says."""
     columns: ColumnsConfig = ColumnsConfig()
     """Columns of prompt, ground truth and data source, by name."""
     default_source: str | None = Field(None, min_length=1)
@@ -196,6 +208,8 @@ class DataConfig(Section):
     """Keyword arguments passed to the class."""
 
     def conflicts(self) -> Iterator[str]:
+        if self.min_pixels and self.max_pixels:
+            yield from self.order_conflicts("data", "min_pixels", "max_pixels", equal=True)
         if self.columns.prompt and self.prompt_key not in ("prompt", self.columns.prompt):
             yield (
                 f"data.columns.prompt={self.columns.prompt} and data.prompt_key={self.prompt_key} "

@@ -106,6 +106,7 @@ class TurnTokenizer:
 
     Args:
         stop_ids: tokens that end a sampled turn.
+        image_tokens: tokens for images, which no text spells, whoever wrote it.
     """
 
     def __init__(
@@ -113,8 +114,10 @@ class TurnTokenizer:
         template: ChatTemplate,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
+        image_tokens: Sequence[str] = (),
     ) -> None:
         self._template, self._tokenizer = template, cast("Any", tokenizer)
+        self._image_tokens = _any_of(image_tokens)
         self._stop_ids = np.array(stop_ids, np.int64)
         self._stop_number = lru_cache(maxsize=256)(self._count_stops)
 
@@ -127,7 +130,7 @@ class TurnTokenizer:
         Raises:
             ModelError: the template fails.
         """
-        marked, mark = self._mark_special_tokens(messages, trusted)
+        marked, mark = self.mark_special_tokens(messages, trusted)
         return self._encode(self._template.render(marked, "the conversation"), mark)
 
     def reply_ids(self, messages: Sequence[Message], stopped: bool = True) -> IntArray:
@@ -141,7 +144,7 @@ class TurnTokenizer:
         Raises:
             ModelError: the template fails, or ends an assistant turn with no stop token.
         """
-        marked, mark = self._mark_special_tokens(messages)
+        marked, mark = self.mark_special_tokens(messages)
         opening = opening_of(marked)
         whole = self._encode(self._template.render([*opening, *marked], "a reply"), mark)
         # A template may render the turn in another way once messages follow: its end is the stop
@@ -192,7 +195,7 @@ class TurnTokenizer:
             "follow one; set data.chat_template to a template that does"
         )
 
-    def _mark_special_tokens(
+    def mark_special_tokens(
         self, messages: Sequence[Message], trusted: int = 0
     ) -> tuple[list[Message], str]:
         """Put a mark into the spelling of each special token in the texts; return the mark, too.
@@ -213,8 +216,8 @@ class TurnTokenizer:
             return pattern.sub(cut, value) if isinstance(value, str) else value
 
         patterns = [self._patterns[message["role"] == "assistant"] for message in messages]
-        parts = [marked(*pair) for pair in zip(messages, patterns, strict=True)]
-        return [*messages[:trusted], *parts[trusted:]], mark
+        patterns[:trusted] = [self._image_tokens] * trusted
+        return [marked(*pair) for pair in zip(messages, patterns, strict=True)], mark
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:

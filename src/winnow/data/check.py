@@ -1,8 +1,8 @@
 r"""Report on a data file: what it holds, and what is wrong with it as training data.
 
 Two prompts are *the same* if they are equal once white space at the ends and a known instruction
-are off. This decides what counts as a duplicate and whether labels conflict, so nothing that might
-matter is thrown away.
+are off, and their images are the same files. This decides what counts as a duplicate and whether
+labels conflict, so nothing that might matter is thrown away.
 
 They are *alike* if they are equal in their letters, digits, decimal points and signs
 (+ - * / = < >), whatever the case, spacing, punctuation, brackets and `\left`, `\right` around
@@ -17,6 +17,7 @@ A report is plain values, as `winnow data check --json` prints them:
 | sources | of each data source, the largest first: source, rows, scorer (null: none is known) |
 | lengths | unit (tokens, with the chat template, or characters), shortest, median, p95, longest, |
 | | limit, beyond (prompts longer than the limit; null without a tokenizer) |
+| images | images of all rows; each was opened |
 | unique_prompts, alike_prompts | different prompts, and those of them that are alike another |
 | copies | rows beyond the first with the same source, prompt and label |
 | conflicts | prompts with more than one label: prompt (its beginning), labels, rows |
@@ -27,6 +28,7 @@ A report is plain values, as `winnow data check --json` prints them:
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +38,17 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.columns import excerpt
+from winnow.data.images import VisionInput, open_image, read_image
 from winnow.data.prompts import PromptRenderer
 from winnow.data.published import strip_instruction
-from winnow.data.sources import Message, Row, read_rows
+from winnow.data.sources import Row, read_rows
+from winnow.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _ANY_LENGTH = 10**9
+_SHOWN = 5
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])")
 _MINUS = str.maketrans({"\u2212": "-", "\u2013": "-"})
 _NO_MATTER = re.compile(r"(?!(?<=\d)\.\d)(?:[^\w+\-*/=<>]|_)")
@@ -58,24 +63,31 @@ def check(
     limit: int | None = None,
     evaluation: str | None = None,
     config: DataConfig | None = None,
+    vision: VisionInput | None = None,
 ) -> dict[str, Any]:
     """Report on a file as training with the section `data` would see it.
 
+    Args:
+        vision: of a vision-language model, whose tokenizer is given.
+
     Raises:
-        DataError: a file cannot be read, or a row of it is not usable.
+        DataError: a file cannot be read, or rows of it are not usable.
         ModelError: the chat template fails.
     """
     config = config or DataConfig()
     rows = read_rows([path], config)
     eval_rows = read_rows([evaluation], config) if evaluation else []
+    _check_images([*rows, *eval_rows], config)
+    unbounded = config.model_copy(update={"max_prompt_tokens": _ANY_LENGTH})
+    renderer = PromptRenderer(tokenizer, unbounded, vision=vision) if tokenizer else None
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        by_prompt[exact_key(row.messages)].append(row)
+        by_prompt[exact_key(row)].append(row)
     by_look: dict[str, list[Row]] = defaultdict(list)
     for group in by_prompt.values():
-        by_look[loose_key(group[0].messages)] += group
+        by_look[loose_key(group[0])] += group
     sources = Counter(row.data_source for row in rows).most_common()
-    distinct = {(row.data_source, exact_key(row.messages), _label(row)) for row in rows}
+    distinct = {(row.data_source, exact_key(row), _label(row)) for row in rows}
     return {
         "file": path,
         "schema": rows[0].layout,
@@ -83,7 +95,8 @@ def check(
         "sources": [
             {"source": name, "rows": count, "scorer": scorer_of(name)} for name, count in sources
         ],
-        "lengths": _lengths(rows, tokenizer, config, limit),
+        "lengths": _lengths(rows, renderer, limit),
+        "images": sum(len(row.images) for row in rows),
         "unique_prompts": len(by_prompt),
         "copies": len(rows) - len(distinct),
         "alike_prompts": len(by_prompt) - len(by_look),
@@ -92,14 +105,34 @@ def check(
     }
 
 
-def exact_key(messages: Sequence[Message]) -> str:
+def _check_images(rows: Sequence[Row], config: DataConfig) -> None:
+    """Open the images of all rows.
+
+    Raises:
+        DataError: some are not usable; it has a line for each of the first such rows.
+    """
+    faults = []
+    for row in rows:
+        try:
+            for number, image in enumerate(row.images, 1):
+                open_image(image, f"{row.origin} image {number}", config)
+        except DataError as error:
+            faults.append(str(error))
+    if faults:
+        more = [f"… and {len(faults) - _SHOWN} more rows"] if len(faults) > _SHOWN else []
+        raise DataError("\n".join([*faults[:_SHOWN], *more]))
+
+
+def exact_key(row: Row) -> str:
     """Return a key that is equal for prompts that are the same."""
-    return "\n".join(strip_instruction(message["content"]) for message in messages)
+    texts = [strip_instruction(message["content"]) for message in row.messages]
+    images = [hashlib.sha256(read_image(image)).hexdigest() for image in row.images]
+    return "\n".join([*texts, *images])
 
 
-def loose_key(messages: Sequence[Message]) -> str:
+def loose_key(row: Row) -> str:
     """Return a key that is equal for prompts that are alike."""
-    text = _SIZES.sub("", exact_key(messages)).translate(_MINUS)
+    text = _SIZES.sub("", exact_key(row)).translate(_MINUS)
     # A prompt of nothing but punctuation is like itself alone.
     return _NO_MATTER.sub("", text).casefold() or text
 
@@ -127,7 +160,7 @@ def _overlap(
     """Find the evaluation prompts that occur; one that their file repeats counts once."""
     shared: dict[tuple[str, str], Row] = {}
     for other in eval_rows:
-        look = loose_key(other.messages)
+        look = loose_key(other)
         if look in by_look:
             shared.setdefault((other.data_source, look), other)
     counts = Counter(source for source, _ in shared)
@@ -140,7 +173,7 @@ def _overlap(
         "shared": [
             {
                 "source": source,
-                "prompt": excerpt(exact_key(other.messages)),
+                "prompt": excerpt(exact_key(other)),
                 "evaluation_row": _row_numbers([other])[0],
                 "rows": _row_numbers(by_look[look]),
                 "same_label": _label(other) in map(_label, by_look[look]),
@@ -151,15 +184,13 @@ def _overlap(
 
 
 def _lengths(
-    rows: Sequence[Row], tokenizer: Tokenizer | None, config: DataConfig, limit: int | None
+    rows: Sequence[Row], renderer: PromptRenderer | None, limit: int | None
 ) -> dict[str, Any]:
-    if tokenizer is None:
+    if renderer is None:
         unit, limit = "characters", None
         lengths = sorted(len(row.text) for row in rows)
     else:
         unit = "tokens"
-        unbounded = config.model_copy(update={"max_prompt_tokens": _ANY_LENGTH})
-        renderer = PromptRenderer(tokenizer, unbounded)
         lengths = sorted(len(prompt.token_ids) for prompt in renderer.render(rows).prompts)
     median, p95 = np.quantile(lengths, [0.5, 0.95], method="inverted_cdf").tolist()
     return {

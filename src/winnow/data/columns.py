@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from winnow.boxed import last_box_content
@@ -53,6 +54,8 @@ class Layout:
     """Reads the ground truth out of a text."""
     expected: str = "what the scorer compares with"
     """Says what the column of the truth must hold."""
+    images: str = DataConfig().image_key
+    """Column of images, if rows have any."""
 
     @property
     def is_verl(self) -> bool:
@@ -106,25 +109,26 @@ def detect_layout(record: Record, config: DataConfig, origin: str, name: str) ->
         DataError: the columns are not known, or more than one may be meant.
     """
     columns, key = config.columns, config.prompt_key
+    layout = partial(Layout, images=config.image_key)
     source = columns.source or (_SOURCE if _SOURCE in record else None)
     default = config.default_source or (None if source else name)
     truths = [column for column in _TRUTHS if column in record]
     is_verl = VERL_TRUTH.partition(".")[0] in record or (_SOURCE in record and not truths)
     if not columns.truth and is_verl:
-        return Layout("verl's schema", columns.prompt or key, VERL_TRUTH, source, default)
+        return layout("verl's schema", columns.prompt or key, VERL_TRUTH, source, default)
     prompt = columns.prompt or (key if key != _PROMPT else None)
     prompt = prompt or _one_of(record, (_PROMPT, *_PROMPTS), origin, "prompt")
     if columns.truth:
         truth = None if columns.truth == "none" else columns.truth
-        return Layout("data.columns", prompt, truth, source, default)
+        return layout("data.columns", prompt, truth, source, default)
     if {"answer", "solution"} <= record.keys() and prompt in ("problem", "question"):
         truths.remove("solution")
     truth = _one_of(record, tuple(truths), origin, "truth")
     if truth == "answer" and "####" in str(record[truth]):
         default = config.default_source or (None if source else "gsm8k")
-        return Layout("GSM8K", prompt, truth, source, default, gsm8k_answer, AFTER_MARK)
+        return layout("GSM8K", prompt, truth, source, default, gsm8k_answer, AFTER_MARK)
     read = (lambda text: last_box_content(text) or text.strip()) if truth == "solution" else None
-    return Layout(_NAMES.get((prompt, truth), "columns"), prompt, truth, source, default, read)
+    return layout(_NAMES.get((prompt, truth), "columns"), prompt, truth, source, default, read)
 
 
 def _one_of(record: Record, names: tuple[str, ...], origin: str, part: str) -> str:

@@ -20,6 +20,7 @@ from winnow.config.data import (
     ReasoningGymTask,
     SortDigitsTask,
 )
+from winnow.data.images import VisionInput
 from winnow.data.prompts import FirstMessages, PromptRenderer, PromptSet
 from winnow.data.sources import Row, read_rows
 from winnow.errors import CheckpointError, DataError
@@ -86,16 +87,17 @@ def training_prompts(
     seed: int,
     tools: Tools = (),
     first_messages: FirstMessages | None = None,
+    vision: VisionInput | None = None,
 ) -> PromptSource:
     """Make the training prompts of a recipe; a `PromptSet`, with its report, where they end.
 
     Args:
-        tools, first_messages: as `PromptRenderer` takes them.
+        tools, first_messages, vision: as `PromptRenderer` takes them.
 
     Raises:
         DataError: there is no training data, or it is not usable.
     """
-    renderer = PromptRenderer(tokenizer, config, tools, first_messages)
+    renderer = PromptRenderer(tokenizer, config, tools, first_messages, vision)
     rows = make_task_rows(config, seed)
     if rows is not None:
         size = rows.size or config.max_train_prompts
@@ -124,16 +126,17 @@ def evaluation_prompts(
     tokenizer: PreTrainedTokenizerBase,
     tools: Tools = (),
     first_messages: FirstMessages | None = None,
+    vision: VisionInput | None = None,
 ) -> PromptSet:
     """Make the held-out prompts of a recipe; an empty set where it names none.
 
     Args:
-        tools, first_messages: as `PromptRenderer` takes them.
+        tools, first_messages, vision: as `PromptRenderer` takes them.
 
     Raises:
         DataError: the evaluation data is not usable.
     """
-    renderer = PromptRenderer(tokenizer, config, tools, first_messages)
+    renderer = PromptRenderer(tokenizer, config, tools, first_messages, vision)
     if config.eval_files:
         return renderer.render(read_rows(config.eval_files, config))
     rows = make_task_rows(config, seed=0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.columns import excerpt
 from winnow.data.hub import fetch_file, list_files
+from winnow.data.images import Source, open_image, read_image
 from winnow.data.loader import make_task_rows
 from winnow.data.published import (
     SETS,
@@ -24,7 +25,7 @@ from winnow.data.published import (
     foreign_source,
     strip_instructions,
 )
-from winnow.data.sources import Row, read_records
+from winnow.data.sources import Row, folder_of, read_records
 from winnow.errors import DataError, WinnowError
 from winnow.observe.files import write_atomic
 
@@ -106,7 +107,7 @@ def prepare(request: PrepareRequest) -> PrepareReport:
     for row in rows:
         done.read += 1
         conversation = tuple((message["role"], message["content"]) for message in row.messages)
-        unique.setdefault((row.data_source, conversation, row.ground_truth), row)
+        unique.setdefault((row.data_source, conversation, row.ground_truth, row.images), row)
     done.copies = done.read - len(unique)
     done.read += done.other_sources.total()
     if not unique:
@@ -166,7 +167,8 @@ def _read_published(request: PrepareRequest, done: PrepareReport) -> Iterator[Ro
             if other is not None:
                 done.other_sources[other] += 1
                 continue
-            row, removed = strip_instructions(convert_row(record, f"{path} row {number}", named))
+            converted = convert_row(record, f"{path} row {number}", named, folder_of(path))
+            row, removed = strip_instructions(converted)
             done.instructions_removed += removed
             yield row
 
@@ -218,13 +220,19 @@ def _save(done: PrepareReport, rows: Sequence[Row], instruction: str) -> None:
             "extra_info": pa.struct(info),
         }
     )
+    if any(row.images for row in rows):
+        images = pa.list_(pa.struct({"bytes": pa.binary(), "path": text}))
+        schema = schema.append(pa.field("images", images))
+    named = SETS.get(done.name)
+    after = named.instruction if named else ""
     records = [
         {
             "data_source": row.data_source,
-            "prompt": _build_prompt(row, instruction),
+            "prompt": _build_prompt(row, instruction, after),
             "ability": done.ability,
             "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
             "extra_info": {**row.extra.get("extra_info", {}), "index": i, "split": done.split},
+            "images": [{"bytes": _read_image(row, image)} for image in row.images],
         }
         for i, row in enumerate(rows)
     ]
@@ -239,11 +247,18 @@ def _save(done: PrepareReport, rows: Sequence[Row], instruction: str) -> None:
         ) from error
 
 
-def _build_prompt(row: Row, instruction: str) -> list[dict[str, str]]:
+def _read_image(row: Row, image: Source) -> bytes:
+    open_image(image, f"{row.origin} image", DataConfig())
+    return read_image(image)
+
+
+def _build_prompt(row: Row, instruction: str, after: str) -> list[dict[str, str]]:
     prompt = [{"role": m["role"], "content": m["content"]} for m in row.messages]
     last = next((message for message in reversed(prompt) if message["role"] == "user"), None)
     if instruction == "dapo" and last is not None:
         last["content"] = add_dapo_instruction(last["content"])
+    elif last is not None:
+        last["content"] += after
     return prompt
 
 

@@ -20,9 +20,10 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+from winnow.data.images import IMAGE_MARK, VisionInput, place_images, read_images, split_message
 from winnow.data.sources import Row
 from winnow.errors import ConfigError, DataError
-from winnow.types import IntArray, Prompt
+from winnow.types import Image, IntArray, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +67,7 @@ class PromptSet:
             digest = digests.setdefault(file, hashlib.blake2b(digest_size=16))
             digest.update(f"{prompt.uid}\0{prompt.data_source}\0{prompt.ground_truth!r}\0".encode())
             digest.update(prompt.token_ids.tobytes())
+            digest.update("".join(image.digest for image in prompt.images).encode())
         return {file: digest.hexdigest() for file, digest in digests.items()}
 
     def prompt(self, index: int) -> Prompt:
@@ -85,6 +87,7 @@ class PromptRenderer:
     Args:
         tools: JSON schemas of the tools that the policy may call.
         first_messages: of an environment; None: conversations begin with the rows' messages.
+        vision: of a vision-language model; None: rows have no images.
     """
 
     def __init__(
@@ -93,12 +96,17 @@ class PromptRenderer:
         config: DataConfig,
         tools: Sequence[Mapping[str, Any]] = (),
         first_messages: FirstMessages | None = None,
+        vision: VisionInput | None = None,
     ) -> None:
         self._tokenizer: Any = tokenizer
         self._config = config
         self._templates = _templates(config.prompt_template)
         self._chat = ChatTemplate(tokenizer, config, tools)
-        self._turns = TurnTokenizer(self._chat, tokenizer, ())
+        self._vision = vision
+        spelled = self._tokenizer.convert_ids_to_tokens(vision.tokens if vision else [])
+        image_tokens = [token for token in spelled if token is not None]
+        self._turns = TurnTokenizer(self._chat, tokenizer, (), image_tokens)
+        self._image = "".join(image_tokens[:3])
         self._first_messages = first_messages
         self._use_chat_template = bool(self._chat.text)
         # Found by trying: not every tokenizer with a BOS token puts it in front.
@@ -146,13 +154,15 @@ class PromptRenderer:
         rows = [self._with_instructions(row) for row in rows]
         begin = self._first_messages
         firsts = [tuple(each) for each in begin(rows)] if begin else [()] * len(rows)
-        begun = zip(rows, firsts, strict=True)
-        texts = self._render_texts([replace(r, messages=f or r.messages) for r, f in begun])
+        shown = [self._show(row, first) for row, first in zip(rows, firsts, strict=True)]
+        texts, marks = self._render_texts([row for row, _ in shown]), [mark for _, mark in shown]
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
-        encoded = zip(rows, firsts, texts, self._encode(texts), strict=True)
-        for row, first, text, ids in encoded:
-            if first:  # from outside: special tokens in them are text
-                ids = self._turns.prompt_ids(first).tolist()
+        encoded = zip(rows, firsts, texts, marks, self._encode(texts, marks), strict=True)
+        for row, first, text, mark, ids in encoded:
+            images: tuple[Image, ...] = ()
+            if self._vision is not None:
+                read = read_images(row.images, row.origin, self._config, self._vision)
+                ids, images = place_images(ids, self._vision.tokens[1], read, row.origin)
             length = len(ids)
             if not ids:
                 raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
@@ -162,7 +172,7 @@ class PromptRenderer:
                     f"{limit}; raise it, or set data.overlong_prompts to filter, left, right or "
                     "middle"
                 )
-            if length > limit and rule == "filter":
+            if length > limit and (rule == "filter" or images):
                 yield length, None
                 continue
             if length > limit:
@@ -170,9 +180,30 @@ class PromptRenderer:
                 text = self._tokenizer.decode(ids)
             token_ids: IntArray = np.array(ids, dtype=np.int64)
             yield length, Prompt(
-                row.uid, token_ids, text, row.data_source, row.ground_truth, row.extra,
-                first or row.messages, row.messages if first else (),
+                row.uid, token_ids, text.replace(mark, "") if mark else text, row.data_source,
+                row.ground_truth, row.extra, first or row.messages, row.messages if first else (),
+                images,
             )  # fmt: skip
+
+    def _show(self, row: Row, first: Sequence[Mapping[str, Any]]) -> tuple[Row, str]:
+        """Return a row with its messages as they are rendered, and the mark in special tokens that
+        they spell: tokens for images, and any in first messages, which come from outside.
+        """
+        messages, mark, vision = list(first or row.messages), "", self._vision
+        if row.images and vision is None:
+            raise DataError(
+                f"{row.origin}: has images, and the model takes text alone; set model.path to a "
+                "vision-language model, or data.image_key=none"
+            )
+        if first or vision:
+            trusted = 0 if first else len(messages)
+            messages, mark = self._turns.mark_special_tokens(messages, trusted)
+        if row.images and self._use_chat_template:
+            messages = [split_message(message) for message in messages]
+        elif row.images:
+            texts = [message["content"].replace(IMAGE_MARK, self._image) for message in messages]
+            messages = [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]
+        return replace(row, messages=tuple(messages)), mark
 
     def _none_fits_error(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
         files = ", ".join(dict.fromkeys(row.uid.rpartition(":")[0] for row in rows))
@@ -291,13 +322,17 @@ class PromptRenderer:
                 if ids[: len(done)] == done:
                     parts[place] = ids[len(done) :]
                 done += parts[place]
-        parts[:1] = self._encode(texts[:1])
+        parts[:1] = self._encode(texts[:1], [""])
         return parts
 
-    def _encode(self, texts: list[str]) -> Iterable[list[int]]:
+    def _encode(self, texts: list[str], marks: Sequence[str]) -> Iterable[list[int]]:
+        """Tokenize prompts in the pieces between their marks."""
         if not texts:
             return
-        for ids in self._tokenize(texts):
+        split = [t.split(mark) if mark else [t] for t, mark in zip(texts, marks, strict=True)]
+        encoded = iter(self._tokenize([piece for pieces in split for piece in pieces]))
+        for pieces in split:
+            ids = [token for _ in pieces for token in next(encoded)]
             yield ids if ids[:1] == self._bos else self._bos + ids
 
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from winnow.boxed import last_box_content
@@ -35,11 +36,18 @@ _DAPO_BEFORE = (
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 _DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+# Of verl's preprocessing of Geometry3K.
+_GEOMETRY = (
+    "You FIRST think about the reasoning process as an internal monologue and then provide the "
+    "final answer. The reasoning process MUST BE enclosed within <think> </think> tags. The final "
+    "answer MUST BE put in \\boxed{}."
+)
 _AROUND = (
     (_DAPO_BEFORE, _DAPO_AFTER),
     # verl's own preprocessing of gsm8k and MATH.
     ("", 'Let\'s think step by step and output the final answer after "####".'),
     ("", "Let's think step by step and output the final answer within \\boxed{}."),
+    ("", _GEOMETRY),
 )
 
 
@@ -103,6 +111,8 @@ class NamedSet:
     """An own source that says too little and becomes `data_source`."""
     dapo_scored: bool = True
     """True if the answer is asked for on a line `Answer:`."""
+    instruction: str = ""
+    """Put behind each question."""
 
     @property
     def ability(self) -> str:
@@ -152,6 +162,12 @@ SETS: Mapping[str, NamedSet] = {
         {"test": ("data/train-*.parquet", "data/*.parquet")}, "amc",
         ("amc*", "ai-mo/aimo-validation-amc", "math-ai/amc23"), _MATHS, info=("id", "url"),
     ),
+    "geometry3k": NamedSet(
+        "hiyouga/geometry3k", "MIT",
+        {split: (f"data/{split}-*.parquet",) for split in ("train", "validation", "test")},
+        "hiyouga/geometry3k", ("hiyouga/geometry3k", "geometry3k", "geo3k"), _MATHS,
+        info=("id", "problem", "answer"), dapo_scored=False, instruction=f" {_GEOMETRY}",
+    ),
     "humaneval": NamedSet(
         "openai/openai_humaneval", "MIT",
         {"test": ("openai_humaneval/test-*.parquet",)}, "humaneval",
@@ -176,19 +192,24 @@ def foreign_source(record: Record, named: NamedSet) -> str | None:
     return None if is_match else source.strip()
 
 
-def convert_row(record: Record, origin: str, named: NamedSet) -> Row:
+def convert_row(record: Record, origin: str, named: NamedSet, folder: Path | None = None) -> Row:
     """Convert a row of a set, with the notes to keep in `extra_info`.
+
+    Args:
+        folder: relative paths of images start there.
 
     Raises:
         DataError: a column is missing, or the ground truth is not in it.
     """
     notes = {key: str(record[key]) for key in named.info if isinstance(record.get(key), str | int)}
-    if "data_source" not in record and "reward_model" not in record:
+    is_raw = "data_source" not in record and "reward_model" not in record
+    if is_raw:
         read = _from_columns if named.truth else _from_tests
         question, answer = read(record, origin, named)
-        row = Row("", origin, named.data_source, ({"role": "user", "content": question},), answer)
-    else:
-        row = to_row({"data_source": named.data_source, **record}, origin, "", VERL)
+        verl = {"prompt": question, "reward_model": {"ground_truth": answer}}
+        record = {**verl, "images": record.get("images")}
+    row = to_row({"data_source": named.data_source, **record}, origin, "", VERL, folder)
+    if not is_raw:
         info = row.extra.get("extra_info")
         index = info.get("index") if isinstance(info, dict) else None
         notes = {} if index is None else {"original_index": str(index)}

@@ -31,6 +31,7 @@ from winnow.data.columns import (
     field_error,
 )
 from winnow.data.hub import FORMATS, fetch_file, is_on_hub, parse_repo, pin_files
+from winnow.data.images import IMAGE_KEYS, IMAGE_MARK, Source, parse_image
 from winnow.errors import DataError
 
 Message = Mapping[str, Any]
@@ -38,6 +39,7 @@ _TABLES = ".parquet", ".csv"
 MOST_BYTES_A_LINE = 64 << 20
 """Most bytes of a JSON line."""
 _MISSING = "no such file; check the path"
+_IMAGE_TEXT = re.compile(r"^data:image/|\.(?:png|jpe?g|webp|gif|bmp)$", re.IGNORECASE)
 _FORMAT = re.compile(r"\.(?:parquet|jsonl?(?:\.gz)?|csv)$")
 
 
@@ -57,6 +59,8 @@ class Row:
     """Every other column."""
     layout: str = ""
     """The columns that were taken, for the user."""
+    images: tuple[Source, ...] = ()
+    """If there are any, each `<image>` in the messages stands for one of them."""
 
     @property
     def text(self) -> str:
@@ -82,10 +86,15 @@ def read_rows(paths: Sequence[str], config: DataConfig | None = None) -> list[Ro
         for number, record in read_records(path):
             origin = f"{path} row {number}"
             layout = layout or detect_layout(record, config, origin, source)
-            rows.append(to_row(record, origin, f"{file}:{number}", layout))
+            rows.append(to_row(record, origin, f"{file}:{number}", layout, folder_of(path)))
         if layout is None:
             raise DataError(f"{path}: the file has no rows; remove it or write it again")
     return rows
+
+
+def folder_of(path: str) -> Path | None:
+    """Return the folder of a local file, where its relative paths start; None for a URL."""
+    return None if "://" in path else Path(path).expanduser().absolute().parent
 
 
 def resolve_files(paths: Sequence[str], config: DataConfig) -> list[str]:
@@ -104,8 +113,13 @@ def resolve_files(paths: Sequence[str], config: DataConfig) -> list[str]:
     ]
 
 
-def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
+def to_row(
+    record: Record, origin: str, uid: str, layout: Layout, folder: Path | None = None
+) -> Row:
     """Check a record of a layout.
+
+    Args:
+        folder: relative paths of images start there.
 
     Raises:
         DataError: a column is missing or holds something else.
@@ -116,9 +130,13 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
         name = layout.source or "data_source"
         raise field_error(origin, name, source, "a name that routes the answer to a scorer")
     truth = layout.read_truth(record, origin)
-    if record.get("images"):
-        raise DataError(f"{origin}: images is set, but only text is supported; remove such rows")
-    used = {layout.source, layout.truth, layout.prompt}
+    column, images = layout.images, record.get(layout.images)
+    single = record.get("image")
+    # A text may be anything, such as the image of a container.
+    is_text = isinstance(single, str) and not _IMAGE_TEXT.search(single)
+    if images is None and single is not None and not is_text and column == Layout.images:
+        column, images = "image", single
+    used = {layout.source, layout.truth, layout.prompt, column}
     extra = {key: value for key, value in record.items() if key not in used}
     if layout.is_verl:
         rest = {k: value for k, value in extra.pop("reward_model").items() if k != "ground_truth"}
@@ -133,22 +151,42 @@ def to_row(record: Record, origin: str, uid: str, layout: Layout) -> Row:
         if not isinstance(kwargs, Mapping) or not kwargs:
             expected = "an object with the arguments of each tool, as need_tools_kwargs is true"
             raise field_error(origin, "extra_info.tools_kwargs", kwargs, expected)
-    messages = _messages(record, origin, layout.prompt)
-    return Row(uid, origin, source.strip(), messages, truth, extra, str(layout))
+    messages, parts = _messages(record, origin, layout.prompt)
+    stored = images if isinstance(images, list | tuple) else [] if images is None else [images]
+    in_parts = [part for part in parts if part is not None]
+    images, count = [*in_parts, *stored], sum(m["content"].count(IMAGE_MARK) for m in messages)
+    if images and not count and not layout.is_verl:  # TRL's rows have no marks
+        count = len(images)
+        at = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+        content = IMAGE_MARK * count + messages[at]["content"]
+        messages[at] = {**messages[at], "content": content}
+    if (images or parts) and (count != len(images) or (stored and in_parts)):
+        raise DataError(
+            f"{origin}: {layout.prompt} has {count} <image> or parts of the type image, "
+            f"{len(in_parts)} of them with an image, and {column} has {len(stored)}; give an image "
+            "for each, all in the column or all in parts"
+        )
+    sources = tuple(parse_image(v, origin, f"image {i}", folder) for i, v in enumerate(images, 1))
+    return Row(uid, origin, source.strip(), tuple(messages), truth, extra, str(layout), sources)
 
 
-def _messages(record: Record, origin: str, prompt_key: str) -> tuple[Message, ...]:
+def _messages(record: Record, origin: str, prompt_key: str) -> tuple[list[Message], list[Any]]:
+    """Return a record's messages as texts, and the images of their parts; None: in the column."""
+    images = list[Any]()
     prompt = record.get(prompt_key)
     if isinstance(prompt, str) and prompt:
-        return ({"role": "user", "content": prompt},)
+        return [{"role": "user", "content": prompt}], images
     if not isinstance(prompt, list) or not prompt:
         remedy = "" if prompt_key in record else "; data.prompt_key names the column"
         raise field_error(origin, prompt_key, prompt, f"a text or a list of messages{remedy}")
-    messages = []
+    messages: list[Message] = []
     for i, message in enumerate(prompt):
         place = f"{prompt_key}[{i}]"
         if not isinstance(message, dict):
             raise field_error(origin, place, message, "an object with role and content")
+        if isinstance(message.get("content"), list):
+            text = _join_parts(message["content"], images, origin, f"{place}.content")
+            message = {**message, "content": text}
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise field_error(origin, f"{place}.{key}", message.get(key), "a text")
@@ -159,7 +197,20 @@ def _messages(record: Record, origin: str, prompt_key: str) -> tuple[Message, ..
             f"{origin}: {prompt_key} ends with an assistant message; remove that message from "
             "the rows, as the policy generates it"
         )
-    return tuple(messages)
+    return messages, images
+
+
+def _join_parts(parts: Sequence[Any], images: list[Any], origin: str, name: str) -> str:
+    """Return the parts of a message as text, and add their images to `images`."""
+    texts = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image", "image_url"):
+            images.append(next((part[key] for key in IMAGE_KEYS if part.get(key)), None))
+        elif kind != "text" or not isinstance(part.get("text"), str):
+            raise field_error(origin, f"{name}[{i}]", part, "an object of the type text or image")
+        texts.append(part["text"] if kind == "text" else IMAGE_MARK)
+    return "".join(texts)
 
 
 def check_files_exist(paths: Sequence[str]) -> None:

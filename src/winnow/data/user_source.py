@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from winnow.config.data import CustomTask, DataConfig
@@ -67,7 +68,7 @@ class UserRows:
             return
         sample = [self.row(index) for index in range(_SAMPLE)]
         self.data_sources = frozenset(row.data_source for row in sample)
-        content = repr([(row.data_source, row.messages, row.ground_truth) for row in sample])
+        content = repr([(r.data_source, r.messages, r.ground_truth, *r.images) for r in sample])
         digest = hashlib.blake2b(content.encode("utf-8", "replace"), digest_size=16)
         self.fingerprints = {self.name: digest.hexdigest()}
 
@@ -108,7 +109,8 @@ class UserRows:
                 f"{origin}: must be a dict with columns, got a {type(record).__name__}; see "
                 "docs/data.md"
             )
-        return to_row(record, origin, uid, detect_layout(record, self._config, origin, self.name))
+        layout = detect_layout(record, self._config, origin, self.name)
+        return to_row(record, origin, uid, layout, Path.cwd())
 
 
 class UserSampler:

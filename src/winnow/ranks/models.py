@@ -21,6 +21,7 @@ from winnow.config.rollout import RolloutConfig, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import CriticConfig, Fsdp2, LocalCluster, Megatron
+from winnow.data.images import VisionInput
 from winnow.data.prompts import PromptSet
 from winnow.data.tokenizer import has_tokenizer, load_tokenizer, make_decoder, stop_token_ids
 from winnow.errors import ModelError, TrainingError, WinnowError, WorkerError
@@ -160,6 +161,12 @@ class LoadedPolicy:
     """Ids below it are the tokenizer's; the embedding may be padded beyond."""
     stop_ids: tuple[int, ...]
     tokenizer_folder: str
+
+    @property
+    def vision(self) -> VisionInput | None:
+        """What prompts with images need of it; None for a model of text alone."""
+        processor = getattr(self.model, "image_processor", None)
+        return None if processor is None else VisionInput(processor, self.model.config)
 
 
 def load_policy(

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from tests.hubs import COMMIT, Hub
 from tests.small_tokenizers import train_bpe
 
@@ -43,6 +44,12 @@ def dapo_row(question: str, label: str) -> dict[str, Any]:
     }
 
 
+def geometry_row(split: str) -> dict[str, Any]:
+    Image.new("RGB", (40, 30)).save(png := io.BytesIO(), "PNG")
+    images = [{"bytes": png.getvalue(), "path": None}]
+    return {"images": images, "problem": "<image>Find x.", "answer": split, "ground_truth": "B"}
+
+
 def publish(hub: Hub) -> None:
     """Small files where the real ones lie, in their layouts."""
     problems = [
@@ -69,6 +76,10 @@ def publish(hub: Hub) -> None:
             "data/aime-2024.parquet": parquet([dapo_row("x", "033")] * 32)
         },
         "math-ai/aime25": {"test.jsonl": b'{"problem": "x", "answer": "70", "id": "0"}\n'},
+        "hiyouga/geometry3k": {
+            f"data/{split}-00000-of-00001.parquet": parquet([geometry_row(split)])
+            for split in ("train", "validation", "test")
+        },
     }
 
 
@@ -86,6 +97,8 @@ def made(tmp_path: Path, name: str, **options: Any) -> PrepareReport:
         ("dapo-math-17k", None, 200, ["1", "2"], "math_dapo"),
         ("aime-2024", None, 32, ["33"], "aime-2024"),
         ("aime-2025", None, 1, ["70"], "aime-2025"),
+        ("geometry3k", None, 1, ["train"], "hiyouga/geometry3k"),
+        ("geometry3k", "validation", 1, ["validation"], "hiyouga/geometry3k"),
     ],
 )
 def test_each_set_is_found_on_the_hub(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from winnow.cli.data import app
 from winnow.data.check import check, exact_key, loose_key
 from winnow.data.published import add_dapo_instruction
+from winnow.data.sources import Row
 from winnow.errors import DataError, ModelError
 
 WriteJsonl = Callable[..., str]
@@ -28,8 +29,8 @@ def look(path: str, evaluation: str | None = None) -> dict[str, Any]:
     return check(path, {"gsm8k": "gsm8k"}.get, evaluation=evaluation)
 
 
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+def user(text: str) -> Row:
+    return Row("", "", "", ({"role": "user", "content": text},), "")
 
 
 def test_rows_are_counted_by_source_and_sources_without_scorer_are_told(

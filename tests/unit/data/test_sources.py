@@ -131,8 +131,17 @@ BAD_ROWS = [
     ({**ROW, "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {}}},
      "extra_info.tools_kwargs is an empty object; it must be an object with the "
      "arguments of each tool, as need_tools_kwargs is true"),
-    ({**ROW, "images": ["a.png"]}, "images is set, but only text is supported; remove such "
-     "rows"),
+    ({**ROW, "images": ["a.png"]}, "prompt has 0 <image> or parts of the type image, 0 of them "
+     "with an image, and images has 1; give an image for each, all in the column or all in parts"),
+    ({**ROW, "prompt": "<image>", "images": ["https://h/a.png"]}, "image 1 is https://h/a.png, and "
+     "images are not fetched; download it and give its path, or store its bytes in the row"),
+    ({**ROW, "prompt": "<image>", "images": [3]}, "image 1 is the number 3; it must be an image: "
+     "bytes, a path or a data: URL"),
+    ({**ROW, "prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "prompt[0].content[0] "
+     "is the object {'type': 'video'}; it must be an object of the type text or image"),
+    ({**ROW, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "prompt has 1 <image> "
+     "or parts of the type image, 0 of them with an image, and images has 0; give an image for "
+     "each, all in the column or all in parts"),
     ([1, 2], "must be an object with columns, got the list [1, 2]; write one JSON object a line"),
 ]  # fmt: skip
 
