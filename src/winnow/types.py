@@ -44,6 +44,10 @@ class Image:
     def __len__(self) -> int:
         return self.grid[0] * self.grid[1]
 
+    def at(self, start: int) -> Image:
+        """Return the image at another place."""
+        return replace(self, start=start)
+
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
@@ -81,7 +85,7 @@ def join_images(parts: Iterable[tuple[int, tuple[Image, ...]]]) -> tuple[Image, 
     """
     images, start = list[Image](), 0
     for length, placed in parts:
-        images += [replace(image, start=start + image.start) for image in placed]
+        images += [image.at(start + image.start) for image in placed]
         start += length
     return tuple(images)
 

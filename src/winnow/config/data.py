@@ -53,6 +53,19 @@ class CalcTask(Section):
         yield from self.order_conflicts("data.task", "min_factor", "max_factor", equal=True)
 
 
+class ShapesTask(Section):
+    """Pictures of which the squares or the circles are counted; endless.
+
+    Problems whose crc32 modulo 10 is 0 are held out for evaluation.
+    """
+
+    name: Literal["shapes"] = "shapes"
+    side: int = Field(2, ge=1, le=3)
+    """Cells in a row of a picture, and rows."""
+    eval_problems: Annotated[int, Change.ON_RESUME] = Field(200, ge=1)
+    """Held-out problems for evaluation, always the same ones first."""
+
+
 class ReasoningGymTask(Section):
     """A task of reasoning-gym (`pip install 'winnow-rl[reasoning-gym]'`); endless, judged by
     reasoning-gym itself.
@@ -84,7 +97,7 @@ class CustomTask(UserCode):
 
 
 Task = Annotated[
-    NoTask | SortDigitsTask | CalcTask | ReasoningGymTask | EpisodesTask | CustomTask,
+    NoTask | SortDigitsTask | CalcTask | ShapesTask | ReasoningGymTask | EpisodesTask | CustomTask,
     Field(discriminator="name"),
 ]
 

@@ -121,7 +121,7 @@ class NoWarmStart(Section):
 
 
 class TinyModelConfig(Section):
-    """A small Qwen3-architecture model, made from scratch."""
+    """A small Qwen3-architecture model, made from scratch; of data/task=shapes Qwen2.5-VL's."""
 
     hidden_size: int = Field(64, ge=8)
     """Width of the residual stream."""
@@ -140,11 +140,12 @@ class DemonstrationConfig(Section):
 
     guess_share: float = Field(0.5, ge=0, le=1)
     """Share of answers without working: digits sorted by key plus noise; of data/task=calc the
-    product plus noise."""
+    product plus noise, of data/task=shapes the number of shapes of both kinds."""
     guess_noise: float = Field(3.0, ge=0)
     """Standard deviation of that noise."""
     working_share: float = Field(0.25, ge=0, le=1)
-    """Share of correct worked selection sorts; of data/task=calc, all but guesses are calls."""
+    """Share of correct worked selection sorts; of data/task=calc, all but guesses are calls; of
+    data/task=shapes the share of right counts, and the rest is any number."""
     step_error: float = Field(0.01, ge=0, le=1)
     """Chance that a written step of a chain is wrong; of data/task=calc, a copied digit."""
     repeat: float = Field(0.75, ge=0, lt=1)

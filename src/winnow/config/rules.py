@@ -213,10 +213,10 @@ def _sources(
     for key, folder in {"model.path": model.path, "model.tokenizer": model.tokenizer}.items():
         if makes_model and folder:
             yield f"<{key}> conflicts with <warm_start>; set {key}=null or warm_start=none"
-    if makes_model and task.name not in ("sort_digits", "calc"):
+    if makes_model and task.name not in ("sort_digits", "calc", "shapes"):
         yield (
-            "warm_start=sft supports data/task=sort_digits and calc only, got <data/task>; choose "
-            "data/task=sort_digits, or warm_start=none with a model.path"
+            "warm_start=sft supports data/task=sort_digits, calc and shapes only, got <data/task>; "
+            "choose data/task=sort_digits, or warm_start=none with a model.path"
         )
 
 

@@ -13,7 +13,6 @@ import hashlib
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -216,5 +215,5 @@ def place_images(
     copies = np.ones_like(array)
     copies[places] = [len(image) for image in images]
     starts = (copies.cumsum() - copies)[places].tolist()
-    placed = [replace(image, start=start) for image, start in zip(images, starts, strict=True)]
+    placed = [image.at(start) for image, start in zip(images, starts, strict=True)]
     return array.repeat(copies).tolist(), tuple(placed)

@@ -18,6 +18,7 @@ from winnow.config.data import (
     DataConfig,
     EpisodesTask,
     ReasoningGymTask,
+    ShapesTask,
     SortDigitsTask,
 )
 from winnow.data.images import VisionInput
@@ -154,6 +155,10 @@ def make_task_rows(config: DataConfig, seed: int) -> TaskRows | None:
         from winnow.data.calc import CalcRows
 
         return CalcRows(task, seed)
+    if isinstance(task, ShapesTask):
+        from winnow.data.shapes import ShapesRows
+
+        return ShapesRows(task, seed)
     if isinstance(task, ReasoningGymTask):
         from winnow.data.reasoning_gym import ReasoningGymRows
 

@@ -24,7 +24,7 @@ from winnow.config.model import DemonstrationConfig
 from winnow.data.sources import Row
 from winnow.data.tokenizer import make_tokenizer
 from winnow.errors import DataError
-from winnow.types import IntArray
+from winnow.types import Image, IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -154,6 +154,8 @@ class Demonstration:
     turns: tuple[IntArray, ...]
     """Turns, each [L] and ended by EOS unless the limit cut it, and what an environment replies to
     them, alternately."""
+    images: tuple[Image, ...] = ()
+    """Images of the prompt."""
 
 
 def demonstrations(

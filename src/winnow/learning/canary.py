@@ -33,7 +33,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ class Canary:
         if image is not None:
             tokens = np.full(len(image), image_token_id)
             sequences[0] = np.insert(sequences[0], 1, tokens)
-            images = ((replace(image, start=1),), *[()] * (len(sequences) - 1))
+            images = ((image.at(1),), *[()] * (len(sequences) - 1))
         return cls(tuple(sequences), temperature, dtype, images)
 
     def score(self, strategy: Strategy) -> CanaryScores:

@@ -16,7 +16,7 @@ from winnow.rewards.scorers import SCORERS, Scorer
 
 _SOURCES: Mapping[str, str] = {
     "sort_digits": "sort_digits",
-    "calc": "calc",
+    "calc": "calc shapes",
     "gsm8k": "gsm8k openai/gsm8k",
     # Asked for, trained and published by the line `Answer:`.
     "dapo_math": "math_dapo* dapo_math* dapo-math* dapo-17k* aime*",
