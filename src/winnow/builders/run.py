@@ -221,12 +221,14 @@ def build_run(
 
     def save_rollouts(step: int, groups: Sequence[RolloutGroup]) -> None:
         folder.check_exists()
-        file, shown = (
-            folder.rollout_file(step),
-            choose_text_groups(groups, config.observe, seed, step),
-        )
         write_rollouts(
-            file, step, groups, version=step - 1, text_groups=shown, decode=policy.decode
+            folder.rollout_file(step),
+            step,
+            groups,
+            version=step - 1,
+            text_groups=choose_text_groups(groups, config.observe, seed, step),
+            decode=policy.decode,
+            image_mib=config.observe.image_mib,
         )
 
     return Run(

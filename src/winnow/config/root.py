@@ -166,6 +166,8 @@ class ObserveConfig(Section):
     rollout_text_tokens: int = Field(100_000, ge=0)
     """Tokens of a step, or of an evaluation, up to which everything is kept of all its answers; of
     more, a seeded choice of groups with as many, and at least 8. A token takes about 8 bytes."""
+    image_mib: float = Field(1024, ge=0)
+    """Most MiB of the run's folder of images; those beyond are left out of what is kept."""
     trace: bool = True
     """Write trace.json, a timeline of who did what and who waited, for chrome://tracing and
     ui.perfetto.dev; at most 32 MiB."""

@@ -170,6 +170,7 @@ class Evaluator:
             # The same prompts in each evaluation, so that one can be followed through the run.
             text_groups=choose_text_groups(entries, self.observe, self.seed, step=0),
             decode=self.decode,
+            image_mib=self.observe.image_mib,
         )
         try:
             self.rewards.end_step()

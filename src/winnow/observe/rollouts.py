@@ -7,6 +7,7 @@ docs/answers.md says what each column means, and of which answers the text is ke
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 _REPEATED = ["kind", "prompt_uid", "data_source", "outcome", "finish_reason", "scorer_error"]
 _LEAST_TEXT_GROUPS = 8
 """Groups of a step that keep their text, however long it is."""
+IMAGES = "images"
+"""Folder of a run with the images of its answers, by digest."""
 ROW_GROUP = 512
 """Rows that are read at least to see the tokens of one."""
 _INT, _FLOAT, _TEXT, _IDS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
@@ -45,6 +48,7 @@ COLUMNS = {
     **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32()), "versions": _IDS},
     **{"mismatch": _FLOAT, "trainer_logprobs": pa.list_(pa.float32())},
     **{"entropies": pa.list_(pa.float32())},
+    **{"images": pa.list_(_TEXT)},
     **{"turns": pa.list_(pa.struct({**_TURN, **dict.fromkeys(_COUNTS, _INT)}))},
 }
 """Types of the columns that every file has."""
@@ -74,6 +78,7 @@ def problem_id(prompt: Prompt) -> str:
     """
     messages = [(message.get("role"), message.get("content")) for message in prompt.messages]
     content = repr((prompt.data_source, prompt.ground_truth, messages or prompt.text))
+    content += "".join(image.digest for image in prompt.images)
     return blake2b(content.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
@@ -110,17 +115,25 @@ def write_rollouts(
     version: int,
     text_groups: Collection[int],
     decode: Decode,
+    image_mib: float = math.inf,
 ) -> None:
     """Write the answers of a step. `version` is the policy's before the step's first update.
 
-    Only the answers of `text_groups` are decoded and kept with text, ids and log-probs.
+    Only the answers of `text_groups` are decoded and kept with text, ids, log-probs and images,
+    which lie by their digests in the folder `images` of the run.
+
+    Args:
+        image_mib: most MiB of that folder; images beyond are left out.
 
     Raises:
         WinnowError: the file cannot be written; nothing half-written is left.
     """
+    stored = _store_images(path.parent.parent / IMAGES, groups, text_groups, image_mib)
     rows = [
         row for entry in groups for row in _answer_rows(step, entry, version, text_groups, decode)
     ]
+    for row in rows:
+        row["images"] = [f"{IMAGES}/{name}" for name in row["images"] if name in stored] or None
     names = dict.fromkeys([*COLUMNS, *chain.from_iterable(rows)])
     table = pa.table({name: _make_column(name, [row.get(name) for row in rows]) for name in names})
     sink = pa.BufferOutputStream()
@@ -128,6 +141,22 @@ def write_rollouts(
         table, sink, row_group_size=ROW_GROUP, compression="zstd", use_dictionary=_REPEATED
     )
     write_atomic(path, sink.getvalue().to_pybytes())
+
+
+def _store_images(
+    folder: Path, groups: Sequence[RolloutGroup], text_groups: Collection[int], most_mib: float
+) -> set[str]:
+    """Write the images of some groups, each once; return the names of those that are there."""
+    chosen = [entry.group for entry in groups if entry.group.id in text_groups]
+    images = [i for g in chosen for a in g.scored for i in (*g.prompt.images, *a.trajectory.images)]
+    if not images:
+        return set()
+    stored = {file.name: file.stat().st_size for file in folder.glob("*.png")}
+    for name, png in {f"{image.digest}.png": image.png for image in images}.items():
+        if name not in stored and sum(stored.values()) + len(png) <= most_mib * 2**20:
+            write_atomic(folder / name, png)
+            stored[name] = len(png)
+    return stored.keys() & {f"{image.digest}.png" for image in images}
 
 
 def read_rollouts(path: Path) -> pa.Table:
@@ -212,7 +241,9 @@ def _answer_rows(
                     row[name] = values[index].astype(np.float32)
         texts = _text_columns(answer, decode) if is_shown else {}
         turns = _turns(answer.trajectory, decode if is_shown else None)
-        yield {**row, **_score_columns(answer, version), **texts, "turns": turns}
+        shown = (*prompt.images, *answer.trajectory.images) if is_shown else ()
+        row |= {"turns": turns, "images": [f"{image.digest}.png" for image in shown]}
+        yield {**row, **_score_columns(answer, version), **texts}
 
 
 def _score_columns(answer: Answer, version: int) -> dict[str, Any]:
