@@ -164,7 +164,7 @@ class LoadedPolicy:
 
     @property
     def vision(self) -> VisionInput | None:
-        """What prompts with images need of it; None for a model of text alone."""
+        """The processor and config of its images; None for a model of text alone."""
         processor = getattr(self.model, "image_processor", None)
         return None if processor is None else VisionInput(processor, self.model.config)
 
