@@ -64,7 +64,7 @@ def test_each_answer_has_a_row_with_its_scalars(tmp_path: Path, make_group: Make
         "scorer_error": "",
         **dict.fromkeys(["pred", "prompt", "response"]),
         **dict.fromkeys(["prompt_ids", "token_ids", "logprobs", "versions"]),
-        **dict.fromkeys(["mismatch", "trainer_logprobs", "entropies", "turns"]),
+        **dict.fromkeys(["mismatch", "trainer_logprobs", "entropies", "turns", "images"]),
     }
     assert [(r["group"], r["answer"], r["advantage"]) for r in rows(path)] == [
         (11, 0, 1.0),
