@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,8 +22,6 @@ from winnow.config.environment import (
 from winnow.config.root import Config
 from winnow.environments import Turn
 from winnow.errors import ConfigError, DataError, EnvironmentFault, ModelError
-from winnow.ranks.models import LoadedPolicy
-from winnow.rollout.engine import Engine
 from winnow.types import Prompt
 from winnow.user_code import load_user_object
 
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from winnow.data.sources import Row
     from winnow.environments import Message
     from winnow.environments.pool import EnvironmentPool
+    from winnow.ranks.models import LoadedPolicy
+    from winnow.rollout.engine import Engine
 
 _PROGRESS_S = 10.0
 """Seconds between lines on the first messages of many rows."""
@@ -177,6 +177,29 @@ def first_messages_of(
     return begin_all
 
 
+def agent_notes(environment: Environment, rows: Iterable[Prompt | Row]) -> Iterator[str]:
+    """Yield warnings about rows for agents or tools of verl that the recipe does not have."""
+    tools = {path.rpartition(":")[2] for path in getattr(environment, "tools", ())}
+    for row in rows if environment.name in ("none", "tools") else ():
+        info, agent = row.extra.get("extra_info"), row.extra.get("agent_name")
+        kwargs = info.get("tools_kwargs") if isinstance(info, Mapping) else None
+        named = kwargs.items() if isinstance(kwargs, Mapping) else ()
+        # A Parquet file gives each row the keys of all, with nulls.
+        missing = [name for name, value in named if value is not None and name not in tools]
+        if tools and missing:
+            yield (
+                f"Warning: row {row.uid} has extra_info.tools_kwargs.{missing[0]}, and "
+                f"environment.tools has no {missing[0]}; add FILE.py:{missing[0]} to it, or remove "
+                "the key from the rows"
+            )
+        elif not tools and (agent != "single_turn_agent" if agent else missing):
+            yield (
+                f"Warning: row {row.uid} is for {agent or 'tool_agent'}, and environment=none "
+                "answers it in one turn without tools; set environment=tools and "
+                "environment.tools=[FILE.py:NAME], or agent_name=single_turn_agent in the rows"
+            )
+
+
 def history_notes(config: Config, policy: LoadedPolicy) -> list[str]:
     """Return a line if the chat template rewrites what conversations keep as it was sampled.
 
@@ -234,7 +257,7 @@ def with_conversations(
     shown = None if environment.history == "append" else as_message
     look_ticks = getattr(engine, "quantum_ticks", 1)  # of an `EngineGroup`
     return cast(
-        Engine,
+        "Engine",
         ConversationEngine(
             engine,
             TurnFormat(tokenizer, policy.decode, parse, shown),

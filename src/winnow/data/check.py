@@ -15,6 +15,7 @@ A report is plain values, as `winnow data check --json` prints them:
 |---|---|
 | file, schema, rows | the file, the columns that were taken, and its number of rows |
 | sources | of each data source, the largest first: source, rows, scorer (null: none is known) |
+| warnings | lines on rows that the recipe's environment does not fit |
 | lengths | unit (tokens, with the chat template, or characters), shortest, median, p95, longest, |
 | | limit, beyond (prompts longer than the limit; null without a tokenizer) |
 | unique_prompts, alike_prompts | different prompts, and those of them that are alike another |
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def check(
     path: str,
     scorer_of: Callable[[str], str | None],
     *,
+    notes_of: Callable[[Sequence[Row]], Iterable[str]] = lambda _: (),
     tokenizer: Tokenizer | None = None,
     limit: int | None = None,
     evaluation: str | None = None,
@@ -80,9 +82,8 @@ def check(
         "file": path,
         "schema": rows[0].layout,
         "rows": len(rows),
-        "sources": [
-            {"source": name, "rows": count, "scorer": scorer_of(name)} for name, count in sources
-        ],
+        "sources": [{"source": s, "rows": n, "scorer": scorer_of(s)} for s, n in sources],
+        "warnings": list(notes_of(rows)),
         "lengths": _lengths(rows, tokenizer, config, limit),
         "unique_prompts": len(by_prompt),
         "copies": len(rows) - len(distinct),

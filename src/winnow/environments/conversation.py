@@ -249,10 +249,11 @@ class ConversationEngine:
                 self._handle(event)
                 continue
             # Of several engines some report before others: the turn may have ended since.
-            conversation = self._live.get(event.key)
-            if conversation is not None and conversation.reply is None:
+            if (conversation := self._live.get(event.key)) and conversation.reply is None:
                 running.append(self._turn_event(conversation, event))
-        running += [each.event("running") for each in self._waiting()]
+        # An engine reports no turn that waits for a slot, and the turns before it count, too.
+        reported = {event.key for event in running}
+        running += [e.event("running") for key, e in self._live.items() if key not in reported]
         events, self._events = self._events, []
         return [*events, *sorted(running, key=lambda event: event.key)]
 

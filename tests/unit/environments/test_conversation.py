@@ -436,6 +436,24 @@ def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
     }
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_progress_has_every_token_also_of_conversations_whose_next_turn_is_queued(deterministic):
+    engine = make(torch_engine(model_of(), slots=2), Counting(), deterministic)
+
+    async def play() -> None:
+        await engine.submit(requests())
+        tokens: dict[tuple[int, int], int] = {}
+        events = [None]
+        while events:
+            events = await engine.events()
+            for event in [*events, *await engine.progress()]:
+                segments = (*event.earlier, event.segment)
+                tokens[event.key] = sum(len(s) for s in segments if s.source == "model")
+            assert sum(tokens.values()) == engine.status().generated_tokens
+
+    asyncio.run(play())
+
+
 def test_what_an_engine_reports_of_a_conversation_that_has_ended_is_passed_over():
     inner = torch_engine(model_of(), slots=5)
     engine = make(inner, Counting())
