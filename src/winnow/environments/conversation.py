@@ -389,11 +389,12 @@ class ConversationEngine:
         goes_on = len(conversation.turns) + 1 < self._limits.turns
         written = [*conversation.branch, *([request.prefix] if request.prefix else [])]
         prefix = _flatten(written) if written else None
-        seed, sampling = conversation.seed, self._turn_sampling(conversation)
+        group, seed, ids = conversation.group, conversation.seed, conversation.prompt_ids
         turn = replace(request, seed=seed, prefix=prefix, earlier=(), retain_cache=goes_on)
-        fields = {"prompt_ids": conversation.prompt_ids, "answers": (turn,), "sampling": sampling}
+        sampling = self._turn_sampling(conversation)
+        next_turn = GroupRequest(group.group_id, ids, (turn,), sampling, group.priority)
         conversation.in_engine = True
-        await self._engine.submit([replace(conversation.group, prompt=None, **fields)])
+        await self._engine.submit([next_turn])
 
     def _turn_sampling(self, conversation: Conversation) -> SamplingParams:
         """Return the settings of the next turn; the tokens before it count towards its limit."""
