@@ -503,7 +503,8 @@ class Slots:
         self.kind[first : first + len(settings)] = numbers.to(self.device)
 
     def _find_stop_strings(self) -> None:
-        self.with_stop_strings = [r for r, a in enumerate(self.answers) if a.group.sampling.stop]
+        answers = enumerate(self.answers if any(each.stop for each in self.kinds) else ())
+        self.with_stop_strings = [row for row, answer in answers if answer.settings.stop]
 
     def _reserve(self, length: int) -> None:
         grow = length - self.ids.shape[1]
