@@ -214,7 +214,8 @@ def test_tokens_are_those_of_the_weights_that_their_spans_name(
         "rollout.n=4",
         *("sampling.lookahead=1", "sampling.max_staleness=2"),
         *("trainer.mini_batch_groups=4", "data.max_prompt_tokens=64", "optim.lr=1e-2"),
-        *("optim.warmup_steps=0", "evaluation.before=false", "evaluation.every=null"),
+        *("optim.warmup_steps=0", "evaluation.before=false", "evaluation.max_prompts=1"),
+        *("evaluation.n=1", "evaluation.greedy=false"),
         f"trainer/mode={mode}",
     )  # fmt: skip
     in_this_process("train", "quickstart", *settings, folder=tmp_path).check()
