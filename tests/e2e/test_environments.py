@@ -58,7 +58,7 @@ def double(x: str) -> str:
 SETTINGS = (
     *("data/task=sort_digits", "data.task.eval_problems=2", "data.max_prompt_tokens=24"),
     *("data.max_train_prompts=6", f"data.chat_template={TEMPLATE!r}", "model.path=digits"),
-    *("environment=custom", "environment.workers=2"),
+    *("environment=custom", "environment.workers=1"),
     *("sampling/filter=none", "sampling.groups_per_step=4", "rollout.n=6", "trainer.steps=3"),
     *("rollout.max_response_tokens=64", "run.threads=1", "trainer.save_every=null"),
     *("observe.console=off", "evaluation.before=false", "evaluation.every=null"),
