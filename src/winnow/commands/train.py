@@ -132,16 +132,18 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
-        environments = stack.enter_context(environment_processes(config, policy.tokenizer))
+        workers = worker_processes(config, roles, policy, first)
+        early = stack.enter_context(workers) if "environment" in roles else None
+        environments = stack.enter_context(environment_processes(config, policy.tokenizer, early))
         _note(sink, *history_notes(config, policy))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
+        start_workers = partial(early or stack.enter_context(workers), config=config)
         end = MachineDeadline(config.trainer)
         _note(sink, *end.notes, *startup_notes(roles, config.trainer.checkpoint_url))
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
-            worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
             placed = build_models(config, roles, policy, first, start_workers, environments)
