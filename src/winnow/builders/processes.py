@@ -52,7 +52,7 @@ def worker_processes(
         WinnowError: machine or cluster are too small.
     """
     if not roles:
-        yield dict
+        yield lambda **_: {}
         return
     from winnow.workers.group import WorkerGroups
 
