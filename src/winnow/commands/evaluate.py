@@ -507,13 +507,16 @@ def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
     judge = config.reward.judge
     if isinstance(judge, EngineJudge) and not judge.in_evaluation:
         reward["judge"] = NoJudge()
+    others: dict[str, Any] = {"reward": reward}
+    if "environment" in Roles(config):
+        others["environment"] = {"processes": 0}
     config = with_settings(
         config.model_copy(update={"cluster": LocalCluster(start_timeout_s=timeout_s)}),
         rollout={"engine": engine},
         trainer={"mode": SyncMode(), "strategy": WholeModels()},
-        reward=reward,
         reference={"strategy": WithPolicy()},
         critic={"strategy": WithPolicy()},
+        **others,
     )
     return config, note
 

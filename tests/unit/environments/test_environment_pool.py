@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from winnow.environments import ToolCall, Turn
-from winnow.environments.pool import EnvironmentPool
+from winnow.environments.pool import EnvironmentPool, start_pools
 from winnow.errors import ConfigError, EnvironmentFault
 from winnow.rewards.task import PoolLimits
 from winnow.types import Prompt
@@ -82,7 +82,7 @@ def make(
     (folder / "guess.py").write_text(GUESS)
     limits = PoolLimits(workers, timeout_s, 512, "environment", "environment", "reply")
     arguments = "environment.path", [f"{folder}/guess.py:{name}"], {"most": 50}, False
-    return EnvironmentPool(limits, arguments)
+    return EnvironmentPool(start_pools(limits, arguments))
 
 
 FIRST = ({"role": "user", "content": "Guess a number from 1 to 50."},)
@@ -212,7 +212,7 @@ def test_a_synchronous_tool_is_interrupted_and_one_that_hangs_in_c_is_a_fault(tm
         (step,) = await pool.step(1, Prompt("0", np.array([1]), "", "wait", 0), [turn])
         return step.observation[0]["content"]
 
-    with closing(EnvironmentPool(limits, arguments)) as pool:
+    with closing(EnvironmentPool(start_pools(limits, arguments))) as pool:
         late = "error: wait did not finish within 0.2 s"
         assert [asyncio.run(ask(how)) for how in ("asleep", "busy", "")] == [late, late, ""]
         with pytest.raises(EnvironmentFault, match=r"no reply within environment.timeout_s=2"):
