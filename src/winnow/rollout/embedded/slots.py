@@ -475,9 +475,8 @@ class Slots:
 
     def _enter(self, answers: Sequence[PrefilledAnswer]) -> tuple[slice, IntArray]:
         """Give answers the next rows; return these, and the tokens of the contexts."""
-        first = len(self.answers)
+        first, contexts = len(self.answers), [answer.context for answer in answers]
         here = slice(first, first + len(answers))
-        contexts = [answer.context for answer in answers]
         lengths = np.array([len(context) for context in contexts])
         starts = np.array([len(a.group.prompt_ids) for a in answers])
         limits = starts + np.array([a.group.sampling.max_tokens for a in answers]) - 1
