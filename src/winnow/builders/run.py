@@ -219,10 +219,11 @@ def build_run(
     base = make_base_run(context, evaluator, loader, parts)
 
     def save_rollouts(step: int, groups: Sequence[RolloutGroup]) -> None:
-        folder.check_exists()
-        file, decode = folder.rollout_file(step), policy.decode
+        file = folder.check_exists().rollout_file(step)
         shown = choose_text_groups(groups, config.observe, seed, step)
-        write_rollouts(file, step, groups, version=step - 1, text_groups=shown, decode=decode)
+        write_rollouts(
+            file, step, groups, version=step - 1, text_groups=shown, decode=policy.decode
+        )
 
     return Run(
         **vars(replace(base, notes=tuple(notes))),

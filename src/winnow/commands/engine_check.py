@@ -93,13 +93,11 @@ class TrainerModel:
         """Score the canary's sequences with a model."""
         model.requires_grad_(False)
         vocabulary, fp32_head = policy.vocabulary, config.model.fp32_head
+        temperature = config.rollout.temperature
         strategy = Strategy(
-            model,
-            temperature=config.rollout.temperature,
-            vocab_size=vocabulary,
-            fp32_head=fp32_head,
+            model, temperature=temperature, vocab_size=vocabulary, fp32_head=fp32_head
         )
-        canary = draw_canary(policy, config.rollout.temperature)
+        canary = draw_canary(policy, temperature)
         return cls(strategy, vocabulary, fp32_head, canary, canary.score(strategy))
 
     async def compare(self, name: str, engine: Engine, version: int) -> EngineFinding:

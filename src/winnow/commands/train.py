@@ -191,7 +191,12 @@ def _read_data(
     Args:
         begin: gives the first messages of conversations, where rows do not.
     """
-    _save_tokenizer_and_config(policy, opened.folder)
+    folder = opened.folder
+    if policy.tokenizer.is_fast and not folder.tokenizer.exists():
+        text = policy.tokenizer.backend_tokenizer.to_str()
+        write_atomic(folder.tokenizer, text.encode())
+    if not folder.model.exists():
+        write_atomic(folder.model, policy.model.config.to_json_string().encode())
     epochs, steps = config.trainer.data_epochs, config.trainer.steps
     data: PromptSource | SftData
     if isinstance(config.sft, Demonstrations):
@@ -225,15 +230,6 @@ def _finished_note(config: Config, folder: RunFolder) -> str:
         f"{folder.path} is finished: nothing to do (raise trainer.{length} to train longer, or "
         "set run.name for a new run)"
     )
-
-
-def _save_tokenizer_and_config(policy: LoadedPolicy, folder: RunFolder) -> None:
-    """Save a fast tokenizer and the model's config to the run folder."""
-    if policy.tokenizer.is_fast and not folder.tokenizer.exists():
-        text = policy.tokenizer.backend_tokenizer.to_str()
-        write_atomic(folder.tokenizer, text.encode())
-    if not folder.model.exists():
-        write_atomic(folder.model, policy.model.config.to_json_string().encode())
 
 
 def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
