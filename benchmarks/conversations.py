@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+from winnow.data.tokenizer import make_decoder
 from winnow.environments import Step, Turn
 from winnow.environments.conversation import (
     ConversationEngine,
@@ -155,7 +156,7 @@ def measure(
         chat = TurnTokenizer(ChatTemplate(own, DataConfig()), own, [EOS])
         runner = ConversationEngine(
             engine,
-            TurnFormat(chat, own.decode, Turn),
+            TurnFormat(chat, make_decoder(own), Turn),
             Replies(turns),
             ConversationLimits(turns),
             ReplySchedule(True, lag_ticks=16),

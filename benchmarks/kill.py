@@ -383,8 +383,11 @@ def trials(lab: Lab, times: int, rng: random.Random, until: float) -> list[Trial
     return done
 
 
-def report(trials: list[Trial], wanted: int) -> str:
+def report(trials: list[Trial], wanted: int, settings: tuple[str, ...] = ()) -> str:
     """The trials as Markdown: a summary by moment, then each kill."""
+    end, good_run = "bit for bit as the undisturbed one", "same bits"
+    if "run.deterministic=false" in settings:
+        end, good_run = "with no group lost, trained twice or out of order", "all groups once"
     kills = [kill for each in trials for kill in each.kills]
     # A run that came to its end before the first moment was not killed.
     trials = [each for each in trials if each.kills]
@@ -395,14 +398,14 @@ def report(trials: list[Trial], wanted: int) -> str:
     lines = [
         f"{len(kills)} kills{asked} in {len(trials)} runs ({counts}); "
         f"{sum(kill.drafts > 0 for kill in kills)} left a draft behind, which the next start "
-        f"removed; {good} of {len(trials)} runs ended bit for bit as the undisturbed one.",
+        f"removed; {good} of {len(trials)} runs ended {end}.",
         "",
         "| run | kill | moment | after s | steps logged | newest checkpoint | drafts | the run |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for number, each in enumerate(trials, start=1):
         for place, kill in enumerate(each.kills, start=1):
-            verdict = "" if place < len(each.kills) else "; ".join(each.faults) or "same bits"
+            verdict = "" if place < len(each.kills) else "; ".join(each.faults) or good_run
             saved = f"step {kill.saved}" if kill.saved >= 0 else "none"
             lines.append(
                 f"| {number} | {place} | {kill.moment} | {kill.delay_s:.3f} | {kill.logged} "
@@ -449,7 +452,7 @@ def main() -> None:
             done = trials(lab, times, random.Random(args.seed), until)
         faults += sum(bool(each.faults) for each in done)
         extra = f"Settings: `{' '.join(VARIANTS[name])}`.\n\n" if VARIANTS[name] else ""
-        parts.append(f"## {name}\n\n{extra}{report(done, times)}\n")
+        parts.append(f"## {name}\n\n{extra}{report(done, times, settings)}\n")
         print(parts[-1], flush=True)
         if args.out is not None:
             command = " ".join(["python", "benchmarks/kill.py", *sys.argv[1:]])

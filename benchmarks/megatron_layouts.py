@@ -11,6 +11,7 @@ told. One process computes with the layers of transformers.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from tests.contract.test_fsdp2 import Learnt, undivided
 from tests.contract.test_megatron import Cut, by_share, learn_on_rank
+from tests.forked import Server
 from tests.ranks import Ranks
 
 KINDS = {
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)
-    with Ranks(4) as ranks:
+    with contextlib.closing(Server()) as server, Ranks(4, server) as ranks:
         found = rows(ranks)
     text = "\n".join(
         [

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from winnow.environments import Step, Turn
-from winnow.environments.pool import EnvironmentPool
+from winnow.environments.pool import EnvironmentPool, start_pools
 from winnow.rewards.task import PoolLimits
 from winnow.types import Prompt
 
@@ -56,7 +56,7 @@ def main() -> None:
     """Measure, and print two figures."""
     limits = PoolLimits(1, 60.0, 2048, "environment", "environment", "reply")
     arguments: tuple[Any, ...] = "environment.path", ["benchmarks.replies:Echo"], {}, False
-    with closing(EnvironmentPool(limits, arguments)) as pool:
+    with closing(EnvironmentPool(start_pools(limits, arguments))) as pool:
         asyncio.run(play_all(pool))  # what is only done once
         began = time.process_time()
         seconds = asyncio.run(play_all(pool))

@@ -260,6 +260,14 @@ AXES = (
                 ("environment=custom", "environment.path=talk.py:Talk", *_CONVERSATION),
                 "environment/faults",
             ),
+            Choice(
+                "environment workers",
+                (
+                    *("environment=custom", "environment.processes=1"),
+                    *("environment.path=talk.py:Talk", *_CONVERSATION),
+                ),
+                "environment/faults",
+            ),
         ),
     ),
     Axis(

@@ -133,9 +133,9 @@ def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(server: Server) -> Iterator[Ranks]:
     """Four processes in one gloo group, started when they are first asked."""
-    with Ranks(4) as made:
+    with Ranks(4, server) as made:
         yield made
 
 

@@ -1,8 +1,8 @@
 """Real processes that run a test's functions together, started once and asked many times.
 
-Importing torch takes seconds, so that a session has one group of ranks:
+Importing torch takes seconds, so that they are forked, and a session has one group of ranks:
 
-    with Ranks(4) as ranks:
+    with Ranks(4, server) as ranks:
         assert ranks.run(rank_and_size) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 A function is any that can be imported. It runs on every rank, within one gloo process group.
@@ -11,21 +11,30 @@ A function is any that can be imported. It runs on every rank, within one gloo p
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import importlib
 import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import TYPE_CHECKING, Any
+
+from winnow.workers.child import die_with_parent
+
+if TYPE_CHECKING:
+    from tests.forked import Forked, Server
 
 START_S = 240.0
 """Until torch is imported, on a machine with other work."""
-PRELOADED = [
+PRELOADED = (
     *("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "megatron.core"),
-    *("tests.contract.test_fsdp2", "tests.contract.test_megatron"),
-]
+    *("tests.contract.test_fsdp2", "tests.contract.test_learner_ranks"),
+    "tests.contract.test_megatron",
+)
 """What a process that does nothing else imports once, for the ranks to be forked from it."""
+_KEY = b"ranks"
 GRACE_S = 2.0
 """For the other ranks, once one has failed."""
 
@@ -48,11 +57,16 @@ def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
 
 
 class Ranks:
-    """A group of processes; those that hung or died are started anew at the next call."""
+    """A group of processes; those that hung or died are started anew at the next call.
 
-    def __init__(self, world: int) -> None:
+    Args:
+        server: what they are forked from.
+    """
+
+    def __init__(self, world: int, server: Server) -> None:
         self.world = world
-        self._processes: list[Any] = []
+        self._server = server
+        self._parent: Forked | None = None
         self._pipes: list[Connection] = []
         self._store: Any = None
 
@@ -62,18 +76,13 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the running processes, by rank."""
-        return [process.pid for process in self._processes]
-
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """The function's results, by rank.
 
         Raises:
             RankError: it raised on a rank, a rank died, or took longer than the limit.
         """
-        if not self._processes:
+        if self._parent is None:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
@@ -81,28 +90,23 @@ class Ranks:
 
     def stop(self) -> None:
         """End all processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+        if self._parent is not None:
+            self._parent.kill()
+            self._parent.wait()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        self._parent, self._pipes, self._store = None, [], None
 
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         # A file's readers would ask for it all the time, and groups are made by the dozen.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            target = (theirs, rank, self.world, self._store.port)
-            process = context.Process(target=_serve, args=target, daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        with Listener(family="AF_UNIX", backlog=self.world, authkey=_KEY) as door:
+            words = str(door.address), str(self.world), str(self._store.port)
+            self._parent = self._server.start(__name__, words)
+            pipes = [door.accept() for _ in range(self.world)]
+        self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
         self._answers(START_S)
 
     def _answers(self, timeout_s: float) -> list[Any]:
@@ -155,9 +159,23 @@ def _share_device() -> None:
     distributed_c10d.ProcessGroupGloo = SharingDevice
 
 
+def main() -> None:
+    """Fork the ranks, which end with this process; it waits to be killed."""
+    address, world, port = sys.argv[1], *map(int, sys.argv[2:])
+    for name in PRELOADED:
+        importlib.import_module(name)
+    own = os.getpid()
+    for rank in range(world):
+        if os.fork() == 0:
+            die_with_parent(own)
+            _serve(Client(address, authkey=_KEY), rank, world, port)
+            return
+    signal.pause()
+
+
 def _serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     """What a process does: functions, until its parent goes."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    pipe.send(rank)
     import torch
     import torch.distributed as dist
 

@@ -331,6 +331,8 @@ def score(
         RewardError: nothing scores this source, or the function cannot be loaded. An answer whose
             scoring fails is no error: `Score.error` says why.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     import numpy as np
 
     from winnow.builders.rewards import make_rewards
@@ -356,15 +358,8 @@ def score(
             given = (rewards.score(asked, silent, text, training=True) for text in answers)
             return list(await asyncio.gather(*given))
 
-        return _run_in_thread(all_scores())
-
-
-def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in a thread, since this one may have a loop already."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+        with ThreadPoolExecutor(1) as thread:  # as this one may have a loop already
+            return thread.submit(asyncio.run, all_scores()).result()
 
 
 def advantages(

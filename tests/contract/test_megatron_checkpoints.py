@@ -33,6 +33,7 @@ from tests.contract.test_fsdp2 import (
     shares_of,
 )
 from tests.contract.test_fsdp2_state import assert_equal
+from tests.forked import Server
 from tests.megatron_layouts import use
 from tests.ranks import Ranks
 from tests.small_models import digits_model
@@ -207,8 +208,8 @@ def saved(
 
 
 @pytest.fixture(scope="module")
-def groups(ranks: Ranks) -> Iterator[dict[int, Ranks]]:
-    with Ranks(2) as two:
+def groups(ranks: Ranks, server: Server) -> Iterator[dict[int, Ranks]]:
+    with Ranks(2, server) as two:
         yield {4: ranks, 2: two}
 
 

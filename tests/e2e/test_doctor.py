@@ -169,6 +169,7 @@ def test_calls_that_cannot_be_parsed_are_found_and_shown(home: Path) -> None:
         home,
         *("train", "quickstart", "warm_start=none", "model.path=model", "run.name=malformed"),
         *("environment=tools", "environment.tools=[tools.py:look]", "environment.max_turns=2"),
+        "environment.workers=1",
         f'data.chat_template="{TEMPLATE}"',
         *("trainer.steps=5", "sampling.groups_per_step=2", "trainer.mini_batch_groups=2"),
         *("rollout.n=4", "rollout.max_response_tokens=64", "sampling/filter=none"),

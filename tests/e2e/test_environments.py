@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tests.ray_nodes import RayWorkers
 from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 
@@ -18,15 +21,16 @@ TEMPLATE = (
     "{% endfor %}"
 )
 SORT = '''
-import os, signal, time, zlib
+import os, re, signal, time, zlib
 from pathlib import Path
 from winnow.environments import Step
 
 class Sort:
     """Repeats a number of the row. It fails once at one of `every` turns, by row and text."""
 
-    def __init__(self, every=0, dies=False, always=False, restless=False):
+    def __init__(self, every=0, dies=False, always=False, restless=False, log="", nodes=""):
         self.every, self.dies, self.always, self.heard = every, dies, always, []
+        self.log, self.nodes = log, nodes
         self.begin = str(time.monotonic_ns() % 10) if restless else ""
 
     def reset(self, row):
@@ -44,6 +48,12 @@ class Sort:
     def fail(self, mark):
         if self.always or not mark.exists():
             mark.touch()
+            if self.log:  # once, the worker of environments dies, or its node
+                (mark.parent / "killed").touch(exist_ok=False)
+                pid = re.findall(r"ready: process (\\d+)", Path(self.log).read_text())[-1]
+                pid = (Path(self.nodes) / pid).read_text() if self.nodes else pid
+                os.kill(int(pid), signal.SIGKILL)
+                time.sleep(2)
             if self.dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("it crashed")
@@ -58,7 +68,7 @@ def double(x: str) -> str:
 SETTINGS = (
     *("data/task=sort_digits", "data.task.eval_problems=2", "data.max_prompt_tokens=24"),
     *("data.max_train_prompts=6", f"data.chat_template={TEMPLATE!r}", "model.path=digits"),
-    *("environment=custom", "environment.workers=2"),
+    *("environment=custom", "environment.workers=1"),
     *("sampling/filter=none", "sampling.groups_per_step=4", "rollout.n=6", "trainer.steps=3"),
     *("rollout.max_response_tokens=64", "run.threads=1", "trainer.save_every=null"),
     *("observe.console=off", "evaluation.before=false", "evaluation.every=null"),
@@ -185,3 +195,30 @@ def test_what_conversations_exclude_is_refused_in_a_line(
 ) -> None:
     outcome = train(home, "refused", *settings)
     assert (outcome.code, outcome.err) == (2, f"winnow: {line}\n")
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_workers: RayWorkers) -> Iterator[str]:
+    """The address of a Ray cluster of a head without cores and two nodes."""
+    head, node = {"num_cpus": 0}, {"num_cpus": 1}
+    with ray_workers.nodes(head, node, node) as address:
+        yield address
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("lost", ["", "worker", "node"])
+def test_workers_on_ray_give_the_same_bits_and_losing_one_is_a_fault(
+    home: Path, cluster: str, ray_workers: RayWorkers, lost: str
+) -> None:
+    name, nodes = f"ray{lost}", str(ray_workers.path.parent) if lost == "node" else ""
+    options = f"{{every: 60, log: runs/{name}/log.txt, nodes: {nodes!r}}}" if lost else "{}"
+    there = "cluster=ray", f"cluster.address={cluster}", "cluster.cpus=0.5"
+    settings = f"environment.options={options}", "environment.processes=2", "environment.workers=1"
+    train(home, name, *there, *settings).check()
+    assert answers(home, name) == answers(home, "plain")
+    faults = total(home, name, "environment/faults")
+    assert faults == total(home, name, "sampling/answers/retried")
+    assert (faults > 0) == (home / "faults/killed").exists() == bool(lost)
+    log = (home / f"runs/{name}/log.txt").read_text()
+    started = len(re.findall(r"environment [01]\[0\]: ready: process", log))
+    assert started > 2 if lost else started == 2

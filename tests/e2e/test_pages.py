@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-import nbformat
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from nbclient import NotebookClient
 from tests.faulty_http import serving
 from tests.forked import Forked, Server
 from tests.generate_server import GenerateServers
@@ -32,7 +30,7 @@ from tests.judges import judging
 from tests.pages import PAGES, ROOT, Typed, code_blocks, typed
 from tests.reward_models import classifier_folder
 from tests.small_models import byte_level_bpe, digits_model, save
-from tests.winnow_command import Outcome, in_this_process
+from tests.winnow_command import Outcome, in_this_process, python
 
 import winnow
 
@@ -349,17 +347,16 @@ def test_what_pages_show_in_python_runs(home: Path, monkeypatch: pytest.MonkeyPa
     assert given["score"].accuracy in (0.0, 1.0)  # type: ignore[attr-defined]
 
 
-def test_the_notebook_runs(home: Path) -> None:
-    notebook = nbformat.read(ROOT / "examples/first_steps.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
+def test_the_notebook_runs(home: Path, server: Server) -> None:
+    """Its cells one after the other, where an event loop runs, as in its kernel."""
+    notebook = json.loads((ROOT / "examples/first_steps.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    first, *others = ("".join(cell["source"]) for cell in cells)
     words = ", ".join(f'"{word}"' for word in QUICKSTART)
-    first = notebook.cells[1]
-    first.source = first.source.replace('"trainer.steps=8"', words)
-    for cell in notebook.cells[2:]:
-        cell.source = cell.source.replace("step=8", "step=2")
-    path = {"metadata": {"path": str(home)}}
-    NotebookClient(notebook, timeout=200, startup_timeout=200, resources=path).execute()
-    *_, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    rewards, advantages = eval(last.outputs[-1]["data"]["text/plain"])
-    assert len(rewards) == len(advantages) == 4
+    program = [first.replace('"trainer.steps=8"', words)]
+    program += [cell.replace("step=8", "step=2") for cell in others]
+    *lines, shown = "\n".join(program).splitlines()
+    said = python(server, "\n".join([*lines, f"print(*map(len, ({shown})))"]), home).check()
+    assert said.out.splitlines()[-1] == "4 4"  # rewards and advantages
     assert (home / "runs/notebook/checkpoints/step-2").is_dir()

@@ -228,7 +228,7 @@ def test_fresh_makes_the_warm_start_anew(home: Path) -> None:
 
 
 def test_the_quickstart_of_tools_learns_to_call_the_calculator(home: Path) -> None:
-    small = ["data.task.eval_problems=100", "trainer.steps=3", "warm_start.steps=350"]
+    small = ["data.task.eval_problems=100", "trainer.steps=3", "warm_start.steps=200"]
     said = winnow(home, "train", "quickstart-tools", *small, "run.name=tools").check()
     run = Run(RunFolder.open(home / "runs/tools"))
     before, after = (run.records[place]["eval/calc/greedy"] for place in (0, -1))

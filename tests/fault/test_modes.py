@@ -88,7 +88,13 @@ def test_two_engines_and_two_ranks_end_with_the_same_bits_though_a_rank_is_kille
     assert "learner[1] was killed by SIGKILL" in (run / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("more", [(), (*CONVERSATIONS, "rollout.engine.processes=2")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        (*CONVERSATIONS, "rollout.engine.processes=2", "rollout.n=2", "sampling/filter=none"),
+    ],
+)
 def test_async_killed_at_a_random_moment_loses_no_group_and_learns_none_twice(
     lab: QuickLab, more: Sequence[str]
 ) -> None:
@@ -115,12 +121,11 @@ SHARED = "trainer/strategy=fsdp2", "cluster.share_devices=true"
     "settings",
     [
         ASYNC,
-        ("trainer/mode=one_step_off", "sampling.max_staleness=2"),
         ("trainer/mode=sync", "trainer/strategy=fsdp2"),
         ("trainer/mode=sync", *SHARED),
         (*ASYNC, "cluster=ray"),
     ],
-    ids=["async", "one_step_off", "sync", "shared", "ray"],
+    ids=["async", "sync", "shared", "ray"],
 )
 def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(
     lab: QuickLab, settings: Sequence[str], ray_workers: RayWorkers

@@ -16,7 +16,7 @@ from winnow.config.environment import ToolsEnvironment, host_arguments
 from winnow.config.load import load_recipe
 from winnow.config.reward import FusionConfig, SandboxConfig
 from winnow.environments import ToolCall, Turn
-from winnow.environments.pool import EnvironmentPool
+from winnow.environments.pool import EnvironmentPool, start_pools
 from winnow.errors import ConfigError
 from winnow.rewards.task import PoolLimits
 from winnow.types import Prompt
@@ -40,7 +40,7 @@ print([attempt(open, "%s"), attempt(open, "/etc/passwd"), attempt(socket.socket)
 
 def make(sandbox: SandboxConfig | FusionConfig) -> EnvironmentPool:
     limits = PoolLimits(1, 60.0, 2048, "environment", "environment", "reply")
-    return EnvironmentPool(limits, host_arguments(TOOLS, sandbox, 1))
+    return EnvironmentPool(start_pools(limits, host_arguments(TOOLS, sandbox, 1)))
 
 
 @pytest.fixture(scope="module")

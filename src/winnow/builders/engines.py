@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from winnow.learning.canary import Canary
-    from winnow.rollout.http.engine import HttpEngine
     from winnow.workers.group import WorkerGroup
 
 _POSITIONS = 1024
@@ -183,35 +182,6 @@ def make_local_engine(config: Config, policy: LoadedPolicy, trains: bool = True)
     return TorchEngine(policy.model, fp32_head=config.model.fp32_head, routes=routes, **options)
 
 
-def _http_engine(
-    section: HttpEngineConfig, policy: LoadedPolicy, live_updates: bool, longest: int
-) -> HttpEngine:
-    """Make the engine that sends requests to the recipe's servers.
-
-    Args:
-        longest: most tokens of a request.
-
-    Raises:
-        ConfigError: one of them does not answer, or does not offer what is needed.
-    """
-    from winnow.http.client import read_token
-    from winnow.rollout.http.engine import make_http_engine
-
-    folder = section.weights_folder
-    return make_http_engine(
-        section.url,
-        read_token(section.token_env, "rollout.engine.token_env"),
-        section.timeout_s,
-        policy.vocabulary,
-        policy.model.config.get_text_config().vocab_size,
-        longest,
-        decode=make_decoder(policy.tokenizer, special_tokens=True),
-        live_updates=live_updates,
-        folder=None if folder is None else Path(folder).expanduser().absolute(),
-        **section.model_dump(include=_HTTP_OPTIONS),
-    )
-
-
 def engine_options(
     engine: Section, vocabulary: int, longest: int, names: set[str] = _VLLM_OPTIONS
 ) -> dict[str, Any]:
@@ -266,10 +236,23 @@ def make_engine(
         ConfigError: the engine cannot be made, or a server does not answer.
     """
     rollout = config.rollout
-    if isinstance(rollout.engine, HttpEngineConfig):
-        canary = draw_canary(policy, rollout.temperature)
-        longest = max(max_sequence_tokens(config), *map(len, canary.sequences))
-        return _http_engine(rollout.engine, policy, not config.run.deterministic, longest)
+    if isinstance(section := rollout.engine, HttpEngineConfig):
+        from winnow.http.client import read_token
+        from winnow.rollout.http.engine import make_http_engine
+
+        canary, folder = draw_canary(policy, rollout.temperature), section.weights_folder
+        return make_http_engine(
+            section.url,
+            read_token(section.token_env, "rollout.engine.token_env"),
+            section.timeout_s,
+            policy.vocabulary,
+            policy.model.config.get_text_config().vocab_size,
+            longest=max(max_sequence_tokens(config), *map(len, canary.sequences)),
+            decode=make_decoder(policy.tokenizer, special_tokens=True),
+            live_updates=not config.run.deterministic,
+            folder=None if folder is None else Path(folder).expanduser().absolute(),
+            **section.model_dump(include=_HTTP_OPTIONS),
+        )
     if "rollout" not in groups:
         return make_local_engine(config, policy, trains)
     from winnow.rollout.engine_group import EngineGroup, quantum_for

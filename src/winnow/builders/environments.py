@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,18 +22,20 @@ from winnow.config.environment import (
 from winnow.config.root import Config
 from winnow.environments import Turn
 from winnow.errors import ConfigError, DataError, EnvironmentFault, ModelError
-from winnow.ranks.models import LoadedPolicy
-from winnow.rollout.engine import Engine
 from winnow.types import Prompt
 from winnow.user_code import load_user_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from winnow.builders.processes import StartWorkers
     from winnow.data.prompts import FirstMessages
     from winnow.data.sources import Row
     from winnow.environments import Message
     from winnow.environments.pool import EnvironmentPool
+    from winnow.ranks.models import LoadedPolicy
+    from winnow.rollout.engine import Engine
+    from winnow.workers.host import RankInfo
 
 _PROGRESS_S = 10.0
 """Seconds between lines on the first messages of many rows."""
@@ -103,33 +105,62 @@ def _check_template(
 
 @contextlib.contextmanager
 def environment_processes(
-    config: Config, tokenizer: PreTrainedTokenizerBase | None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase | None,
+    start_workers: StartWorkers | None = None,
 ) -> Iterator[EnvironmentPool | None]:
     """Start the processes of a recipe's environments, which end with the block.
 
     Args:
         tokenizer: has the chat template; None where turns are replayed without a policy.
+        start_workers: starts `environment.processes`; None: the pool is in this process.
 
     Raises:
         ConfigError: the user's code or the chat template cannot be used, or there is no sandbox.
+        WinnowError: a process cannot be started.
     """
     section = config.environment
     if isinstance(section, NoEnvironment):
         yield None
         return
     most_calls = None if tokenizer is None else _check_template(section, config.data, tokenizer)
-    from winnow.environments.pool import EnvironmentPool
+    if start_workers is None:
+        pool = make_environment_pool(config, most_calls)
+    else:
+        from winnow.environments.pool import EnvironmentPool, RemotePool
+
+        groups = start_workers(only="environment", most_calls=most_calls)["environment"]
+        pool = EnvironmentPool([*map(RemotePool, groups)])
+    with contextlib.closing(pool):
+        yield pool
+
+
+def make_environment_pool(
+    config: Config, most_calls: int | None, rank: RankInfo | None = None
+) -> EnvironmentPool:
+    """Make the pool of a recipe's environments, or the part of one of `environment.processes`.
+
+    Args:
+        most_calls: as `ToolEnvironment` has them.
+        rank: of that process; None: there is one pool, in the run's.
+
+    Raises:
+        ConfigError: the user's code cannot be used, or there is no sandbox.
+    """
+    from winnow.environments.pool import EnvironmentPool, start_pools
     from winnow.rewards.pool import default_workers
     from winnow.rewards.task import PoolLimits
 
+    section = config.environment
+    assert not isinstance(section, NoEnvironment)
     workers = section.workers or default_workers()
     names = "environment", "environment", "reply"
     limits = PoolLimits(workers, section.timeout_s, section.memory_mb, *names)
-    arguments = host_arguments(section, config.reward.sandbox, workers)
+    processes = 1 if rank is None else section.processes
+    arguments = host_arguments(section, config.reward.sandbox, workers * processes)
     if isinstance(section, ToolsEnvironment):
         arguments[2]["most_calls"] = most_calls
-    with contextlib.closing(EnvironmentPool(limits, arguments)) as pool:
-        yield pool
+    return EnvironmentPool(start_pools(limits, arguments))
 
 
 def first_messages_of(
@@ -175,6 +206,29 @@ def first_messages_of(
             thread.shutdown(wait=False)
 
     return begin_all
+
+
+def agent_notes(environment: Environment, rows: Iterable[Prompt | Row]) -> Iterator[str]:
+    """Yield warnings about rows for agents or tools of verl that the recipe does not have."""
+    tools = {path.rpartition(":")[2] for path in getattr(environment, "tools", ())}
+    for row in rows if environment.name in ("none", "tools") else ():
+        info, agent = row.extra.get("extra_info"), row.extra.get("agent_name")
+        kwargs = info.get("tools_kwargs") if isinstance(info, Mapping) else None
+        named = kwargs.items() if isinstance(kwargs, Mapping) else ()
+        # A Parquet file gives each row the keys of all, with nulls.
+        missing = [name for name, value in named if value is not None and name not in tools]
+        if tools and missing:
+            yield (
+                f"Warning: row {row.uid} has extra_info.tools_kwargs.{missing[0]}, and "
+                f"environment.tools has no {missing[0]}; add FILE.py:{missing[0]} to it, or remove "
+                "the key from the rows"
+            )
+        elif not tools and (agent != "single_turn_agent" if agent else missing):
+            yield (
+                f"Warning: row {row.uid} is for {agent or 'tool_agent'}, and environment=none "
+                "answers it in one turn without tools; set environment=tools and "
+                "environment.tools=[FILE.py:NAME], or agent_name=single_turn_agent in the rows"
+            )
 
 
 def history_notes(config: Config, policy: LoadedPolicy) -> list[str]:
@@ -234,7 +288,7 @@ def with_conversations(
     shown = None if environment.history == "append" else as_message
     look_ticks = getattr(engine, "quantum_ticks", 1)  # of an `EngineGroup`
     return cast(
-        Engine,
+        "Engine",
         ConversationEngine(
             engine,
             TurnFormat(tokenizer, policy.decode, parse, shown),

@@ -27,9 +27,11 @@ from winnow.ranks.models import CUBLAS_VARIABLE, LoadedPolicy
 if TYPE_CHECKING:
     from winnow.workers.group import Start, WorkerGroup, WorkerGroups
 
-StartWorkers = Callable[[], Mapping[str, Sequence["WorkerGroup"]]]
+StartWorkers = Callable[..., Mapping[str, Sequence["WorkerGroup"]]]
 """Starts a run's worker processes in parallel at the first call, and loads their models; returns
-the groups of each role. Each engine is a group, so that others go on when one dies."""
+the groups of each role. Each engine is a group, so that others go on when one dies. Of its keyword
+arguments, `config` is the recipe for what starts, if it has changed; `only` names the one role to
+start now, with further arguments of its class."""
 
 
 Launch = Callable[[Role, Mapping[str, Any], int], "Start"]
@@ -50,12 +52,11 @@ def worker_processes(
         WinnowError: machine or cluster are too small.
     """
     if not roles:
-        yield dict
+        yield lambda **_: {}
         return
     from winnow.workers.group import WorkerGroups
 
     worker_arguments: dict[str, Any] = {
-        "config": config,
         "tokenizer": policy.tokenizer_folder,
         "path": policy.path,
         "start": start,
@@ -66,6 +67,7 @@ def worker_processes(
     starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
     shared = [role for role in starts if role.name == "rollout" and roles.shares_devices]
     trains = "policy" in roles or policy.device.type != "cpu"
+    by_role: dict[str, list[WorkerGroup]] = {}
 
     def arguments(role: Role, number: int) -> dict[str, Any]:
         if role.name != "rollout":
@@ -87,10 +89,12 @@ def worker_processes(
         async def begin(role: Role, number: int) -> WorkerGroup:
             return await launch(role, arguments(role, number), number)()
 
-        @functools.cache
-        def started() -> dict[str, list[WorkerGroup]]:
-            by_role: dict[str, list[WorkerGroup]] = {}
-            for together in ([role for role in starts if role not in shared], shared):
+        def started(
+            config: Config = config, only: str | None = None, **more: Any
+        ) -> dict[str, list[WorkerGroup]]:
+            worker_arguments.update(more, config=config)
+            missing = [r for r in starts if r.name not in by_role and only in (None, r.name)]
+            for together in ([r for r in missing if r not in shared], shared):
                 counts = ((r, r.count if r.kind == "engines" else 1) for r in together)
                 numbered = [(role, i) for role, count in counts for i in range(count)]
                 begins = (functools.partial(begin, role, i) for role, i in numbered)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from winnow.config.judge import EngineJudge, NoRewardModel, OpenAiJudge, SequenceClassifier
-from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig, config_per_process
 from winnow.config.root import Config
 from winnow.rewards.pipeline import Decode, ModelSection, RewardPipeline
@@ -59,10 +58,7 @@ def make_rewards(
 
             judge = make_engine_judge(config, judges)
         else:
-            assert isinstance(section, SequenceClassifier)
-            budget = section.microbatch_tokens or config.trainer.microbatch_tokens
-            deterministic = config.run.deterministic
-            model = make_model_scorer(section, config.model, device, budget, deterministic, ranks)
+            model = make_model_scorer(config, device, ranks)
     longest, conversations = config.rollout.max_response_tokens, config.environment.name != "none"
     try:
         pipeline = RewardPipeline(config.reward, longest, model, judge, decode, conversations)
@@ -106,19 +102,11 @@ def make_pipeline_worker(rank: RankInfo, config: Config, tokenizer: str) -> Pipe
 
 
 def make_model_scorer(
-    config: SequenceClassifier,
-    policy: ModelConfig,
-    device: torch.device | str,
-    microbatch_tokens: int,
-    deterministic: bool,
-    ranks: WorkerGroup | None = None,
+    config: Config, device: torch.device | str, ranks: WorkerGroup | None = None
 ) -> ModelScorer:
     """Load the reward model with its tokenizer and template.
 
     Args:
-        policy: defaults for what `config` leaves open.
-        microbatch_tokens: packed tokens of a forward pass.
-        deterministic: score each answer in a forward pass without others.
         ranks: as for `make_rewards`.
 
     Raises:
@@ -135,13 +123,16 @@ def make_model_scorer(
     from winnow.ranks.workers import facts_of, scores_of
     from winnow.rewards.model_scorer import Forward, ModelScorer
 
-    field = "reward.model.tokenizer" if config.tokenizer else "reward.model.path"
-    trust, dtype = policy.trust_remote_code, torch_dtype(config.dtype or policy.dtype)
-    tokenizer = load_tokenizer(config.tokenizer or config.path, trust, field, ends_answers=False)
+    section, policy, deterministic = config.reward.model, config.model, config.run.deterministic
+    assert isinstance(section, SequenceClassifier)
+    microbatch_tokens = section.microbatch_tokens or config.trainer.microbatch_tokens
+    field = "reward.model.tokenizer" if section.tokenizer else "reward.model.path"
+    trust, dtype = policy.trust_remote_code, torch_dtype(section.dtype or policy.dtype)
+    tokenizer = load_tokenizer(section.tokenizer or section.path, trust, field, ends_answers=False)
     forward: Forward
     if ranks is None:
-        model = load_reward_model(config.path, dtype, torch.device(device), trust)
-        facts, strategy = facts_of(config.path, model), Strategy(model)
+        model = load_reward_model(section.path, dtype, torch.device(device), trust)
+        facts, strategy = facts_of(section.path, model), Strategy(model)
 
         async def forward(sequences: Sequence[IntArray]) -> list[float]:
             return scores_of(strategy, sequences, microbatch_tokens)
@@ -151,8 +142,8 @@ def make_model_scorer(
         forward = asking(ranks, 1 if deterministic else microbatch_tokens)
     remedy = "give the tokenizer that belongs to the model in reward.model.tokenizer"
     vocabulary = max(tokenizer.get_vocab().values()) + 1
-    where = f"reward.model.path {config.path}"
+    where = f"reward.model.path {section.path}"
     check_vocabulary(where, vocabulary, facts.embedded_tokens, remedy)
     one_by_one = deterministic and ranks is None
     pad_id, positions, takes_time = facts.pad_token_id, facts.positions, ranks is not None
-    return ModelScorer(config, forward, tokenizer, pad_id, positions, one_by_one, takes_time)
+    return ModelScorer(section, forward, tokenizer, pad_id, positions, one_by_one, takes_time)

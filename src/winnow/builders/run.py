@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 
-from winnow.builders.environments import tool_schemas
+from winnow.builders.environments import agent_notes, tool_schemas
 from winnow.builders.lockstep import lockstep_notes
 from winnow.builders.placement import uses_gpu
 from winnow.builders.topology import RunModels
@@ -19,7 +20,6 @@ from winnow.checkpoints.opening import code_hashes, user_code_files
 from winnow.checkpoints.run_state import RunState, Stateful
 from winnow.config.base import Section
 from winnow.config.data import DataConfig
-from winnow.config.environment import Environment
 from winnow.config.reward import UNROUTED, RewardConfig
 from winnow.config.rollout import BandFilter, RolloutConfig, SamplingConfig, VarianceFilter
 from winnow.config.root import Config, RunConfig
@@ -202,8 +202,7 @@ def build_run(
     scores, pending = TimedScorer(rewards.score, tell), PendingSteps()
     replies = getattr(engine, "environment_figures", dict)
     sampler = _make_sampler(context, loader, scores, source.data_sources, on_progress)
-    epochs, groups = config.trainer.data_epochs, config.sampling.groups_per_step
-    budget = make_prompt_budget(epochs, groups, source)
+    budget = make_prompt_budget(config.trainer.data_epochs, config.sampling.groups_per_step, source)
     parts: dict[str, Stateful] = {"sampler": sampler, "passes": budget, "pending": pending}
     gpu = str(placed.machine.get("device", ""))
     peak = config.observe.peak_tflops or gpu_peak_tflops(gpu, config.model.dtype)
@@ -211,7 +210,7 @@ def build_run(
         *_epoch_notes(config.trainer, config.sampling, source, budget),
         *_row_notes(config.data, "training", source, config.data.max_train_prompts),
         *_row_notes(config.data, "held-out", held_out, config.evaluation.max_prompts),
-        *_agent_notes(config.environment, source),
+        *islice(agent_notes(config.environment, getattr(source, "prompts", ())), 1),
         *_scorer_notes(config.reward, config.sampling.filter, source),
         *kl_notes(config.algorithm),
         *config_warnings(config),
@@ -220,9 +219,9 @@ def build_run(
     base = make_base_run(context, evaluator, loader, parts)
 
     def save_rollouts(step: int, groups: Sequence[RolloutGroup]) -> None:
-        folder.check_exists()
+        file = folder.check_exists().rollout_file(step)
         write_rollouts(
-            folder.rollout_file(step),
+            file,
             step,
             groups,
             version=step - 1,
@@ -337,23 +336,6 @@ def _epoch_notes(
         f"{epochs:g} passes over {source.size:,} prompts: at most {trainer.steps:,} steps of "
         f"{groups}{rest} (trainer.data_epochs)"
     )
-
-
-def _agent_notes(environment: Environment, prompts: PromptSource) -> Iterator[str]:
-    """Yield a warning about rows for agents of verl that are answered in a single turn."""
-    if environment.name != "none" or not isinstance(prompts, PromptSet):
-        return
-    for prompt in prompts.prompts:
-        info, agent = prompt.extra.get("extra_info"), prompt.extra.get("agent_name")
-        if agent is None and isinstance(info, Mapping) and info.get("tools_kwargs"):
-            agent = "tool_agent"
-        if agent not in (None, "single_turn_agent"):
-            yield (
-                f"Warning: row {prompt.uid} is for {agent}, and environment=none answers it in one "
-                "turn without tools; set environment=tools and environment.tools=[FILE.py:NAME], "
-                "or agent_name=single_turn_agent in the rows"
-            )
-            return
 
 
 def _row_notes(

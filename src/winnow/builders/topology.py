@@ -133,8 +133,9 @@ def build_models(
         passes, scores = remote.facts.passes, remote.canary
         machine = {**remote.facts.machine, "ranks": ranks.size}
         machine |= _layout_facts(config.trainer.strategy)
-        exports = remote.weights if adapter is None else remote.adapter
-        weights = exports if has_weights else remote.trained
+        weights = remote.weights if has_weights else remote.trained
+        if has_weights and adapter is not None:
+            weights = partial(remote.weights, what="adapter")
     sleeps = engines_sleep(section, config.trainer, config.cluster, roles)
     release = partial(_release_memory, roles, groups) if sleeps else None
     publish: SharedWeightsPublisher | WeightPublisher = SharedWeightsPublisher(engine, release)

@@ -197,12 +197,13 @@ class RunState:
             )
         now = self.part_states(*(name for name in self._parts if name not in overrides))
         states = {**now, **overrides}
+        self._metrics.sync()
         self._states = {**states, "random": _random_states(), "unfinished": unfinished}
         self._manifest = replace(
             self._manifest,
             step=step,
             evaluated=unfinished is None,
-            metrics_bytes=self._metrics.synced_size(),
+            metrics_bytes=self._metrics.size,
             figures=dict(figures or {}),
         )
 

@@ -173,7 +173,12 @@ class _StateWriter:
         if isinstance(value, Mapping):
             return self._mapping(value, place)
         if isinstance(value, Tensor):
-            return {"!tensor": self._tensor(value.detach().to("cpu").contiguous())}
+            tensor, name = value.detach().to("cpu").contiguous(), str(len(self.tensors))
+            storage = tensor.untyped_storage().data_ptr()
+            # Two views of one storage would be refused.
+            self.tensors[name] = tensor.clone() if storage in self._storages else tensor
+            self._storages.add(storage)
+            return {"!tensor": name}
         if isinstance(value, np.ndarray | ArrayRef):
             if id(value) not in self._known:  # answers may share one
                 self._known[id(value)] = value, self._array(np.asarray(value), place)
@@ -211,13 +216,6 @@ class _StateWriter:
             return self.encode(value, "score")
         except (CheckpointError, RecursionError):
             return str(value)
-
-    def _tensor(self, tensor: Tensor) -> str:
-        name, storage = str(len(self.tensors)), tensor.untyped_storage().data_ptr()
-        # Two views of one storage would be refused.
-        self.tensors[name] = tensor.clone() if storage in self._storages else tensor
-        self._storages.add(storage)
-        return name
 
     def _mapping(self, value: Mapping[Any, Any], place: str) -> Any:
         if all(type(key) is str and key[:1] != "!" for key in value):

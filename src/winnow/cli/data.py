@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,7 +66,7 @@ def check_command(
     file: Annotated[str, Argument(metavar="FILE", help="Parquet or JSONL file, path or URL.")],
     settings: Annotated[
         list[str] | None,
-        Argument(metavar="KEY=VALUE", help="Data settings, such as data.columns.truth=label."),
+        Argument(metavar="KEY=VALUE", help="Settings, such as data.columns.truth=label."),
     ] = None,
     tokenizer: Annotated[
         str | None, Option(metavar="FOLDER", help="Model folder; report lengths in its tokens.")
@@ -84,16 +85,18 @@ def check_command(
         raise DataError(
             f"--max-prompt-tokens {max_prompt_tokens} needs a tokenizer; add --tokenizer FOLDER"
         )
+    from winnow.builders.environments import agent_notes
     from winnow.config.load import parse_recipe
     from winnow.data.check import check
     from winnow.data.images import load_vision_input
     from winnow.data.tokenizer import load_tokenizer
 
-    config = parse_recipe(None, settings or ()).data
-    config = config.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
+    recipe = parse_recipe(None, settings or ())
+    config = recipe.data.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
     report = check(
         file,
         _scorer_of,
+        notes_of=partial(agent_notes, recipe.environment),
         tokenizer=load_tokenizer(tokenizer, field="--tokenizer") if tokenizer else None,
         limit=max_prompt_tokens or config.max_prompt_tokens,
         evaluation=evaluation,
@@ -129,8 +132,7 @@ def _show_prepared(done: PrepareReport, instruction: str, console: Console) -> N
     lines.append(("exact duplicates removed", done.copies, ""))
     if done.instructions_removed:
         lines.append(("instruction removed", done.instructions_removed, ""))
-    lines.append(("rows written", done.written, done.out))
-    _print_table(lines, console)
+    _print_table([*lines, ("rows written", done.written, done.out)], console)
     scorers = {source: _scorer_of(source) for source in done.data_sources}
     none = (
         "has NO built-in scorer: training stops before the first step unless reward.scorers names "
@@ -142,8 +144,7 @@ def _show_prepared(done: PrepareReport, instruction: str, console: Console) -> N
     asking, training = _usage_hint(done, instruction, unknown)
     if asking:
         console.print(asking)
-    console.print(f"Next: winnow data check {shlex.quote(done.out)}")
-    console.print(f"      {training}")
+    console.print(f"Next: winnow data check {shlex.quote(done.out)}\n      {training}")
 
 
 def _usage_hint(done: PrepareReport, instruction: str, unknown: list[str]) -> tuple[str, str]:
@@ -203,6 +204,7 @@ def _show_report(report: Mapping[str, Any], console: Console) -> None:
     _show_examples("Conflicting labels", [_format_conflict(each) for each in conflicts], console)
     shared = [] if overlap is None else [_format_overlap(each) for each in overlap["shared"]]
     _show_examples("In both files", shared, console)
+    _show_examples("Environment", report["warnings"], console)
 
 
 def _format_conflict(conflict: Mapping[str, Any]) -> str:
@@ -219,9 +221,8 @@ def _format_overlap(shared: Mapping[str, Any]) -> str:
 
 
 def _show_examples(title: str, examples: list[str], console: Console) -> None:
-    if not examples:
-        return
-    console.print(f"\n{title}", style="bold")
+    if examples:
+        console.print(f"\n{title}", style="bold")
     for example in examples[:_SHOWN]:
         console.print(printable(example))
     if len(examples) > _SHOWN:

@@ -39,9 +39,8 @@ def init_command(
     files["recipe.yaml"] = files["recipe.yaml"].replace("path: MODEL", shown)
     make_row = _make_sum if template == "reward" else _make_secret
     rows = [json.dumps(make_row(number)) + "\n" for number in range(_TRAINED + _HELD_OUT)]
-    files["train.jsonl"], files["held_out.jsonl"] = map(
-        "".join, (rows[_HELD_OUT:], rows[:_HELD_OUT])
-    )
+    files["train.jsonl"] = "".join(rows[_HELD_OUT:])
+    files["held_out.jsonl"] = "".join(rows[:_HELD_OUT])
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

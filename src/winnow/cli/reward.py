@@ -71,7 +71,11 @@ def try_command(
     from winnow.checkpoints.strangers import require_trusted_start
     from winnow.config.reward import UNROUTED
 
-    file, settings = _split_words(words or [])
+    settings = [word for word in words or () if "=" in word and not os.path.exists(word)]
+    files = [word for word in words or () if word not in settings]
+    if len(files) > 1:
+        raise DataError(f"got {len(files)} files, {' and '.join(files)}; pass one")
+    file = files[0] if files else None
     if scorer is not None and function is not None:
         raise RewardError(
             f"--scorer {scorer} and --function {function} exclude each other; drop one"
@@ -85,7 +89,9 @@ def try_command(
     number = 1 if row is None else row
     data = config.data.model_copy(update={"prompt_key": prompt_key} if prompt_key else {})
     prompt = _make_prompt(file, number, truth, source or scorer, data, any_source)
-    texts = _split_turns(_read_answer() if answer is None else answer)
+    if answer is None and sys.stdin.isatty():
+        typer.echo("Type the answer, then press Ctrl-D on an empty line:", err=True)
+    texts = _split_turns(sys.stdin.read() if answer is None else answer)
     turns = _replay_turns(config, prompt, texts)
     text = texts[len(turns) - 1]
     trial = _score_answer(config, prompt, turns, text, tokens or 0, quiet=as_json)
@@ -97,21 +103,6 @@ def try_command(
         raise RewardError(
             f"scoring this answer failed: {trial['error']}; fix the scorer or the row"
         )
-
-
-def _split_words(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The file, and the settings."""
-    settings = [word for word in arguments if "=" in word and not os.path.exists(word)]
-    files = [word for word in arguments if word not in settings]
-    if len(files) > 1:
-        raise DataError(f"got {len(files)} files, {' and '.join(files)}; pass one")
-    return (files[0] if files else None), settings
-
-
-def _read_answer() -> str:
-    if sys.stdin.isatty():
-        typer.echo("Type the answer, then press Ctrl-D on an empty line:", err=True)
-    return sys.stdin.read()
 
 
 def _split_turns(text: str) -> list[str]:

@@ -196,13 +196,9 @@ def sweep_figures(sweep: Sweep) -> list[dict[str, Any]]:
         held_out: dict[str, list[float]] = {}
         for source, evaluation in ((s, f) for r in records for s, f in evaluations(r).items()):
             held_out[source] = [*held_out.get(source, [])[:1], evaluation.accuracy]
-        row: dict[str, Any] = {
-            "run": name,
-            "settings": overrides,
-            "exit_code": sweep.codes.get(name),
-        }
-        row |= {"step": last.get("step"), "reward": last.get(REWARD), "length": last.get(LENGTH)}
-        rows.append(row | {"held_out": held_out})
+        start = {"run": name, "settings": overrides, "exit_code": sweep.codes.get(name)}
+        end = {"step": last.get("step"), "reward": last.get(REWARD), "length": last.get(LENGTH)}
+        rows.append({**start, **end, "held_out": held_out})
     return rows
 
 

@@ -28,6 +28,7 @@ from winnow.builders.engines import check_engine_installed, draw_canary, engines
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import prepare_device
 from winnow.checkpoints.recipe_changes import with_settings
+from winnow.config.environment import NoEnvironment
 from winnow.config.judge import NoJudge, NoRewardModel
 from winnow.config.load import parse_recipe
 from winnow.config.model import LoraAdapter, ReferenceConfig
@@ -92,13 +93,11 @@ class TrainerModel:
         """Score the canary's sequences with a model."""
         model.requires_grad_(False)
         vocabulary, fp32_head = policy.vocabulary, config.model.fp32_head
+        temperature = config.rollout.temperature
         strategy = Strategy(
-            model,
-            temperature=config.rollout.temperature,
-            vocab_size=vocabulary,
-            fp32_head=fp32_head,
+            model, temperature=temperature, vocab_size=vocabulary, fp32_head=fp32_head
         )
-        canary = draw_canary(policy, config.rollout.temperature)
+        canary = draw_canary(policy, temperature)
         return cls(strategy, vocabulary, fp32_head, canary, canary.score(strategy))
 
     async def compare(self, name: str, engine: Engine, version: int) -> EngineFinding:
@@ -126,7 +125,7 @@ def config_to_check(target: str, overrides: Sequence[str], model: str | None) ->
         defaults.append(f"rollout.max_response_tokens={TOKENS}")
     config = parse_recipe(None if is_server else target, [*defaults, *overrides])
     unused = {"reference": ReferenceConfig(), "critic": CriticConfig()}
-    config = config.model_copy(update=unused)
+    config = config.model_copy(update={**unused, "environment": NoEnvironment()})
     config = with_settings(config, reward={"model": NoRewardModel(), "judge": NoJudge()})
     if isinstance(adapter := config.model.adapter, LoraAdapter):  # whole weights are compared
         merged = adapter.model_copy(update={"publish": "merged"})

@@ -221,7 +221,13 @@ def _generate_answers(
         if not evaluator.prompts:
             raise DataError(_NO_PROMPTS)
         _check_template_once(config.data, evaluator)
-        console.print(Text(_heading(setup, evaluator), style="bold"), soft_wrap=True)
+        sampling, longest = config.evaluation, config.rollout.max_response_tokens
+        how = [f"{len(evaluator.prompts):,} held-out prompts"]
+        how.append(f"temperature {sampling.temperature:g}")
+        how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+        how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
+        heading = f"{setup.title}: {', '.join(how)}, at most {longest:,} tokens"
+        console.print(Text(heading, style="bold"), soft_wrap=True)
         for line in (setup.note, *(f"Data: {line}" for line in held_out.layouts)):
             if line:
                 console.print(Text(line), soft_wrap=True)
@@ -338,15 +344,6 @@ def _scorer_summary(reward: RewardConfig, source: str) -> str:
             summary, *_ = (scorer.score.__doc__ or "").splitlines()
             return f"{scorer.name}: {summary}"
     return ""
-
-
-def _heading(setup: EvalSetup, evaluator: Evaluator) -> str:
-    sampling = setup.config.evaluation
-    how = [f"{len(evaluator.prompts):,} held-out prompts", f"temperature {sampling.temperature:g}"]
-    how += [f"top_p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    how += [f"top_k {sampling.top_k}"] if sampling.top_k else []
-    limit = setup.config.rollout.max_response_tokens
-    return f"{setup.title}: {', '.join(how)}, at most {limit:,} tokens"
 
 
 def _check_template_once(data: DataConfig, evaluator: Evaluator) -> None:
@@ -507,13 +504,16 @@ def _with_local_engine(config: Config, has_servers: bool) -> tuple[Config, str]:
     judge = config.reward.judge
     if isinstance(judge, EngineJudge) and not judge.in_evaluation:
         reward["judge"] = NoJudge()
+    others: dict[str, Any] = {"reward": reward}
+    if "environment" in Roles(config):
+        others["environment"] = {"processes": 0}
     config = with_settings(
         config.model_copy(update={"cluster": LocalCluster(start_timeout_s=timeout_s)}),
         rollout={"engine": engine},
         trainer={"mode": SyncMode(), "strategy": WholeModels()},
-        reward=reward,
         reference={"strategy": WithPolicy()},
         critic={"strategy": WithPolicy()},
+        **others,
     )
     return config, note
 

@@ -132,16 +132,18 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
             _note(sink, stack.enter_context(options.companion(folder.path)))
         path, first, figures = _resolve_models(config, opened, options.fresh, sink, heartbeat)
         policy = load_policy(config, path, device, first, driver_holds_no_weights(engine, roles))
-        environments = stack.enter_context(environment_processes(config, policy.tokenizer))
+        workers = worker_processes(config, roles, policy, first)
+        early = stack.enter_context(workers) if "environment" in roles else None
+        environments = stack.enter_context(environment_processes(config, policy.tokenizer, early))
         _note(sink, *history_notes(config, policy))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
+        start_workers = partial(early or stack.enter_context(workers), config=config)
         end = MachineDeadline(config.trainer)
         _note(sink, *end.notes, *startup_notes(roles, config.trainer.checkpoint_url))
         with (
             explain_oom(config),
             contextlib.closing(MetricsLog(folder.metrics)) as metrics,
-            worker_processes(config, roles, policy, first) as start_workers,
             contextlib.closing(build_rewards(config, roles, policy, start_workers)) as rewards,
         ):
             placed = build_models(config, roles, policy, first, start_workers, environments)
@@ -154,7 +156,6 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 begin,
             )  # fmt: skip
             run = _build(context, data, sink)
-            _note(sink, *opened.manifest.machine_changes(placed.machine))
             _restore(context, opened, run, sink)
             has_begun.set()
             heartbeat.watch_counters(
@@ -162,8 +163,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
                 rewards.count_offloaded,
             )
             _start_sinks(sinks, run, folder, figures, options.began_s)
-            explained = explain_oom(config, policy.model, run.save_after_failure)
-            stopped = _train(run, options.stop, end, explained, config.sampling.on_bound)
+            stopped = _train(context, run, end)
         if stopped is not None:
             _note(sink, _stopped_note(stopped, run.state.step, folder))
             return stopped.exit_code
@@ -191,7 +191,12 @@ def _read_data(
     Args:
         begin: gives the first messages of conversations, where rows do not.
     """
-    _save_tokenizer_and_config(policy, opened.folder)
+    folder = opened.folder
+    if policy.tokenizer.is_fast and not folder.tokenizer.exists():
+        text = policy.tokenizer.backend_tokenizer.to_str()
+        write_atomic(folder.tokenizer, text.encode())
+    if not folder.model.exists():
+        write_atomic(folder.model, policy.model.config.to_json_string().encode())
     epochs, steps = config.trainer.data_epochs, config.trainer.steps
     data: PromptSource | SftData
     if isinstance(config.sft, Demonstrations):
@@ -225,15 +230,6 @@ def _finished_note(config: Config, folder: RunFolder) -> str:
         f"{folder.path} is finished: nothing to do (raise trainer.{length} to train longer, or "
         "set run.name for a new run)"
     )
-
-
-def _save_tokenizer_and_config(policy: LoadedPolicy, folder: RunFolder) -> None:
-    """Save a fast tokenizer and the model's config to the run folder."""
-    if policy.tokenizer.is_fast and not folder.tokenizer.exists():
-        text = policy.tokenizer.backend_tokenizer.to_str()
-        write_atomic(folder.tokenizer, text.encode())
-    if not folder.model.exists():
-        write_atomic(folder.model, policy.model.config.to_json_string().encode())
 
 
 def _make_sinks(config: Config, folder: RunFolder, sink: ConsoleSink) -> list[Sink]:
@@ -320,6 +316,7 @@ def _restore(context: RunContext, opened: OpenedRun, run: Run | SftRun, sink: Co
     """Set the run, the random states and the folder to the checkpoint, if there is one, and say
     what is to be known of the steps that follow."""
     config, checkpoint = context.config, opened.checkpoint
+    _note(sink, *opened.manifest.machine_changes(context.placed.machine))
     seed_everything(config.run.seed)  # what was started since may have drawn
     if checkpoint is not None:
         run.unfinished = run.state.restore(checkpoint, opened.load_state(config))
@@ -340,19 +337,10 @@ def _restore(context: RunContext, opened: OpenedRun, run: Run | SftRun, sink: Co
         _note(sink, *[late] * bool(lag))
 
 
-def _train(
-    run: Run | SftRun,
-    stop: ShutdownSignal,
-    end: MachineDeadline,
-    explained: contextlib.AbstractContextManager[None],
-    on_bound: str,
-) -> Stopped | None:
-    """Train, and save the progress if the run is stopped or cannot continue.
-
-    Args:
-        explained: explains a lack of memory.
-        on_bound: `sampling.on_bound`; after a stop a resumed run goes on with the open groups.
-    """
+def _train(context: RunContext, run: Run | SftRun, end: MachineDeadline) -> Stopped | None:
+    """Train, and save the progress if the run is stopped or cannot continue."""
+    config, stop = context.config, context.stop
+    explained = explain_oom(config, context.policy.model, run.save_after_failure)
     stopped, end.save_s = None, lambda: run.state.save_s
     with stop.deferring(), stop.stop_before(end), gc_tuning.frozen(), run.state, explained:
         try:
@@ -368,7 +356,7 @@ def _train(
         except (NoSignalError, RewardError) as error:
             # Both come up while sampling, so weights are those of the boundary.
             if isinstance(error, NoSignalError) and isinstance(run, Run):
-                if on_bound == "stop":
+                if config.sampling.on_bound == "stop":  # a resumed run goes on with open groups
                     run.state.record_sampling()
                 # The answers that taught nothing are what there is to look at now.
                 seen = [

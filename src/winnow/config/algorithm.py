@@ -381,12 +381,16 @@ class NoRejection(Section):
     name: Literal["none"] = "none"
 
 
-class K1Rejection(Section):
+class _Rejection(Section):
+    name: str
+    level: Literal["token", "sample"] = "token"
+    """Drop single tokens, or whole samples."""
+
+
+class K1Rejection(_Rejection):
     """Drops where behav / old, the inverse of w, leaves [low, high]."""
 
     name: Literal["k1"] = "k1"
-    level: Literal["token", "sample"] = "token"
-    """Drop single tokens, or whole samples."""
     over: Literal["sum", "mean", "max"] = "mean"
     """Ratio of a sample: the product of its tokens' ratios, their geometric mean, or each of
     them."""
@@ -399,10 +403,7 @@ class K1Rejection(Section):
         yield from self.order_conflicts("algorithm.correction.rejection", "low", "high")
 
 
-class _DivergenceRejection(Section):
-    name: str
-    level: Literal["token", "sample"] = "token"
-    """Drop single tokens, or whole samples."""
+class _DivergenceRejection(_Rejection):
     over: Literal["sum", "mean", "max"] = "mean"
     """Sum, mean or maximum over a sample's tokens that is held against the bound."""
 

@@ -29,8 +29,11 @@ class _Conversation(Section):
     reply the chat template renders it anew, and where that changes earlier tokens the next turn
     begins with the rendered ones, in a context of its own. rollout.max_response_tokens then bounds
     each context, behind as many tokens as the prompt has, and the sampled tokens in all."""
+    processes: Annotated[int, Change.ON_RESUME] = Field(0, ge=0)
+    """Number of processes that hold the environments, each with its workers, on any node of a Ray
+    cluster; 0 holds them in the run's process, as winnow eval and winnow reward always do."""
     workers: Annotated[int | None, Change.ON_RESUME] = Field(None, ge=1)
-    """Processes of the environments; null: half of the cores."""
+    """Worker processes of the environments, per environment process; null: half of the cores."""
     timeout_s: Annotated[float, Change.ON_RESUME] = Field(60.0, gt=0)
     """Seconds that an environment has for a reply."""
     memory_mb: Annotated[int, Change.ON_RESUME] = Field(2048, ge=64)
@@ -147,7 +150,7 @@ def host_arguments(
 
     Args:
         sandbox: of the recipe, which its processes share.
-        workers: number of these.
+        workers: number of these, on all nodes.
     """
     if isinstance(config, CustomEnvironment):
         return "environment.path", (config.path,), config.options, False

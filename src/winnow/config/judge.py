@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
@@ -265,7 +265,10 @@ def to_judge_keys(line: str) -> str:
     return re.sub(pattern, lambda match: _JUDGE_KEYS[match[0]], line)
 
 
-_NO_SLEEP = "reward.judge.engine.sleep=true is not supported; set it to false"
+def _engine_conflicts(lines: Iterable[str], sleeps: bool | None) -> Iterator[str]:
+    yield from map(to_judge_keys, lines)
+    if sleeps:
+        yield "reward.judge.engine.sleep=true is not supported; set it to false"
 
 
 class JudgeTorchEngine(TorchEngineConfig):
@@ -275,9 +278,7 @@ class JudgeTorchEngine(TorchEngineConfig):
     """Number of engines, each with the full model, on one GPU each if there are GPUs."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from map(to_judge_keys, super().conflicts())
-        if self.sleep:
-            yield _NO_SLEEP
+        return _engine_conflicts(super().conflicts(), self.sleep)
 
 
 class JudgeVllmEngine(VllmEngineConfig):
@@ -288,9 +289,7 @@ class JudgeVllmEngine(VllmEngineConfig):
     GPUs."""
 
     def conflicts(self) -> Iterator[str]:
-        yield from map(to_judge_keys, super().conflicts())
-        if self.sleep:
-            yield _NO_SLEEP
+        return _engine_conflicts(super().conflicts(), self.sleep)
 
 
 class EngineJudge(LanguageModelJudge):

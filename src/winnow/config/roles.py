@@ -34,7 +34,7 @@ class Role:
     """Keyword arguments of the class, by name."""
     kind: Literal["ranks", "engines", "pipelines"] = "ranks"
     """Ranks hold a model together and are one group; an engine is a group, which may die and leave
-    the others; pipelines are whole each, in one group."""
+    the others, and so is a process of environments; pipelines are whole each, in one group."""
     title: str = "rank{s} of the {name}"
     """Title of the processes, for people; `{s}` stands for the plural's s."""
     log_name: str = "{name}"
@@ -97,7 +97,7 @@ class Roles:
             for part in path:
                 section = getattr(section, part, None)
             count, is_vllm = getattr(section, key, 0), isinstance(section, VllmEngineConfig)
-            width = getattr(section, "tensor_parallel", 1)
+            width = getattr(section, "tensor_parallel", role.width)
             shares = role.name == "rollout" and cluster.share_devices and not pools
             if count is None:  # engines: 1 where none can be in the run's process
                 count = int(is_vllm or trainer.mode.name != "sync")
@@ -183,6 +183,16 @@ ROLES = [
         ("config", "tokenizer"),
         "pipelines",
         "scorer{s}",
+    ),
+    Role(
+        "environment",
+        "environment.processes",
+        "winnow.builders.environments:make_environment_pool",
+        ("config", "most_calls"),
+        "engines",
+        "environment worker{s}",
+        "environment {number}",
+        width=0,
     ),
     Role("reward_model", "reward.model.strategy.ranks", "winnow.ranks.workers:RewardModelWorker"),
     Role(

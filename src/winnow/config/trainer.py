@@ -392,6 +392,8 @@ class RolesConfig(Section):
     """Pool of the engines (rollout.engine.processes)."""
     reward: str | None = None
     """Pool of the reward processes (reward.processes)."""
+    environment: str | None = None
+    """Pool of the environment processes (environment.processes)."""
     reward_model: str | None = None
     """Pool of the reward model's ranks (reward/model/strategy=fsdp2)."""
     judge: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -121,7 +121,7 @@ class MetricsColumns:
                 for row in rows
             ]  # fmt: skip
 
-    def curves(self, patterns: Iterable[str]) -> dict[str, Any]:
+    def curves(self, patterns: Collection[str]) -> dict[str, Any]:
         """Return the figures that match a pattern, and the steps, tokens and seconds up to each.
 
         Of more than `_MOST_POINTS` rows, `every` neighbours make a point, whose `step` is the last
@@ -131,35 +131,32 @@ class MetricsColumns:
         "tokens": [9, 20, 31], "time_s": [1, 2, 3], "every": 2, "values": {…}, "totals": {…}}`.
         """
         with self._lock:  # no row comes in between
-            return self._curves(list(patterns))
+            names = [n for n in self.names if any(fnmatchcase(n, each) for each in patterns)]
+            steps = self.steps
+            every = -(-len(steps) // _MOST_POINTS) or 1
+            starts = list(range(0, len(steps), every))
+            lasts = [min(start + every, len(steps)) - 1 for start in starts]
 
-    def _curves(self, patterns: list[str]) -> dict[str, Any]:
-        names = [n for n in self.names if any(fnmatchcase(n, each) for each in patterns)]
-        steps = self.steps
-        every = -(-len(steps) // _MOST_POINTS) or 1
-        starts = list(range(0, len(steps), every))
-        lasts = [min(start + every, len(steps)) - 1 for start in starts]
+            def up_to(name: str) -> list[float | None]:
+                sums = list(accumulate(value or 0.0 for value in self.column(name)))
+                return [round_to(sums[row], 15) for row in lasts]
 
-        def up_to(name: str) -> list[float | None]:
-            sums = list(accumulate(value or 0.0 for value in self.column(name)))
-            return [round_to(sums[row], 15) for row in lasts]
-
-        return {
-            "step": [steps[row] for row in lasts],
-            "rows": [last - start + 1 for start, last in zip(starts, lasts, strict=True)],
-            "steps": sum(step > 0 for step in steps),
-            "tokens": up_to(GENERATED_TOKENS),
-            "time_s": up_to(STEP_S),
-            "every": every,
-            "values": {
-                name: [round_to(v) for v in self._reduce_bins(name, starts)] for name in names
-            },
-            "totals": {
-                name: round_to(sum(value or 0.0 for value in self.column(name)), 15)
-                for name in names
-                if _reduction_of(name) == "sum"
-            },
-        }
+            return {
+                "step": [steps[row] for row in lasts],
+                "rows": [last - start + 1 for start, last in zip(starts, lasts, strict=True)],
+                "steps": sum(step > 0 for step in steps),
+                "tokens": up_to(GENERATED_TOKENS),
+                "time_s": up_to(STEP_S),
+                "every": every,
+                "values": {
+                    name: [round_to(v) for v in self._reduce_bins(name, starts)] for name in names
+                },
+                "totals": {
+                    name: round_to(sum(value or 0.0 for value in self.column(name)), 15)
+                    for name in names
+                    if _reduction_of(name) == "sum"
+                },
+            }
 
     def _reduce_bins(self, name: str, starts: list[int]) -> Iterable[float | None]:
         """Put the rows from each start to the next together."""

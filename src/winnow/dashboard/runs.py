@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, count
 from pathlib import PurePosixPath
 from threading import Lock
 from typing import Any
@@ -124,7 +125,9 @@ class RunFiles:
             raise
         # Each file system has its own errors, and a file may hold anything.
         except (Exception, pa.ArrowException) as error:
-            raise UnreadableError(f"cannot read {name} of {self.name}: {_reason(error)}") from error
+            raise UnreadableError(
+                f"cannot read {name} of {self.name}: {one_line(error)[:300]}"
+            ) from error
 
 
 class GrowingFile:
@@ -197,7 +200,9 @@ class RunSet:
             taken = {each.name for each in self._runs.values()}
             for root, system in roots.items():
                 if root not in self._runs:
-                    name = _unique_name(PurePosixPath(root).name, taken)
+                    first = PurePosixPath(root).name
+                    names = chain([first], (f"{first} ({number})" for number in count(2)))
+                    name = next(each for each in names if each not in taken)
                     taken.add(name)
                     self._runs[root] = RunFiles(system, root, name)
             return {self._runs[root].name: self._runs[root] for root in roots}
@@ -209,7 +214,7 @@ def _open_place(place: str) -> tuple[Any, str]:
         path = str(path).rstrip("/")
         exists = system.exists(path)
     except Exception as error:  # each file system has its own errors
-        raise UnreadableError(f"cannot open {place}: {_reason(error)}") from error
+        raise UnreadableError(f"cannot open {place}: {one_line(error)[:300]}") from error
     if not exists:
         raise UnreadableError(
             f"{place} does not exist; give a run's folder, a folder of runs, or the URL of one"
@@ -239,7 +244,7 @@ def _list_entries(system: Any, path: str) -> dict[str, FileEntry]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except Exception as error:  # each file system has its own errors
-        raise UnreadableError(f"cannot list {path}: {_reason(error)}") from error
+        raise UnreadableError(f"cannot list {path}: {one_line(error)[:300]}") from error
     return {PurePosixPath(each["name"]).name: _make_entry(each) for each in listed}
 
 
@@ -268,15 +273,3 @@ def _make_entry(info: dict[str, Any]) -> FileEntry:
 def _is_local(system: Any) -> bool:
     protocol = system.protocol
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
-
-
-def _unique_name(name: str, taken: set[str]) -> str:
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name} ({number})"
-    return free
-
-
-def _reason(error: BaseException) -> str:
-    return one_line(error)[:300]

@@ -80,37 +80,34 @@ class TraceWindows:
             UnreadableError: the file cannot be read.
         """
         with self._lock:
-            return self._window(step)
-
-    def _window(self, step: int) -> dict[str, Any]:
-        places = [n for n, (name, _, _) in enumerate(self._marks) if name == f"step {step}"]
-        if not places:
-            return {"seconds": 0.0, "tracks": [], "left_out": 0}
-        at = places[-1]  # the last time that it was done
-        start_name, began, start = self._marks[at - 1] if at else ("", self._marks[at][1], 0)
-        ended = self._marks[at][1]
-        later = self._marks[at + 1][2] if at + 1 < len(self._marks) else self._file.offset
-        tracks: dict[str, list[tuple[str, float, float]]] = {}
-        for event in self._slices(start, later):
-            first, last = event["ts"], event["ts"] + event["dur"]
-            if first < ended and last > began:
-                inside = max(first, began), min(last, ended)
-                track = self._tracks.get(event["tid"], f"track {event['tid']}")
-                tracks.setdefault(track, []).append(
-                    (event["name"], (inside[0] - began) / 1e6, (inside[1] - inside[0]) / 1e6)
-                )
-        longest = sorted((s for each in tracks.values() for s in each), key=lambda s: -s[2])
-        least = longest[_MOST_SLICES][2] if len(longest) > _MOST_SLICES else -1.0
-        return {
-            "seconds": (ended - began) / 1e6,
-            "after": start_name,
-            "tracks": [
-                {"name": name, "slices": [
-                    [s[0], round(s[1], 4), round(s[2], 4)] for s in slices if s[2] > least]}
-                for name, slices in tracks.items()
-            ],
-            "left_out": sum(s[2] <= least for s in longest),
-        }  # fmt: skip
+            places = [n for n, (name, _, _) in enumerate(self._marks) if name == f"step {step}"]
+            if not places:
+                return {"seconds": 0.0, "tracks": [], "left_out": 0}
+            at = places[-1]  # the last time that it was done
+            start_name, began, start = self._marks[at - 1] if at else ("", self._marks[at][1], 0)
+            ended = self._marks[at][1]
+            later = self._marks[at + 1][2] if at + 1 < len(self._marks) else self._file.offset
+            tracks: dict[str, list[tuple[str, float, float]]] = {}
+            for event in self._slices(start, later):
+                first, last = event["ts"], event["ts"] + event["dur"]
+                if first < ended and last > began:
+                    inside = max(first, began), min(last, ended)
+                    track = self._tracks.get(event["tid"], f"track {event['tid']}")
+                    tracks.setdefault(track, []).append(
+                        (event["name"], (inside[0] - began) / 1e6, (inside[1] - inside[0]) / 1e6)
+                    )
+            longest = sorted((s for each in tracks.values() for s in each), key=lambda s: -s[2])
+            least = longest[_MOST_SLICES][2] if len(longest) > _MOST_SLICES else -1.0
+            return {
+                "seconds": (ended - began) / 1e6,
+                "after": start_name,
+                "tracks": [
+                    {"name": name, "slices": [
+                        [s[0], round(s[1], 4), round(s[2], 4)] for s in slices if s[2] > least]}
+                    for name, slices in tracks.items()
+                ],
+                "left_out": sum(s[2] <= least for s in longest),
+            }  # fmt: skip
 
     def _slices(self, start: int, end: int) -> Iterator[dict[str, Any]]:
         for line in self._files.read(TRACE, start, end).splitlines():

@@ -15,6 +15,7 @@ A report is plain values, as `winnow data check --json` prints them:
 |---|---|
 | file, schema, rows | the file, the columns that were taken, and its number of rows |
 | sources | of each data source, the largest first: source, rows, scorer (null: none is known) |
+| warnings | lines on rows that the recipe's environment does not fit |
 | lengths | unit (tokens, with the chat template, or characters), shortest, median, p95, longest, |
 | | limit, beyond (prompts longer than the limit; null without a tokenizer) |
 | images | images of all rows; each was opened |
@@ -31,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def check(
     path: str,
     scorer_of: Callable[[str], str | None],
     *,
+    notes_of: Callable[[Sequence[Row]], Iterable[str]] = lambda _: (),
     tokenizer: Tokenizer | None = None,
     limit: int | None = None,
     evaluation: str | None = None,
@@ -92,9 +94,8 @@ def check(
         "file": path,
         "schema": rows[0].layout,
         "rows": len(rows),
-        "sources": [
-            {"source": name, "rows": count, "scorer": scorer_of(name)} for name, count in sources
-        ],
+        "sources": [{"source": s, "rows": n, "scorer": scorer_of(s)} for s, n in sources],
+        "warnings": list(notes_of(rows)),
         "lengths": _lengths(rows, renderer, limit),
         "images": sum(len(row.images) for row in rows),
         "unique_prompts": len(by_prompt),

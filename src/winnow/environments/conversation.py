@@ -249,10 +249,11 @@ class ConversationEngine:
                 self._handle(event)
                 continue
             # Of several engines some report before others: the turn may have ended since.
-            conversation = self._live.get(event.key)
-            if conversation is not None and conversation.reply is None:
+            if (conversation := self._live.get(event.key)) and conversation.reply is None:
                 running.append(self._turn_event(conversation, event))
-        running += [each.event("running") for each in self._waiting()]
+        # An engine reports no turn that waits for a slot, and the turns before it count, too.
+        reported = {event.key for event in running}
+        running += [e.event("running") for key, e in self._live.items() if key not in reported]
         events, self._events = self._events, []
         return [*events, *sorted(running, key=lambda event: event.key)]
 
@@ -305,15 +306,13 @@ class ConversationEngine:
 
     async def _advance(self, until: int | None) -> bool:
         """Run the engine to the next event, reply or `until`; return whether to wait no more."""
-        due = min((each.due for each in self._waiting()), default=None)
         status = self._engine.status()
         is_idle = not status.running + status.queued
-        if due is not None and (status.tick >= due or is_idle):
-            replied = sorted(self._waiting(), key=lambda each: (each.due, each.key))
-            for conversation in replied:
-                if is_idle or conversation.due <= status.tick:
-                    await self._take_reply(conversation)
+        replied = [each for each in self._waiting() if is_idle or each.due <= status.tick]
+        if replied:
+            await self._take_replies(sorted(replied, key=lambda each: (each.due, each.key)))
             return False
+        due = min((each.due for each in self._waiting()), default=None)
         limits = [tick for tick in (due, until) if tick is not None]
         events = await self._engine.events(min(limits, default=None))
         for event in events:
@@ -391,12 +390,14 @@ class ConversationEngine:
         goes_on = len(conversation.turns) + 1 < self._limits.turns
         written = [*conversation.branch, *([request.prefix] if request.prefix else [])]
         prefix = _flatten(written) if written else None
-        turn = replace(request, seed=conversation.seed, prefix=prefix, earlier=())
-        turn = replace(turn, retain_cache=goes_on)
+        group, seed, ids = conversation.group, conversation.seed, conversation.prompt_ids
+        turn = replace(request, seed=seed, prefix=prefix, earlier=(), retain_cache=goes_on)
         sampling = self._turn_sampling(conversation)
-        group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
+        next_turn = GroupRequest(
+            group.group_id, ids, (turn,), sampling, group.priority, images=group.images
+        )
         conversation.in_engine = True
-        await self._engine.submit([replace(group, prompt_ids=conversation.prompt_ids)])
+        await self._engine.submit([next_turn])
 
     def _turn_sampling(self, conversation: Conversation) -> SamplingParams:
         """Return the settings of the next turn; the tokens before it count towards its limit."""
@@ -413,17 +414,17 @@ class ConversationEngine:
     def _handle(self, event: CompletionEvent) -> None:
         """Process the end of a turn."""
         conversation = self._live[event.group_id, event.answer]
-        ended = self._turn_event(conversation, event)
         conversation.tick, conversation.in_engine = event.tick, False
         if event.kind != "finished":
-            self._events.append(ended)
+            self._events.append(self._turn_event(conversation, event))
             self._set_aside(conversation)
             return
         if event.finish_reason != "stop":  # the turn has no end, so nothing can follow
-            self._finish(conversation, ended)
+            self._finish(conversation, self._turn_event(conversation, event))
             return
-        conversation.segments.append(ended.segment)
-        conversation.turns.append(self._turn_of(ended.segment, conversation.group))
+        segment = _part(event.segment, conversation.length)
+        conversation.segments.append(segment)
+        conversation.turns.append(self._turn_of(segment, conversation.group))
         if conversation.aborting:
             self._events.append(conversation.event("aborted"))
             self._set_aside(conversation)
@@ -447,7 +448,7 @@ class ConversationEngine:
     async def _take_reply(self, conversation: Conversation) -> None:
         """Wait for the reply to the last turn; end the conversation, or begin its next turn."""
         reply = conversation.reply
-        if reply is not None:
+        if reply is not None and not reply.done():
             await asyncio.wait([reply])
         if reply is None or self._live.get(conversation.key) is not conversation:
             return  # it was aborted in the meantime

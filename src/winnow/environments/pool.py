@@ -3,26 +3,32 @@
 A conversation always goes to the same of several pools of one process, which keeps its environment
 between turns. If that process ends, a new one replays the turns of a conversation when its next
 reply is asked for.
+
+    environment.processes=0   run ─► EnvironmentPool ─► CallPool ─► process
+    environment.processes=N   run ─► EnvironmentPool ─► RemotePool ─► worker, on any node:
+                                                        EnvironmentPool ─► CallPool ─► process
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from winnow.environments import Message, Step, Turn
 from winnow.environments.host import StepRequest, TurnReplies
-from winnow.errors import ConfigError, EnvironmentFault
+from winnow.errors import ConfigError, EnvironmentFault, WorkerError
 from winnow.rewards.pool import CallPool
 from winnow.rewards.task import Failure, PoolLimits
 from winnow.types import Prompt
+from winnow.workers.group import WorkerGroup
 
 
-class EnvironmentPool:
-    """The environments of a run's conversations (`conversation.Environments`); close it.
+def start_pools(limits: PoolLimits, arguments: tuple[Any, ...]) -> list[CallPool]:
+    """Start pools of one process in this machine.
 
     Args:
         limits: of all processes.
@@ -31,28 +37,66 @@ class EnvironmentPool:
     Raises:
         ConfigError: the user's code cannot be used.
     """
+    field, paths = arguments[:2]
+    pools, alone = list[CallPool](), replace(limits, workers=1)
+    with ExitStack() as stack:
+        for _ in range(limits.workers):
+            pool = CallPool(
+                alone,
+                "winnow.environments.host:EnvironmentHost",
+                arguments,
+                f"{field} {', '.join(paths)}",
+                error=ConfigError,
+            )
+            stack.callback(pool.close)
+            pools.append(pool)
+        stack.pop_all()
+    return pools
 
-    def __init__(self, limits: PoolLimits, arguments: tuple[Any, ...]) -> None:
-        self._pools: list[CallPool] = []
-        self._closed: list[list[int]] = [[] for _ in range(limits.workers)]
+
+class RemotePool:
+    """An `EnvironmentPool` in another process, which is started again when it is lost.
+
+    Args:
+        group: has the one worker.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._started = Future[WorkerGroup]()
+        self._started.set_result(group)
+
+    async def call(self, request: StepRequest) -> TurnReplies | Failure:
+        """Return the replies, or how the process was lost.
+
+        Raises:
+            WinnowError: it cannot be started again, or the user's code cannot be used any more.
+        """
+        started = self._started
+        # Shielded: a conversation that is aborted cancels no start.
+        group = await asyncio.shield(asyncio.wrap_future(started))
+        try:
+            outcome: TurnReplies | Failure = await group.call_rank(0, "call", request)
+        except WorkerError as error:
+            if self._started is started:
+                assert group.restart is not None
+                self._started = group.submit(group.restart())
+            return Failure(str(error))
+        return outcome
+
+    def close(self) -> None:
+        """Do nothing: the process ends with the run's other workers."""
+
+
+class EnvironmentPool:
+    """The environments of a run's conversations (`conversation.Environments`); close it."""
+
+    def __init__(self, pools: Sequence[CallPool] | Sequence[RemotePool]) -> None:
+        self._pools = pools
+        self._closed: list[list[int]] = [[] for _ in pools]
         self.steps = 0
         """Turns replied to, replayed ones included."""
         self.seconds = 0.0
         """In which environments replied to them."""
-        field, paths = arguments[:2]
-        alone = replace(limits, workers=1)
-        with ExitStack() as stack:
-            for _ in range(limits.workers):
-                pool = CallPool(
-                    alone,
-                    "winnow.environments.host:EnvironmentHost",
-                    arguments,
-                    f"{field} {', '.join(paths)}",
-                    error=ConfigError,
-                )
-                stack.callback(pool.close)
-                self._pools.append(pool)
-            stack.pop_all()
 
     async def step(
         self, conversation: int, prompt: Prompt, turns: Sequence[Turn], state: str = ""
@@ -62,15 +106,9 @@ class EnvironmentPool:
         Raises:
             EnvironmentFault: the environment raises, hangs, or takes too much memory.
         """
-        place = conversation % len(self._pools)
-        closed, self._closed[place] = tuple(self._closed[place]), []
         first = tuple(prompt.messages) if prompt.row_messages else ()
-        request = StepRequest(conversation, row_of(prompt), tuple(turns), first, state, closed)
-        try:
-            outcome: TurnReplies | Failure = await self._pools[place].call(request)
-        except asyncio.CancelledError:
-            self._closed[place] += closed
-            raise
+        request = StepRequest(conversation, row_of(prompt), tuple(turns), first, state)
+        outcome = await self.call(request)
         if isinstance(outcome, Failure):
             raise EnvironmentFault(outcome.line)
         if turns:
@@ -79,6 +117,20 @@ class EnvironmentPool:
                 self.seconds + outcome.seconds,
             )
         return outcome.steps
+
+    async def call(self, request: StepRequest) -> TurnReplies | Failure:
+        """Pass a request on to the pool of its conversation, which numbers its own anew."""
+        for conversation in request.closed:
+            self.close_conversation(conversation)
+        number, place = divmod(request.conversation, len(self._pools))
+        closed, self._closed[place] = tuple(self._closed[place]), []
+        request = request._replace(conversation=number, closed=closed)
+        try:
+            outcome: TurnReplies | Failure = await self._pools[place].call(request)
+        except asyncio.CancelledError:
+            self._closed[place] += closed
+            raise
+        return outcome
 
     async def first_messages(self, number: int, prompt: Prompt) -> Sequence[Message]:
         """Return the messages with which the environment of a row begins; none: the row's.
@@ -92,7 +144,8 @@ class EnvironmentPool:
 
     def close_conversation(self, conversation: int) -> None:
         """Have the environment of a conversation closed with the next call of its process."""
-        self._closed[conversation % len(self._pools)].append(conversation)
+        number, place = divmod(conversation, len(self._pools))
+        self._closed[place].append(number)
 
     def close(self) -> None:
         """End all processes."""

@@ -62,23 +62,17 @@ class EvalResult:
                 for part, value in chain.from_iterable(parts.items() for parts in prompt.parts):
                     if part != TASK:  # whose mean says what the accuracy does
                         metrics.mean(f"{name}/part_{part}", value)
-                for figure, values in {"": prompt.accuracies, **_extra_numbers(prompt)}.items():
+                columns: dict[str, Sequence[float]] = {"": prompt.accuracies}
+                for key in dict.fromkeys(chain.from_iterable(prompt.extras)):
+                    if numbers := finite_numbers([extra.get(key) for extra in prompt.extras]):
+                        columns[f"own_{key}_"] = numbers
+                for figure, values in columns.items():
                     drawn = values[: summary.answers]  # of rows that ask the same there are more
                     metrics.mean(f"{name}/{figure}best@{summary.answers}", max(drawn))
                     metrics.mean(f"{name}/{figure}worst@{summary.answers}", min(drawn))
                     if figure:
                         metrics.mean_of(f"{name}/{figure}mean", sum(values), len(values))
         return metrics.record()
-
-
-def _extra_numbers(prompt: PromptAnswers) -> dict[str, Sequence[float]]:
-    """List the numbers that the scorer returned besides the score, by `own_NAME_`."""
-    columns: dict[str, Sequence[float]] = {}
-    for key in dict.fromkeys(chain.from_iterable(prompt.extras)):
-        values = finite_numbers([extra.get(key) for extra in prompt.extras])
-        if values is not None:
-            columns[f"own_{key}_"] = values
-    return columns
 
 
 @dataclass(frozen=True)

@@ -299,6 +299,7 @@ def summarise(prompts: Sequence[PromptAnswers], seed: int = 0) -> dict[str, Sour
 
 # Student's t without scipy, which transformers imports wherever it is installed: 0.37 s of CPU and
 # 44 MB more in each process that loads a model.
+_gauss_legendre = cache(np.polynomial.legendre.leggauss)
 
 
 def two_sided_p(t: float, degrees: int) -> float:
@@ -310,7 +311,7 @@ def two_sided_p(t: float, degrees: int) -> float:
     Example: `two_sided_p(12.7062, 1)` is about 0.05.
     """
     assert degrees >= 1, "a t distribution has at least one degree of freedom"
-    nodes, weights = _gauss_legendre()
+    nodes, weights = _gauss_legendre(64)
     high = math.atan2(math.sqrt(degrees), abs(t))  # exact for a large t, as pi/2 - atan(t) is not
     half = min(12 / math.sqrt(degrees), high) / 2
     integral = half * float(weights @ np.sin(high - half * (1 + nodes)) ** (degrees - 1))
@@ -330,9 +331,3 @@ def two_sided_bound(p: float, degrees: int) -> float:
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if two_sided_p(middle, degrees) > p else (low, middle)
     return middle
-
-
-@cache
-def _gauss_legendre() -> tuple[Floats, Floats]:
-    nodes, weights = np.polynomial.legendre.leggauss(64)
-    return nodes, weights

@@ -163,7 +163,9 @@ class FSDP2Strategy(Strategy):
         return counts
 
     def _fill(self, target: Tensor, source: Tensor) -> None:
-        copy_into(target, source)
+        if isinstance(target, DTensor) and not isinstance(source, DTensor):  # that has all rows
+            source = source[local_rows(target.shape[0], target.device_mesh)]
+        local(target).copy_(local(source))
 
     def _gather_tensors(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((name, whole(tensor, self.device)) for name, tensor in named)
@@ -286,13 +288,6 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     return cast(DTensor, tensor.to(device)).full_tensor()
-
-
-def copy_into(target: Tensor, source: Tensor) -> None:
-    """Fill a sharded tensor from one that is sharded in the same way, or that has all rows."""
-    if isinstance(target, DTensor) and not isinstance(source, DTensor):
-        source = source[local_rows(target.shape[0], target.device_mesh)]
-    local(target).copy_(local(source))
 
 
 def global_norm(tensors: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> float:

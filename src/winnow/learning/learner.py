@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
@@ -236,9 +235,12 @@ class Learner:
             metrics.merge(self._critic.update(batch, step))
         if step <= settings.critic_warmup_steps:
             return
-        keys, has_moved = _sample_keys(groups), False
+        # They number samples independently of their places in the batch.
+        numbers = [group.id << 16 | i for group in groups for i in range(len(group.answers))]
+        keys, has_moved = torch.tensor(numbers, dtype=torch.int64), False
         for seed, update in settings.updates(batch.n_groups, step):
-            policy.select_tokens(batch, update, keys, _draw_seed(*seed))
+            draw_seed = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+            policy.select_tokens(batch, update, keys, int(draw_seed))
             micro = policy.strategy.sharder.cut_update(batch, update, settings.microbatch_tokens)
             stats = policy.update(micro, settings.lr(step), has_moved)
             metrics.merge(stats)
@@ -339,17 +341,6 @@ def _check_weights(moved: Strategy, field: str, step: int) -> None:
         raise TrainingError(
             f"step {step}: the weights overflowed in its updates and are not saved; lower {field}"
         )
-
-
-def _sample_keys(groups: Sequence[Group]) -> Tensor:
-    """Number each sample [B], int64, independently of its place in the batch."""
-    keys = [group.id << 16 | index for group in groups for index in range(len(group.answers))]
-    return torch.tensor(keys, dtype=torch.int64)
-
-
-def _draw_seed(*parts: int) -> int:
-    """Make one 64-bit seed from several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 
 def _mismatch(batch: Batch, old: FloatArray) -> FloatArray:

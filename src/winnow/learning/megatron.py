@@ -38,7 +38,7 @@ from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.shards import Piece
 from winnow.learning.strategy import HALF, Figures, LossFn, Stats, Strategy, check_state, tensors_of
 from winnow.models.causal_lm import is_reward_model, is_value_model
-from winnow.models.megatron.stage import PackedSamples, Stage, rotary
+from winnow.models.megatron.stage import PackedSamples, Stage, megatron_config, rotary
 from winnow.models.megatron.weights import Part, RankPlace, check_layout, parts_of
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.routing import ExpertLoad, LoadCounter, route_shape
@@ -125,8 +125,9 @@ class MegatronStrategy(Strategy):
         model, split = cast(Any, self.model), self._layout.sequence_parallel
         self._dtype = next(model.base_model.parameters()).dtype
         self._dimensions = check_layout(self.model, self._place, split)
-        layout = self._dimensions, self._place, self._dtype
-        return Stage(model.config, *layout, has_head, split, self._recomputes)
+        layout = model.config, self._dimensions, self._place
+        settings = megatron_config(*layout, self._dtype, split, self._recomputes)
+        return Stage(*layout, has_head, settings)
 
     @property
     def embeddings(self) -> nn.Module | None:

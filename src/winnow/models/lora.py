@@ -60,7 +60,9 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
         ModelError: peft is not installed, or a target is no linear layer, or is the head.
     """
     targets = adapter.target_modules
-    base, _, revision = _base_name(model).partition("@")
+    name = cast(str, model.name_or_path)
+    path = Path(name).resolve() if Path(name).is_dir() else name
+    base, _, revision = str(path).partition("@")
     if not isinstance(targets, str):
         _check_targets(model, targets)
     config = _peft().LoraConfig(
@@ -387,8 +389,3 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     a, b = (part[_NAME].weight.detach().to(exact) for part in (layer.lora_A, layer.lora_B))
     update: Tensor = layer.scaling[_NAME] * (b @ a)
     return (weight.to(exact) + update).to(weight.dtype)
-
-
-def _base_name(model: PreTrainedModel) -> str:
-    name = cast(str, model.name_or_path)
-    return str(Path(name).resolve()) if Path(name).is_dir() else name

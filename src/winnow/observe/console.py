@@ -24,7 +24,7 @@ from winnow.observe import metrics
 from winnow.observe.format import count, duration, number, percent, safe_line
 from winnow.observe.jsonl import Evaluation, evaluations
 from winnow.observe.metrics import Record
-from winnow.observe.sinks import Kind, RunInfo
+from winnow.observe.sinks import Kind, RunInfo, Sink
 
 _LINES_OF_A_RUN = 16
 """Lines that the live view leaves behind, about."""
@@ -80,7 +80,7 @@ def make_console(mode: Literal["auto", "plain", "off"], console: Console) -> Con
     return ConsoleSink(Console(quiet=True) if mode == "off" else console)
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """A sink that prints one line a step (about ten for a warm-up) under a header."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,9 +111,6 @@ class ConsoleSink:
 
     def show_status(self, text: str) -> None:
         """Show the progress within a step in the live view."""
-
-    def close(self) -> None:
-        pass
 
     def _prints_step(self, step: int) -> bool:
         return self._info.kind != "warm_up" or self._is_tenth(step)

@@ -75,7 +75,9 @@ def duration(seconds: float | None) -> str:
 
 def printable(text: str, encoding: str = "utf-8") -> str:
     """Make a model's text safe to print: no control codes, nothing beyond the encoding."""
-    shown = "".join(c if _is_printable(c) else c.encode("unicode_escape").decode() for c in text)
+    # Cc and Cf: escape sequences and marks that turn the direction of writing; Cs: surrogates.
+    codes = {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs")}
+    shown = "".join(c.encode("unicode_escape").decode() if c in codes else c for c in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -90,8 +92,3 @@ def shorten(text: str, limit: int) -> str:
         return text
     head = (limit - 5) * 2 // 3
     return f"{text[:head]} ... {text[len(text) - (limit - 5 - head) :]}"
-
-
-def _is_printable(character: str) -> bool:
-    # Cc and Cf: escape sequences and marks that turn the direction of writing; Cs: surrogates.
-    return character == "\n" or unicodedata.category(character) not in ("Cc", "Cf", "Cs")

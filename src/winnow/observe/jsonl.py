@@ -19,7 +19,7 @@ from winnow.errors import CheckpointError, WinnowError
 from winnow.observe import metrics
 from winnow.observe.files import AppendFile
 from winnow.observe.metrics import Number, Record, to_number
-from winnow.observe.sinks import RunInfo
+from winnow.observe.sinks import Sink
 from winnow.types import FATES
 
 METRICS_FILE = "metrics.jsonl"
@@ -27,11 +27,8 @@ METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = "non_finite"
 
 
-class MetricsLog(AppendFile):
+class MetricsLog(AppendFile, Sink):
     """The sink that appends to metrics.jsonl; resuming cuts it back to a checkpoint's offset."""
-
-    def start(self, info: RunInfo) -> None:
-        pass  # the file holds steps alone
 
     def log(self, step: int, record: Record) -> None:
         numbers = {name: to_number(value) for name, value in record.items()}
@@ -41,15 +38,6 @@ class MetricsLog(AppendFile):
             line[_NON_FINITE] = odd
         text = json.dumps(line, allow_nan=False, separators=(",", ":"))
         self.append(text.encode() + b"\n")
-
-    def synced_size(self) -> int:
-        """Flush the file to disk and return its size, which a checkpoint's manifest records.
-
-        Raises:
-            WinnowError: the disk refuses.
-        """
-        self.sync()
-        return self.size
 
     def truncate(self, offset: int) -> None:
         """Cut off every line after `offset`.

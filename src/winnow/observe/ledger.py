@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -38,7 +39,7 @@ import pyarrow.parquet as pq
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, RunFolder, write_atomic
 from winnow.observe.rollouts import list_step_files, problem_id
-from winnow.types import Group, IntArray, SettledGroup
+from winnow.types import IntArray, SettledGroup
 
 _INT, _TEXT = pa.int32(), pa.string()
 SCHEMA = pa.schema(
@@ -74,11 +75,15 @@ def write_ledger(
         group, fate = each.group, each.fate
         went_back = fate in ("surplus", "stale") or group.id in later
         scores = ((a.score.reward, a.score.accuracy) for a in group.scored)
+        segments = [answer.trajectory.segments for answer in group.scored]
+        versions = {span.version for part in chain(*segments) for span in part.spans}
+        has_ids = all(type(part.token_ids) is np.ndarray for part in chain(*segments))
+        ids = ((part.token_ids for part in parts) for parts in segments)
         row = (
             *(group.id, each.turn, step, fate, step if fate == "trained" else None, went_back),
             *(group.prompt.uid, problem_id(group.prompt), each.admitted_version),
-            *(_versions(group), each.staleness, len(group.scored), each.tokens),
-            *(_token_crc(group), score_crc(scores)),
+            *(sorted(versions), each.staleness, len(group.scored), each.tokens),
+            *(token_crc(ids) if has_ids else None, score_crc(scores)),
         )
         rows.append(dict(zip(SCHEMA.names, row, strict=True)))
     sink = pa.BufferOutputStream()
@@ -127,17 +132,6 @@ def _read_part(path: Path) -> pa.Table:
             f"cannot read {path}: {reason}; restore it from a copy of the run, or resume from "
             "a checkpoint before that step"
         ) from error
-
-
-def _versions(group: Group) -> list[int]:
-    segments = (s for answer in group.scored for s in answer.trajectory.segments)
-    return sorted({span.version for segment in segments for span in segment.spans})
-
-
-def _token_crc(group: Group) -> int | None:
-    answers = [[each.token_ids for each in a.trajectory.segments] for a in group.scored]
-    has_ids = all(type(ids) is np.ndarray for segments in answers for ids in segments)
-    return token_crc(answers) if has_ids else None
 
 
 def token_crc(answers: Iterable[Iterable[IntArray]]) -> int:

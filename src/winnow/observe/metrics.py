@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -158,16 +158,6 @@ def no_timeline(actor: str, phase: str, began_s: float, ended_s: float) -> None:
     """Record no timeline."""
 
 
-@dataclass
-class PhaseRanges:
-    """Marks phases in a profile, while one is made of this process (`winnow.observe.profile`)."""
-
-    make: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-
-
-PHASE_RANGES = PhaseRanges()
-
-
 class Stopwatch:
     """Seconds by phase, which with `other` add up to the time since the last `lap`.
 
@@ -178,6 +168,9 @@ class Stopwatch:
         actor: whose phases these are.
         tell: called with each phase at its end, those within it before.
     """
+
+    make_range: ClassVar[Callable[[str], Any]] = contextlib.nullcontext
+    """Marks a phase in a profile, while one is made of this process (`winnow.observe.profile`)."""
 
     def __init__(
         self,
@@ -198,7 +191,7 @@ class Stopwatch:
         self._open.append(name)
         self._seconds.setdefault(name, 0.0)
         try:
-            with PHASE_RANGES.make(name):
+            with Stopwatch.make_range(name):
                 yield
         finally:
             self._book_elapsed()

@@ -17,7 +17,7 @@ from typing import Any
 from winnow.config.trainer import ProfileConfig, ProfileRole
 from winnow.errors import ConfigError
 from winnow.observe.files import PARTIAL, explain_write_errors
-from winnow.observe.metrics import PHASE_RANGES
+from winnow.observe.metrics import Stopwatch
 
 Finish = Callable[[Path], None]
 """Ends what was begun, and writes it to a file whose ending is still to be added."""
@@ -151,10 +151,10 @@ def _begin_torch() -> Finish:
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
     )
     profiler.start()
-    PHASE_RANGES.make = lambda name: torch_profiler.record_function(f"winnow.{name}")
+    Stopwatch.make_range = lambda name: torch_profiler.record_function(f"winnow.{name}")
 
     def finish(file: Path) -> None:
-        PHASE_RANGES.make = nullcontext
+        Stopwatch.make_range = nullcontext
         profiler.stop()
         draft = f"{file}{PARTIAL}.gz"  # by this ending it is packed
         profiler.export_chrome_trace(draft)
@@ -184,10 +184,10 @@ def _begin_nsight() -> Finish:
 
     cuda: Any = torch.cuda
     cuda.profiler.start()
-    PHASE_RANGES.make = lambda name: cuda.nvtx.range(f"winnow.{name}")
+    Stopwatch.make_range = lambda name: cuda.nvtx.range(f"winnow.{name}")
 
     def finish(file: Path) -> None:
-        PHASE_RANGES.make = nullcontext
+        Stopwatch.make_range = nullcontext
         cuda.synchronize()
         cuda.profiler.stop()
 

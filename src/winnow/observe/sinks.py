@@ -62,16 +62,19 @@ class RunInfo:
 
 
 class Sink(Protocol):
-    """The protocol of a sink, which receives one record a step."""
+    """The protocol of a sink, which receives one record a step; subclasses of it may leave out
+    `start` and `close`."""
 
     def start(self, info: RunInfo) -> None:
         """Begin a run, or its warm-up."""
+        return
 
     def log(self, step: int, record: Record) -> None:
         """Take the figures of a step; step 0 holds the evaluation before training."""
 
     def close(self) -> None:
         """End: no more records come. Also called after an error."""
+        return
 
 
 class Sinks:
@@ -215,8 +218,11 @@ class BackgroundSink:
         except BaseException as error:  # also SystemExit, by a library without its key
             if not self._is_over:
                 self._drop(f"is disabled: {type(error).__name__}: {one_line(error)}")
-            if sink is not None:
-                self._close_failed(sink)
+            if sink is not None:  # so that it releases its resources
+                try:
+                    sink.close()
+                except BaseException as fault:
+                    log.info("closing %s failed, too: %s", self._label, one_line(fault))
         finally:
             self._is_ready.set()
 
@@ -231,13 +237,6 @@ class BackgroundSink:
             return call()
         finally:
             self._busy_since = None
-
-    def _close_failed(self, sink: Sink) -> None:
-        """Close a failed sink, so that it releases its resources."""
-        try:
-            sink.close()
-        except BaseException as error:
-            log.info("closing %s failed, too: %s", self._label, one_line(error))
 
     def _drop(self, reason: str) -> None:
         self._is_over = True

@@ -194,7 +194,7 @@ def load_policy(
     remedy = "give the tokenizer that belongs to the model in model.tokenizer"
     check_vocabulary(f"model.path {path}", vocabulary, embedded, remedy)
     if not hollow:
-        check_finite(path, model.named_parameters())
+        check_finite(f"model.path {path}", model.named_parameters())
     check_positions(config.data, config.sft, config.rollout, path, model)
     engine = config.rollout.engine
     # Options of the user's own may change what vLLM makes of a model; it checks that itself.
@@ -278,11 +278,11 @@ def explain_oom(
         ) from error
 
 
-def check_finite(path: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse weights that are NaN or infinite."""
+def check_finite(where: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights that are NaN or infinite; `where` is the key of a model, and its path."""
     for name, parameter in parameters:
         if not bool(torch.isfinite(parameter).all()):
-            raise ModelError(f"model.path {path}: {name} holds NaN or infinity; use another model")
+            raise ModelError(f"{where}: {name} holds NaN or infinity; use another model")
 
 
 def check_positions(

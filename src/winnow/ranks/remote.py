@@ -23,7 +23,7 @@ from winnow.observe.metrics import Metrics, Stopwatch
 from winnow.ranks.workers import RankFacts, StepReply
 from winnow.rollout.weights import WeightUpdate, unpack_tensors
 from winnow.types import FloatArray, Group, IntArray
-from winnow.workers.array_refs import Handle, SplitResult
+from winnow.workers.array_refs import SplitResult
 from winnow.workers.group import WorkerGroup
 
 
@@ -97,21 +97,16 @@ class RemoteLearner:
 
     def trained(self, version: int) -> WeightUpdate:
         """Export the tensors that are trained, by names of parameters, for an engine over them."""
-        return WeightUpdate(version, tensors=unpack_tensors(self._stored(version, "trained")))
+        stored = self._group.call_blocking("export", version, "trained")
+        return WeightUpdate(version, tensors=unpack_tensors(stored))
 
-    def weights(self, version: int) -> WeightUpdate:
-        """Export all weights, by Hugging Face names, an adapter merged, in the model's type.
+    def weights(self, version: int, what: Exported = "all") -> WeightUpdate:
+        """Export all weights, by Hugging Face names, an adapter merged, in the model's type; or the
+        adapter by PEFT's names.
 
         In buckets that lie with the ranks: they need not come to this process.
         """
-        return WeightUpdate(version, stored=self._stored(version, "all"))
-
-    def adapter(self, version: int) -> WeightUpdate:
-        """Export the adapter by PEFT's names, in buckets that lie with the ranks."""
-        return WeightUpdate(version, stored=self._stored(version, "adapter"))
-
-    def _stored(self, version: int, what: Exported) -> list[Handle]:
-        return self._group.call_blocking("export", version, what)
+        return WeightUpdate(version, stored=self._group.call_blocking("export", version, what))
 
     def canary(self, canary: Canary) -> CanaryScores:
         scores: CanaryScores = self.call("canary", canary)

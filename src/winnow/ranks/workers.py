@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +32,7 @@ from winnow.config.roles import Roles
 from winnow.config.root import Config, RunConfig
 from winnow.config.trainer import Fsdp2, Megatron, ShardedCritic
 from winnow.data.tokenizer import load_tokenizer
-from winnow.errors import CheckpointError, ModelError
+from winnow.errors import CheckpointError
 from winnow.learning.batch import Batch, TokenColumn
 from winnow.learning.canary import Canary, CanaryScores
 from winnow.learning.data_parallel import device_of
@@ -71,7 +70,7 @@ from winnow.ranks.models import (
     use_deterministic_kernels,
 )
 from winnow.rollout.weights import BUCKET_BYTES, WeightUpdate, pack_buckets, store_bucket
-from winnow.run.step_metrics import StepFlop
+from winnow.run.step_metrics import StepFlop, peak_gib
 from winnow.types import FloatArray, Group, IntArray
 from winnow.workers.array_refs import Handle, SplitResult, make_refs
 from winnow.workers.host import RankInfo
@@ -216,12 +215,9 @@ class SavingRank(Rank):
             strategy.load_state_dict(blank[role])
 
     def _book_memory(self, metrics: Metrics) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if self._mesh.device_type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        peaks: list[int] = [0] * self._ranks
-        dist.all_gather_object(peaks, peak)
-        metrics.max("ranks/peak_gib", max(peaks) / 2**30)
+        peaks: list[float] = [0.0] * self._ranks
+        dist.all_gather_object(peaks, peak_gib(device_of(self._mesh)))
+        metrics.max("ranks/peak_gib", max(peaks))
 
 
 class LearnerWorker(SavingRank):
@@ -259,7 +255,7 @@ class LearnerWorker(SavingRank):
             config.model, path, torch.device("cpu"), config.run.seed, start, hollow=True
         )
         self._learning = make_learner(config, Roles(config), model, vocabulary, start, self._mesh)
-        check_finite(path, self._learning.policy.local_weights())
+        check_finite(f"model.path {path}", self._learning.policy.local_weights())
         strategies = {"policy": self._learning.policy, **self._learning.others}
         self._strategies = cast("dict[str, RanksStrategy]", strategies)
         assert rank.store is not None
@@ -515,11 +511,8 @@ def facts_of(path: str, model: PreTrainedModel) -> ModelFacts:
     Raises:
         ModelError: one is NaN or infinite.
     """
-    for name, parameter in model.named_parameters():
-        if not bool(local(parameter).isfinite().all()):
-            raise ModelError(
-                f"reward.model.path {path}: {name} holds NaN or infinity; use another model"
-            )
+    weights = ((name, local(parameter)) for name, parameter in model.named_parameters())
+    check_finite(f"reward.model.path {path}", weights)
     config: Any = model.config
     text, positions = config.get_text_config(), getattr(config, "max_position_embeddings", None)
     limit = positions if isinstance(positions, int) else None

@@ -120,8 +120,8 @@ class CompletionEvent:
         # References to stored arrays are of an event that was checked in its process.
         if self.kind != "finished" or not isinstance(logprobs, np.ndarray):
             return
-        place = int(np.append(np.isfinite(logprobs), False).argmin())
-        if not place == len(logprobs) == len(ids):
+        if not (len(ids) == len(logprobs) and np.isfinite(logprobs).all()):
+            place = int(np.append(np.isfinite(logprobs), False).argmin())
             shown = logprobs[place] if place < len(logprobs) else "nothing"
             raise TrainingError(
                 f"the engine gave {shown} as the log-prob of token {place} of answer {self.answer} "

@@ -14,7 +14,6 @@ from winnow.data.demonstrations import DemonstrationSet
 from winnow.data.loader import PromptLoader
 from winnow.observe.metrics import HELD_OUT_LOSS, Metrics, Number
 from winnow.run.loop import BaseRun
-from winnow.types import Group
 from winnow.workers.threads import in_thread
 
 
@@ -48,11 +47,6 @@ class SftRun(BaseRun):
     data: SftData
     loader: PromptLoader
 
-    def next_groups(self, step: int) -> list[Group]:
-        """Return the demonstrations of a step, a fixed number, across epochs."""
-        size, training = self.data.batch_size, self.data.training
-        return [training.make_group(step * size + i, self.loader.next()) for i in range(size)]
-
 
 async def train_sft(run: SftRun) -> None:
     """Train the steps of a run, and evaluate, log and save each if due.
@@ -68,10 +62,12 @@ async def train_sft(run: SftRun) -> None:
         if run.evaluate_before:
             run.sinks.log(before, {**await _evaluate(run, before), **watch.lap()})
         run.record_boundary(before, None)
+    size, training = run.data.batch_size, run.data.training
     for step in run.remaining_steps():
         run.stop.check()
         metrics = Metrics()
-        await in_thread(run.learner.learn, run.next_groups(step), step, metrics, watch)
+        groups = [training.make_group(step * size + i, run.loader.next()) for i in range(size)]
+        await in_thread(run.learner.learn, groups, step, metrics, watch)
         await _evaluate_log_save(run, step, metrics.record())
 
 

@@ -48,7 +48,7 @@ from typing import Any, TextIO, TypeVar
 
 from winnow.config.trainer import TrainerConfig, to_epoch_seconds
 from winnow.observe.metrics import Record
-from winnow.observe.sinks import RunInfo
+from winnow.observe.sinks import Sink
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 75
@@ -86,7 +86,7 @@ _END_VARIABLES = (
 _RESERVE_S = 60.0
 
 
-class MachineDeadline:
+class MachineDeadline(Sink):
     """The announced end of the machine, and the time that a run needs to save before it.
 
     It is a sink, and takes the duration of a step from its record. Sampling and evaluation can be
@@ -128,9 +128,6 @@ class MachineDeadline:
         needs_s = step_s + self.save_s() + _RESERVE_S if self._margin_s is None else self._margin_s
         return self.at_s - self._clock() <= needs_s
 
-    def start(self, info: RunInfo) -> None:
-        """Do nothing: the duration of a step is known at its end."""
-
     def log(self, step: int, record: Record) -> None:
         """Take the duration of a step from its record."""
         times = {
@@ -139,9 +136,6 @@ class MachineDeadline:
         step_s = times["step"] - times["evaluate"]
         self._step_s = max(self._step_s, step_s)
         self._unbroken_s = max(self._unbroken_s, step_s - times["rollout"])
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class ShutdownSignal:

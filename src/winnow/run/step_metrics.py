@@ -25,9 +25,6 @@ from winnow.rewards.pipeline import OVERLONG, OVERLONG_REWARD, TASK
 from winnow.sampling.accounting import StepGroups
 from winnow.types import Score, Trajectory
 
-_GIB = 2**30
-_KIB = 2**10
-
 
 def record_step(metrics: Metrics, sampled: StepGroups, learned: Learned) -> None:
     """Record scores, lengths and the sampler's counts, besides the learner's metrics."""
@@ -296,7 +293,7 @@ class Throughput:
             "throughput/tokens_per_s": generated / busy,
             "throughput/tokens_per_s_per_device": generated / busy / self.devices,
             "throughput/tflops": tflops,
-            "memory/peak_gib": self._peak_gib(),
+            "memory/peak_gib": peak_gib(self.device),
         }
         if self.peak_tflops is not None:
             record["throughput/mfu"] = tflops / self.peak_tflops / self.devices
@@ -313,7 +310,9 @@ class Throughput:
                 record[f"time/{phase}_us_per_token"] = seconds * 1e6 / number
         return record
 
-    def _peak_gib(self) -> float:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / _GIB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB / _GIB
+
+def peak_gib(device: torch.device) -> float:
+    """Return the most memory that this process has taken: of its GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from winnow.observe.metrics import Record
-from winnow.observe.sinks import RunInfo
+from winnow.observe.sinks import RunInfo, Sink
 from winnow.run.shutdown import _HEARTBEAT_S, EXIT_INTERRUPTED, EXIT_TERMINATED, stop_signals
 
 FINAL_EXIT_CODES = frozenset({0, 2, EXIT_TERMINATED, EXIT_INTERRUPTED})
@@ -144,8 +144,9 @@ def make_child_command(arguments: Sequence[str]) -> Callable[[int, str | None], 
     return command
 
 
-class Heartbeat:
-    """The sink that reports progress to a supervising parent; without a pipe it does nothing."""
+class Heartbeat(Sink):
+    """The sink that reports progress to a supervising parent, to the end of the process; without a
+    pipe it does nothing."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -175,9 +176,6 @@ class Heartbeat:
     def log(self, step: int, record: Record) -> None:
         """Report a completed step."""
         self._write(f"step {step}")
-
-    def close(self) -> None:
-        """Do nothing: counters are reported to the end of the process."""
 
     def _run(self) -> None:
         seen: list[object] = []

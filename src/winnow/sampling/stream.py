@@ -444,10 +444,8 @@ class Sampler:
             await asyncio.sleep(0)  # a score that takes no time is ready then
             await self._record_scores(self._scores.ready_keys())
         else:
-            tick = self._engine.status().tick
-            await self._record_scores(
-                self._scores.due_keys(tick) if self.ledger.groups.running else None
-            )
+            due = self._scores.due_keys(self._engine.status().tick)
+            await self._record_scores(due if self.ledger.groups.running else None)
         await self._abort_failing()
 
     async def _abort_failing(self) -> None:

@@ -89,7 +89,12 @@ def filter_instructions(machine: str) -> list[Instruction]:
         program += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
     rules = {
         "clone3": [(_RETURN, 0, 0, _ERRNO | ENOSYS)],
-        "clone": _refuse_bits(0, _NEW_NAMESPACES),
+        "clone": [
+            (_LOAD, 0, 0, _ARGUMENT),
+            (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
+            (_RETURN, 0, 0, _ERRNO | EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+        ],
         "prlimit64": _allow_values(0, (0,), EPERM),
         "fcntl": _allow_values(1, _FCNTL_ALLOWED, EPERM),
         "ioctl": _allow_values(1, _IOCTL_ALLOWED, ENOTTY),
@@ -125,12 +130,3 @@ def _allow_values(argument: int, allowed: Iterable[int], error: int) -> list[Ins
     for value in allowed:
         program += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
     return [*program, (_RETURN, 0, 0, _ERRNO | error)]
-
-
-def _refuse_bits(argument: int, bits: int) -> list[Instruction]:
-    return [
-        (_LOAD, 0, 0, _ARGUMENT + 8 * argument),
-        (_ANY_BIT, 0, 1, bits),
-        (_RETURN, 0, 0, _ERRNO | EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]

@@ -17,7 +17,7 @@ from winnow.observe import metrics
 from winnow.observe.files import write_atomic
 from winnow.observe.jsonl import METRICS_FILE, evaluations, read_metrics, running_total, series
 from winnow.observe.metrics import Record
-from winnow.observe.sinks import RunInfo
+from winnow.observe.sinks import Sink
 
 SIZE_INCHES = (8.6, 7.2)
 DPI = 150
@@ -47,14 +47,12 @@ STYLE = {
 }
 
 
-class CurveSink:
-    """Draws a run's curve.png again each minute, and at most a fiftieth of the time."""
+class CurveSink(Sink):
+    """Draws a run's curve.png again each minute, and at most a fiftieth of the time; the end of a
+    run draws it once more."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._next = folder, time.monotonic() + _EVERY_S
-
-    def start(self, info: RunInfo) -> None:
-        pass
 
     def log(self, step: int, record: Record) -> None:
         began = time.monotonic()
@@ -62,9 +60,6 @@ class CurveSink:
             draw_curve(self._folder)
             took = time.monotonic() - began
             self._next = began + max(_EVERY_S, 50 * took)
-
-    def close(self) -> None:
-        pass  # the end of a run draws once more
 
 
 @contextmanager

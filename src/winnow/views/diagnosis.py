@@ -37,6 +37,7 @@ _MOST_FAULTS = 0.01
 """Faults an answer."""
 _SHAPELESS = "reward without the penalty for length"
 _WORK = "seconds of a step without evaluation and saving"
+_ANSWERS = "answers of a step, held-out ones included"
 _LARGEST = 1e100
 """Figures are cut there, so that their squares are numbers."""
 
@@ -85,14 +86,16 @@ class RunHistory:
         figures[_SHAPELESS] = record.get(metrics.REWARD, math.nan) - penalty
         other = (record.get(f"time/{name}_s", 0.0) for name in ("evaluate", "checkpoint"))
         figures[_WORK] = record.get(metrics.STEP_S, math.nan) - sum(other)
+        held_out = metrics.eval_by_source(record).values()
+        prompts = sum(each.get("prompts", 0) for each in held_out)
+        figures[_ANSWERS] = self.answers_per_step + self.setting("evaluation.n", 1) * prompts
         for name, value in figures.items():
             self.not_finite[name] += name in record and not math.isfinite(value)
             if math.isfinite(value):
                 self.seen[name] += 1
                 self._last[name].append(_clamp(value))
                 self._first[name] += [_clamp(value)] * (self.seen[name] <= WINDOW)
-        accuracies = map(_accuracy_and_error, metrics.eval_by_source(record).values())
-        if valid := [each for each in accuracies if each is not None]:
+        if valid := [each for each in map(_accuracy_and_error, held_out) if each is not None]:
             error = math.hypot(*(error for _, error in valid)) / len(valid)
             self.held_out.append((_mean([value for value, _ in valid]), error))
 
@@ -307,7 +310,7 @@ def _check_malformed(run: RunHistory) -> str | None:
 def _check_faults(run: RunHistory) -> str | None:
     counts = run.latest("environment/faults")
     faults, dropped = math.fsum(counts), math.fsum(run.latest("sampling/groups/failed"))
-    bound = _MOST_FAULTS * run.answers_per_step * len(counts)
+    bound = _MOST_FAULTS * math.fsum(run.latest(_ANSWERS))
     evidence = f"environments failed {faults:,.0f} times in the last {len(counts)} steps"
     groups = f"; {dropped:,.0f} groups were dropped" if dropped else ""
     return evidence + groups if faults > (0 if dropped else bound) else None
@@ -465,8 +468,7 @@ class Diagnosis:
         self.records += 1
         new = []
         for rule in RULES:
-            evidence = rule.check(self._history)
-            if evidence is None:
+            if (evidence := rule.check(self._history)) is None:
                 continue
             name, severity, _, cause, remedy, _ = rule
             first = self._cases[name].first_step if name in self._cases else step
@@ -482,10 +484,7 @@ class Diagnosis:
 
 def skipped_rules_note(steps: int) -> str:
     """Describe the rules that need more steps than the run has; empty if none do."""
-    names: defaultdict[int, list[str]] = defaultdict(list)
-    for rule in RULES:
-        if rule.steps > steps:
-            names[rule.steps].append(rule.name)
+    names = metrics.grouped((rule.steps, rule.name) for rule in RULES if rule.steps > steps)
     count = sum(map(len, names.values()))
     needs = "; ".join(f"{', '.join(names[need])} need {need}" for need in sorted(names))
     return f"{steps} steps: too few for {count} of {len(RULES)} rules ({needs})" if count else ""

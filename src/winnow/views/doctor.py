@@ -17,7 +17,7 @@ from winnow.observe.files import RunFolder, write_atomic
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.metrics import Record, grouped
 from winnow.observe.rollouts import list_step_files, read_rollouts
-from winnow.observe.sinks import RunInfo, Warn
+from winnow.observe.sinks import RunInfo, Sink, Warn
 from winnow.views.diagnosis import Diagnosis, RunFinding
 
 WRONG = ("reward_flat_wrong", "filtered")
@@ -32,7 +32,7 @@ AnswerRows = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
 
 
-class LiveDiagnosis:
+class LiveDiagnosis(Sink):
     """A sink that reports each finding once, when a rule first fires, and writes findings.jsonl.
 
     Args:
@@ -58,9 +58,6 @@ class LiveDiagnosis:
                 f" winnow doctor {self._folder.path})"
             )
             self._write_findings()
-
-    def close(self) -> None:
-        pass
 
     def _add(self, step: int, record: Record) -> list[RunFinding]:
         new = self._diagnosis.add(step, record)

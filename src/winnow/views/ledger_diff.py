@@ -205,7 +205,8 @@ def diff_ledgers(a: LedgerRun, b: LedgerRun, exact: bool | None = None) -> Ledge
         (*compared, times), blind = _compare_groups(a, b)
         diffs += compared
     else:
-        diffs.append(_compare_prompts(a, b))
+        rows_a, rows_b = ({row["turn"]: row for row in run.rows} for run in (a, b))
+        diffs.append(_compare_turns("prompts", (rows_a, rows_b), ["prompt_uid"], set()))
     diffs = [difference for difference in diffs if difference.count]
     reports, returned = (check_ledger(a), check_ledger(b)), _compare_returned(a, b)
     return LedgerDiff(*reports, exact, tuple(diffs), times, returned, blind)
@@ -228,12 +229,6 @@ def _compare_groups(a: LedgerRun, b: LedgerRun) -> tuple[list[Difference], int]:
     for aspect, columns in {**ASPECTS, "times": TIMES}.items():
         differences.append(_compare_turns(aspect, (rows_a, rows_b), columns, blind))
     return differences, len(blind)
-
-
-def _compare_prompts(a: LedgerRun, b: LedgerRun) -> Difference:
-    """Compare the prompts that the loaders gave out, as far as both runs have a row of them."""
-    rows_a, rows_b = ({row["turn"]: row for row in run.rows} for run in (a, b))
-    return _compare_turns("prompts", (rows_a, rows_b), ["prompt_uid"], set())
 
 
 def _compare_turns(

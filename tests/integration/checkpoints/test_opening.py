@@ -53,7 +53,7 @@ def run_to(folder: Path, step: int, *overrides: str) -> Path:
             log.log(number, {"x": number})
             if number % 2 == 0:
                 run.eval_file(number).touch()
-                save(run.path, number, config=dump_config(opened.config), offset=log.synced_size())
+                save(run.path, number, config=dump_config(opened.config), offset=log.size)
         log.close()
     return run.path
 

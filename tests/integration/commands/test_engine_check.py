@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from math import comb
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tests.small_models import digits_folder
 from tests.winnow_command import Outcome, in_this_process
 from transformers import AutoModelForCausalLM
 
+from winnow.commands import engine_check
 from winnow.commands.engine_check import ALPHA, _binomial_tails, tail_bias
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts
@@ -57,9 +59,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterato
     made.close()
 
 
-def check(target: str, folder: Path, *words: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """Exit code, and state and text of each finding."""
-    said = in_this_process("check-engine", target, "model.dtype=float32", *words, folder=folder)
+def check(
+    target: str, folder: Path, *words: str, prompts: int = 4
+) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and state and text of each finding, of fewer prompts than the command has."""
+    with patch.object(engine_check, "PROMPTS", prompts):
+        said = in_this_process("check-engine", target, "model.dtype=float32", *words, folder=folder)
     lines = [line.split(maxsplit=2) for line in said.out.splitlines()]
     found = {
         name: ("not offered", text.removeprefix("offered").strip())
@@ -80,7 +85,7 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
 ) -> None:
     url, _ = servers.start(first, "--slots=64")
     words = ("--model", str(first), "--update", str(other))
-    code, found = check(url, tmp_path, *words)
+    code, found = check(url, tmp_path, *words, prompts=engine_check.PROMPTS)
     states = {name: state for name, (state, _) in found.items()}
     passed = dict.fromkeys(["weights", "support", "logprobs", "update"], "passed")
     assert states == {**passed, "sleep": "not offered"}
@@ -88,12 +93,13 @@ def test_a_server_that_is_well_passes_and_keeps_its_weights(
     assert "4,096 tokens match the full softmax" in found["support"][1]
     # It holds the first weights again, and temperatures other than 1 are right, too.
     words = ("--model", str(first), "--json", "rollout.temperature=0.7", "model.dtype=float32")
-    said = in_this_process("check-engine", url, *words, folder=tmp_path)
+    with patch.object(engine_check, "PROMPTS", 4):
+        said = in_this_process("check-engine", url, *words, folder=tmp_path)
     assert said.code == 0
     rows = json.loads(said.out)
     assert [row["state"] for row in rows] == [*["passed"] * 3, "not offered", "not offered"]
     assert 0 < rows[0]["figures"]["largest"] < 1e-4
-    assert rows[1]["figures"] == {"p_value": rows[1]["figures"]["p_value"], "tokens": 4096}
+    assert rows[1]["figures"] == {"p_value": rows[1]["figures"]["p_value"], "tokens": 1024}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +129,8 @@ def test_each_illness_of_a_server_is_found(
 ) -> None:
     url, process = servers.start(first, "--slots=64", *illnesses.split())
     given_words = ("--update", str(other)) if words == ("update",) else words
-    code, found = check(url, tmp_path, "--model", str(first), *given_words)
+    prompts = engine_check.PROMPTS if "support" in faults else 4
+    code, found = check(url, tmp_path, "--model", str(first), *given_words, prompts=prompts)
     process.kill()
     assert (code, failed(found)) == (1, set(faults))
     for fault, line in faults.items():
@@ -207,7 +214,8 @@ def test_tokens_are_those_of_the_weights_that_their_spans_name(
         "rollout.n=4",
         *("sampling.lookahead=1", "sampling.max_staleness=2"),
         *("trainer.mini_batch_groups=4", "data.max_prompt_tokens=64", "optim.lr=1e-2"),
-        *("optim.warmup_steps=0", "evaluation.before=false", "evaluation.max_prompts=8"),
+        *("optim.warmup_steps=0", "evaluation.before=false", "evaluation.max_prompts=1"),
+        *("evaluation.n=1", "evaluation.greedy=false"),
         f"trainer/mode={mode}",
     )  # fmt: skip
     in_this_process("train", "quickstart", *settings, folder=tmp_path).check()

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from winnow.builders.rewards import make_model_scorer
 from winnow.config.judge import SequenceClassifier
-from winnow.config.model import ModelConfig
 from winnow.config.reward import RewardConfig
+from winnow.config.root import Config, RunConfig
 from winnow.errors import ModelError, RewardError
 from winnow.models.folders import quiet_transformers
 from winnow.rewards.rewards import Rewards
@@ -37,10 +37,10 @@ def service(
 ) -> Rewards:
     """The real thing; keys of `reward.model` begin with `model_`."""
     own = {key.removeprefix("model_"): config.pop(key) for key in [*config] if "model_" in key}
-    section = SequenceClassifier(path=str(folder), **own)
-    cpu = torch.device("cpu")
-    model = make_model_scorer(section, ModelConfig(), cpu, tokens, deterministic)
-    return rewards_of(RewardConfig(model=section, **config), LIMIT, model=model)
+    section = SequenceClassifier(path=str(folder), microbatch_tokens=tokens, **own)
+    run, reward = RunConfig(deterministic=deterministic), RewardConfig(model=section, **config)
+    model = make_model_scorer(Config(run=run, reward=reward), torch.device("cpu"))
+    return rewards_of(reward, LIMIT, model=model)
 
 
 def by_transformers(

@@ -7,13 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from winnow.builders.run import (
-    _agent_notes,
-    _epoch_notes,
-    _scorer_notes,
-    count_steps,
-    make_prompt_budget,
-)
+from winnow.builders.environments import agent_notes
+from winnow.builders.run import _epoch_notes, _scorer_notes, count_steps, make_prompt_budget
 from winnow.config.load import load_recipe
 from winnow.data.loader import training_prompts
 from winnow.data.prompts import PromptSet
@@ -98,8 +93,8 @@ def test_rows_for_agents_do_not_become_single_turns_without_a_word(
 ) -> None:
     words = [f"environment={environment}", *["environment.path=e.py:E"] * (environment != "none")]
     config = load_recipe("quickstart", words)
-    rows = PromptSet((Prompt("f:7", np.array([1]), "", "s", "", extra),) * 2)
-    found = list(_agent_notes(config.environment, rows))
+    rows = [Prompt("f:7", np.array([1]), "", "s", "", extra)]
+    found = list(agent_notes(config.environment, rows))
     assert len(found) == (agent is not None)
     for line in found:
         assert line.startswith(f"Warning: row f:7 is for {agent}, and environment=none answers it")

@@ -91,6 +91,15 @@ def test_without_pools_ranks_have_one_and_each_engine_a_slot_anywhere() -> None:
     ]
 
 
+def test_environments_have_slots_without_gpus_and_no_processes_in_an_evaluation() -> None:
+    tools = "environment=tools", "environment.tools=[python]", "environment.processes=2"
+    config = on_ray(*FOUR, *tools, "run.device=cpu")
+    assert Pool("environment", {"environment": 1}, 2, 1) in pools(config, True)
+    assert devices(config) == {}
+    local, _ = _with_local_engine(config, False)
+    assert "environment" not in Roles(local)
+
+
 def test_roles_of_one_pool_share_the_device_of_a_slot_and_have_their_own_cores() -> None:
     (pool,) = pools(on_ray(*TOGETHER), True)
     assert pool == Pool("all", {"policy": 1, "rollout": 1}, 2, 2, True, 3)

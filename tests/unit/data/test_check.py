@@ -126,6 +126,32 @@ def test_the_table_names_what_it_counts(write_jsonl: WriteJsonl) -> None:
     assert "\x1b" not in shown
 
 
+@pytest.mark.parametrize(
+    ("settings", "numbers", "remedy"),
+    [
+        ([], [1, 2, 3], "set environment=tools and environment.tools=[FILE.py:NAME]"),
+        (
+            ["environment=tools", "environment.tools=[calc.py:calc]"],
+            [2],
+            "add FILE.py:look to it, or remove the key",
+        ),
+        (["environment=tools", "environment.tools=[a.py:calc,b.py:look]"], [], ""),
+    ],
+)
+def test_rows_for_tools_that_the_recipe_does_not_have_are_reported(
+    write_jsonl: WriteJsonl, settings: list[str], numbers: list[int], remedy: str
+) -> None:
+    extras = [{"calc": {}, "look": None}, {"look": {}}, {}, None]
+    rows = [{**row(f"{i}"), "extra_info": {"tools_kwargs": e}} for i, e in enumerate(extras)]
+    rows[2]["agent_name"] = "tool_agent"
+    arguments = ["check", write_jsonl(rows), *settings]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [each.split()[2] for each in report["warnings"]] == [f"rows.jsonl:{i}" for i in numbers]
+    assert all(remedy in each for each in report["warnings"])
+    shown = CliRunner().invoke(app, arguments).output
+    assert all(each in shown for each in report["warnings"])
+
+
 def test_a_tokenizer_folder_is_taken_from_the_command_line(
     write_jsonl: WriteJsonl, bpe: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

@@ -164,6 +164,17 @@ def transcript(event) -> list[tuple[str, bool, list[int]]]:
     return [(s.source, s.restarts, s.token_ids.tolist()) for s in segments]
 
 
+def transcripts(done):
+    return {key: transcript(event) for key, event in done.items()}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Transcripts of conversations that nothing interrupts."""
+    engine = make(torch_engine(model_of(), slots=5), Counting())
+    return transcripts(asyncio.run(run(engine, requests())))
+
+
 def test_a_conversation_grows_by_ids_whose_log_probs_are_the_models():
     model = model_of()
     engine = make(torch_engine(copy.deepcopy(model), slots=5), Counting())
@@ -194,15 +205,11 @@ def test_a_conversation_grows_by_ids_whose_log_probs_are_the_models():
 
 @pytest.mark.parametrize("abort_after", [None, 1, 3, 6])
 @pytest.mark.parametrize("count", [1, 2])
-def test_interrupted_conversations_continue_with_the_same_tokens(abort_after, count):
-    model = model_of()
-    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
+def test_interrupted_conversations_continue_with_the_same_tokens(plain, abort_after, count):
     environments = Counting()
-    engine = make(engine_group(count)(model, slots=4), environments)
+    engine = make(engine_group(count)(model_of(), slots=4), environments)
     done = asyncio.run(run(engine, requests(), abort_after))
-    assert {k: transcript(e) for k, e in done.items()} == {
-        k: transcript(e) for k, e in plain.items()
-    }
+    assert transcripts(done) == plain
     assert not environments.alive
 
 
@@ -294,9 +301,7 @@ def test_resumed_from_a_state_branches_have_the_same_bits(abort_after, tmp_path)
 
     begun = made(torch_engine(model, slots=4), Counting())
     done = asyncio.run(run(begun, requests(), abort_after, later))
-    assert {k: transcript(e) for k, e in done.items()} == {
-        k: transcript(e) for k, e in plain.items()
-    }
+    assert transcripts(done) == transcripts(plain)
     assert any(each.restarts for event in plain.values() for each in event.earlier)
     assert not environments.alive
 
@@ -321,16 +326,12 @@ class Ahead:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_free_mode_gives_the_same_conversations(ahead):
-    model = model_of()
-    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
-    inner = torch_engine(model, slots=5)
+def test_free_mode_gives_the_same_conversations(plain, ahead):
+    inner = torch_engine(model_of(), slots=5)
     inner = Ahead(inner) if ahead else inner
     engine = make(inner, Counting(delay_s=0.01), deterministic=False)
     done = asyncio.run(run(engine, requests()))
-    assert {k: transcript(e) for k, e in done.items()} == {
-        k: transcript(e) for k, e in plain.items()
-    }
+    assert transcripts(done) == plain
 
 
 def test_a_turn_that_goes_on_behind_a_publication_has_a_span_of_each_version():
@@ -361,12 +362,10 @@ class SlowToSubmit:
         await self.engine.submit(groups)
 
 
-def test_a_caller_that_is_cancelled_loses_no_conversation():
-    model = model_of()
-    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
+def test_a_caller_that_is_cancelled_loses_no_conversation(plain):
 
     async def play():
-        slow = SlowToSubmit(torch_engine(model, slots=5))
+        slow = SlowToSubmit(torch_engine(model_of(), slots=5))
         engine = make(slow, Counting(delay_s=0.002), deterministic=False)
         await engine.submit(requests())
         done = {}
@@ -382,17 +381,13 @@ def test_a_caller_that_is_cancelled_loses_no_conversation():
         return done
 
     done = asyncio.run(asyncio.wait_for(play(), 60))
-    assert {k: transcript(e) for k, e in done.items()} == {
-        k: transcript(e) for k, e in plain.items()
-    }
+    assert transcripts(done) == plain
 
 
-def test_an_abort_while_a_reply_is_waited_for_repeats_nothing():
-    model = model_of()
-    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
+def test_an_abort_while_a_reply_is_waited_for_repeats_nothing(plain):
 
     async def play():
-        engine = make(torch_engine(model, slots=5), Counting(delay_s=0.05))
+        engine = make(torch_engine(model_of(), slots=5), Counting(delay_s=0.05))
         await engine.submit(requests())
         events, again, done = [], requests(), {}
         waiting = asyncio.ensure_future(engine.events())
@@ -421,19 +416,31 @@ def test_an_abort_while_a_reply_is_waited_for_repeats_nothing():
         return done | await run(engine, [each for each in unfinished if each.answers])
 
     done = asyncio.run(asyncio.wait_for(play(), 60))
-    assert {k: transcript(e) for k, e in done.items()} == {
-        k: transcript(e) for k, e in plain.items()
-    }
+    assert transcripts(done) == plain
 
 
-def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped():
-    model = model_of()
-    plain = asyncio.run(run(make(torch_engine(model, slots=5), Counting()), requests()))
-    engine = make(torch_engine(model, slots=5), Counting(fails=[2, 5]))
+def test_faults_are_failed_events_and_a_retry_goes_on_where_it_stopped(plain):
+    engine = make(torch_engine(model_of(), slots=5), Counting(fails=[2, 5]))
     done = asyncio.run(run(engine, requests()))
-    assert {k: transcript(e) for k, e in done.items()} == {
-        k: transcript(e) for k, e in plain.items()
-    }
+    assert transcripts(done) == plain
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_progress_has_every_token_also_of_conversations_whose_next_turn_is_queued(deterministic):
+    engine = make(torch_engine(model_of(), slots=2), Counting(), deterministic)
+
+    async def play() -> None:
+        await engine.submit(requests())
+        tokens: dict[tuple[int, int], int] = {}
+        events = [None]
+        while events:
+            events = await engine.events()
+            for event in [*events, *await engine.progress()]:
+                segments = (*event.earlier, event.segment)
+                tokens[event.key] = sum(len(s) for s in segments if s.source == "model")
+            assert sum(tokens.values()) == engine.status().generated_tokens
+
+    asyncio.run(play())
 
 
 def test_what_an_engine_reports_of_a_conversation_that_has_ended_is_passed_over():

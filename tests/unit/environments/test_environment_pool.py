@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from winnow.environments import ToolCall, Turn
-from winnow.environments.pool import EnvironmentPool
+from winnow.environments.pool import EnvironmentPool, start_pools
 from winnow.errors import ConfigError, EnvironmentFault
 from winnow.rewards.task import PoolLimits
 from winnow.types import Prompt
@@ -71,16 +71,18 @@ class Slow(Guess):
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
-    made = make(tmp_path_factory.mktemp("environment"))
+    made = make(tmp_path_factory.mktemp("environment"), workers=2)
     yield made
     made.close()
 
 
-def make(folder: Path, name: str = "Guess", timeout_s: float = 60.0) -> EnvironmentPool:
+def make(
+    folder: Path, name: str = "Guess", timeout_s: float = 60.0, workers: int = 1
+) -> EnvironmentPool:
     (folder / "guess.py").write_text(GUESS)
-    limits = PoolLimits(2, timeout_s, 512, "environment", "environment", "reply")
+    limits = PoolLimits(workers, timeout_s, 512, "environment", "environment", "reply")
     arguments = "environment.path", [f"{folder}/guess.py:{name}"], {"most": 50}, False
-    return EnvironmentPool(limits, arguments)
+    return EnvironmentPool(start_pools(limits, arguments))
 
 
 FIRST = ({"role": "user", "content": "Guess a number from 1 to 50."},)
@@ -134,7 +136,7 @@ def test_an_environment_with_a_state_goes_on_from_it_without_a_replay(tmp_path):
 )
 def test_a_fault_is_that_conversations_and_the_others_go_on(pool, word, fault, tmp_path):
     if word == "hang":
-        with contextlib.closing(make(tmp_path, timeout_s=1.0)) as hasty:
+        with contextlib.closing(make(tmp_path, timeout_s=1.0, workers=2)) as hasty:
             check_fault(hasty, word, fault)
     else:
         check_fault(pool, word, fault)
@@ -210,7 +212,7 @@ def test_a_synchronous_tool_is_interrupted_and_one_that_hangs_in_c_is_a_fault(tm
         (step,) = await pool.step(1, Prompt("0", np.array([1]), "", "wait", 0), [turn])
         return step.observation[0]["content"]
 
-    with closing(EnvironmentPool(limits, arguments)) as pool:
+    with closing(EnvironmentPool(start_pools(limits, arguments))) as pool:
         late = "error: wait did not finish within 0.2 s"
         assert [asyncio.run(ask(how)) for how in ("asleep", "busy", "")] == [late, late, ""]
         with pytest.raises(EnvironmentFault, match=r"no reply within environment.timeout_s=2"):

@@ -15,7 +15,7 @@ import torch
 
 from winnow.config.trainer import ProfileConfig
 from winnow.errors import ConfigError, WinnowError
-from winnow.observe.metrics import PHASE_RANGES, Stopwatch
+from winnow.observe.metrics import Stopwatch
 from winnow.observe.profile import StepProfiler, check_profile, nsight_options, profile_notes
 
 
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_a_profile_is_begun(tmp_path
     profiler = of(tmp_path / "file" / "profile", steps=(1,))
     with pytest.raises(WinnowError, match="file/profile"):
         profiler.begin(1)
-    assert PHASE_RANGES.make("x").__enter__() == "x"
+    assert Stopwatch.make_range("x").__enter__() == "x"
     profiler.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.engines import prompt, written
 from tests.examples import examples
@@ -428,6 +428,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 @examples(20)
+@example(SamplingConfig(groups_per_step=1, max_staleness=0), 2, False, 0, False, False)
 @given(configs(), st.integers(1, 3), st.booleans(), SEEDS, st.booleans(), st.booleans())
 def test_in_any_order_of_events_the_ledger_does_what_the_model_says(
     config: SamplingConfig, n: int, drop_failed_scores: bool, seed: int, live: bool, baseline: bool

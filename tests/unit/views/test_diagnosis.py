@@ -196,6 +196,11 @@ CASES: list[tuple[str, Change, Change]] = [
         lambda step: {"sampling/groups/failed": 1.0},  # by the scorer
     ),
     (
+        "environment_faults",
+        lambda step: {"environment/faults": 30.0 * (step == 4), "eval/a/b/prompts": 400.0},
+        lambda step: {"environment/faults": 4.0, "eval/a/b/prompts": 400.0},
+    ),
+    (
         "not_comparable",
         lambda step: {"mismatch/abs_delta": math.nan if step == 9 else 0.01},
         lambda step: {"actor/entropy": math.nan},

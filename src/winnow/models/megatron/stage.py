@@ -73,8 +73,7 @@ class Stage(nn.Module):
     Args:
         config: of the Hugging Face model.
         has_head: true for a causal LM.
-        sequence_parallel: split what lies between tensor-parallel matrices over their ranks.
-        recomputes: keep a layer's input alone for the backward pass, while `training`.
+        settings: of `megatron_config`.
     """
 
     def __init__(
@@ -82,16 +81,12 @@ class Stage(nn.Module):
         config: Any,
         dimensions: Dimensions,
         place: RankPlace,
-        dtype: torch.dtype,
         has_head: bool,
-        sequence_parallel: bool,
-        recomputes: bool,
+        settings: TransformerConfig,
     ) -> None:
         super().__init__()
         self.model_type = ModelType.encoder_or_decoder
-        self.config = _megatron_config(
-            config, dimensions, place, dtype, sequence_parallel, recomputes
-        )
+        self.config = settings
         self._padding_id: int | None = config.pad_token_id
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         """Megatron's process groups."""
@@ -123,7 +118,7 @@ class Stage(nn.Module):
                 # Behind Megatron's back: attention, which gets the samples, runs first.
                 block.self_attention.core_attention.routers.append(router)
         if has_head and place.is_last and not (dimensions.is_tied and place.is_first):
-            self.head = Head(rows, width, dtype)
+            self.head = Head(rows, width, settings.params_dtype)
         self.is_split = bool(self.config.sequence_parallel)
         """True if each tensor-parallel rank has a part of the tokens between matrices."""
 
@@ -323,14 +318,20 @@ class StackedExperts(nn.Module):
         return (out * weights[:, None]).to(x.dtype), None
 
 
-def _megatron_config(
+def megatron_config(
     config: Any,
     dimensions: Dimensions,
     place: RankPlace,
     dtype: torch.dtype,
     sequence_parallel: bool,
     recomputes: bool,
-) -> Any:
+) -> TransformerConfig:
+    """Translate the config of a Hugging Face model.
+
+    Args:
+        sequence_parallel: split what lies between tensor-parallel matrices over their ranks.
+        recomputes: keep a layer's input alone for the backward pass, while `training`.
+    """
     mixture: dict[str, Any] = {}
     if dimensions.experts:
         mixture = {
@@ -400,7 +401,7 @@ def _layer_spec(config: Any, layer: int, window: int | None) -> Any:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=_attention_class(window),
+            core_attention=lambda **options: PackedAttention(window=window, **options),
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
@@ -436,13 +437,6 @@ def _windows(config: Any) -> list[int | None]:
     """Return each layer's sliding window."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _attention_class(window: int | None) -> Any:
-    def make(**options: Any) -> PackedAttention:
-        return PackedAttention(window=window, **options)
-
-    return make
 
 
 def _residual_add(training: bool, fused: bool) -> Any:

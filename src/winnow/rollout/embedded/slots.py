@@ -483,9 +483,8 @@ class Slots:
 
     def _enter(self, answers: Sequence[PrefilledAnswer]) -> tuple[slice, IntArray]:
         """Give answers the next rows; return these, and the tokens of the contexts."""
-        first = len(self.answers)
+        first, contexts = len(self.answers), [answer.context for answer in answers]
         here = slice(first, first + len(answers))
-        contexts = [answer.context for answer in answers]
         lengths = np.array([len(context) for context in contexts])
         starts = np.array([len(a.group.prompt_ids) for a in answers])
         limits = starts + np.array([a.group.sampling.max_tokens for a in answers]) - 1
@@ -512,7 +511,8 @@ class Slots:
         self.kind[first : first + len(settings)] = numbers.to(self.device)
 
     def _find_stop_strings(self) -> None:
-        self.with_stop_strings = [r for r, a in enumerate(self.answers) if a.group.sampling.stop]
+        answers = enumerate(self.answers if any(each.stop for each in self.kinds) else ())
+        self.with_stop_strings = [row for row, answer in answers if answer.settings.stop]
 
     def _reserve(self, length: int) -> None:
         grow = length - self.ids.shape[1]

@@ -489,7 +489,9 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     except Exception as error:
         raise explain_start_error(error, model, cache_gib) from error
-    _check_kernels(llm, model)
+    if llm.vllm_config.device_config.device_type == "cpu" and not llm.model_config.use_mla:
+        taken = CPUAttentionBackend.get_supported_head_sizes()
+        check_head_size(model, llm.model_config.get_head_size(), taken)
     return llm
 
 
@@ -499,12 +501,6 @@ def _select_draw_processor(routes: bool) -> type[Any]:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     is_second = envs.VLLM_USE_V2_MODEL_RUNNER
     return plugin.HashSamplerV2 if is_second else plugin.HashSampler
-
-
-def _check_kernels(llm: LLMEngine, model: str) -> None:
-    if llm.vllm_config.device_config.device_type == "cpu" and not llm.model_config.use_mla:
-        taken = CPUAttentionBackend.get_supported_head_sizes()
-        check_head_size(model, llm.model_config.get_head_size(), taken)
 
 
 def lora_options(model: nn.Module, rank: int) -> dict[str, Any]:

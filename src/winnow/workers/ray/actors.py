@@ -77,6 +77,7 @@ async def start_ray(
     # The object store pays off for several readers: a put takes longer than the rest of a call.
     pack = ray_module().put if len(listeners) > 1 else lambda request: request
     actors: list[Any] = []
+    profiling = {"nsight": dict(nsight)} if nsight else {}
     group = WorkerGroup(role, pack, stall_timeout_s, close_logs, start_timeout_s)
     try:
         async with group.closed_on_error():
@@ -84,7 +85,12 @@ async def start_ray(
                 shown = _visible_devices(placement, rank)
                 devices = await _within(start_timeout_s, role, rank, shown)
                 variables = devices | dict(environment or {})
-                options = _actor_options(placement, rank, variables, nsight)
+                options = {
+                    **_slot_options(placement, placement.slots[rank]),
+                    "max_concurrency": _CALLS_AT_ONCE,
+                    "max_restarts": 0,
+                    "runtime_env": {"env_vars": worker_environment(variables), **profiling},
+                }
                 actor_class = ray_module().remote(RayWorker).options(**options)
                 actors.append(actor_class.remote(address, token))
             processes = []
@@ -103,21 +109,6 @@ async def start_ray(
             ray_module().kill(actor)
         raise
     return group
-
-
-def _actor_options(
-    placement: Placement,
-    rank: int,
-    environment: Mapping[str, str],
-    nsight: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    profiling = {"nsight": dict(nsight)} if nsight else {}
-    return {
-        **_slot_options(placement, placement.slots[rank]),
-        "max_concurrency": _CALLS_AT_ONCE,
-        "max_restarts": 0,
-        "runtime_env": {"env_vars": worker_environment(environment), **profiling},
-    }
 
 
 def _slot_options(placement: Placement, slot: tuple[Any, int]) -> dict[str, Any]:
