@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tests.scorers import CASES, accuracy, check
+from tests.scorers import CASES, accuracy, check, score
 from tests.scoring import answer, rewards_of
 
 from winnow.config.reward import RewardConfig
@@ -18,6 +19,7 @@ from winnow.rewards.routing import Router
 from winnow.types import Prompt, Score
 
 MATH = ["math", "math_verify", "dapo_math_lenient"]
+GEOMETRY = Path(__file__).parents[2] / "fixtures" / "geometry3k.json"
 
 
 HOSTILE = [
@@ -33,6 +35,38 @@ HOSTILE = [
 @pytest.mark.parametrize("formula", HOSTILE)
 def test_a_formula_without_end_is_wrong_and_costs_seconds_only(formula: str) -> None:
     assert accuracy("math_verify", rf"\boxed{{{formula}}}", "7") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "formula",
+    [
+        *HOSTILE,
+        *(
+            "9**9**9**9",
+            "99999999!/7",
+            "9^sqrt(9^sqrt(9^sqrt(9^9)))",
+            "0.1e999999999",
+            "9!!!!!!!/5",
+        ),
+        *("((((((((9^9)^9)^9)^9)^9)^9)^9)^9)^9", "(((x+y)^9)^9)^9/((x+y)^9)^9", "sqrt(" * 60 + "2"),
+        *("[0]*9**9", "eye(99999)", "sqrt(2).n(99999999)", "1" * 390 + ".5", r"\frac{" * 60),
+    ],
+)
+def test_geometry_takes_a_formula_without_end_for_a_wrong_answer(formula: str) -> None:
+    assert accuracy("geometry3k", rf"\boxed{{{formula}}}", r"\frac{\sqrt{2}}{2}") == 0
+
+
+def test_geometry_is_scored_as_mathruler_scores_it() -> None:
+    table = json.loads(GEOMETRY.read_text())
+    assert len(table["rows"]) >= 300
+    for text, truth, right, form in table["rows"]:
+        found = score("geometry3k", text, truth)
+        assert (found.accuracy, found.extra["format"]) == (right, form), (text, truth)
+        assert found.reward == pytest.approx(0.9 * right + 0.1 * form)
+    for text, truth, right, _ in table["differences"]:
+        assert (right, accuracy("geometry3k", text, truth)) == (1, 0), (text, truth)
 
 
 @pytest.mark.slow

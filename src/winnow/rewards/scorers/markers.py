@@ -84,19 +84,15 @@ def score_think_answer(data_source: str, text: str, ground_truth: Any, extra: Ex
 
 def score_think_boxed(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     r"""Give 1 for `<think>…</think>` and a `\boxed{…}` after it, else 0."""
-    return make_score(is_think_boxed(text), "")
+    thoughts, rest = _split_thoughts(text)
+    start = rest.find(_BOX)
+    is_boxed = start >= 0 and rest.find("}", start + len(_BOX) + 1) >= 0
+    return make_score(thoughts != "" and is_boxed, "")
 
 
 def score_nothing(data_source: str, text: str, ground_truth: Any, extra: Extra) -> Score:
     """Give 0 and no part, where a reward model alone scores a data source."""
     return Score(0.0, 0.0)
-
-
-def is_think_boxed(text: str) -> bool:
-    """Return whether thoughts stand in their tags and a box comes after them."""
-    thoughts, rest = _split_thoughts(text)
-    start = rest.find(_BOX)
-    return bool(thoughts) and start >= 0 and rest.find("}", start + len(_BOX) + 1) >= 0
 
 
 def _split_thoughts(text: str) -> tuple[str, str]:
