@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
