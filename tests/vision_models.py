@@ -23,11 +23,14 @@ VOCAB, STOP, IMAGE_TOKEN = 32, 1, 4
 PATCH, MERGE = 4, 2
 
 
-def vision_model(kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2) -> Any:
-    """A model of 0.2 M weights for images of 8 x 8 pixels a token, with Winnow's attention."""
+def vision_model(
+    kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2, head: int = 8
+) -> Any:
+    """A small model for images of 8 x 8 pixels a token, with Winnow's attention."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
     text: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "hidden_size": 32,
+        "hidden_size": 4 * head,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -35,7 +38,7 @@ def vision_model(kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2)
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
         "initializer_range": 0.15,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        "rope_parameters": rope | {"mrope_section": [head // 4, head // 8, head // 8]},
         "pad_token_id": 0,
         "eos_token_id": STOP,
         "bos_token_id": None,
@@ -48,7 +51,7 @@ def vision_model(kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2)
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
-        "out_hidden_size": 32,
+        "out_hidden_size": 4 * head,
         "initializer_range": 0.1,
     }
     special = {"image_token_id": IMAGE_TOKEN, "video_token_id": 5, "vision_start_token_id": 2}
@@ -60,7 +63,7 @@ def vision_model(kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2)
         config: Any = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
         model = Qwen2_5_VLForConditionalGeneration(config)
     else:
-        text |= {"head_dim": 8}
+        text |= {"head_dim": head}
         text["rope_parameters"]["mrope_interleaved"] = True
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         config = Qwen3VLConfig(text_config=text, vision_config=vision, **special)

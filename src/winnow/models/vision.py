@@ -181,14 +181,19 @@ def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
     if not images:
         edge = processor.patch_size * processor.merge_size
         arrays = [np.zeros((edge, edge, 3), np.uint8)]
-    inputs = processor(
-        arrays, do_resize=False, return_tensors="pt", input_data_format="channels_last"
-    )
-    pixels, grids = inputs["pixel_values"].to(device), inputs["image_grid_thw"].to(device)
-    output = inner.get_image_features(pixels, grids, return_dict=True)
+    pixels, grids = image_patches(processor, arrays)
+    output = inner.get_image_features(pixels.to(device), grids.to(device), return_dict=True)
     layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     features = torch.stack([torch.cat(tuple(layer)) for layer in layers])
     return features if images else features[:, :0]
+
+
+def image_patches(processor: Any, arrays: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
+    """Return the patches of all images, and each one's grid of patches: time, height, width."""
+    inputs = processor(
+        arrays, do_resize=False, return_tensors="pt", input_data_format="channels_last"
+    )
+    return inputs["pixel_values"], inputs["image_grid_thw"]
 
 
 def decode_png(png: bytes) -> NDArray[np.uint8]:

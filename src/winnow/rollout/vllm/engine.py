@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto import AutoModelForImageTextToText
 
 # Read when vLLM is imported. The scheduler stays in this process, where a step is a call: in one of
 # its own it would run on between them.
@@ -56,9 +57,10 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 from winnow.config.model import LoraAdapter  # noqa: E402
 from winnow.errors import PublicationError, WorkerError  # noqa: E402
 from winnow.models.causal_lm import find_model  # noqa: E402
-from winnow.models.folders import has_adapter  # noqa: E402
+from winnow.models.folders import ModelRef, has_adapter  # noqa: E402
 from winnow.models.lora import adapted_layers, adapter_weights, adapter_writer, add_lora  # noqa: E402
 from winnow.models.routing import route_shape, router_layers  # noqa: E402
+from winnow.models.vision import has_vision, load_image_processor  # noqa: E402
 from winnow.observe.profile import StepProfiler  # noqa: E402
 from winnow.rollout.draw import draw_arguments  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
@@ -295,12 +297,18 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         params = _request_params(
             sampling.max_tokens - len(answer.prefix), own, sampling.stop_token_ids
         )
-        answer.name = self._add_request(answer.context, params, priority)
+        answer.name = self._add_request(answer.context, params, priority, answer.images)
         self._rows.append(answer)
 
-    def _add_request(self, context: IntArray, params: RequestParams, priority: int) -> str:
+    def _add_request(
+        self, context: IntArray, params: RequestParams, priority: int, images: tuple[Image, ...]
+    ) -> str:
         number = next(self._numbers)
-        prompt = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
+        prompt: dict[str, Any] = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
+        if images:
+            from winnow.rollout.vllm.vision import image_inputs
+
+            prompt |= image_inputs(images, self._model.image_processor, self._salt)
         # Of the same priority the older goes first, by numbers: a clock may be set back.
         kwargs = {"priority": priority, "arrival_time": float(number), "lora_request": self._lora}
         self._llm.add_request(str(number), prompt, params, **kwargs)
@@ -383,7 +391,8 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
             forced = ids[start:].tolist()
             own = draw_arguments(sampling, 0, start, self._vocab_size, forced)
             params = _request_params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
-            names[self._add_request(ids[:start], params, -1)] = place
+            shown = images[place] if images else ()
+            names[self._add_request(ids[:start], params, -1, shown)] = place
         self._scored |= dict.fromkeys(names)
         while any(self._scored[name] is None for name in names):
             if self._rows:
@@ -446,7 +455,7 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         ModelError: vLLM refuses the model.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=options.trust_remote_code)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = options.longest
     if longest is not None:
         longest = max(longest, min(_LONGEST_SCORED, positions or _LONGEST_SCORED))
@@ -480,6 +489,11 @@ def start_vllm(model: str, options: VllmOptions) -> LLMEngine:
         "enable_return_routed_experts": routes,
         **(options.lora or {}),
     }
+    if has_vision(config):
+        from winnow.rollout.vllm import vision
+
+        arguments["worker_extension_cls"] = f"{vision.__name__}.WorkerExtension"
+        arguments["mm_device_do_normalize"] = False  # of pixels that are normalized
     own = dict(options.extra or {})
     check_extra(own, {field.name for field in fields(EngineArgs)})
     if options.fp32_head:
@@ -518,9 +532,14 @@ def meta_model(
 ) -> nn.Module:
     """Return the model of a folder without memory: it names the tensors of a publication."""
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    kind: Any = AutoModelForCausalLM
+    if has_vision(config):
+        kind = AutoModelForImageTextToText
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        made = kind.from_config(config, trust_remote_code=trust_remote_code)
     found: nn.Module = made.to(dtype)
+    if has_vision(config):
+        found.image_processor = load_image_processor(ModelRef(model, "model.path", model))
     if adapter is not None:
         add_lora(found, adapter, seed=0)
     return found

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -231,7 +232,8 @@ def repack_head(model: nn.Module) -> None:
     vLLM repacks layers for its CPU kernels, but not a tied head, which would go on with the old
     weights while every call reports success.
     """
-    head = getattr(model, "lm_head", None)
+    text = getattr(model, "language_model", model)  # in a vision-language model
+    head = getattr(text, "lm_head", None)
     if head is not None and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
 
@@ -255,7 +257,8 @@ class WorkerExtension:
         """Name the layers to which this worker applies an adapter, as Hugging Face names them."""
         manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
         packed = manager.packed_modules
-        return [part for name in manager.modules for part in packed.get(name, [name])]
+        layers = [part for name in manager.modules for part in packed.get(name, [name])]
+        return [re.sub("^language_model.model.", "model.language_model.", name) for name in layers]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
