@@ -218,17 +218,11 @@ def build_run(
     ]
     base = make_base_run(context, evaluator, loader, parts)
 
+    write = partial(write_rollouts, decode=policy.decode, image_mib=config.observe.image_mib)
+
     def save_rollouts(step: int, groups: Sequence[RolloutGroup]) -> None:
         file = folder.check_exists().rollout_file(step)
-        write_rollouts(
-            file,
-            step,
-            groups,
-            version=step - 1,
-            text_groups=choose_text_groups(groups, config.observe, seed, step),
-            decode=policy.decode,
-            image_mib=config.observe.image_mib,
-        )
+        write(file, step, groups, version=step - 1, text_groups=shown)
 
     return Run(
         **vars(replace(base, notes=tuple(notes))),
