@@ -222,6 +222,7 @@ def build_run(
 
     def save_rollouts(step: int, groups: Sequence[RolloutGroup]) -> None:
         file = folder.check_exists().rollout_file(step)
+        shown = choose_text_groups(groups, config.observe, seed, step)
         write(file, step, groups, version=step - 1, text_groups=shown)
 
     return Run(
