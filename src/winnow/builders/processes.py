@@ -94,7 +94,8 @@ def worker_processes(
         ) -> dict[str, list[WorkerGroup]]:
             worker_arguments.update(more, config=config)
             missing = [r for r in starts if r.name not in by_role and only in (None, r.name)]
-            for together in ([r for r in missing if r not in shared], shared):
+            for late in (False, True):
+                together = [role for role in missing if (role in shared) == late]
                 counts = ((r, r.count if r.kind == "engines" else 1) for r in together)
                 numbered = [(role, i) for role, count in counts for i in range(count)]
                 begins = (functools.partial(begin, role, i) for role, i in numbered)
