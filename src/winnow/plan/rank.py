@@ -127,7 +127,7 @@ class PolicyRun(RankRun):
     parameters: dict[str, int]
     """Parameters by role."""
     shape: Any
-    """Hugging Face configuration of the policy."""
+    """Hugging Face configuration of the policy, of a vision-language model that of its text."""
     separate: dict[str, RankRun]
     """By role, a rank of each model on separate ranks."""
 
@@ -155,7 +155,8 @@ def run_rank(
     layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
     assert isinstance(layout, Fsdp2 | Megatron)
     tracker = track(_attention_flop(config, model, most))
-    tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
+    shape = model.config.get_text_config()
+    tracker.chosen_experts = getattr(shape, "num_experts_per_tok", None) or 0
     learning, models = _run_learner(config, model, path, strategy, tracker, stage)
     separate = {}
     for role in Roles(config):
@@ -166,7 +167,7 @@ def run_rank(
         learning = replace(learning, passes=passes)
     parameters = {role: each.n_parameters for role, each in models.items()}
     ran = tracker, layout, most
-    return PolicyRun(*ran, learning, parameters, model.config, separate)
+    return PolicyRun(*ran, learning, parameters, shape, separate)
 
 
 def _run_learner(
@@ -189,7 +190,7 @@ def _run_learner(
             with fake, tracker:
                 return cast(Strategy, kind(*args, **options))
 
-        of_policy = model, model.config.vocab_size, path
+        of_policy = model, model.config.get_text_config().vocab_size, path
         learning = learner.make_learner(config, Roles(config), *of_policy, mesh, make)
         roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
         models = {role: cast(TrackedStrategy, each) for role, each in roles.items() if each}
