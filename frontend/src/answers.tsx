@@ -219,15 +219,18 @@ function Prompt({ run, answer }: { run: string; answer: Answer }) {
   )
 }
 
-/** A prompt's text with its special tokens set apart. */
+/** A prompt's text with its special tokens set apart, those of an image as one. */
 function marked({ texts, special }: Pieces) {
   const parts: ComponentChildren[] = []
   let start = 0
-  for (const at of [...special, texts.length]) {
-    parts.push(visible(texts.slice(start, at).join('')), at < texts.length && <span class="special">{texts[at]}</span>)
-    start = at + 1
-  }
-  return parts
+  special.forEach((at, n) => {
+    if (at < start) return
+    let times = 1
+    while (special[n + times] === at + times && texts[at + times] === texts[at]) times++
+    parts.push(visible(texts.slice(start, at).join('')), <span class="special">{texts[at]}{times > 1 && ` × ${times}`}</span>)
+    start = at + times
+  })
+  return [...parts, visible(texts.slice(start).join(''))]
 }
 
 function AnswerTable({ answers, place, hits, pinned }: { answers: Answer[]; place: number; hits: string[]; pinned: Words }) {

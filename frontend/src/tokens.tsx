@@ -77,7 +77,10 @@ export function Tokens(props: {
     const special = new Set(tokens.special)
     const oldest = answer.oldest_version ?? 0
     const called = callTokens(answer)
+    // Of an image's tokens, which an environment showed, the first stands for all.
+    const repeats = (n: number) => special.has(n) && special.has(n - 1) && tokens.texts[n] === tokens.texts[n - 1] && answer.columns.versions?.[n] === -1
     return tokens.texts.slice(0, most).map((text, n) => {
+      if (repeats(n)) return null
       const value = answer.columns.versions?.[n] === -1 ? null : (values?.[n] ?? null)
       return (
         <span data-n={n} class={special.has(n) ? 'special' : called.has(n) ? 'call' : undefined} style={{ background: paint(coloring, value, oldest) }}>

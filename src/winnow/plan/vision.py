@@ -76,7 +76,7 @@ class TowerRunner(ModelRunner):
             max_seqlen=0,
             max_window_seqlen=0,
         )
-        return cast(Tensor, output.pooler_output)[None]
+        return torch.stack((output.pooler_output,))
 
 
 def _attend_windows(
