@@ -84,7 +84,8 @@ def _attend_windows(
 ) -> tuple[Tensor, None]:
     """Attend within windows of one size, as transformers calls it; query is [1, N, T, D]."""
     count = len(options["cu_seq_lens_q"]) - 1
-    q, k, v = (t[0].unflatten(1, (count, -1)).transpose(0, 1) for t in (query, key, value))
+    heads, width = query.shape[1], query.shape[-1]
+    q, k, v = (t.reshape(heads, count, -1, width).transpose(0, 1) for t in (query, key, value))
     out = scaled_dot_product_attention(q, k, v, scale=options["scaling"])
     return out.transpose(1, 2).flatten(0, 1)[None], None
 
