@@ -134,7 +134,9 @@ def write_rollouts(
     rows = [
         row
         for entry in groups
-        for row in _answer_rows(step, entry, version, decode, stored, entry.group.id in text_groups)
+        for row in _answer_rows(
+            step, entry, version, decode if entry.group.id in text_groups else None, stored
+        )
     ]
     names = dict.fromkeys([*COLUMNS, *chain.from_iterable(rows)])
     table = pa.table({name: _make_column(name, [row.get(name) for row in rows]) for name in names})
@@ -222,14 +224,12 @@ def delete_rollouts_after(folder: Path, step: int) -> None:
 
 
 def _answer_rows(
-    step: int,
-    entry: RolloutGroup,
-    version: int,
-    decode: Decode,
-    stored: Collection[str],
-    is_shown: bool,
+    step: int, entry: RolloutGroup, version: int, decode: Decode | None, stored: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each answer of a group; what does not apply is absent."""
+    """Yield the row of each answer of a group, without texts if there is no `decode`.
+
+    What does not apply is absent.
+    """
     group, prompt = entry.group, entry.group.prompt
     common: dict[str, Any] = {
         "step": step,
@@ -240,7 +240,7 @@ def _answer_rows(
         "outcome": entry.outcome,
         "prompt_tokens": len(prompt.token_ids),
     }
-    if is_shown:
+    if decode:
         common |= {"prompt": prompt.text, "prompt_ids": prompt.token_ids.astype(np.int32)}
     advantages = [] if entry.advantages is None else entry.advantages.tolist()
     for index, answer in enumerate(group.scored):
@@ -249,12 +249,12 @@ def _answer_rows(
         if index < len(advantages):
             row["advantage"] = advantages[index]
             row["mismatch"] = None if entry.mismatch is None else entry.mismatch[index]
-            for name in ("trainer_logprobs", "entropies") if is_shown else ():
+            for name in ("trainer_logprobs", "entropies") if decode else ():
                 if (values := getattr(entry, name)) is not None:
                     row[name] = values[index].astype(np.float32)
-        texts = _text_columns(answer, decode) if is_shown else {}
-        turns = _turns(answer.trajectory, decode if is_shown else None, stored)
-        shown = (*prompt.images, *answer.trajectory.images) if is_shown else ()
+        texts = _text_columns(answer, decode) if decode else {}
+        turns = _turns(answer.trajectory, decode, stored)
+        shown = (*prompt.images, *answer.trajectory.images) if decode else ()
         row |= {"turns": turns, "images": _paths(shown, stored)}
         yield {**row, **_score_columns(answer, version), **texts}
 

@@ -220,12 +220,12 @@ class LogTracker(Tracker):
         shown = {name: self._show(rows) for name, rows in tables.items()}
         self._run.log({**record, **shown}, step=step)
 
-    def _load_images(self, rows: Rows, make: Callable[[str], Any]) -> Rows:
-        """Replace the paths of images by objects of the tracker's package."""
+    def _make_table(self, table: Any, image: Any, rows: Rows) -> Any:
+        """Make the package's table, with its images in the place of their paths."""
         for row in rows:
             for name in (name for name in row if name.startswith(_IMAGE) and row[name]):
-                row[name] = make(str(self.folder.path / row[name]))
-        return rows
+                row[name] = image(str(self.folder.path / row[name]))
+        return table(**_table_arguments(rows))
 
     def end(self, is_done: bool) -> None:
         self._run.finish()
@@ -242,9 +242,7 @@ class Wandb(LogTracker):
         import wandb
 
         options = self.options.wandb
-        self._show = lambda rows: wandb.Table(
-            **_table_arguments(self._load_images(rows, wandb.Image))
-        )
+        self._show = partial(self._make_table, wandb.Table, wandb.Image)
         self._run = wandb.init(
             **self.init_arguments(),
             entity=options.entity,
@@ -323,9 +321,7 @@ class Trackio(LogTracker):
         import trackio
 
         options = self.options.trackio
-        self._show = lambda rows: trackio.Table(
-            **_table_arguments(self._load_images(rows, trackio.Image))
-        )
+        self._show = partial(self._make_table, trackio.Table, trackio.Image)
         self._run = trackio.init(
             **self.init_arguments(),
             space_id=options.space_id,

@@ -74,9 +74,7 @@ def make_plan(request: PlanRequest) -> Figures:
         "overrides": settings,
         "command": _command(request.recipe, settings),
         "parameters": stages[0].parameters,
-        **(
-            {"images": {"tokens_each": len(images[0]), "per_update": len(images)}} if images else {}
-        ),
+        **({"images": {"tokens": len(images[0]), "per_update": len(images)}} if images else {}),
         **_estimate(request, config, stages),
     }
     if plan["faults"]:

@@ -91,10 +91,11 @@ class TrackedStrategy(Strategy):
             return None
         begin, phase = self._tracker.begin, list(self._tracker.phases)[-1]
         begin(f"{phase}: images")
-        features = cast(Tensor, self._runner(self._images))
         images = {image.digest: image for image in self._images}
+        encoded = TrackedImages(images, cast(Tensor, self._runner(self._images)))
+        encoded.begin = partial(begin, f"{phase}: images backward")
         begin(phase)
-        return TrackedImages(images, features, partial(begin, f"{phase}: images backward"))
+        return encoded
 
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimizer's tensors, including fp32 masters of half-precision weights."""

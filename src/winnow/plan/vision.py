@@ -7,7 +7,7 @@ of pixels allow. A rank encodes the images of an update together, each once for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -41,7 +41,7 @@ def make_images(config: Config, model: Any) -> tuple[Image, ...]:
         )
     edge = processor.patch_size * processor.merge_size
     pixels = config.data.max_pixels or processor.size["longest_edge"]
-    window = (vision.window_size // edge) ** 2
+    window = (vision.window_size // edge or 1) ** 2
     windows = min(pixels // edge**2, config.data.max_prompt_tokens - 2) // window or 1
     groups = config.trainer.groups_per_update(config.sampling.groups_per_step)
     ranks = getattr(config.trainer.strategy, "ranks", 1)
@@ -73,8 +73,6 @@ class TowerRunner(ModelRunner):
             window_index=torch.arange(tokens),
             cu_seqlens=torch.zeros(len(micro) + 1),
             cu_window_seqlens=torch.zeros(windows + 1),
-            max_seqlen=0,
-            max_window_seqlen=0,
         )
         return torch.stack((output.pooler_output,))
 
@@ -91,18 +89,11 @@ def _attend_windows(
 
 
 class TrackedImages(EncodedImages):
-    """Features whose backward pass is a phase of its own.
+    """Features whose backward pass is a phase of its own."""
 
-    Args:
-        begin: called at the start of the backward pass.
-    """
-
-    def __init__(
-        self, images: Mapping[str, Image], features: Tensor, begin: Callable[[], object]
-    ) -> None:
-        super().__init__(images, features)
-        self._begin = begin
+    begin: Callable[[], object]
+    """Called at the start of the backward pass."""
 
     def backward(self) -> None:
-        self._begin()
+        self.begin()
         super().backward()

@@ -29,16 +29,7 @@ from winnow.observe.metrics import Record
 from winnow.observe.rollouts import prompt_images, read_rollouts
 
 _ANSWER_CHARACTERS = 240
-_SAMPLE_COLUMNS = (
-    "group",
-    "answer",
-    "outcome",
-    "accuracy",
-    "prompt",
-    "response",
-    "images",
-    "turns",
-)
+_COLUMNS = ("group", "answer", "outcome", "accuracy", "prompt", "response", "images", "turns")
 _TOKEN_CLASSES = {
     "trained": "trained on",
     "no_advantage": "trained on, no signal",
@@ -98,7 +89,7 @@ def _turns_of(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _read_answers(file: Path) -> dict[int, dict[str, Any]]:
     """Map each group whose text was kept to the answer that is shown of it."""
     table = read_rollouts(file)
-    rows = table.select([c for c in _SAMPLE_COLUMNS if c in table.column_names]).to_pylist()
+    rows = table.select([c for c in _COLUMNS if c in table.column_names]).to_pylist()
     with_text = [row for row in rows if row["response"] is not None and row["answer"] == 0]
     greedy = [row for row in with_text if row["outcome"] == "held_out_greedy"]
     return {row["group"]: row for row in greedy or with_text}
