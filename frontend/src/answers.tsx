@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from 'preact/hooks'
 import { query, useData, type Answer, type Groups, type Pieces, type Run } from './api'
 import { axes, Chart, color, tip, useTheme } from './chart'
 import { fixed, number, OUTCOMES } from './format'
-import { Choice, Empty, nearest, Panel, Problem, RunChoice, StepChoice, useKeys } from './parts'
+import { Choice, Empty, Images, nearest, Panel, Problem, RunChoice, StepChoice, useKeys } from './parts'
 import { change, current, type Words } from './route'
 import { Tokens, COLORINGS, visible, type Coloring } from './tokens'
 
@@ -194,37 +194,43 @@ function Group(props: {
         <p><span class={`fate ${table.outcome[at]}`}>{label}</span> {why}</p>
       </div>
       {error && <Problem>{error}</Problem>}
-      {answer && <Prompt answer={answer} />}
+      {answer && <Prompt run={run} answer={answer} />}
       {answers.length > 0 && <AnswerTable answers={answers} place={place} hits={props.hits} pinned={pinned} />}
-      {answer && <Tokens answer={answer} meanings={data!.meanings} without={data!.without_tokens} coloring={coloring} search={props.search} />}
+      {answer && <Tokens run={run} answer={answer} meanings={data!.meanings} without={data!.without_tokens} coloring={coloring} search={props.search} />}
       <Follow run={run} kind={kind} uid={table.uid[at]} />
     </div>
   )
 }
 
-function Prompt({ answer }: { answer: Answer }) {
+function Prompt({ run, answer }: { run: string; answer: Answer }) {
   const [isOpen, open] = useState(false)
   const text = answer.prompt
   if (text === null) return null
   const pieces = answer.prompt_pieces
+  const images = answer.images ?? []
+  const later = (answer.turns ?? []).reduce((sum, turn) => sum + (turn.images?.length ?? 0), 0)
   const isLong = text.length > 600 || text.split('\n').length > 8
   return (
     <Panel title="Prompt" unit={`${number(answer.prompt_tokens, 'count')} tokens`}
       side={isLong && <button type="button" onClick={() => open(!isOpen)}>{isOpen ? 'Less' : 'All of it'}</button>}>
+      <Images run={run} paths={images.slice(0, images.length - later)} />
       <pre class={isLong && !isOpen ? 'text short' : 'text'}>{pieces ? marked(pieces) : text}</pre>
     </Panel>
   )
 }
 
-/** A prompt's text with its special tokens set apart. */
+/** A prompt's text with its special tokens set apart, those of an image as one. */
 function marked({ texts, special }: Pieces) {
   const parts: ComponentChildren[] = []
   let start = 0
-  for (const at of [...special, texts.length]) {
-    parts.push(visible(texts.slice(start, at).join('')), at < texts.length && <span class="special">{texts[at]}</span>)
-    start = at + 1
-  }
-  return parts
+  special.forEach((at, n) => {
+    if (at < start) return
+    let times = 1
+    while (special[n + times] === at + times && texts[at + times] === texts[at]) times++
+    parts.push(visible(texts.slice(start, at).join('')), <span class="special">{texts[at]}{times > 1 && ` × ${times}`}</span>)
+    start = at + times
+  })
+  return [...parts, visible(texts.slice(start).join(''))]
 }
 
 function AnswerTable({ answers, place, hits, pinned }: { answers: Answer[]; place: number; hits: string[]; pinned: Words }) {

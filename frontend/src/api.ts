@@ -71,6 +71,7 @@ export interface Turn {
   calls: number | null
   malformed: number | null
   pieces: [string, boolean][]
+  images?: string[] | null
 }
 export interface Answer {
   answer: number
@@ -94,6 +95,8 @@ export interface Answer {
   columns: Record<string, Values>
   tokens?: Pieces
   turns?: Turn[] | null
+  /** Paths of images in the run's folder: the prompt's, then those of its turns. */
+  images?: string[] | null
   prompt_pieces?: Pieces
   [more: string]: unknown
 }

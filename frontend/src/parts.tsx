@@ -1,7 +1,7 @@
 // Small parts that several pages use.
 import type { ComponentChildren } from 'preact'
 import { useEffect, useState } from 'preact/hooks'
-import type { Run } from './api'
+import { query, type Run } from './api'
 import { change } from './route'
 
 export function Problem({ children }: { children: ComponentChildren }) {
@@ -21,6 +21,23 @@ export function Problems({ lines }: { lines: string[] }) {
       {shown.map((line) => <div>{line}</div>)}
       {rest > 0 && <div>… and {rest} more</div>}
     </div>
+  )
+}
+
+/** Images of a run as thumbnails of one height, each a link to itself. */
+export function Images({ run, paths }: { run: string; paths: string[] }) {
+  if (!paths.length) return null
+  return (
+    <p class="thumbs">
+      {paths.map((name) => {
+        const url = query('run/image', { run, name })
+        return (
+          <a href={url} target="_blank" rel="noreferrer" title={name}>
+            <img src={url} alt={name} loading="lazy" onLoad={({ currentTarget: image }) => image.classList.toggle('tiny', image.naturalHeight < image.height)} />
+          </a>
+        )
+      })}
+    </p>
   )
 }
 

@@ -4,7 +4,7 @@ import { useMemo, useState } from 'preact/hooks'
 import type { Answer, Turn, Values } from './api'
 import { useTheme } from './chart'
 import { fixed } from './format'
-import { Choice, Panel } from './parts'
+import { Choice, Images, Panel } from './parts'
 import { change } from './route'
 
 export const COLORINGS = ['logprobs', 'entropies', 'difference', 'advantage', 'versions', 'none'] as const
@@ -56,6 +56,7 @@ function paint(coloring: Coloring, value: number | null, oldest: number): string
 }
 
 export function Tokens(props: {
+  run: string
   answer: Answer
   meanings: Record<string, string>
   without: string | null
@@ -76,7 +77,10 @@ export function Tokens(props: {
     const special = new Set(tokens.special)
     const oldest = answer.oldest_version ?? 0
     const called = callTokens(answer)
+    // Of an image's tokens, which an environment showed, the first stands for all.
+    const repeats = (n: number) => special.has(n) && special.has(n - 1) && tokens.texts[n] === tokens.texts[n - 1] && answer.columns.versions?.[n] === -1
     return tokens.texts.slice(0, most).map((text, n) => {
+      if (repeats(n)) return null
       const value = answer.columns.versions?.[n] === -1 ? null : (values?.[n] ?? null)
       return (
         <span data-n={n} class={special.has(n) ? 'special' : called.has(n) ? 'call' : undefined} style={{ background: paint(coloring, value, oldest) }}>
@@ -108,13 +112,13 @@ export function Tokens(props: {
             }}
             onMouseLeave={() => point(null)}
           >
-            {turns.length ? <Turns turns={turns} body={body} /> : <pre class="text">{body}</pre>}
+            {turns.length ? <Turns run={props.run} turns={turns} body={body} /> : <pre class="text">{body}</pre>}
           </div>
         )
         : answer.response !== null && (
           <>
             <p class="scale absent">{props.without ?? 'The tokens of this answer were not kept.'}</p>
-            {turns.length ? <Turns turns={turns} /> : <pre class="text">{answer.response}</pre>}
+            {turns.length ? <Turns run={props.run} turns={turns} /> : <pre class="text">{answer.response}</pre>}
           </>
         )}
       {tokens && tokens.texts.length > most && (
@@ -127,11 +131,11 @@ export function Tokens(props: {
 }
 
 /** A conversation: a block a turn, of its tokens, or of its text where there are none. */
-function Turns({ turns, body }: { turns: Turn[]; body?: ComponentChildren[] }) {
+function Turns({ run, turns, body }: { run: string; turns: Turn[]; body?: ComponentChildren[] }) {
   let start = 0
   return (
     <ol class="turns">
-      {turns.map(({ author, tokens, reward, calls, malformed, pieces }) => {
+      {turns.map(({ author, tokens, reward, calls, malformed, pieces, images }) => {
         const part = body?.slice(start, (start += tokens))
         if (body && tokens && !part!.length) return null // behind the tokens that are shown
         return (
@@ -142,6 +146,7 @@ function Turns({ turns, body }: { turns: Turn[]; body?: ComponentChildren[] }) {
               {!!malformed && <span class="bad">{malformed} malformed</span>}
               {author === 'model' && <span class="dim worth">reward {fixed(reward)}</span>}
             </header>
+            <Images run={run} paths={images ?? []} />
             <pre class="text">{part ?? pieces.map(([text, isCall]) => <span class={isCall ? 'call' : undefined}>{visible(text)}</span>)}</pre>
           </li>
         )

@@ -22,6 +22,7 @@ import pytest
 from tests.recipes import recipe
 
 from winnow.config.root import Config, TrackerName
+from winnow.models.vision import encode_png
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.observe.sinks import RunInfo, Sinks
@@ -38,6 +39,8 @@ RECORDS = {
     3: {"score/reward/mean": 0.5, "sampling/groups/trained": 6, HELD_OUT: 0.5},
     4: {"score/reward/mean": 0.75, "sampling/groups/trained": 5},
 }
+IMAGES = tuple(encode_png(np.full((size, 8, 3), 90, np.uint8), 8) for size in (8, 16))
+"""The first group with text shows none of them, the second both."""
 PROMPT, ANSWER = "What is 2 | 3?\n<think>", "a \\frac{1}{2} | b"
 OPTIONS = (
     *("observe.tracking.project=digits", "observe.tracking.group=seeds", "optim.lr=0.003"),
@@ -237,7 +240,10 @@ def keep_answers(folder: RunFolder) -> None:
     groups = [
         Group(
             number,
-            Prompt(f"row-{number}", np.arange(4), f"{number} {PROMPT}", "sums", "1"),
+            Prompt(
+                *(f"row-{number}", np.arange(4), f"{number} {PROMPT}", "sums", "1"),
+                images=IMAGES[:number],
+            ),
             tuple(answer(4 * number + index) for index in range(3)),
         )
         for number in range(3)
@@ -332,6 +338,11 @@ def test_sample_answers_show_prompt_answer_parts_and_score(tracked: Tracked) -> 
             assert table.count(heading) == 1
         if tracked.name in ("tensorboard", "swanlab"):  # as Markdown
             assert "What is 2 \\| 3?<br>&lt;think>" in table
+        # As the package's own objects, which keep a copy, or by their paths.
+        count, mark = {"wandb": (2, "'Image'"), "trackio": (2, "trackio.image")}.get(
+            tracked.name, (1, f"images/{IMAGES[0].digest}.png")
+        )
+        assert (table.count(mark), "image 2" in table) == (count, True)
         for word in ("part/task", "reward", "0.125", "0.25", "held_out"):
             assert word in table
 

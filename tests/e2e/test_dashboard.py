@@ -25,6 +25,7 @@ from winnow.checkpoints.strangers import mark_as_local
 from winnow.dashboard.service import Dashboard
 from winnow.data.sort_digits import EOS_ID, build_tokenizer, encode
 from winnow.data.tokenizer import make_decoder
+from winnow.models.vision import encode_png
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import RolloutGroup, write_rollouts
 from winnow.types import Answer, Group, Prompt, Score, Segment, Trajectory, VersionSpan
@@ -330,9 +331,14 @@ def test_a_conversation_is_shown_turn_by_turn_with_its_tokens(look: Watched) -> 
         return Segment(ids, np.full(len(ids), -2.0 if spans else 0.0, np.float32), spans, **more)
 
     first = part("1|539;#", VersionSpan(0, 8), reward=0.5, figures={"calls": 1, "malformed": 2})
-    talk = first, part("359", source="environment"), part("#1359", VersionSpan(0, 6))
+    image = encode_png(np.zeros((8, 8, 3), np.uint8), 8)
+    talk = (
+        first,
+        part("359", source="environment", images=(image,)),
+        part("#1359", VersionSpan(0, 6)),
+    )
     answers = [Answer(Trajectory(each, "stop"), Score(1.0, 1.0)) for each in (talk, talk[2:])]
-    prompt = Prompt("row", encode("5391:"), "5391:", "sort_digits", "1359")
+    prompt = Prompt("row", encode("5391:"), "5391:", "sort_digits", "1359", images=(image,))
     entry = RolloutGroup(Group(0, prompt, tuple(answers)), "surplus")
     decode = make_decoder(build_tokenizer())
     write_rollouts(
@@ -347,6 +353,8 @@ def test_a_conversation_is_shown_turn_by_turn_with_its_tokens(look: Watched) -> 
         re.compile("model *8 tokens *1 call *2 malformed *reward 0.50")
     )
     expect(turns.nth(1).locator("header")).to_have_text(re.compile("environment *4 tokens$"))
+    for place in (page.locator("section[aria-label=Prompt]"), turns.nth(1)):
+        expect(place.locator(".thumbs img.tiny")).to_have_js_property("naturalWidth", 8)
     assert "".join(turns.nth(0).locator(".call").all_inner_texts()) == "539;"
     assert turns.nth(1).locator("pre").inner_text() == "359<eos>"
     assert [turns.nth(n).locator("span[style*=heat]").count() for n in range(3)] == [8, 0, 6]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -255,9 +255,12 @@ class Browser:
         self._print_block(table)
 
     def _show_group(self, group: int) -> None:
+        from winnow.observe.rollouts import prompt_images
+
         answers = self.run.group(self.kind, self._step(), group)["answers"]
         self._print_heading(f"step {self._step()}, group {group}, {answers[0]['outcome']}")
         self._print(answers[0]["prompt"] or "(text not kept: observe.rollout_text_tokens)", "bold")
+        self._print_images(prompt_images(answers[0]))
         names = "answer", "right", "reward", "advantage", "tokens", "entropy", "end", "read as"
         table = _table(*names)
         for place, each in enumerate(answers, 1):
@@ -293,6 +296,11 @@ class Browser:
                 for text, is_call in turn["pieces"]
             ]
             self.console.print(Text.assemble(*pieces))
+            self._print_images(turn.get("images") or ())
+
+    def _print_images(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.console.print(Text(path, "cyan"), soft_wrap=True)
 
     def _one_line(self, text: str) -> Text:
         line = " ".join(printable(text, self.console.encoding).split())

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock, RLock
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from winnow.errors import ConfigError
 from winnow.observe import metrics
 from winnow.observe.files import TOKENIZER, one_line
 from winnow.observe.jsonl import METRICS_FILE, evaluations
+from winnow.observe.rollouts import IMAGES
 from winnow.views.diagnosis import Diagnosis, skipped_rules_note
 from winnow.views.doctor import ROLLOUT_COLUMNS, findings_with_answers
 
@@ -47,6 +49,8 @@ _LIVE_S, _LIVE_STEPS = 90.0, 3.0
 _MOST_COLUMNS = 400
 """Steps side by side in a histogram over time; of more, neighbours are summed."""
 _MOST_CONFIG_BYTES = 100_000
+_MOST_IMAGE_MIB = 64
+_IMAGE = re.compile(rf"{IMAGES}/([0-9a-f]{{64}})\.png")
 """Most bytes of a config.yaml, of which a run writes about 5,000: each is some 20 µs of reading."""
 T = TypeVar("T")
 
@@ -195,6 +199,22 @@ class RunPages:
         with self.files.explain_errors(name):
             rows = answers.read_group_answers(self.files, name, group, pieces, self._calls())
         return {"answers": rows, "meanings": answers.TOKEN_COLUMNS, "without_tokens": why}
+
+    def image(self, name: str) -> bytes:
+        """Read an image of the run's answers by its name in their rows, `images/DIGEST.png`.
+
+        Raises:
+            UnreadableError: there is none, or its content is not that of the digest.
+        """
+        match = _IMAGE.fullmatch(name)
+        if match is None:
+            raise UnreadableError(f"name must be {IMAGES}/DIGEST.png, got {name[:40]}")
+        content = self.files.read(name, 0, _MOST_IMAGE_MIB << 20)
+        if sha256(content).hexdigest() != match[1]:
+            raise UnreadableError(
+                f"{name} of {self.files.name} is damaged, or larger than {_MOST_IMAGE_MIB} MiB"
+            )
+        return content
 
     def prompt_history(self, kind: str, prompt_uid: str) -> dict[str, Any]:
         """Follow a prompt over the steps that are read so far.

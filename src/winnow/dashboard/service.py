@@ -4,6 +4,7 @@
     GET /api/runs               and series, names, difference, comparison: about several runs
     GET /api/run/PAGE?run=NAME  steps, groups, search, group, prompt, spread, timeline,
                                 system, alarms
+    GET /api/run/image?run=NAME an image of its answers (`name`), as the run stored it
     GET /api/events             server-sent events: names of the runs that changed
     POST /api/run/plan?run=NAME `winnow plan` of the run's recipe, in a process: lines of JSON
 
@@ -102,6 +103,7 @@ class Dashboard:
             Starlette(
                 routes=[
                     *(Route(f"/api/{name}", _json_endpoint(make)) for name, make in routes.items()),
+                    Route("/api/run/image", lambda request: _image(run, _Query(request))),
                     Route("/api/run/plan", self._plan, methods=["POST"]),
                     Route("/api/events", self._events),
                     Mount("/", StaticFiles(directory=STATIC, html=True)),
@@ -216,6 +218,12 @@ def _respond(body: Any, status: int = 200) -> Response:
     return Response(content, status, media_type="application/json")
 
 
+def _image(run: Callable[[_Query], RunPages], ask: _Query) -> Response:
+    """Respond with an image, whose name is the digest of its content: a browser may keep it."""
+    headers = {"Cache-Control": "private, max-age=31536000, immutable"}
+    return Response(run(ask).image(ask.text("name")), media_type="image/png", headers=headers)
+
+
 def _error_response(request: Request, error: Exception) -> Response:
     return _respond({"error": str(error)}, 404 if isinstance(error, RunNotFoundError) else 422)
 
@@ -239,7 +247,7 @@ class _AccessGuard:
                 headers["Referrer-Policy"] = "no-referrer"
                 headers["Cross-Origin-Resource-Policy"] = "same-origin"
                 is_data = request.url.path.startswith("/api/")
-                headers["Cache-Control"] = "no-store" if is_data else "no-cache"
+                headers.setdefault("Cache-Control", "no-store" if is_data else "no-cache")
             await send(message)
 
         await (answer or self._app)(scope, receive, send_guarded)

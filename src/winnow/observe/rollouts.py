@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from winnow.config.root import ObserveConfig
 from winnow.errors import WinnowError
 from winnow.observe.files import PARTIAL, explain_write_errors, write_atomic
-from winnow.types import Answer, Fate, FloatArray, Group, IntArray, Prompt, Trajectory
+from winnow.types import Answer, Fate, FloatArray, Group, Image, IntArray, Prompt, Trajectory
 
 Decode = Callable[[IntArray], str]
 STEP_FILE = re.compile(r"step-(\d+)\.parquet")
@@ -38,7 +38,9 @@ ROW_GROUP = 512
 """Rows that are read at least to see the tokens of one."""
 _INT, _FLOAT, _TEXT, _IDS = pa.int32(), pa.float64(), pa.string(), pa.list_(pa.int32())
 _COUNTS = ("calls", "malformed")
+_PATHS = pa.list_(_TEXT)
 _TURN = {"author": _TEXT, "text": _TEXT, "tokens": _INT, "reward": _FLOAT}
+_TURN |= {**dict.fromkeys(_COUNTS, _INT), "images": _PATHS}
 COLUMNS = {
     **{"step": _INT, "group": pa.int64(), "answer": _INT, "kind": _TEXT, "prompt_uid": _TEXT},
     **{"data_source": _TEXT, "problem": _TEXT, "outcome": _TEXT, "prompt_tokens": _INT},
@@ -48,8 +50,8 @@ COLUMNS = {
     **{"prompt_ids": _IDS, "token_ids": _IDS, "logprobs": pa.list_(pa.float32()), "versions": _IDS},
     **{"mismatch": _FLOAT, "trainer_logprobs": pa.list_(pa.float32())},
     **{"entropies": pa.list_(pa.float32())},
-    **{"images": pa.list_(_TEXT)},
-    **{"turns": pa.list_(pa.struct({**_TURN, **dict.fromkeys(_COUNTS, _INT)}))},
+    **{"images": _PATHS},
+    **{"turns": pa.list_(pa.struct(_TURN))},
 }
 """Types of the columns that every file has."""
 
@@ -130,10 +132,12 @@ def write_rollouts(
     """
     stored = _store_images(path.parent.parent / IMAGES, groups, text_groups, image_mib)
     rows = [
-        row for entry in groups for row in _answer_rows(step, entry, version, text_groups, decode)
+        row
+        for entry in groups
+        for row in _answer_rows(
+            step, entry, version, decode if entry.group.id in text_groups else None, stored
+        )
     ]
-    for row in rows:
-        row["images"] = [f"{IMAGES}/{name}" for name in row["images"] if name in stored] or None
     names = dict.fromkeys([*COLUMNS, *chain.from_iterable(rows)])
     table = pa.table({name: _make_column(name, [row.get(name) for row in rows]) for name in names})
     sink = pa.BufferOutputStream()
@@ -186,6 +190,13 @@ def read_rollouts(path: Path) -> pa.Table:
     return pa.concat_tables(alike, promote_options="permissive")
 
 
+def prompt_images(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the images of a row's prompt: the first, before those of its turns."""
+    images = row.get("images") or []
+    later = sum(len(turn.get("images") or ()) for turn in row.get("turns") or ())
+    return tuple(images[: len(images) - later])
+
+
 def turn_heading(number: int, turn: Mapping[str, Any]) -> str:
     """Describe a turn of the column `turns`: author, length, calls, reward."""
     figures = [f"{name} {turn[name]:g}" for name in (*_COUNTS, "reward") if turn[name]]
@@ -213,11 +224,13 @@ def delete_rollouts_after(folder: Path, step: int) -> None:
 
 
 def _answer_rows(
-    step: int, entry: RolloutGroup, version: int, text_groups: Collection[int], decode: Decode
+    step: int, entry: RolloutGroup, version: int, decode: Decode | None, stored: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each answer of a group; what does not apply is absent."""
+    """Yield the row of each answer of a group, without texts if there is no `decode`.
+
+    What does not apply is absent.
+    """
     group, prompt = entry.group, entry.group.prompt
-    is_shown = group.id in text_groups
     common: dict[str, Any] = {
         "step": step,
         "group": group.id,
@@ -227,7 +240,7 @@ def _answer_rows(
         "outcome": entry.outcome,
         "prompt_tokens": len(prompt.token_ids),
     }
-    if is_shown:
+    if decode:
         common |= {"prompt": prompt.text, "prompt_ids": prompt.token_ids.astype(np.int32)}
     advantages = [] if entry.advantages is None else entry.advantages.tolist()
     for index, answer in enumerate(group.scored):
@@ -236,13 +249,13 @@ def _answer_rows(
         if index < len(advantages):
             row["advantage"] = advantages[index]
             row["mismatch"] = None if entry.mismatch is None else entry.mismatch[index]
-            for name in ("trainer_logprobs", "entropies") if is_shown else ():
+            for name in ("trainer_logprobs", "entropies") if decode else ():
                 if (values := getattr(entry, name)) is not None:
                     row[name] = values[index].astype(np.float32)
-        texts = _text_columns(answer, decode) if is_shown else {}
-        turns = _turns(answer.trajectory, decode if is_shown else None)
-        shown = (*prompt.images, *answer.trajectory.images) if is_shown else ()
-        row |= {"turns": turns, "images": [f"{image.digest}.png" for image in shown]}
+        texts = _text_columns(answer, decode) if decode else {}
+        turns = _turns(answer.trajectory, decode, stored)
+        shown = (*prompt.images, *answer.trajectory.images) if decode else ()
+        row |= {"turns": turns, "images": _paths(shown, stored)}
         yield {**row, **_score_columns(answer, version), **texts}
 
 
@@ -274,7 +287,15 @@ def _text_columns(answer: Answer, decode: Decode) -> dict[str, Any]:
     }
 
 
-def _turns(trajectory: Trajectory, decode: Decode | None) -> list[dict[str, Any]] | None:
+def _paths(images: Iterable[Image], stored: Collection[str]) -> list[str] | None:
+    """Return the paths of images in the run's folder, without those that are not stored."""
+    names = (f"{image.digest}.png" for image in images)
+    return [f"{IMAGES}/{name}" for name in names if name in stored] or None
+
+
+def _turns(
+    trajectory: Trajectory, decode: Decode | None, stored: Collection[str]
+) -> list[dict[str, Any]] | None:
     """Return the turns of a conversation, without texts if there is no `decode`; else None."""
     segments = trajectory.segments
     if not (segments[1:] or any(each.figures for each in segments)):
@@ -285,6 +306,7 @@ def _turns(trajectory: Trajectory, decode: Decode | None) -> list[dict[str, Any]
             "text": None if decode is None else decode(segment.token_ids),
             "tokens": len(segment),
             "reward": segment.reward if segment.source == "model" else None,
+            "images": None if decode is None else _paths(segment.images, stored),
             **{each: int(segment.figures[each]) for each in _COUNTS if each in segment.figures},
         }
         for segment in segments

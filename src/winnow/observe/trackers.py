@@ -36,8 +36,10 @@ from winnow.observe.rollouts import turn_heading
 from winnow.observe.sinks import BackgroundSink, RunInfo, Warn
 
 Rows = list[dict[str, Any]]
-"""Sample answers: prompt, response, part/NAME, reward, accuracy, outcome."""
+"""Sample answers: prompt, image N (a path), response, part/NAME, reward, accuracy, outcome."""
 _SHOWN = ("prompt", "response", "reward", "accuracy", "outcome")
+_IMAGE = "image "
+"""Start of the names of columns with images."""
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM, _MOST_TABLES = 1000, 100, 6000, 50
 """Bounds of MLflow: of a request, of a value, and of the tables that its page lists."""
 
@@ -147,22 +149,27 @@ class Tracker(ABC):
 def read_sample_answers(file: Path, number: int) -> Rows:
     """Read up to `number` answers whose text is kept: the first of each group, then the second.
 
-    Of a conversation, the response has a line before each turn.
+    Of a conversation, the response has a line before each turn. Images are paths in the run's
+    folder, each in a column.
     """
     if not number or not file.is_file():
         return []
     parquet = pq.ParquetFile(file)
     names = [n for n in parquet.schema_arrow.names if n in _SHOWN or n.startswith("part/")]
-    turns = {"turns"} & {*parquet.schema_arrow.names}  # files of older versions have none
-    table = parquet.read(columns=[*names, *turns, "group", "answer"])
+    newer = {"turns", "images"} & {*parquet.schema_arrow.names}  # absent in older files
+    table = parquet.read(columns=[*names, *newer, "group", "answer"])
     rows = table.filter(pc.is_valid(table["response"])).to_pylist()
     chosen = sorted(rows, key=lambda row: (row["answer"], row["group"]))[:number]
     chosen.sort(key=lambda row: (row["group"], row["answer"]))
+    most = max((len(row.get("images") or ()) for row in chosen), default=0)
+    images = [f"{_IMAGE}{number}" for number in range(1, most + 1)]
     for row in chosen:
+        row |= dict.fromkeys(images) | dict(zip(images, row.get("images") or (), strict=False))
         if row.get("turns"):
             texts = (f"[{turn_heading(n, t)}]\n{t['text']}" for n, t in enumerate(row["turns"], 1))
             row["response"] = "\n".join(texts)
     order = sorted(names, key=lambda n: _SHOWN.index(n) if n in _SHOWN else 1.5)
+    order[1:1] = images
     return [{name: row[name] for name in order} for row in chosen]
 
 
@@ -213,6 +220,13 @@ class LogTracker(Tracker):
         shown = {name: self._show(rows) for name, rows in tables.items()}
         self._run.log({**record, **shown}, step=step)
 
+    def _make_table(self, table: Any, image: Any, rows: Rows) -> Any:
+        """Make the package's table, with its images in the place of their paths."""
+        for row in rows:
+            for name in (name for name in row if name.startswith(_IMAGE) and row[name]):
+                row[name] = image(str(self.folder.path / row[name]))
+        return table(**_table_arguments(rows))
+
     def end(self, is_done: bool) -> None:
         self._run.finish()
 
@@ -228,7 +242,7 @@ class Wandb(LogTracker):
         import wandb
 
         options = self.options.wandb
-        self._show = lambda rows: wandb.Table(**_table_arguments(rows))
+        self._show = partial(self._make_table, wandb.Table, wandb.Image)
         self._run = wandb.init(
             **self.init_arguments(),
             entity=options.entity,
@@ -307,7 +321,7 @@ class Trackio(LogTracker):
         import trackio
 
         options = self.options.trackio
-        self._show = lambda rows: trackio.Table(**_table_arguments(rows))
+        self._show = partial(self._make_table, trackio.Table, trackio.Image)
         self._run = trackio.init(
             **self.init_arguments(),
             space_id=options.space_id,

@@ -481,8 +481,9 @@ class RecipeEstimate:
             scale = sum(int(each.work.max(0).sum()) for each in deals) / full
             if name.endswith("update"):  # the simulation ran several micro-batches of it
                 times, scale = times * epochs / ran, scale * epochs / ran
-            elif name.endswith("optimizer"):
-                times = scale = len(updates) * epochs
+            elif name.endswith("optimizer") or ": images" in name:
+                is_trained = "update" in name or "optimizer" in name
+                times = scale = len(updates) * (epochs if is_trained else 1)
             seconds = self.machine.phase_seconds(rank.strategy, phase, times, scale)
             yield name, phase, times, scale, seconds
 

@@ -66,6 +66,7 @@ def make_plan(request: PlanRequest) -> Figures:
     described = _find_models(config, request.on_progress)
     request.on_progress(f"running one of {Roles(config)['policy'].count} ranks on fake tensors")
     stages = _run_stages(described)
+    images = stages[0].images
     plan: Figures = {
         "recipe": request.recipe,
         "machine": {"gpu": machine.name, "nodes": nodes, "gpus_each": machine.per_node},
@@ -73,6 +74,7 @@ def make_plan(request: PlanRequest) -> Figures:
         "overrides": settings,
         "command": _command(request.recipe, settings),
         "parameters": stages[0].parameters,
+        **({"images": {"tokens": len(images[0]), "per_update": len(images)}} if images else {}),
         **_estimate(request, config, stages),
     }
     if plan["faults"]:
@@ -174,7 +176,8 @@ def find_published_shape(path: str) -> Path | None:
 def _estimate(request: PlanRequest, config: Config, stages: Sequence[PolicyRun]) -> Figures:
     """Return all figures and faults of a recipe whose ranks were simulated."""
     if request.lengths is None:
-        lengths = draw_lengths(config, request.mean_response)
+        prompts, answers = draw_lengths(config, request.mean_response)
+        lengths = prompts.clip(min=sum(map(len, stages[0].images[:1]))), answers
     else:
         lengths = estimate.read_lengths(config, request.lengths)
     likely = RecipeEstimate(config, request.machine, stages, *lengths, request.price)

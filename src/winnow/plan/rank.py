@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from winnow.config.trainer import Fsdp2, Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
+from winnow.learning.images import EncodedImages
 from winnow.learning.runner import ModelRunner, Output
 from winnow.learning.sequence import SequenceRunner
 from winnow.learning.strategy import LossFn, Stats, Strategy
@@ -34,10 +36,11 @@ from winnow.models.folders import torch_dtype
 from winnow.models.value import load_reward_model, load_value_model
 from winnow.plan.megatron import patched_megatron
 from winnow.plan.tracker import DeviceTracker
+from winnow.plan.vision import TowerRunner, TrackedImages, make_images
 from winnow.ranks import learner
 from winnow.ranks.models import load_policy_model
 from winnow.run.step_metrics import AttentionFlop
-from winnow.types import IntArray
+from winnow.types import Image, IntArray
 
 _COLUMNS = "old", "ref", "values", "returns", "advantages", "draws"
 _CPU = torch.device("cpu")
@@ -56,15 +59,20 @@ class TrackedStrategy(Strategy):
     kernels: ClassVar[str] = "cuda"
     _tracker: DeviceTracker
     _role: str
+    _images: tuple[Image, ...]
 
     @property
     def local_modules(self) -> nn.Module:
         """The modules of the model that this rank executes."""
         return self.model
 
-    def track_with(self, tracker: DeviceTracker, role: str) -> None:
-        """Register this model's tensors with a tracker under a role."""
-        self._tracker, self._role = tracker, role
+    def track_with(self, tracker: DeviceTracker, role: str, images: tuple[Image, ...] = ()) -> None:
+        """Register this model's tensors with a tracker under a role.
+
+        Args:
+            images: those that a rank encodes for an update.
+        """
+        self._tracker, self._role, self._images = tracker, role, images
         tracker.register_model(self.local_modules, role)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -77,6 +85,17 @@ class TrackedStrategy(Strategy):
         figures = super().forward_backward(microbatches, outputs, loss_fn)
         self._report("gradients", self.gradients())
         return figures
+
+    def _encode_images(self, microbatches: Sequence[MicroBatch]) -> EncodedImages | None:
+        if microbatches[0].images is None:
+            return None
+        begin, phase = self._tracker.begin, list(self._tracker.phases)[-1]
+        begin(f"{phase}: images")
+        images = {image.digest: image for image in self._images}
+        encoded = TrackedImages(images, cast(Tensor, self._runner(self._images)))
+        encoded.begin = partial(begin, f"{phase}: images backward")
+        begin(phase)
+        return encoded
 
     def optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimizer's tensors, including fp32 masters of half-precision weights."""
@@ -105,7 +124,7 @@ class TrackedFSDP2(TrackedStrategy, FSDP2Strategy):
 
     def _make_runner(self, model: Any, *readout: Any) -> ModelRunner:
         if self._sequence is None:
-            return super()._make_runner(model, *readout)
+            return TowerRunner(model, *readout)
         return _TrackedRunner(model, *readout, group=self._sequence)
 
 
@@ -127,9 +146,11 @@ class PolicyRun(RankRun):
     parameters: dict[str, int]
     """Parameters by role."""
     shape: Any
-    """Hugging Face configuration of the policy."""
+    """Hugging Face configuration of the policy, of a vision-language model that of its text."""
     separate: dict[str, RankRun]
     """By role, a rank of each model on separate ranks."""
+    images: tuple[Image, ...] = ()
+    """Images that a rank encodes for an update."""
 
 
 def run_rank(
@@ -154,9 +175,10 @@ def run_rank(
     model = load_policy_model(config.model, path, _CPU, config.run.seed, hollow="shapes")
     layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
     assert isinstance(layout, Fsdp2 | Megatron)
-    tracker = track(_attention_flop(config, model, most))
-    tracker.chosen_experts = getattr(model.config, "num_experts_per_tok", None) or 0
-    learning, models = _run_learner(config, model, path, strategy, tracker, stage)
+    tracker, images = track(_attention_flop(config, model, most)), make_images(config, model)
+    shape = model.config.get_text_config()
+    tracker.chosen_experts = getattr(shape, "num_experts_per_tok", None) or 0
+    learning, models = _run_learner(config, model, path, strategy, tracker, stage, images)
     separate = {}
     for role in Roles(config):
         if role.kind == "ranks" and role.name != "policy":
@@ -166,7 +188,7 @@ def run_rank(
         learning = replace(learning, passes=passes)
     parameters = {role: each.n_parameters for role, each in models.items()}
     ran = tracker, layout, most
-    return PolicyRun(*ran, learning, parameters, model.config, separate)
+    return PolicyRun(*ran, learning, parameters, shape, separate, images)
 
 
 def _run_learner(
@@ -176,26 +198,27 @@ def _run_learner(
     strategy: type[TrackedFSDP2],
     tracker: DeviceTracker,
     stage: int,
+    images: tuple[Image, ...],
 ) -> tuple[learner.Learning, dict[str, TrackedStrategy]]:
     """Build the learner on a rank and run its phases; also returns the models by role."""
     chosen, fake = config.trainer.strategy, fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     strategy_class: Any = contextlib.nullcontext(strategy)
     if isinstance(chosen, Megatron):
         strategy_class = patched_megatron(chosen, model.config, TrackedStrategy, strategy.kernels)
-    full = full_batches(config)
+    full = full_batches(config, images)
     with _fake_group(cast("Sharded | Megatron", chosen), stage) as mesh, strategy_class as kind:
 
         def make(*args: Any, **options: Any) -> Strategy:
             with fake, tracker:
                 return cast(Strategy, kind(*args, **options))
 
-        of_policy = model, model.config.vocab_size, path
+        of_policy = model, model.config.get_text_config().vocab_size, path
         learning = learner.make_learner(config, Roles(config), *of_policy, mesh, make)
         roles = {"reference": learning.reference, "policy": learning.policy, **learning.others}
         models = {role: cast(TrackedStrategy, each) for role, each in roles.items() if each}
         with fake, tracker:
             for role, each in models.items():
-                each.track_with(tracker, role)
+                each.track_with(tracker, role, images)
             try:
                 run_phases(config, learning, full, tracker.begin)
             except _DATA_DEPENDENT as error:
@@ -271,17 +294,19 @@ def full_lengths(config: Config, max_tokens: int) -> list[int]:
     return [*lengths, rest] if rest > 1 else lengths
 
 
-def full_batches(config: Config) -> tuple[MicroBatch, MicroBatch]:
+def full_batches(config: Config, images: tuple[Image, ...] = ()) -> tuple[MicroBatch, MicroBatch]:
     """Make micro-batches of policy and critic that use their whole token budgets."""
     tokens = config.trainer.microbatch_tokens
     critic_tokens = config.critic.microbatch_tokens or tokens
-    return _full_batch(config, tokens), _full_batch(config, critic_tokens)
+    return _full_batch(config, tokens, images), _full_batch(config, critic_tokens)
 
 
-def _full_batch(config: Config, max_tokens: int) -> MicroBatch:
+def _full_batch(config: Config, max_tokens: int, images: tuple[Image, ...] = ()) -> MicroBatch:
     """Make a micro-batch of `max_tokens` tokens from the longest samples."""
     ids = [np.zeros(length, np.int64) for length in full_lengths(config, max_tokens)]
-    batch = pack_sequences(ids, last=config.rollout.max_response_tokens)
+    last = config.rollout.max_response_tokens
+    shown = [images[:1] if len(each) > last + sum(map(len, images[:1])) else () for each in ids]
+    batch = pack_sequences(ids, last, shown if any(shown) else ())
     T = len(batch.token_ids)
     batch.columns.update({name: torch.zeros(T) for name in _COLUMNS})
     batch.columns["selected"] = torch.zeros(T, dtype=torch.bool)

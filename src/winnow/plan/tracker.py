@@ -113,7 +113,7 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def peak(self, phase: str, without: Collection[str] = ()) -> Peak:
         """Return the peak memory of a phase, excluding storages of the roles in `without`."""
         first, starts = self.phases[phase].start, [each.start for each in self.phases.values()]
-        end = next((start for start in starts if start > first), len(self._events))
+        end = min((start for start in starts if start > first), default=len(self._events))
         changes = (0 if h.role in without else after - b for h, b, after in self._events[:end])
         totals = list(itertools.accumulate(changes))
         place = max(range(first, end), key=totals.__getitem__)
@@ -210,6 +210,8 @@ class DeviceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(("varlen_attn", "scaled_dot_product_flash")):  # the latter for float32
             q = next(t for t in inputs if t.ndim > 2).shape  # [T, N, D], or [B, N, T, D]
             once = self._attention_flop(q[1] * q[2]) if len(q) < 4 else 2 * q.numel() * (q[2] + 1)
+            if len(q) > 3 and not any(each is True for each in args):  # not causal: a vision tower
+                once *= 2
             flop = int(once * (2.5 if "backward" in name else 1))
         elif name == "grouped_mm":  # experts, which torch does not count
             flop = 2 * args[0].numel() * args[1].shape[-1]

@@ -20,12 +20,13 @@ from rich.console import Console
 from tests.integration.dashboard.conftest import answer, group, write_step
 from tests.winnow_command import WINNOW, Outcome, in_this_process
 
+from winnow.checkpoints.strangers import mark_as_local
 from winnow.cli.rollouts import Browser
 from winnow.dashboard.pages import RunPages
 from winnow.dashboard.runs import RunSet
 from winnow.observe.files import RunFolder
 from winnow.observe.rollouts import COLUMNS, RolloutGroup
-from winnow.types import Trajectory
+from winnow.types import Image, Trajectory
 
 MakeRun = Callable[[str], RunFolder]
 DOCS = Path(__file__).parents[3] / "docs" / "answers.md"
@@ -129,17 +130,23 @@ def test_json_has_all_that_is_kept_of_each_answer(make_run: MakeRun) -> None:
 def test_a_conversation_is_printed_turn_by_turn(make_run: MakeRun) -> None:
     folder = make_run("a").path
     first, last = answer(4, 1.0).trajectory.segments[0], answer(2, 1.0).trajectory.segments[0]
-    reply = replace(first, spans=(), source="environment")
+    image = Image(0, (1, 1), b"png", "a" * 64)
+    reply = replace(first, spans=(), source="environment", images=(image,))
     first = replace(first, reward=-0.5, figures={"calls": 1.0, "malformed": 0.0})
     talk = replace(answer(2, 1.0), trajectory=Trajectory((first, reply, last), "stop"))
-    write_step(folder, 9, [RolloutGroup(group(7, "row", talk), "surplus")], "rollouts")
+    shown = group(7, "row", talk)
+    prompt = replace(shown.prompt, images=(replace(image, digest="b" * 64),))
+    write_step(folder, 9, [RolloutGroup(replace(shown, prompt=prompt), "surplus")], "rollouts")
     config = folder / "config.yaml"
     config.write_text(config.read_text() + 'environment: {calls: "(?P<n>[12]) "}\n')
+    mark_as_local(folder)  # only then its regular expression is used
     out = rollouts(folder, "--step", "9", "--group", "7").check().out
     assert out.endswith(
         "1 model, 4 tokens, calls 1, reward -0.5\nsaid 0 1 2 3\n"
-        "2 environment, 4 tokens\nsaid 0 1 2 3\n3 model, 2 tokens\nsaid 0 1\n"
+        f"2 environment, 4 tokens\nsaid 0 1 2 3\nimages/{'a' * 64}.png\n"
+        "3 model, 2 tokens\nsaid 0 1\n"
     )
+    assert f"ask row\nimages/{'b' * 64}.png\nanswer" in out
     (files,) = RunSet([str(folder)]).discover().values()
     (shown,) = RunPages(files).group("training", 9, 7)["answers"]
     assert shown["turns"][0]["pieces"] == [

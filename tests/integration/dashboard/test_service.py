@@ -274,6 +274,36 @@ def test_each_reply_forbids_what_the_pages_do_not_need(make_run: MakeRun) -> Non
         assert headers["referrer-policy"] == "no-referrer"
 
 
+def test_an_image_is_served_by_its_digest_and_no_other_file_is(make_run: MakeRun) -> None:
+    run = make_run("a").path
+    (run / "images").mkdir()
+    good, bad = hashlib.sha256(b"png").hexdigest(), "0" * 64
+    (run / f"images/{good}.png").write_bytes(b"png")
+    (run / f"images/{bad}.png").symlink_to(run / "config.yaml")
+    asked = client(run, token="s3cret", host="http://gpu.example")
+    where = "/api/run/image?run=a&name=" + quote(f"images/{good}.png", safe="")
+    assert asked.get(where).status_code == 401
+    asked.headers["Authorization"] = "Bearer s3cret"
+    image = asked.get(where)
+    assert (image.content, image.headers["content-type"]) == (b"png", "image/png")
+    assert image.headers["cache-control"] == "private, max-age=31536000, immutable"
+    assert image.headers["x-content-type-options"] == "nosniff"
+    others = (
+        *("config.yaml", "../config.yaml", "images/../config.yaml", f"{good}.png", ""),
+        *(
+            f"images/{good}.png/",
+            f"images/{good}.png\n",
+            f"/images/{good}.png",
+            f"images/{bad}.png",
+        ),
+        f"images/{'1' * 64}.png",
+    )
+    for name in others:
+        refused = asked.get("/api/run/image?run=a&name=" + quote(name, safe=""))
+        assert (refused.status_code, refused.headers["cache-control"]) == (422, "no-store"), name
+        assert [*refused.json()] == ["error"]
+
+
 def test_events_name_the_run_that_changed(make_run: MakeRun) -> None:
     a = make_run("a")
     make_run("b")

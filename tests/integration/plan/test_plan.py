@@ -7,6 +7,8 @@ import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from tests.small_models import described
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from winnow.builders.lockstep import draw_lengths
@@ -49,6 +51,7 @@ from winnow.plan.plan import (
 )
 from winnow.plan.rank import PolicyRun, run_rank
 from winnow.plan.tracker import DeviceTracker, Phase, TrackedStorage
+from winnow.plan.vision import make_images
 
 REPOSITORY = Path(__file__).parents[3]
 H, M, LAYERS, HEADS, SHARED, V = 64, 128, 2, 8, 2, 1024
@@ -592,6 +595,7 @@ PUBLISHED = {
     "qwen2-7b": 7_615_616_512,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-math-7b": 7_615_616_512,
+    "qwen2.5-vl-7b": 8_292_166_656,
     "qwen2.5-32b": 32_763_876_352,
     "qwen3-0.6b": 596_049_920,
     "qwen3-4b": 4_022_468_096,
@@ -605,9 +609,45 @@ def test_published_shapes_have_as_many_parameters_as_their_models() -> None:
     shapes = sorted((REPOSITORY / "src/winnow/plan/shapes").iterdir())
     assert [shape.name for shape in shapes] == sorted(PUBLISHED)
     for shape in shapes:
+        kind: Any = AutoModelForImageTextToText if "-vl-" in shape.name else AutoModelForCausalLM
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape))
+            model = kind.from_config(AutoConfig.from_pretrained(shape))
         assert sum(p.numel() for p in model.parameters()) == PUBLISHED[shape.name]
+
+
+def test_a_vision_tower_encodes_each_image_of_an_update_once_on_a_rank(tmp_path: Path) -> None:
+    shape = REPOSITORY / "src/winnow/plan/shapes/qwen2.5-vl-7b"
+    told, width, depth = json.loads((shape / "config.json").read_text()), 1280, 2
+    told["vision_config"] |= {"depth": depth, "fullatt_block_indexes": [1], "out_hidden_size": H}
+    ids = {f"{name}_token_id": at for at, name in enumerate(("image", "vision_start", "pad"))}
+    told |= {
+        "vision_end_token_id": 3,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(told | SHAPE | ids))
+    (tmp_path / "preprocessor_config.json").write_bytes(
+        (shape / "preprocessor_config.json").read_bytes()
+    )
+    rank = planned(str(tmp_path), *FEW)
+    # One window of 4 x 4 tokens fits into a prompt; a rank has 16 samples of 16 groups.
+    assert [(len(image), image.grid) for image in rank.images] == [(16, (16, 1))] * 16
+    patches = 4 * 16 * 16
+    blocks = depth * (4 * width * width + 3 * width * 3420 + 2 * width * 64)
+    merged = (4 * width) ** 2 + 4 * width * H
+    forward = 2 * patches * (3 * 2 * 14 * 14 * width + blocks + merged / 4)
+    work = {
+        name: sum(flop * times for (flop, *_), times in phase.work.items())
+        for name, phase in rank.tracker.phases.items()
+    }
+    assert work["policy update: images"] == pytest.approx(forward, rel=0.01)
+    assert work["policy update: images backward"] == pytest.approx(2 * forward, rel=0.05)
+    peak = rank.tracker.peak("policy update: images backward").storages
+    assert any("visual.blocks" in storage.made_by for storage, _ in peak)
+    tower = SimpleNamespace(patch_size=16, merge_size=2, size={"longest_edge": 1})
+    other = SimpleNamespace(vision_config=object(), model_type="qwen3_vl")
+    model = SimpleNamespace(image_processor=tower, config=other, name_or_path="x")
+    with pytest.raises(ModelError, match="type qwen3_vl cannot be planned"):
+        make_images(load_recipe(RECIPE, [*SHORT, *FEW]), model)
 
 
 def test_every_recipe_with_a_published_model_has_its_shape() -> None:

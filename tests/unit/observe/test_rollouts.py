@@ -16,10 +16,21 @@ from winnow.observe.rollouts import (
     RolloutGroup,
     choose_text_groups,
     problem_id,
+    prompt_images,
     read_rollouts,
     write_rollouts,
 )
-from winnow.types import Answer, Group, IntArray, Prompt, Score, Segment, Trajectory, VersionSpan
+from winnow.types import (
+    Answer,
+    Group,
+    Image,
+    IntArray,
+    Prompt,
+    Score,
+    Segment,
+    Trajectory,
+    VersionSpan,
+)
 
 MakeGroup = Callable[..., Group]
 Row = dict[str, Any]
@@ -127,9 +138,12 @@ def test_a_conversation_has_its_turns_whose_texts_are_kept_as_those_of_answers(
 
     figures = {"calls": 1.0, "malformed": 2.0, "distance": 7.0}
     first = part([5, 6], VersionSpan(3, 2), reward=0.25, figures=figures)
-    segments = first, part([7], source="environment"), part([8], VersionSpan(4, 1))
-    talk = Trajectory(segments, "length")
+    shown = (Image(0, (1, 1), b"later", "7" * 64),)
+    segments = first, part([7], source="environment", images=shown), part([8], VersionSpan(4, 1))
+    talk, none = Trajectory(segments, "length"), {"images": None}
     plain = make_group(1)
+    first_image = Image(0, (1, 1), b"first", "1" * 64)
+    plain = replace(plain, prompt=replace(plain.prompt, images=(first_image,)))
     answers = (*plain.answers, Answer(talk, Score(0.5, 1.0)))
     for text in ({1}, {2}):
         group = RolloutGroup(replace(plain, answers=answers), "surplus")
@@ -139,17 +153,26 @@ def test_a_conversation_has_its_turns_whose_texts_are_kept_as_those_of_answers(
         texts = ["5 6", "7", "8"] if text == {1} else [None] * 3
         assert [turn.pop("text") for turn in row["turns"]] == texts
         assert row["turns"] == [
-            {"author": "model", "tokens": 2, "reward": 0.25, "calls": 1, "malformed": 2},
+            {"author": "model", "tokens": 2, "reward": 0.25, "calls": 1, "malformed": 2, **none},
             {
                 "author": "environment",
                 "tokens": 1,
                 "reward": None,
                 "calls": None,
                 "malformed": None,
+                "images": [f"images/{'7' * 64}.png"] if text == {1} else None,
             },
             # It was cut off: its calls were not read.
-            {"author": "model", "tokens": 1, "reward": 0.0, "calls": None, "malformed": None},
+            {
+                "author": "model",
+                "tokens": 1,
+                "reward": 0.0,
+                "calls": None,
+                "malformed": None,
+                **none,
+            },
         ]
+        assert prompt_images(row) == ((f"images/{'1' * 64}.png",) if text == {1} else ())
         assert row["response_tokens"] == 4
         assert row["versions"] == ([3, 3, -1, 4] if text == {1} else None)
 
