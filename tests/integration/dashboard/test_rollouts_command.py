@@ -20,6 +20,7 @@ from rich.console import Console
 from tests.integration.dashboard.conftest import answer, group, write_step
 from tests.winnow_command import WINNOW, Outcome, in_this_process
 
+from winnow.checkpoints.strangers import mark_as_local
 from winnow.cli.rollouts import Browser
 from winnow.dashboard.pages import RunPages
 from winnow.dashboard.runs import RunSet
@@ -135,6 +136,7 @@ def test_a_conversation_is_printed_turn_by_turn(make_run: MakeRun) -> None:
     write_step(folder, 9, [RolloutGroup(group(7, "row", talk), "surplus")], "rollouts")
     config = folder / "config.yaml"
     config.write_text(config.read_text() + 'environment: {calls: "(?P<n>[12]) "}\n')
+    mark_as_local(folder)  # only then its regular expression is used
     out = rollouts(folder, "--step", "9", "--group", "7").check().out
     assert out.endswith(
         "1 model, 4 tokens, calls 1, reward -0.5\nsaid 0 1 2 3\n"
