@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,6 @@ PRELOADED = (
     "tests.contract.test_megatron",
 )
 """What a process that does nothing else imports once, for the ranks to be forked from it."""
-_KEY = b"ranks"
 GRACE_S = 2.0
 """For the other ranks, once one has failed."""
 
@@ -102,8 +102,9 @@ class Ranks:
 
         # A file's readers would ask for it all the time, and groups are made by the dozen.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with Listener(family="AF_UNIX", backlog=self.world, authkey=_KEY) as door:
-            words = str(door.address), str(self.world), str(self._store.port)
+        key = bytes(current_process().authkey)
+        with Listener(family="AF_UNIX", backlog=self.world, authkey=key) as door:
+            words = str(door.address), str(self.world), str(self._store.port), key.hex()
             self._parent = self._server.start(__name__, words)
             pipes = [door.accept() for _ in range(self.world)]
         self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
@@ -161,14 +162,16 @@ def _share_device() -> None:
 
 def main() -> None:
     """Fork the ranks, which end with this process; it waits to be killed."""
-    address, world, port = sys.argv[1], *map(int, sys.argv[2:])
+    address, world, port = sys.argv[1], *map(int, sys.argv[2:4])
+    # Tensors that are returned are fetched with it, too.
+    current_process().authkey = bytes.fromhex(sys.argv[4])
     for name in PRELOADED:
         importlib.import_module(name)
     own = os.getpid()
     for rank in range(world):
         if os.fork() == 0:
             die_with_parent(own)
-            _serve(Client(address, authkey=_KEY), rank, world, port)
+            _serve(Client(address, authkey=current_process().authkey), rank, world, port)
             return
     signal.pause()
 
