@@ -5,14 +5,15 @@
 
 Kinds of run: the quickstart's loss in one process (plain), the same with a critic (GAE), with a
 scorer of the user's in a process of its own, which takes another time for each answer and in each
-run, with a model that is sharded over two ranks, with conversations of three turns: in sync mode, in
-one_step_off and in async mode with two engines each, and with images (quickstart-images). A trial
-is a small run (the quickstart's task) that is killed up to three times, resumed each time by the same command, and then
-left alone. Moments: anywhere between the first sign of the run's folder and its usual end; while a
-checkpoint is being written or put in place; just after a line of metrics; while a resumed run is
-reading and cutting back. Each trial must end with the same weights, optimizers, sampler, metrics
-(times aside), rollouts and evaluations, bit for bit, and with nothing left behind; in async mode,
-whose bits are others each time, with no group lost, trained twice or out of order.
+run, with a model that is sharded over two ranks, with conversations of three turns: in sync mode,
+in one_step_off and in async mode with two engines each, and with images (quickstart-images). A
+trial is a small run (the quickstart's task) that is killed up to three times, resumed each time by
+the same command, and then left alone. Moments: anywhere between the first sign of the run's folder
+and its usual end; while a checkpoint is being written or put in place; just after a line of
+metrics; while a resumed run is reading and cutting back. Each trial must end with the same weights,
+optimizers, sampler, metrics (times aside), rollouts and evaluations, bit for bit, and with nothing
+left behind; in async mode, whose bits are others each time, with no group lost, trained twice or
+out of order.
 """
 
 from __future__ import annotations

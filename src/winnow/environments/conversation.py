@@ -25,8 +25,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
+from winnow.data.images import split_message
 from winnow.environments import Message, Step, Turn, messages_of
-from winnow.errors import EnvironmentFault, ModelError
+from winnow.errors import DataError, EnvironmentFault, ModelError
 from winnow.rollout.engine import (
     EMPTY,
     AnswerRequest,
@@ -38,7 +39,7 @@ from winnow.rollout.engine import (
     answer_seed,
 )
 from winnow.rollout.weights import WeightUpdate
-from winnow.types import FinishReason, IntArray, Prompt, Segment, VersionSpan, join_images
+from winnow.types import FinishReason, Image, IntArray, Prompt, Segment, VersionSpan, join_images
 
 Key = tuple[int, int]
 """Group and answer."""
@@ -152,6 +153,12 @@ class Conversation:
         """The context before the branch: the prompt, or the conversation as rendered anew."""
         at = len(self.segments) - len(self.branch)
         return self.segments[at - 1].token_ids if at else self.group.prompt_ids
+
+    @property
+    def prompt_images(self) -> tuple[Image, ...]:
+        """The images of that context."""
+        at = len(self.segments) - len(self.branch)
+        return self.segments[at - 1].images if at else self.group.images
 
     @property
     def seed(self) -> int:
@@ -396,7 +403,8 @@ class ConversationEngine:
         sampling = self._turn_sampling(conversation)
         group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
         conversation.in_engine = True
-        await self._engine.submit([replace(group, prompt_ids=conversation.prompt_ids)])
+        context = {"prompt_ids": conversation.prompt_ids, "images": conversation.prompt_images}
+        await self._engine.submit([replace(group, **context)])
 
     def _turn_sampling(self, conversation: Conversation) -> SamplingParams:
         """Return the settings of the next turn; the tokens before it count towards its limit."""
@@ -465,7 +473,8 @@ class ConversationEngine:
             self._check_replay(conversation, first)
             is_last = step.done or len(conversation.turns) >= self._limits.turns
             following = None if is_last else self._reply_segment(conversation)
-        except (EnvironmentFault, ModelError) as fault:  # a template may refuse messages
+        # A template may refuse messages, and images may be unusable.
+        except (EnvironmentFault, ModelError, DataError) as fault:
             self._faults += 1
             event = conversation.event("failed", error=str(fault), is_fault=True)
             self._finish(conversation, event)
@@ -493,22 +502,31 @@ class ConversationEngine:
         number, message_of = len(segments) // 2, self._format.message_of
         if message_of is None:
             stopped = segments[-1].token_ids[-1] in group.sampling.stop_token_ids
-            ids = self._format.tokenizer.reply_ids(conversation.replies[number], stopped)
-            return Segment(ids, np.zeros(len(ids), np.float32), (), "environment")
+            reply = conversation.replies[number]
+            ids = self._format.tokenizer.reply_ids(reply, stopped)
+            before = [*group.images, *(image for each in segments for image in each.images)]
+            ids, images = self._format.tokenizer.place_images(ids, reply, before, rendered=False)
+            return Segment(ids, np.zeros(len(ids), np.float32), (), "environment", images=images)
         prompt = group.prompt
         assert prompt is not None, "a request of a conversation has its row"
-        messages = [*prompt.messages]
+        messages = [split_message(m) if prompt.images else m for m in prompt.messages]
+        replies = list[Message]()
         for place, turn in enumerate(conversation.turns[: number + 1]):
             text = self._text_of(segments[2 * place], group)
             messages += [message_of(text, turn), *conversation.replies[place]]
+            replies += conversation.replies[place]
         trusted = 0 if prompt.row_messages else len(prompt.messages)
         ids = self._format.tokenizer.prompt_ids(messages, trusted)
+        ids, images = self._format.tokenizer.place_images(ids, replies, prompt.images, True)
         pieces = [conversation.prompt_ids, *(each.token_ids for each in conversation.branch)]
         context = np.concatenate(pieces)
         restarts = not np.array_equal(ids[: len(context)], context)
-        ids = ids if restarts else ids[len(context) :]
+        if not restarts:
+            ids = ids[len(context) :]
+            added = [image.at(image.start - len(context)) for image in images]
+            images = tuple(image for image in added if image.start >= 0)
         logprobs = np.zeros(len(ids), np.float32)
-        return Segment(ids, logprobs, (), "environment", restarts=restarts)
+        return Segment(ids, logprobs, (), "environment", images=images, restarts=restarts)
 
     def _check_replay(self, conversation: Conversation, first: int) -> None:
         """Compare the replies that were replayed, from a turn on, with those of the conversation.
@@ -519,8 +537,11 @@ class ConversationEngine:
         for number in range(first, len(conversation.turns) - 1):
             stored = conversation.segments[2 * number + 1]
             before = replace(conversation, segments=conversation.segments[: 2 * number + 1])
-            if not conversation.replies[number] or not np.array_equal(
-                self._reply_segment(before).token_ids, stored.token_ids
+            again = self._reply_segment(before) if conversation.replies[number] else None
+            if (
+                again is None
+                or not np.array_equal(again.token_ids, stored.token_ids)
+                or [i.digest for i in again.images] != [i.digest for i in stored.images]
             ):
                 remedy = "let the environment depend on its row and turns alone"
                 if self._format.message_of is None:
