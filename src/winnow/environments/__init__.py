@@ -64,6 +64,15 @@ class Step:
     state: str = ""
     """The environment's `state_dict()` behind the step as JSON, which Winnow adds."""
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The observation as messages; none where the conversation is done.
+
+        Raises:
+            TypeError: it is neither a text nor messages with `role` and `content`.
+        """
+        return () if self.done else messages_of(self.observation)
+
 
 class Environment(Protocol):
     """One conversation's counterpart; the same row has to give the same start.

@@ -26,7 +26,7 @@ import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
 from winnow.data.images import split_message
-from winnow.environments import Message, Step, Turn, messages_of
+from winnow.environments import Message, Step, Turn
 from winnow.errors import DataError, EnvironmentFault, ModelError
 from winnow.rollout.engine import (
     EMPTY,
@@ -149,16 +149,12 @@ class Conversation:
         return sum(map(len, self.branch))
 
     @property
-    def prompt_ids(self) -> IntArray:
-        """The context before the branch: the prompt, or the conversation as rendered anew."""
+    def context(self) -> tuple[IntArray, tuple[Image, ...]]:
+        """Ids and images before the branch: the prompt, or the conversation as rendered anew."""
         at = len(self.segments) - len(self.branch)
-        return self.segments[at - 1].token_ids if at else self.group.prompt_ids
-
-    @property
-    def prompt_images(self) -> tuple[Image, ...]:
-        """The images of that context."""
-        at = len(self.segments) - len(self.branch)
-        return self.segments[at - 1].images if at else self.group.images
+        if not at:
+            return self.group.prompt_ids, self.group.images
+        return self.segments[at - 1].token_ids, self.segments[at - 1].images
 
     @property
     def seed(self) -> int:
@@ -173,7 +169,7 @@ class Conversation:
         together within the tokens of one."""
         limit, size = self.group.sampling.max_tokens, len(self.group.prompt_ids)
         sampled = sum(len(each) for each in self.segments if each.source == "model")
-        return min(size + limit - len(self.prompt_ids), limit - sampled + self.length)
+        return min(size + limit - len(self.context[0]), limit - sampled + self.length)
 
     def event(self, kind: Any, segment: Segment = EMPTY, **fields: Any) -> CompletionEvent:
         """Return an event of the conversation; `segment` is its turn under way."""
@@ -403,8 +399,8 @@ class ConversationEngine:
         sampling = self._turn_sampling(conversation)
         group = replace(conversation.group, answers=(turn,), sampling=sampling, prompt=None)
         conversation.in_engine = True
-        context = {"prompt_ids": conversation.prompt_ids, "images": conversation.prompt_images}
-        await self._engine.submit([replace(group, **context)])
+        ids, images = conversation.context
+        await self._engine.submit([replace(group, prompt_ids=ids, images=images)])
 
     def _turn_sampling(self, conversation: Conversation) -> SamplingParams:
         """Return the settings of the next turn; the tokens before it count towards its limit."""
@@ -464,7 +460,7 @@ class ConversationEngine:
         try:
             *replayed, step = reply.result()
             first = len(conversation.turns) - 1 - len(replayed)
-            messages = map(_shown_messages, [*replayed, step])
+            messages = [each.messages for each in (*replayed, step)]
             conversation.replies |= dict(enumerate(messages, first))
             if self._format.message_of is not None and len(conversation.replies) < len(
                 conversation.turns
@@ -473,8 +469,7 @@ class ConversationEngine:
             self._check_replay(conversation, first)
             is_last = step.done or len(conversation.turns) >= self._limits.turns
             following = None if is_last else self._reply_segment(conversation)
-        # A template may refuse messages, and images may be unusable.
-        except (EnvironmentFault, ModelError, DataError) as fault:
+        except (EnvironmentFault, ModelError, DataError) as fault:  # of a template, of images
             self._faults += 1
             event = conversation.event("failed", error=str(fault), is_fault=True)
             self._finish(conversation, event)
@@ -510,15 +505,14 @@ class ConversationEngine:
         prompt = group.prompt
         assert prompt is not None, "a request of a conversation has its row"
         messages = [split_message(m) if prompt.images else m for m in prompt.messages]
-        replies = list[Message]()
         for place, turn in enumerate(conversation.turns[: number + 1]):
             text = self._text_of(segments[2 * place], group)
             messages += [message_of(text, turn), *conversation.replies[place]]
-            replies += conversation.replies[place]
         trusted = 0 if prompt.row_messages else len(prompt.messages)
         ids = self._format.tokenizer.prompt_ids(messages, trusted)
+        replies = [each for place in range(number + 1) for each in conversation.replies[place]]
         ids, images = self._format.tokenizer.place_images(ids, replies, prompt.images, True)
-        pieces = [conversation.prompt_ids, *(each.token_ids for each in conversation.branch)]
+        pieces = [conversation.context[0], *(each.token_ids for each in conversation.branch)]
         context = np.concatenate(pieces)
         restarts = not np.array_equal(ids[: len(context)], context)
         if not restarts:
@@ -573,18 +567,6 @@ class ConversationEngine:
             if dropped.reply is not None:
                 dropped.reply.cancel()
             self._environments.close_conversation(seed)
-
-
-def _shown_messages(step: Step) -> Sequence[Message]:
-    """Return the messages that a step adds to the conversation.
-
-    Raises:
-        EnvironmentFault: it has none.
-    """
-    try:
-        return () if step.done else messages_of(step.observation)
-    except TypeError as error:
-        raise EnvironmentFault(f"the observation of step is wrong: {error}") from error
 
 
 def _without_states(segments: Sequence[Segment]) -> list[Segment]:

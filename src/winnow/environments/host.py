@@ -225,7 +225,7 @@ def _check_step(step: Any) -> Step:
     for name, value in {"reward": reward, **metrics}.items():
         if not math.isfinite(value):
             raise ValueError(f"step returned {value} as {name}")
-    messages = () if step.done else _encodable(messages_of(step.observation))
+    messages = _encodable(step.messages)
     if not messages and not step.done:
         raise ValueError("step returned no observation and done=False; return a text, or done=True")
     return Step(messages, reward, bool(step.done), metrics)
