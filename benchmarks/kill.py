@@ -5,14 +5,15 @@
 
 Kinds of run: the quickstart's loss in one process (plain), the same with a critic (GAE), with a
 scorer of the user's in a process of its own, which takes another time for each answer and in each
-run, with a model that is sharded over two ranks, and with conversations of three turns: in sync
-mode, in one_step_off and in async mode with two engines each. A trial is a small run (the
-quickstart's task) that is killed up to three times, resumed each time by the same command, and then
-left alone. Moments: anywhere between the first sign of the run's folder and its usual end; while a
-checkpoint is being written or put in place; just after a line of metrics; while a resumed run is
-reading and cutting back. Each trial must end with the same weights, optimizers, sampler, metrics
-(times aside), rollouts and evaluations, bit for bit, and with nothing left behind; in async mode,
-whose bits are others each time, with no group lost, trained twice or out of order.
+run, with a model that is sharded over two ranks, with conversations of three turns: in sync mode,
+in one_step_off and in async mode with two engines each, and with images (quickstart-images). A
+trial is a small run (the quickstart's task) that is killed up to three times, resumed each time by
+the same command, and then left alone. Moments: anywhere between the first sign of the run's folder
+and its usual end; while a checkpoint is being written or put in place; just after a line of
+metrics; while a resumed run is reading and cutting back. Each trial must end with the same weights,
+optimizers, sampler, metrics (times aside), rollouts and evaluations, bit for bit, and with nothing
+left behind; in async mode, whose bits are others each time, with no group lost, trained twice or
+out of order.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ from winnow.errors import WinnowError
 
 STEPS = 4
 LEDGER = "ledger.parquet"
-SETTINGS = (
-    *("data.task.min_digits=2", "data.task.max_digits=4", "data.task.eval_problems=8"),
-    *("warm_start.steps=150", "rollout.n=4", "rollout.max_response_tokens=32"),
-    *("rollout.engine.slots=32", "reward.overlong.buffer_tokens=8", "sampling.groups_per_step=8"),
+IMAGES_SETTINGS = (
+    *("data.task.eval_problems=8", "warm_start.steps=150", "rollout.n=4"),
+    *("rollout.engine.slots=32", "sampling.groups_per_step=8"),
     *("trainer.mini_batch_groups=4", f"trainer.steps={STEPS}", "optim.warmup_steps=1"),
     *("evaluation.every=2", "evaluation.n=1", "evaluation.greedy=false", "observe.console=off"),
     "run.threads=1",
+)
+SETTINGS = (
+    *(*IMAGES_SETTINGS, "data.task.min_digits=2", "data.task.max_digits=4"),
+    *("rollout.max_response_tokens=32", "reward.overlong.buffer_tokens=8"),
 )
 LATE_SCORER = """
 import os, random, time
@@ -112,6 +116,7 @@ VARIANTS = {
         "rollout.engine.processes=2",
     ),
     "conversations-async": (*CONVERSATIONS, *ASYNC, "rollout.engine.processes=2"),
+    "images": (),
 }
 """Settings of each kind of run."""
 CLOCKED = (
@@ -138,7 +143,8 @@ class Lab:
     seconds: float = 0.0
     """From the first sign of the run's folder to the end of the process."""
     settings: tuple[str, ...] = ()
-    """Of every run, beside `SETTINGS`."""
+    """Of every run, beside those of its recipe."""
+    recipe: str = "quickstart"
 
     def run(self, name: str) -> Path:
         """A run's folder."""
@@ -146,7 +152,8 @@ class Lab:
 
     def start(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
         """The command, in a process of its own."""
-        command = [sys.executable, "-m", "winnow.cli.main", "train", "quickstart", *SETTINGS]
+        command = [sys.executable, "-m", "winnow.cli.main", "train", self.recipe]
+        command += SETTINGS if self.recipe == "quickstart" else IMAGES_SETTINGS
         command += [f"run.dir={self.folder / 'runs'}", f"run.name={name}"]
         more = {"OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(self.folder / "cache")}
         return subprocess.Popen([*command, *self.settings, *settings], env=os.environ | more)
@@ -448,7 +455,8 @@ def main() -> None:
             folder.mkdir(parents=True)
             write_user_files(folder)
             settings = tuple(each.replace("FOLDER", str(folder)) for each in VARIANTS[name])
-            lab = Lab(folder, settings=settings).undisturbed()
+            recipe = "quickstart-images" if name == "images" else "quickstart"
+            lab = Lab(folder, settings=settings, recipe=recipe).undisturbed()
             done = trials(lab, times, random.Random(args.seed), until)
         faults += sum(bool(each.faults) for each in done)
         extra = f"Settings: `{' '.join(VARIANTS[name])}`.\n\n" if VARIANTS[name] else ""

@@ -146,7 +146,7 @@ def proof(
     """Make all comparisons of a mode."""
     folder.mkdir(parents=True)
     fresh = Lab(folder, settings=(*APART, *MODES[mode])).undisturbed()
-    lab = ForkedLab(folder, fresh.seconds, fresh.settings, server).timed("again")
+    lab = ForkedLab(folder, fresh.seconds, fresh.settings, server=server).timed("again")
     rows = [compared(mode, "undisturbed, again", lab, ["again"])]
     names, done = killed(lab, kills, random.Random(seed), until)
     rows.append(compared(mode, f"{done} kills", lab, names))

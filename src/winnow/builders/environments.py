@@ -282,7 +282,7 @@ def with_conversations(
     )
 
     template = ChatTemplate(policy.tokenizer, config.data, tool_schemas(environment))
-    tokenizer = TurnTokenizer(template, policy.tokenizer, policy.stop_ids)
+    tokenizer = TurnTokenizer(template, policy.tokenizer, policy.stop_ids, policy.vision)
     parse = turn_parser(environment)
     as_message = message_of if parse is parse_turn else plain_message
     shown = None if environment.history == "append" else as_message

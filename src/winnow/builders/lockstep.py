@@ -67,6 +67,7 @@ def lockstep_notes(config: Config, shape: Any, lengths_B: IntArray | None = None
         lengths_B: lengths of a step's samples; None: drawn ones.
     """
     strategy, budget = config.trainer.strategy, config.trainer.microbatch_tokens
+    shape = shape.get_text_config()
     if not isinstance(strategy, Fsdp2 | Megatron):
         return
     if lengths_B is None:

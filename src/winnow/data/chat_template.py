@@ -26,8 +26,9 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.columns import error_line, excerpt
-from winnow.errors import ConfigError, ModelError
-from winnow.types import BoolArray, IntArray
+from winnow.data.images import VisionInput, place_images, read_images
+from winnow.errors import ConfigError, DataError, ModelError
+from winnow.types import BoolArray, Image, IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +62,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._tokenizer: Any = tokenizer
-        self._config, self._tools = config, [dict(tool) for tool in tools] or None
+        self.config, self._tools = config, [dict(tool) for tool in tools] or None
         self.text = _read_template(self._tokenizer, config)
         """The template in Jinja; empty where prompts are rendered without one."""
         # Of several own ones the tokenizer chooses.
@@ -86,10 +87,10 @@ class ChatTemplate:
                 chat_template=self._chat_template,
                 tokenize=False,
                 add_generation_prompt=not answered,
-                **self._config.chat_template_kwargs,
+                **self.config.chat_template_kwargs,
             )
         except (TemplateError, *_FAULTS) as error:
-            is_custom = self._config.chat_template != "auto"
+            is_custom = self.config.chat_template != "auto"
             whose = "data.chat_template" if is_custom else "the tokenizer's chat template"
             raise ModelError(
                 f"{origin}: {whose} fails: {error_line(error)}; fix it, or set "
@@ -106,7 +107,8 @@ class TurnTokenizer:
 
     Args:
         stop_ids: tokens that end a sampled turn.
-        image_tokens: tokens for images, which no text spells, whoever wrote it.
+        vision: of a vision-language model, whose tokens for images no text spells, whoever wrote
+            it; None: messages have no images.
     """
 
     def __init__(
@@ -114,10 +116,13 @@ class TurnTokenizer:
         template: ChatTemplate,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int],
-        image_tokens: Sequence[str] = (),
+        vision: VisionInput | None = None,
     ) -> None:
         self._template, self._tokenizer = template, cast("Any", tokenizer)
-        self._image_tokens = _any_of(image_tokens)
+        self._vision = vision
+        spelled = self._tokenizer.convert_ids_to_tokens(vision.tokens if vision else [])
+        self.image_tokens = [token for token in spelled if token is not None]
+        self._image_pattern = _any_of(self.image_tokens)
         self._stop_ids = np.array(stop_ids, np.int64)
         self._stop_number = lru_cache(maxsize=256)(self._count_stops)
 
@@ -154,6 +159,36 @@ class TurnTokenizer:
         if len(ends) < number:
             raise self._no_end_error()
         return whole[ends[number - 1] + stopped :]
+
+    def place_images(
+        self, ids: IntArray, messages: Sequence[Message], before: Sequence[Image], rendered: bool
+    ) -> tuple[IntArray, tuple[Image, ...]]:
+        """Repeat the tokens that stand for images, and return the images at their places.
+
+        Args:
+            ids: of messages of an environment.
+            messages: these messages, whose contents may have images as parts.
+            before: images of the conversation before them.
+            rendered: True if `ids` have the tokens of these, too.
+
+        Raises:
+            DataError: an image is not usable, or they are more than the model takes.
+        """
+        contents = [message["content"] for message in messages]
+        parts = [part for each in contents if not isinstance(each, str) for part in each]
+        sources = [part["image"] for part in parts if part["type"] == "image"]
+        if self._vision is None:
+            if sources:
+                raise DataError(
+                    "the environment shows an image, and the model takes text alone; set "
+                    "model.path to a vision-language model"
+                )
+            return ids, ()
+        config, origin = self._template.config, "the environment's images"
+        images = [*before, *read_images(sources, origin, config, self._vision, len(before))]
+        token, shown = self._vision.tokens[1], images if rendered else images[len(before) :]
+        placed, images_at = place_images(ids.tolist(), token, shown, origin)
+        return np.array(placed, np.int64), images_at
 
     def history(self, messages: Sequence[Message]) -> History:
         """Return what the template makes of a sampled turn once messages follow.
@@ -217,7 +252,7 @@ class TurnTokenizer:
             return pattern.sub(cut, value) if isinstance(value, str) else value
 
         patterns = [self._patterns[message["role"] == "assistant"] for message in messages]
-        patterns[:trusted] = [self._image_tokens] * trusted
+        patterns[:trusted] = [self._image_pattern] * trusted
         return [marked(*pair) for pair in zip(messages, patterns, strict=True)], mark
 
     @cached_property

@@ -165,17 +165,25 @@ def _resize(pixels: Pixels, config: DataConfig, processor: Any) -> Pixels:
 
 
 def read_images(
-    sources: Sequence[Source], origin: str, config: DataConfig, vision: VisionInput
+    sources: Sequence[Source],
+    origin: str,
+    config: DataConfig,
+    vision: VisionInput,
+    before: int = 0,
 ) -> list[Image]:
     """Read the images of a row as the model sees them, whose places are not known yet.
+
+    Args:
+        before: number of images that a conversation has already.
 
     Raises:
         DataError: one is not usable, or they are too many.
     """
-    if len(sources) > config.max_images:
+    count = before + len(sources)
+    if sources and count > config.max_images:
         raise DataError(
-            f"{origin}: {len(sources)} images, data.max_images is {config.max_images}; raise it, "
-            "or remove the row"
+            f"{origin}: {count} images, data.max_images is {config.max_images}; raise it, or "
+            "remove the row"
         )
     edge, images = vision.processor.patch_size * vision.processor.merge_size, []
     for number, source in enumerate(sources, 1):

@@ -103,10 +103,8 @@ class PromptRenderer:
         self._templates = _templates(config.prompt_template)
         self._chat = ChatTemplate(tokenizer, config, tools)
         self._vision = vision
-        spelled = self._tokenizer.convert_ids_to_tokens(vision.tokens if vision else [])
-        image_tokens = [token for token in spelled if token is not None]
-        self._turns = TurnTokenizer(self._chat, tokenizer, (), image_tokens)
-        self._image = "".join(image_tokens[:3])
+        self._turns = TurnTokenizer(self._chat, tokenizer, (), vision)
+        self._image = "".join(self._turns.image_tokens[:3])
         self._first_messages = first_messages
         self._use_chat_template = bool(self._chat.text)
         # Found by trying: not every tokenizer with a BOS token puts it in front.

@@ -52,7 +52,8 @@ class Step:
     """An environment's reply to a turn."""
 
     observation: str | Sequence[Message] = ()
-    """A text becomes a message of the role user."""
+    """A text becomes a message of the role user. The content of a message is a text, or a list of
+    `{"type": "text", "text": …}` and `{"type": "image", "image": BYTES_OR_PATH}`."""
     reward: float = 0.0
     """For the turn."""
     done: bool = False
@@ -62,6 +63,15 @@ class Step:
     malformed, malformed_turns, reward, reply_s and faults are taken."""
     state: str = ""
     """The environment's `state_dict()` behind the step as JSON, which Winnow adds."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The observation as messages; none where the conversation is done.
+
+        Raises:
+            TypeError: it is neither a text nor messages with `role` and `content`.
+        """
+        return () if self.done else messages_of(self.observation)
 
 
 class Environment(Protocol):
@@ -94,9 +104,23 @@ def messages_of(observation: str | Sequence[Message]) -> tuple[Message, ...]:
     for each in messages:
         if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
             raise TypeError(f"{each!r:.80} is neither a text nor a message with role and content")
-        if not isinstance(each.get("content"), str):
-            raise TypeError(f"the content of a message is {each.get('content')!r:.80}, not a text")
+        content = each.get("content")
+        if not (isinstance(content, str) or (isinstance(content, list) and _are_parts(content))):
+            raise TypeError(
+                f"the content of a message is {content!r:.80}, neither a text nor a list of parts "
+                'such as {"type": "image", "image": …}'
+            )
     return messages
+
+
+def _are_parts(content: list[Any]) -> bool:
+    kinds = {"text": str, "image": bytes | str}
+    return all(
+        isinstance(part, Mapping)
+        and part.get("type") in kinds
+        and isinstance(part.get(part["type"]), kinds[part["type"]])
+        for part in content
+    )
 
 
 def episode_seed(row: Mapping[str, Any]) -> int:

@@ -25,8 +25,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
-from winnow.environments import Message, Step, Turn, messages_of
-from winnow.errors import EnvironmentFault, ModelError
+from winnow.data.images import split_message
+from winnow.environments import Message, Step, Turn
+from winnow.errors import DataError, EnvironmentFault, ModelError
 from winnow.rollout.engine import (
     EMPTY,
     AnswerRequest,
@@ -38,7 +39,7 @@ from winnow.rollout.engine import (
     answer_seed,
 )
 from winnow.rollout.weights import WeightUpdate
-from winnow.types import FinishReason, IntArray, Prompt, Segment, VersionSpan, join_images
+from winnow.types import FinishReason, Image, IntArray, Prompt, Segment, VersionSpan, join_images
 
 Key = tuple[int, int]
 """Group and answer."""
@@ -148,10 +149,12 @@ class Conversation:
         return sum(map(len, self.branch))
 
     @property
-    def prompt_ids(self) -> IntArray:
-        """The context before the branch: the prompt, or the conversation as rendered anew."""
+    def context(self) -> tuple[IntArray, tuple[Image, ...]]:
+        """Ids and images before the branch: the prompt, or the conversation as rendered anew."""
         at = len(self.segments) - len(self.branch)
-        return self.segments[at - 1].token_ids if at else self.group.prompt_ids
+        if not at:
+            return self.group.prompt_ids, self.group.images
+        return self.segments[at - 1].token_ids, self.segments[at - 1].images
 
     @property
     def seed(self) -> int:
@@ -166,7 +169,7 @@ class Conversation:
         together within the tokens of one."""
         limit, size = self.group.sampling.max_tokens, len(self.group.prompt_ids)
         sampled = sum(len(each) for each in self.segments if each.source == "model")
-        return min(size + limit - len(self.prompt_ids), limit - sampled + self.length)
+        return min(size + limit - len(self.context[0]), limit - sampled + self.length)
 
     def event(self, kind: Any, segment: Segment = EMPTY, **fields: Any) -> CompletionEvent:
         """Return an event of the conversation; `segment` is its turn under way."""
@@ -390,12 +393,12 @@ class ConversationEngine:
         goes_on = len(conversation.turns) + 1 < self._limits.turns
         written = [*conversation.branch, *([request.prefix] if request.prefix else [])]
         prefix = _flatten(written) if written else None
-        group, seed, ids = conversation.group, conversation.seed, conversation.prompt_ids
+        group, (ids, images) = conversation.group, conversation.context
+        seed = conversation.seed
         turn = replace(request, seed=seed, prefix=prefix, earlier=(), retain_cache=goes_on)
         sampling = self._turn_sampling(conversation)
-        next_turn = GroupRequest(
-            group.group_id, ids, (turn,), sampling, group.priority, images=group.images
-        )
+        key = group.group_id
+        next_turn = GroupRequest(key, ids, (turn,), sampling, group.priority, images=images)
         conversation.in_engine = True
         await self._engine.submit([next_turn])
 
@@ -457,7 +460,7 @@ class ConversationEngine:
         try:
             *replayed, step = reply.result()
             first = len(conversation.turns) - 1 - len(replayed)
-            messages = map(_shown_messages, [*replayed, step])
+            messages = [each.messages for each in (*replayed, step)]
             conversation.replies |= dict(enumerate(messages, first))
             if self._format.message_of is not None and len(conversation.replies) < len(
                 conversation.turns
@@ -466,7 +469,7 @@ class ConversationEngine:
             self._check_replay(conversation, first)
             is_last = step.done or len(conversation.turns) >= self._limits.turns
             following = None if is_last else self._reply_segment(conversation)
-        except (EnvironmentFault, ModelError) as fault:  # a template may refuse messages
+        except (EnvironmentFault, ModelError, DataError) as fault:  # of a template, of images
             self._faults += 1
             event = conversation.event("failed", error=str(fault), is_fault=True)
             self._finish(conversation, event)
@@ -494,22 +497,30 @@ class ConversationEngine:
         number, message_of = len(segments) // 2, self._format.message_of
         if message_of is None:
             stopped = segments[-1].token_ids[-1] in group.sampling.stop_token_ids
-            ids = self._format.tokenizer.reply_ids(conversation.replies[number], stopped)
-            return Segment(ids, np.zeros(len(ids), np.float32), (), "environment")
+            reply = conversation.replies[number]
+            ids = self._format.tokenizer.reply_ids(reply, stopped)
+            before = [*group.images, *(image for each in segments for image in each.images)]
+            ids, images = self._format.tokenizer.place_images(ids, reply, before, rendered=False)
+            return Segment(ids, np.zeros(len(ids), np.float32), (), "environment", images=images)
         prompt = group.prompt
         assert prompt is not None, "a request of a conversation has its row"
-        messages = [*prompt.messages]
+        messages = [split_message(m) if prompt.images else m for m in prompt.messages]
         for place, turn in enumerate(conversation.turns[: number + 1]):
             text = self._text_of(segments[2 * place], group)
             messages += [message_of(text, turn), *conversation.replies[place]]
         trusted = 0 if prompt.row_messages else len(prompt.messages)
         ids = self._format.tokenizer.prompt_ids(messages, trusted)
-        pieces = [conversation.prompt_ids, *(each.token_ids for each in conversation.branch)]
+        replies = [each for place in range(number + 1) for each in conversation.replies[place]]
+        ids, images = self._format.tokenizer.place_images(ids, replies, prompt.images, True)
+        pieces = [conversation.context[0], *(each.token_ids for each in conversation.branch)]
         context = np.concatenate(pieces)
         restarts = not np.array_equal(ids[: len(context)], context)
-        ids = ids if restarts else ids[len(context) :]
+        if not restarts:
+            ids = ids[len(context) :]
+            added = [image.at(image.start - len(context)) for image in images]
+            images = tuple(image for image in added if image.start >= 0)
         logprobs = np.zeros(len(ids), np.float32)
-        return Segment(ids, logprobs, (), "environment", restarts=restarts)
+        return Segment(ids, logprobs, (), "environment", images=images, restarts=restarts)
 
     def _check_replay(self, conversation: Conversation, first: int) -> None:
         """Compare the replies that were replayed, from a turn on, with those of the conversation.
@@ -520,8 +531,11 @@ class ConversationEngine:
         for number in range(first, len(conversation.turns) - 1):
             stored = conversation.segments[2 * number + 1]
             before = replace(conversation, segments=conversation.segments[: 2 * number + 1])
-            if not conversation.replies[number] or not np.array_equal(
-                self._reply_segment(before).token_ids, stored.token_ids
+            again = self._reply_segment(before) if conversation.replies[number] else None
+            if (
+                again is None
+                or not np.array_equal(again.token_ids, stored.token_ids)
+                or [i.digest for i in again.images] != [i.digest for i in stored.images]
             ):
                 remedy = "let the environment depend on its row and turns alone"
                 if self._format.message_of is None:
@@ -553,18 +567,6 @@ class ConversationEngine:
             if dropped.reply is not None:
                 dropped.reply.cancel()
             self._environments.close_conversation(seed)
-
-
-def _shown_messages(step: Step) -> Sequence[Message]:
-    """Return the messages that a step adds to the conversation.
-
-    Raises:
-        EnvironmentFault: it has none.
-    """
-    try:
-        return () if step.done else messages_of(step.observation)
-    except TypeError as error:
-        raise EnvironmentFault(f"the observation of step is wrong: {error}") from error
 
 
 def _without_states(segments: Sequence[Segment]) -> list[Segment]:

@@ -136,6 +136,11 @@ class EnvironmentHost:
         if inspect.isawaitable(observation):
             observation = await observation
         first = _encodable(messages_of(observation)) if observation else ()
+        if any(not isinstance(message["content"], str) for message in first):
+            raise ValueError(
+                "reset returned an image; write <image> for each image of the row, and return "
+                "others from step"
+            )
         if not request.turns:
             return 0, [Step(first)]
         if first != request.first:
@@ -182,13 +187,15 @@ def _dispose(environment: Environment | None) -> None:
 
 def _encodable(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     """Return messages whose texts a tokenizer can read: without lone surrogates."""
-    return tuple(
-        {
-            k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v
-            for k, v in m.items()
-        }
-        for m in messages
-    )
+
+    def encodable(value: Any) -> Any:
+        if isinstance(value, list):
+            return [encodable(each) for each in value]
+        if isinstance(value, Mapping):
+            return {key: encodable(each) for key, each in value.items()}
+        return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+    return tuple(encodable(message) for message in messages)
 
 
 def _dump(state: object) -> str:
@@ -218,7 +225,7 @@ def _check_step(step: Any) -> Step:
     for name, value in {"reward": reward, **metrics}.items():
         if not math.isfinite(value):
             raise ValueError(f"step returned {value} as {name}")
-    messages = () if step.done else _encodable(messages_of(step.observation))
+    messages = _encodable(step.messages)
     if not messages and not step.done:
         raise ValueError("step returned no observation and done=False; return a text, or done=True")
     return Step(messages, reward, bool(step.done), metrics)

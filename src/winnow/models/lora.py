@@ -196,6 +196,8 @@ def merged_folder(
             merge(model)
             with atomic_folder(target) as draft, quiet_transformers():
                 model.save_pretrained(draft)
+                if (processor := getattr(model, "image_processor", None)) is not None:
+                    processor.save_pretrained(draft)
     return target
 
 

@@ -88,11 +88,12 @@ def load_image_processor(where: ModelRef) -> Any:
     try:
         return Qwen2VLImageProcessorPil.from_pretrained(where.path)
     except ImportError as error:
-        raise ModelError(f"{where}: images need Pillow; pip install 'winnow[images]'") from error
+        raise ModelError(f"{where}: images need Pillow; pip install 'winnow-rl[images]'") from error
     except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise ModelError(
-            f"{where}: its preprocessor_config.json cannot be read "
-            f"({str(error).splitlines()[0]}); give a complete Hugging Face folder"
+            f"{where}: its preprocessor_config.json is missing or cannot be read ({reason}); give "
+            "a complete Hugging Face folder"
         ) from error
 
 

@@ -17,7 +17,7 @@ from winnow.config.data import DataConfig, Demonstrations, NoTask, Sft
 from winnow.config.judge import EngineJudge, SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig, ReferenceConfig
 from winnow.config.reward import RewardConfig
-from winnow.config.rollout import RolloutConfig, VllmEngineConfig
+from winnow.config.rollout import HttpEngineConfig, RolloutConfig, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import CriticConfig, Fsdp2, LocalCluster, Megatron
@@ -30,6 +30,7 @@ from winnow.models.fetch import local_folder
 from winnow.models.folders import ADAPTER_CONFIG, check_vocabulary, torch_dtype
 from winnow.models.lora import adapter_base, add_lora, load_lora
 from winnow.models.routing import check_replay
+from winnow.models.vision import refuse_vision
 from winnow.observe.files import one_line
 from winnow.observe.rollouts import Decode
 from winnow.rollout.embedded.slots import cache_bytes_per_slot
@@ -197,6 +198,10 @@ def load_policy(
         check_finite(f"model.path {path}", model.named_parameters())
     check_positions(config.data, config.sft, config.rollout, path, model)
     engine = config.rollout.engine
+    if config.algorithm.advantage.name == "gae":
+        refuse_vision(model.config, "algorithm/advantage=gae", "choose algorithm/advantage=grpo")
+    if isinstance(engine, HttpEngineConfig):
+        refuse_vision(model.config, "rollout/engine=http", "choose rollout/engine=torch")
     # Options of the user's own may change what vLLM makes of a model; it checks that itself.
     if isinstance(engine, VllmEngineConfig) and not engine.extra:
         from winnow.rollout.vllm.refusals import check_vllm_model
