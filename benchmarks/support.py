@@ -261,7 +261,7 @@ AXES = (
                 "environment/faults",
             ),
             Choice(
-                "environment workers",
+                "environment processes",
                 (
                     *("environment=custom", "environment.processes=1"),
                     *("environment.path=talk.py:Talk", *_CONVERSATION),

@@ -64,7 +64,7 @@ def worker_processes(
     }
     engine = engine_worker_arguments(config, roles, policy, start) if "rollout" in roles else {}
     # Ranks come last, but before engines that share their GPUs, which take what is left free.
-    starts = sorted(roles, key=lambda role: (role.kind != "engines", role.name == "policy"))
+    starts = sorted(roles, key=lambda role: (role.kind != "replicas", role.name == "policy"))
     shared = [role for role in starts if role.name == "rollout" and roles.shares_devices]
     trains = "policy" in roles or policy.device.type != "cpu"
     by_role: dict[str, list[WorkerGroup]] = {}
@@ -96,7 +96,7 @@ def worker_processes(
             missing = [r for r in starts if r.name not in by_role and only in (None, r.name)]
             for late in (False, True):
                 together = [role for role in missing if (role in shared) == late]
-                counts = ((r, r.count if r.kind == "engines" else 1) for r in together)
+                counts = ((r, r.count if r.kind == "replicas" else 1) for r in together)
                 numbered = [(role, i) for role, count in counts for i in range(count)]
                 begins = (functools.partial(begin, role, i) for role, i in numbered)
                 for (role, _), group in zip(numbered, groups.start(*begins), strict=True):
@@ -138,7 +138,7 @@ def launcher(
         def start_locally(role: Role, arguments: Mapping[str, Any], number: int) -> Start:
             size, gpus = role.count, devices.get(role.name)
             variables = environment | allocator_variables(role, bool(gpus), {})
-            if role.kind == "engines":
+            if role.kind == "replicas":
                 size, gpus = 1, gpus and gpus[number * role.width : (number + 1) * role.width]
                 if gpus and role.is_vllm:
                     variables, gpus = environment | visible_devices_variable(gpus), range(1)
@@ -171,7 +171,7 @@ def launcher(
         )
 
         def start_on_ray(role: Role, arguments: Mapping[str, Any], number: int) -> Start:
-            place = reserved.placement(role.name, number if role.kind == "engines" else None)
+            place = reserved.placement(role.name, number if role.kind == "replicas" else None)
             group = role.group_name(number), role.worker, arguments, place
             on_device = place.worker_resources.get("GPU", 0) > 0
             worker_variables = variables | allocator_variables(role, on_device, variables)

@@ -32,9 +32,10 @@ class Role:
     """Import path of the workers' class."""
     arguments: tuple[str, ...] = ("config",)
     """Keyword arguments of the class, by name."""
-    kind: Literal["ranks", "engines", "pipelines"] = "ranks"
-    """Ranks hold a model together and are one group; an engine is a group, which may die and leave
-    the others, and so is a process of environments; pipelines are whole each, in one group."""
+    kind: Literal["ranks", "replicas", "pipelines"] = "ranks"
+    """Ranks hold a model together and are one group; each replica, an engine or a process of
+    environments, is a group, which may die and leave the others; pipelines are whole each, in one
+    group."""
     title: str = "rank{s} of the {name}"
     """Title of the processes, for people; `{s}` stands for the plural's s."""
     log_name: str = "{name}"
@@ -168,7 +169,7 @@ ROLES = [
         "rollout.engine.processes",
         "",
         ("config",),
-        "engines",
+        "replicas",
         "engine{s}",
         "engine {number}",
         worker_by_engine={
@@ -189,8 +190,8 @@ ROLES = [
         "environment.processes",
         "winnow.builders.environments:make_environment_pool",
         ("config", "most_calls"),
-        "engines",
-        "environment worker{s}",
+        "replicas",
+        "pool{s} of environments",
         "environment {number}",
         width=0,
     ),
@@ -200,7 +201,7 @@ ROLES = [
         "reward.judge.engine.processes",
         "winnow.builders.judge:make_judge_worker",
         ("config",),
-        "engines",
+        "replicas",
         "engine{s} of the judge",
         "judge {number}",
     ),
