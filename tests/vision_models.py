@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from tests.devices import DEVICE
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -68,7 +69,7 @@ def vision_model(
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         config = Qwen3VLConfig(text_config=text, vision_config=vision, **special)
         model = Qwen3VLForConditionalGeneration(config)
-    model.to(dtype).eval()
+    model.to(DEVICE, dtype).eval()
     model.image_processor = processor()
     use_layout_attention(model)
     return model
@@ -127,12 +128,12 @@ def group(number: int, prompt: Prompt, *answers: list[int]) -> Group:
 
 
 def their_logits(model: Any, ids: Any, images: tuple[Image, ...]) -> torch.Tensor:
-    """Logits [T, V] by transformers' own forward pass of one sequence, with its own attention."""
+    """Logits [T, V], on the host, of one sequence by transformers' own pass and attention."""
     model.config.get_text_config()._attn_implementation = "sdpa"
-    is_image = torch.zeros(1, len(ids), dtype=torch.int)
+    is_image = torch.zeros(1, len(ids), dtype=torch.int, device=DEVICE)
     for image in images:
         is_image[:, image.start : image.start + len(image)] = 1
-    tokens = torch.tensor(np.array(ids))[None]
+    tokens = torch.tensor(np.array(ids), device=DEVICE)[None]
     # The image's token as a written one, which transformers would take for an image's.
     stray = (tokens == IMAGE_TOKEN) & (is_image == 0)
     embed = model.get_input_embeddings()
@@ -143,9 +144,10 @@ def their_logits(model: Any, ids: Any, images: tuple[Image, ...]) -> torch.Tenso
     if images:
         arrays = [decode_png(image.png) for image in images]
         made = model.image_processor(arrays, do_resize=False, return_tensors="pt")
-        inputs = {"pixel_values": made["pixel_values"].to(model.dtype)}
-        inputs |= {"image_grid_thw": made["image_grid_thw"], "mm_token_type_ids": is_image}
+        inputs = {"pixel_values": made["pixel_values"].to(DEVICE, model.dtype)}
+        grid = made["image_grid_thw"].to(DEVICE)
+        inputs |= {"image_grid_thw": grid, "mm_token_type_ids": is_image}
     logits = model(input_ids=tokens.masked_fill(stray, 0), use_cache=False, **inputs).logits[0]
     hook.remove()
     use_layout_attention(model)
-    return logits
+    return logits.cpu()

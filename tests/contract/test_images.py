@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests import vision_models as vm
+from tests.devices import DEVICE as DEVICE  # vision_models computes there
 
 from winnow.learning.batch import MicroBatch, all_micro_batches, micro_batches, pack
 from winnow.learning.canary import Canary
@@ -92,17 +93,18 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
         targets, first = torch.tensor(ids), len(prompt.token_ids)
         logprobs = logits[:-1].log_softmax(-1).gather(1, targets[1:, None])[first - 1 :, 0]
         start, stop = batch.offsets[place] + first, batch.offsets[place + 1]
-        torch.testing.assert_close(ours[start:stop], logprobs.detach().to(ours), atol=bound, rtol=0)
+        found = ours[start:stop].cpu()
+        torch.testing.assert_close(found, logprobs.detach().to(found), atol=bound, rtol=0)
         positions = torch.arange(len(ids))[first:]
         total = total + (logprobs * torch.cos((targets[first:] + positions).double())).sum()
     total.backward()
-    found = gradients(strategy, parts)
+    grads = gradients(strategy, parts)
     for name, parameter in theirs.named_parameters():
         wanted = parameter.grad
         assert wanted is not None, name
         assert wanted.any(), name
         scale = max(1.0, float(wanted.abs().max()))
-        torch.testing.assert_close(found[name], wanted, atol=bound * 10 * scale, rtol=0, msg=name)
+        torch.testing.assert_close(grads[name], wanted, atol=bound * 10 * scale, rtol=0, msg=name)
 
 
 def test_split_and_order_change_no_gradient_and_each_image_is_encoded_once(kind: vm.Kind) -> None:
