@@ -176,16 +176,15 @@ def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
     Without images it runs on a blank one, of which no feature is returned: on ranks all units of
     the tower run together.
     """
-    inner = cast(Any, model).base_model
-    processor, device = cast(Any, model).image_processor, inner.visual.device
+    tower, processor = cast(Any, model).base_model.visual, cast(Any, model).image_processor
     arrays = [decode_png(image.png) for image in images]
     if not images:
         edge = processor.patch_size * processor.merge_size
         arrays = [np.zeros((edge, edge, 3), np.uint8)]
     pixels, grids = image_patches(processor, arrays)
-    output = inner.get_image_features(pixels.to(device), grids.to(device), return_dict=True)
-    layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    features = torch.stack([torch.cat(tuple(layer)) for layer in layers])
+    pixels, grids = pixels.to(tower.device, tower.dtype), grids.to(tower.device)
+    output = tower(pixels, grid_thw=grids, return_dict=True)
+    features = torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())])
     return features if images else features[:, :0]
 
 
