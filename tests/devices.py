@@ -14,3 +14,4 @@ DEVICE = torch.device(os.environ.get("WINNOW_TEST_DEVICE", "cpu"))
 if DEVICE.type == "cuda":  # as `run.deterministic`, and kernels that cannot warn
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as `load_causal_lm`

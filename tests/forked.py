@@ -11,6 +11,7 @@ one thread, so that a fork copies no lock that somebody holds.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -175,7 +176,8 @@ def main() -> None:
     """Serve until the input ends; in a forked child, be the process that was asked for."""
     with gc_tuning.disabled():
         for name in (*PRELOADED, *sys.argv[2:]):
-            importlib.import_module(name)
+            with contextlib.suppress(ModuleNotFoundError):  # of Ray, where it is not installed
+                importlib.import_module(name)
     # A child that looked at each object to collect or to free it would copy the memory they lie in:
     # a second of CPU at its end.
     gc.collect()

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+ONE_RANK = "trainer/strategy=fsdp2", "trainer.strategy.ranks=1"  # NCCL takes one a GPU
+
 CHECKS: dict[str, tuple[Any, ...]] = {
     "machine": ("machine", "machine"),
     "tests": ("machine", "gpu_tests"),
@@ -32,7 +34,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "fp32": ("quickstart", "train", "model.dtype=float32"),
     "bf16": ("quickstart", "train", "model.dtype=bfloat16"),
     "one-step-off": ("quickstart", "train", "trainer/mode=one_step_off"),
-    "ranks": ("quickstart", "train", "trainer/strategy=fsdp2", "rollout.engine.processes=1"),
+    "ranks": ("quickstart", "train", *ONE_RANK, "rollout.engine.processes=1"),
     "publish": ("rollout", "publish"),
     "memory": ("learner", "memory"),
     "decode": ("rollout", "decode"),

@@ -198,7 +198,7 @@ def wanted() -> tuple[dict[str, Tensor], WrittenOut]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, written
 
 
-def assert_near(found: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+def assert_near(found: dict[str, Tensor], tolerance: float = 2e-6) -> None:
     """Against `wanted`; routers compute their weights in float32 within a float64 model."""
     gradients, _ = wanted()
     assert found.keys() == gradients.keys()

@@ -52,6 +52,7 @@ from winnow.learning.runner import Output, Outputs
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import decoder_layers, freeze, load_causal_lm
 from winnow.models.folders import quiet_transformers
+from winnow.models.fused_layers import fuse_layers
 from winnow.models.lora import adapter_weights, adapter_writer, add_lora, load_lora
 from winnow.models.value import load_reward_model, load_value_model
 
@@ -166,6 +167,8 @@ def strategy_of(
     case: Case, families: dict[str, Path], dtype: torch.dtype, **options: Any
 ) -> Strategy:
     model = case.load(families[case.family], dtype)
+    if dtype == torch.float64:
+        fuse_layers(model)  # on a GPU, too: others compute norms in fp32
     return Strategy(model, temperature=TEMPERATURE, **options)
 
 
@@ -353,7 +356,7 @@ def test_compiled_blocks_learn_the_same_of_any_length_under_the_same_names(
     for number, lengths in enumerate((RAGGED, RAGGED[:2], RAGGED[1:])):
         micro = whole(batch_of(lengths, torch.float32), 40)
         found, wanted = (gradients_of(each, micro, case) for each in (compiled, eager))
-        assert_close(found, wanted, 1e-6)
+        assert_close(found, wanted, 2e-6)
         if not number:
             traced = graphs["unique_graphs"]
     assert 1 < traced == graphs["unique_graphs"]  # the probe is one

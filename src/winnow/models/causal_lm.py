@@ -132,6 +132,8 @@ def load_causal_lm(
             raise ModelError(f"{where}: its config sets {name}, which is not supported")
     if is_remote(path):  # an adapter of it names its place, not the copy's
         model.name_or_path = path
+    # cuDNN's convolutions, as those of vision towers, would round fp32 to TF32.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
     return prepare(model, where, device)
 
 

@@ -175,9 +175,9 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _swap(module: nn.Module, fused: type[nn.Module], width: int) -> bool:
     """Let the module answer by the fused code, unless a probe says that it would differ."""
     original = type(module)
-    dtype = next(module.parameters()).dtype
+    weight = next(module.parameters())
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(3, width, generator=generator, dtype=torch.float32).to(dtype)
+    probe = torch.randn(3, width, generator=generator, dtype=torch.float32).to(weight)
     with torch.no_grad():
         expected = module(probe)
         module.__class__ = type(original.__name__, (fused, original), {})

@@ -3,7 +3,8 @@
 On the CPU (and in fp32 on CUDA) sequences of like length are gathered into padded blocks, one
 causal attention call each, and scattered back. Padding stands to the right, where causality hides
 it from every real query, so no mask is needed and no rounding depends on it. In half precision
-on CUDA, variable-length attention takes the packed tokens as they are.
+on CUDA, variable-length attention takes the packed tokens as they are, if heads have a multiple of
+8 channels.
 
 Shapes: `T` packed tokens, `B` sequences, `N` query heads, `K` key/value heads, `D` head,
 `R` rows of all padded blocks together.
@@ -67,7 +68,7 @@ class PackedLayout:
         """Attend causally within each sequence: q [T, N, D], k and v [T, K, D] to [T, N, D]."""
         if len(q) == 0:
             return q
-        if self._kernels == "cuda" and q.dtype in _HALF:
+        if self._kernels == "cuda" and q.dtype in _HALF and q.shape[-1] % 8 == 0:
             return self._variable_length(q, k, v, scale, window)
         T, N, D = q.shape
         width = N * D
