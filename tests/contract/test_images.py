@@ -76,10 +76,11 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
     if dtype == torch.float64:
         module = f"transformers.models.{kind}.modeling_{kind}"
         monkeypatch.setattr(f"{module}.apply_rotary_pos_emb_vision", vm.rotate)
-    strategy = Strategy(vm.vision_model(kind, dtype), vocab_size=vm.VOCAB)
-    theirs = vm.vision_model(kind, dtype)
-    if dtype == torch.float64:
-        fuse_layers(theirs)  # transformers' norms compute in fp32
+    model, theirs = (vm.vision_model(kind, dtype) for _ in range(2))
+    if dtype == torch.float64:  # transformers' norms compute in fp32
+        fuse_layers(model)
+        fuse_layers(theirs)
+    strategy = Strategy(model, vocab_size=vm.VOCAB)
     total = torch.zeros((), dtype=torch.float64)
     batch = pack(groups())
     parts = all_micro_batches(batch, 1000)
