@@ -56,11 +56,7 @@ class EncodedImages:
     """
 
     def __init__(
-        self,
-        shown: Iterable[MicroImages],
-        chunk_tokens: int,
-        dp: DataParallel,
-        runner: nn.Module,
+        self, shown: Iterable[MicroImages], chunk_tokens: int, dp: DataParallel, runner: nn.Module
     ) -> None:
         distinct = {image.digest: image for micro in shown for image in micro.images}
         chunks, room = list[tuple[Image, ...]](), 0
@@ -98,7 +94,7 @@ class EncodedImages:
             features = self._runner(chunk) if self._features is None else self._features
             parts = [cast(Tensor, self._leaves[image.digest].grad) for image in chunk]
             gradient = torch.cat([self._blank, *parts], dim=1)
-            features.backward(gradient.to(features.dtype))  # type: ignore[no-untyped-call]
+            features.backward(gradient.to(features.dtype))
 
 
 def place_images(
