@@ -160,8 +160,8 @@ def batch_of_ranks() -> Batch:
 
 def learn_on_rank(kind: vm.Kind, replicas: int) -> tuple[list[int], dict[str, Any]]:
     options: dict[str, Any] = {"vocab_size": vm.VOCAB, "gradient_checkpointing": True}
-    mesh = make_mesh("cpu", 4, replicas)
-    strategy = FSDP2Strategy(vm.vision_model(kind), mesh, Sharding(), **options)
+    mesh, sharding = make_mesh("cpu", 4, replicas), Sharding(replicas == 1, replicas == 2)
+    strategy = FSDP2Strategy(vm.vision_model(kind), mesh, sharding, **options)
     first = 3 * dist.get_rank()
     parts = micro_batches(batch_of_ranks(), range(first, first + 3), 17)
     with counted(strategy.model) as calls, exact(kind):
