@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tests import vision_models as vm
 from tests.devices import DEVICE as DEVICE  # vision_models computes there
+from tests.ranks import Ranks
 
-from winnow.learning.batch import MicroBatch, all_micro_batches, micro_batches, pack
+from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, micro_batches, pack
 from winnow.learning.canary import Canary
+from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh, whole
 from winnow.learning.runner import Outputs
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.fused_layers import fuse_layers
@@ -27,9 +31,16 @@ LOGPROB = frozenset({"logprob"})
 SIZES = ((1, 1), (2, 3), (4, 1))
 
 
+def exact(kind: vm.Kind) -> Any:
+    """A tower that computes all in the model's type."""
+    module = f"transformers.models.{kind}.modeling_{kind}"
+    return patch(f"{module}.apply_rotary_pos_emb_vision", vm.rotate)
+
+
 @pytest.fixture(params=get_args(vm.Kind))
 def kind(request: pytest.FixtureRequest) -> Any:
-    return request.param
+    with exact(request.param):
+        yield request.param
 
 
 def groups() -> list[Group]:
@@ -71,11 +82,8 @@ def counted(model: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-10)])
 def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone(
-    kind: vm.Kind, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+    kind: vm.Kind, dtype: torch.dtype, bound: float
 ) -> None:
-    if dtype == torch.float64:
-        module = f"transformers.models.{kind}.modeling_{kind}"
-        monkeypatch.setattr(f"{module}.apply_rotary_pos_emb_vision", vm.rotate)
     model, theirs = (vm.vision_model(kind, dtype) for _ in range(2))
     if dtype == torch.float64:  # transformers' norms compute in fp32
         fuse_layers(model)
@@ -119,6 +127,66 @@ def test_split_and_order_change_no_gradient_and_each_image_is_encoded_once(kind:
     assert calls == [sum(a * b for a, b in SIZES)]
     for name, expected in wanted.items():
         torch.testing.assert_close(found[name], expected, atol=1e-10, rtol=0, msg=name)
+
+
+def test_the_tower_runs_in_chunks_of_a_micro_batch_and_again_for_its_gradients(
+    kind: vm.Kind,
+) -> None:
+    shown = [vm.image(*size) for size in ((3, 4), (4, 3), (2, 2))]
+    prompts = [vm.prompt(i, [7 + i], image) for i, image in enumerate(shown)]
+    batch = pack([vm.group(i, each, [10, 1], [11 + i, 1]) for i, each in enumerate(prompts)])
+    strategy = Strategy(vm.vision_model(kind), vocab_size=vm.VOCAB, gradient_checkpointing=True)
+    wanted = gradients(strategy, all_micro_batches(batch, 1000))
+    parts = micro_batches(batch, range(3), 17)
+    with counted(strategy.model) as calls:
+        found = gradients(strategy, parts)
+        again = gradients(strategy, parts)
+        strategy.forward(parts, LOGPROB)
+    assert calls == [12, 16] * 5
+    for name, expected in wanted.items():
+        torch.testing.assert_close(found[name], expected, atol=1e-12, rtol=1e-10, msg=name)
+        assert torch.equal(found[name], again[name])
+    strategy.model.base_model.visual.requires_grad_(False)
+    with counted(strategy.model) as calls:
+        found = gradients(strategy, parts)
+    assert calls == [12, 16]
+    assert found.keys() == {name for name in wanted if ".visual." not in name}
+
+
+def batch_of_ranks() -> Batch:
+    """Three groups for each of four ranks, which have none, one, three and two images."""
+    seeds = {3: 0, 6: 1, 7: 2, 8: 0, 9: 3, 10: 4}
+    parts = [vm.image(3, 4, seeds[i]) if i in seeds else [20] * 14 for i in range(12)]
+    prompts = [vm.prompt(i, [7 + i], part) for i, part in enumerate(parts)]
+    return pack([vm.group(i, each, [10 + i, 1]) for i, each in enumerate(prompts)])
+
+
+def learn_on_rank(kind: vm.Kind, replicas: int) -> tuple[list[int], dict[str, Any]]:
+    options: dict[str, Any] = {"vocab_size": vm.VOCAB, "gradient_checkpointing": True}
+    mesh, sharding = make_mesh("cpu", 4, replicas), Sharding(replicas == 1, replicas == 2)
+    strategy = FSDP2Strategy(vm.vision_model(kind), mesh, sharding, **options)
+    first = 3 * dist.get_rank()
+    parts = micro_batches(batch_of_ranks(), range(first, first + 3), 17)
+    with counted(strategy.model) as calls, exact(kind):
+        found = gradients(strategy, parts)
+    return calls, {name: whole(each, strategy.device).numpy() for name, each in found.items()}
+
+
+@pytest.mark.host
+@pytest.mark.host
+def test_ranks_of_different_numbers_of_images_run_as_many_chunks(
+    kind: vm.Kind, ranks: Ranks
+) -> None:
+    replicas = 2 if kind == "qwen3_vl" else 1
+    strategy = Strategy(vm.vision_model(kind), vocab_size=vm.VOCAB)
+    wanted = gradients(strategy, all_micro_batches(batch_of_ranks(), 1000))
+    # A rank that has no more images runs the tower on a token.
+    chunks = [[1, 1, 1], [12, 1, 1], [12, 12, 12], [12, 12, 1]]
+    for (calls, found), each in zip(ranks.run(learn_on_rank, kind, replicas), chunks, strict=True):
+        assert calls == each * 2
+        for name, expected in wanted.items():
+            away = float(np.linalg.norm(found[name] - expected.numpy()))
+            assert away <= 1e-10 * float(expected.norm()), name
 
 
 def requests(count: int = 3) -> list[GroupRequest]:

@@ -1,20 +1,22 @@
 """Images of packed samples: their tokens in a micro-batch, and the vision tower's features.
 
-A tower runs once on each image of a pass, however many answers and micro-batches show it. Learning
+A tower encodes each image of a pass once, however many answers and micro-batches show it. Learning
 cuts the graph there: gradients of the features are summed over the micro-batches, and the tower's
 backward pass runs once on the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from winnow.learning.data_parallel import DataParallel
 from winnow.models.vision import rope_positions
 from winnow.types import Answer, Image, IntArray, Prompt, join_images
 
@@ -43,34 +45,56 @@ class MicroImages:
 class EncodedImages:
     """The vision tower's features of the images of a pass, and the sum of their gradients.
 
+    The tower runs in chunks of images. Activations are kept for the backward pass of a single
+    chunk; of several chunks the features alone are, and the backward pass runs the tower again.
+
     Args:
-        images: distinct ones, by digest.
-        features: [1 + D, M, H] of all their tokens, one image behind the other.
+        shown: images of each micro-batch.
+        chunk_tokens: image tokens that a chunk may have; an image of more is a chunk of its own.
+        dp: ranks that run the tower together, in equally many chunks.
+        runner: a `ModelRunner`, called with the images of a chunk, which may be none.
     """
 
-    def __init__(self, images: Mapping[str, Image], features: Tensor) -> None:
-        starts = accumulate(map(len, images.values()), initial=0)
-        self._starts = dict(zip(images, starts, strict=False))
-        self._features = features
-        # Gradients of a half-precision model are summed in fp32.
-        self._leaf = features.detach().to(torch.promote_types(features.dtype, torch.float32))
-        self._leaf.requires_grad_(features.requires_grad)
+    def __init__(
+        self, shown: Iterable[MicroImages], chunk_tokens: int, dp: DataParallel, runner: nn.Module
+    ) -> None:
+        distinct = {image.digest: image for micro in shown for image in micro.images}
+        chunks, room = list[tuple[Image, ...]](), 0
+        for image in distinct.values():
+            if len(image) > room:
+                chunks.append(())
+                room = chunk_tokens
+            chunks[-1] += (image,)
+            room -= len(image)
+        count = max(1, *dp.all_gather(len(chunks)))
+        self._chunks, self._runner = [*chunks, *[()] * (count - len(chunks))], runner
+        weights = cast(Any, runner).model.base_model.visual.parameters()
+        self._learns = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
+        self._leaves: dict[str, Tensor] = {}
+        """[1 + D, M, H] of each image, by digest."""
+        for chunk in self._chunks:
+            with torch.set_grad_enabled(self._learns and count == 1):
+                features = runner(chunk)
+            # Gradients of a half-precision model are summed in fp32.
+            exact = features.detach().to(torch.promote_types(features.dtype, torch.float32))
+            self._blank = exact[:, :0]
+            for image, leaf in zip(chunk, exact.split([*map(len, chunk)], dim=1), strict=True):
+                self._leaves[image.digest] = leaf.requires_grad_(self._learns)
+                leaf.grad = torch.zeros_like(leaf) if self._learns else None
+        self._features = features if count == 1 else None  # with their graph
 
     def put_into(self, micro: MicroImages) -> MicroImages:
         """Return the images of a micro-batch with their features."""
-        parts = [self._leaf[:, :0]]
-        for image in micro.images:
-            start = self._starts[image.digest]
-            parts.append(self._leaf[:, start : start + len(image)])
-        return replace(micro, features=torch.cat(parts, dim=1))
+        parts = [self._leaves[image.digest] for image in micro.images]
+        return replace(micro, features=torch.cat([self._blank, *parts], dim=1))
 
     def backward(self) -> None:
         """Run the tower's backward pass on the gradients that the micro-batches left."""
-        if self._features.requires_grad:
-            gradient = self._leaf.grad
-            if gradient is None:
-                gradient = torch.zeros_like(self._leaf)
-            self._features.backward(gradient.to(self._features.dtype))  # type: ignore[no-untyped-call]
+        for chunk in self._chunks if self._learns else ():
+            features = self._runner(chunk) if self._features is None else self._features
+            parts = [cast(Tensor, self._leaves[image.digest].grad) for image in chunk]
+            gradient = torch.cat([self._blank, *parts], dim=1)
+            features.backward(gradient.to(features.dtype))
 
 
 def place_images(

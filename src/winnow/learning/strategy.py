@@ -277,14 +277,13 @@ class Strategy:
         Returns the loss, the summed diagnostics and the maxima over all micro-batches and ranks.
         """
         figures = Figures()
-        with self._pass_context(), self._compiled_blocks():
-            with training_mode(self._training_only):
-                features = self._encode_images(microbatches)
+        with self._pass_context(), self._compiled_blocks(), training_mode(self._training_only):
+            features = self._encode_images(microbatches)
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 inputs = self._prepare(micro, features)
                 counts = bool(micro.lengths)
-                with training_mode(self._training_only), self._replaying(inputs, counts):
+                with self._replaying(inputs, counts):
                     values = self._run(inputs, outputs)
                     if not micro.lengths:
                         # A loss of 0 reaches every weight: sums over ranks need all their parts.
@@ -302,9 +301,9 @@ class Strategy:
         """Run the vision tower once on each image of a pass; None if the batch has no images."""
         if not microbatches or microbatches[0].images is None:
             return None
-        shown = (micro.images for micro in microbatches if micro.images)
-        images = {image.digest: image for each in shown for image in each.images}
-        return EncodedImages(images, cast(Tensor, self._runner((*images.values(),))))
+        shown = [micro.images for micro in microbatches if micro.images]
+        most = max(sum(micro.lengths) for micro in microbatches)
+        return EncodedImages(shown, most, self.sharder.dp, self._runner)
 
     def _prepare(self, micro: MicroBatch, features: EncodedImages | None = None) -> MicroBatch:
         """Return the micro-batch, or a filler in the place of an empty one, on the device."""

@@ -26,6 +26,7 @@ from winnow.config.root import Config
 from winnow.config.trainer import Fsdp2, Megatron, Sharded
 from winnow.errors import ConfigError
 from winnow.learning.batch import MicroBatch, all_micro_batches, pack_sequences
+from winnow.learning.data_parallel import SINGLE_PROCESS
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh
 from winnow.learning.images import EncodedImages
 from winnow.learning.runner import ModelRunner, Output
@@ -87,12 +88,12 @@ class TrackedStrategy(Strategy):
         return figures
 
     def _encode_images(self, microbatches: Sequence[MicroBatch]) -> EncodedImages | None:
-        if microbatches[0].images is None:
+        if (shown := microbatches[0].images) is None:
             return None
         begin, phase = self._tracker.begin, list(self._tracker.phases)[-1]
         begin(f"{phase}: images")
-        images = {image.digest: image for image in self._images}
-        encoded = TrackedImages(images, cast(Tensor, self._runner(self._images)))
+        shown, most = replace(shown, images=self._images), sum(microbatches[0].lengths)
+        encoded = TrackedImages([shown], most, SINGLE_PROCESS, self._runner)
         encoded.begin = partial(begin, f"{phase}: images backward")
         begin(phase)
         return encoded

@@ -1,7 +1,7 @@
 """Simulation of a vision tower on a rank: the images of prompts, and their passes on fake pixels.
 
 Each prompt is assumed to show one image, the largest that `data.max_prompt_tokens` and the limits
-of pixels allow. A rank encodes the images of an update together, each once for its n answers.
+of pixels allow. A rank encodes the images of an update in chunks, each for its n answers.
 """
 
 from __future__ import annotations

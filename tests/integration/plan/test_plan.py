@@ -635,14 +635,27 @@ def test_a_vision_tower_encodes_each_image_of_an_update_once_on_a_rank(tmp_path:
     blocks = depth * (4 * width * width + 3 * width * 3420 + 2 * width * 64)
     merged = (4 * width) ** 2 + 4 * width * H
     forward = 2 * patches * (3 * 2 * 14 * 14 * width + blocks + merged / 4)
-    work = {
-        name: sum(flop * times for (flop, *_), times in phase.work.items())
-        for name, phase in rank.tracker.phases.items()
-    }
-    assert work["policy update: images"] == pytest.approx(forward, rel=0.01)
-    assert work["policy update: images backward"] == pytest.approx(2 * forward, rel=0.05)
-    peak = rank.tracker.peak("policy update: images backward").storages
+
+    def work(tracker: DeviceTracker) -> dict[str, int]:
+        phases = tracker.phases.items()
+        return {n: sum(flop * times for (flop, *_), times in p.work.items()) for n, p in phases}
+
+    phase = "policy update: images"
+    assert work(rank.tracker)[phase] == pytest.approx(forward, rel=0.01)
+    assert work(rank.tracker)[f"{phase} backward"] == pytest.approx(2 * forward, rel=0.05)
+    peak = rank.tracker.peak(f"{phase} backward").storages
     assert any("visual.blocks" in storage.made_by for storage, _ in peak)
+    # Twice as many as a micro-batch has tokens run in two chunks, each once more with gradients.
+    groups = "sampling.groups_per_step={0}", "trainer.mini_batch_groups={0}"
+    full, twice = (
+        planned(str(tmp_path), "rollout.n=8", *(each.format(n) for each in groups))
+        for n in (T // 16, 2 * T // 16)
+    )
+    assert work(twice.tracker)[f"{phase} backward"] == pytest.approx(
+        2 * (T / 256) * 3 * forward, rel=0.05
+    )
+    of_full, of_twice = (roles_of(each, f"{phase} backward") for each in (full, twice))
+    assert of_twice["activations"] < 1.01 * of_full["activations"]
     tower = SimpleNamespace(patch_size=16, merge_size=2, size={"longest_edge": 1})
     other = SimpleNamespace(vision_config=object(), model_type="qwen3_vl")
     model = SimpleNamespace(image_processor=tower, config=other, name_or_path="x")
