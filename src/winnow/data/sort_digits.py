@@ -10,20 +10,15 @@ over, so that reinforcement learning has something to find.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from winnow.config.data import SortDigitsTask
 from winnow.config.model import DemonstrationConfig
-from winnow.data.sources import Row
+from winnow.data.generated import GeneratedRows, is_held_out
 from winnow.data.tokenizer import make_tokenizer
-from winnow.errors import DataError
 from winnow.types import Image, IntArray
 
 if TYPE_CHECKING:
@@ -39,7 +34,6 @@ RESERVED = "abcdefghijk"
 VOCABULARY = (PAD, EOS, UNKNOWN, *DIGITS, *MARKS, *RESERVED)
 PAD_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2
 _IDS = {token: i for i, token in enumerate(VOCABULARY)}
-_EVALUATION_SEED = "evaluation"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -57,11 +51,6 @@ def longest_prompt(task: SortDigitsTask) -> int:
     return task.max_digits + 1
 
 
-def is_held_out(digits: str) -> bool:
-    """Return whether a problem is kept for evaluation."""
-    return zlib.crc32(digits.encode()) % 10 == 0
-
-
 def prompt_text(digits: str) -> str:
     """Write a problem as it is asked."""
     return f"{digits}:"
@@ -72,77 +61,28 @@ def solution(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def make_row(digits: str) -> Row:
-    """Make a problem a row of data; its uid is the same whenever the problem comes round."""
-    return Row(
-        uid=f"{DATA_SOURCE}:{digits}",
-        origin=f"{DATA_SOURCE} {digits}",
-        data_source=DATA_SOURCE,
-        messages=({"role": "user", "content": prompt_text(digits)},),
-        ground_truth=solution(digits),
-        extra={"extra_info": {"digits": digits}},
-    )
+class SortDigitsRows(GeneratedRows[SortDigitsTask]):
+    """The problems of a seed, all lengths equally likely."""
 
+    source, limit = DATA_SOURCE, "max_digits"
 
-class SortDigitsRows:
-    """The problems of a seed, `TaskRows`. A training row depends on its index alone."""
+    @property
+    def settings(self) -> str:
+        return f"{self.task.min_digits}-{self.task.max_digits} digits"
 
-    size = None
-    data_sources = frozenset({DATA_SOURCE})
+    def make_problem(self, digest: bytes) -> str:
+        lengths = self.task.max_digits - self.task.min_digits + 1
+        number, place = divmod(int.from_bytes(digest, "big"), lengths)
+        length = self.task.min_digits + place
+        return f"{number % 10**length:0{length}d}"
 
-    def __init__(self, task: SortDigitsTask, seed: int) -> None:
-        self._task, self._seed = task, seed
-        digits = f"{task.min_digits}-{task.max_digits} digits, seed {seed}"
-        self.fingerprints = {DATA_SOURCE: digits}
+    def is_problem(self, text: str) -> bool:
+        fits = self.task.min_digits <= len(text) <= self.task.max_digits
+        return fits and set(text) <= set(DIGITS)
 
-    def digits(self, index: int) -> str:
-        """Return the training problem at `index`; problems may come round again."""
-        candidates = _candidates(self._task, f"{self._seed}/{index}")
-        return next(digits for digits in candidates if not is_held_out(digits))
-
-    def candidates(self, index: int) -> Iterator[Row]:
-        yield make_row(self.digits(index))  # alone: they are all of a length
-
-    def candidates_of(self, uid: str) -> Iterator[Row]:
-        digits = uid.removeprefix(f"{DATA_SOURCE}:")
-        fits = self._task.min_digits <= len(digits) <= self._task.max_digits
-        if digits == uid or not fits or set(digits) - set(DIGITS) or is_held_out(digits):
-            raise KeyError(uid)
-        return iter([make_row(digits)])
-
-    def held_out(self) -> list[Row]:
-        problems = held_out_problems(self._task, self._task.eval_problems)
-        return [make_row(digits) for digits in problems]
-
-
-def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
-    """Return the first `count` of the one fixed list of different held-out problems.
-
-    Raises:
-        DataError: there are not so many.
-    """
-    problems: dict[str, None] = {}
-    for digits in itertools.islice(_candidates(task, _EVALUATION_SEED), 20_000 + 200 * count):
-        if len(problems) == count:
-            return list(problems)
-        if is_held_out(digits):
-            problems[digits] = None
-    raise DataError(
-        f"data.task.eval_problems is {count}, but {task.min_digits} to {task.max_digits} "
-        f"digits give only about {len(problems)} held-out problems; lower it, or raise "
-        "data.task.max_digits"
-    )
-
-
-def _candidates(task: SortDigitsTask, key: str) -> Iterator[str]:
-    """Random digit strings, lengths equally likely. A hash, so that no library's generator
-    can change the data."""
-    lengths = task.max_digits - task.min_digits + 1
-    for attempt in itertools.count():
-        digest = hashlib.blake2b(f"{key}/{attempt}".encode(), digest_size=16).digest()
-        number = int.from_bytes(digest, "big")
-        length = task.min_digits + number % lengths
-        yield f"{number // lengths % 10**length:0{length}d}"
+    def describe(self, problem: str) -> tuple[str, str, dict[str, Any]]:
+        extra = {"extra_info": {"digits": problem}}
+        return prompt_text(problem), solution(problem), {"extra": extra}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,9 @@ from winnow.config.data import CalcTask, DataConfig
 from winnow.config.model import DemonstrationConfig
 from winnow.data.calc import CalcRows, build_tokenizer, demonstrations, encode
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
+from winnow.data.generated import is_held_out
 from winnow.data.loader import evaluation_prompts, training_prompts
-from winnow.data.sort_digits import EOS_ID, is_held_out
+from winnow.data.sort_digits import EOS_ID
 from winnow.environments.calculator import calc
 from winnow.errors import DataError
 
@@ -33,7 +34,7 @@ def test_held_out_problems_are_never_trained_on_and_rows_are_found_by_uid() -> N
     for uid in ("37*48", "calc:37*4", "calc:37*100", "calc:a*48", held_out.prompts[0].uid):
         with pytest.raises(KeyError, match=re.escape(uid)):
             source.find(uid)
-    with pytest.raises(DataError, match="eval_problems is 9, but factors from 2 to 4 give only"):
+    with pytest.raises(DataError, match="eval_problems is 9, but factors 2-4 give only"):
         CalcRows(CalcTask(min_factor=2, max_factor=4, eval_problems=9), 0).held_out()
 
 
