@@ -27,7 +27,7 @@ import numpy as np
 from winnow.config.data import DataConfig
 from winnow.data.columns import error_line, excerpt
 from winnow.data.images import VisionInput, place_images, read_images
-from winnow.errors import ConfigError, DataError, ModelError
+from winnow.errors import ConfigError, ModelError
 from winnow.types import BoolArray, Image, IntArray
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _FAULTS = (
     *(RecursionError, MemoryError, TimeoutError),
 )
 """Faults of a chat template besides jinja's errors."""
+_ORIGIN = "the environment's images"
 _PRIVATE_USE = range(0xE000, 0xF900)
 """Code points without a meaning, of which one marks where to cut a rendered text."""
 
@@ -160,35 +161,39 @@ class TurnTokenizer:
             raise self._no_end_error()
         return whole[ends[number - 1] + stopped :]
 
+    def read_images(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages of an environment with the images in their parts as the model sees them.
+
+        Raises:
+            DataError: an image is not usable.
+        """
+        sources = [part["image"] for part in _image_parts(messages)]
+        read = iter(read_images(sources, _ORIGIN, self._template.config, self._vision))
+        contents = [
+            [{**p, "image": next(read)} if p["type"] == "image" else p for p in message["content"]]
+            if isinstance(message["content"], list)
+            else message["content"]
+            for message in messages
+        ]
+        return [{**m, "content": shown} for m, shown in zip(messages, contents, strict=True)]
+
     def place_images(
         self, ids: IntArray, messages: Sequence[Message], before: Sequence[Image], rendered: bool
     ) -> tuple[IntArray, tuple[Image, ...]]:
         """Repeat the tokens that stand for images, and return the images at their places.
 
         Args:
-            ids: of messages of an environment.
-            messages: these messages, whose contents may have images as parts.
+            ids: of messages that `read_images` returned.
+            messages: these messages.
             before: images of the conversation before them.
             rendered: True if `ids` have the tokens of these, too.
 
         Raises:
-            DataError: an image is not usable, or they are more than the model takes.
+            DataError: there are more images than the recipe or the template takes.
         """
-        contents = [message["content"] for message in messages]
-        parts = [part for each in contents if not isinstance(each, str) for part in each]
-        sources = [part["image"] for part in parts if part["type"] == "image"]
-        if self._vision is None:
-            if sources:
-                raise DataError(
-                    "the environment shows an image, and the model takes text alone; set "
-                    "model.path to a vision-language model"
-                )
-            return ids, ()
-        config, origin = self._template.config, "the environment's images"
-        images = [*before, *read_images(sources, origin, config, self._vision, len(before))]
-        token, shown = self._vision.tokens[1], images if rendered else images[len(before) :]
-        placed, images_at = place_images(ids.tolist(), token, shown, origin)
-        return np.array(placed, np.int64), images_at
+        images = [*before, *(part["image"] for part in _image_parts(messages))]
+        first = 0 if rendered else len(before)
+        return place_images(ids, images, self._vision, self._template.config, _ORIGIN, first)
 
     def history(self, messages: Sequence[Message]) -> History:
         """Return what the template makes of a sampled turn once messages follow.
@@ -268,6 +273,11 @@ class TurnTokenizer:
         pieces = text.split(mark) if mark else [text]
         encoded = self._tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
         return np.array([token for ids in encoded for token in ids], np.int64)
+
+
+def _image_parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    contents = [m["content"] for m in messages if isinstance(m["content"], list)]
+    return [part for content in contents for part in content if part["type"] == "image"]
 
 
 def _any_of(tokens: Iterable[Any]) -> re.Pattern[str]:

@@ -30,7 +30,8 @@ class GeneratedRows(ABC, Generic[Task]):
     digest_bytes = 16
 
     def __init__(self, task: Task, seed: int) -> None:
-        self.task, self._seed = task, seed
+        self.task: Task = task
+        self._seed = seed
         self.data_sources = frozenset({self.source})
         self.fingerprints = {self.source: f"{self.settings}, seed {seed}"}
 

@@ -153,16 +153,17 @@ class PromptRenderer:
         begin = self._first_messages
         firsts = [tuple(each) for each in begin(rows)] if begin else [()] * len(rows)
         shown = [self._show(row, first) for row, first in zip(rows, firsts, strict=True)]
-        texts, marks = self._render_texts([row for row, _ in shown]), [mark for _, mark in shown]
+        texts, marks = (
+            self._render_texts([row for row, *_ in shown]),
+            [mark for _, mark, _ in shown],
+        )
+        marks = [mark for _, mark, _ in shown]
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
-        encoded = zip(rows, firsts, texts, marks, self._encode(texts, marks), strict=True)
-        for row, first, text, mark, ids in encoded:
-            images: tuple[Image, ...] = ()
-            if self._vision is not None:
-                read = read_images(row.images, row.origin, self._config, self._vision)
-                ids, images = place_images(ids, self._vision.tokens[1], read, row.origin)
+        encoded = zip(rows, firsts, texts, shown, self._encode(texts, marks), strict=True)
+        for row, first, text, (_, mark, read), raw in encoded:
+            ids, images = place_images(raw, read, self._vision, self._config, row.origin)
             length = len(ids)
-            if not ids:
+            if not length:
                 raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
             if length > limit and rule == "error":
                 raise DataError(
@@ -176,24 +177,20 @@ class PromptRenderer:
             if length > limit:
                 ids = _truncate(ids, limit, rule)
                 text = self._tokenizer.decode(ids)
-            token_ids: IntArray = np.array(ids, dtype=np.int64)
             yield length, Prompt(
-                row.uid, token_ids, text.replace(mark, "") if mark else text, row.data_source,
+                row.uid, ids, text.replace(mark, "") if mark else text, row.data_source,
                 row.ground_truth, row.extra, first or row.messages, row.messages if first else (),
                 images,
             )  # fmt: skip
 
-    def _show(self, row: Row, first: Sequence[Mapping[str, Any]]) -> tuple[Row, str]:
-        """Return a row with its messages as they are rendered, and the mark in special tokens that
-        they spell: tokens for images, and any in first messages, which come from outside.
+    def _show(self, row: Row, first: Sequence[Mapping[str, Any]]) -> tuple[Row, str, list[Image]]:
+        """Return a row with its messages as they are rendered, the mark in special tokens that
+        they spell (tokens for images, and any in first messages, which come from outside), and
+        its images.
         """
-        messages, mark, vision = list(first or row.messages), "", self._vision
-        if row.images and vision is None:
-            raise DataError(
-                f"{row.origin}: has images, and the model takes text alone; set model.path to a "
-                "vision-language model, or data.image_key=none"
-            )
-        if first or vision:
+        messages, mark = list(first or row.messages), ""
+        images = read_images(row.images, row.origin, self._config, self._vision)
+        if first or self._vision:
             trusted = 0 if first else len(messages)
             messages, mark = self._turns.mark_special_tokens(messages, trusted)
         if row.images and self._use_chat_template:
@@ -201,7 +198,7 @@ class PromptRenderer:
         elif row.images:
             texts = [message["content"].replace(IMAGE_MARK, self._image) for message in messages]
             messages = [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]
-        return replace(row, messages=tuple(messages)), mark
+        return replace(row, messages=tuple(messages)), mark, images
 
     def _none_fits_error(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
         files = ", ".join(dict.fromkeys(row.uid.rpartition(":")[0] for row in rows))
@@ -346,11 +343,11 @@ def _templates(configured: Mapping[str, str]) -> dict[str, str]:
     return templates
 
 
-def _truncate(ids: list[int], limit: int, side: str) -> list[int]:
+def _truncate(ids: IntArray, limit: int, side: str) -> IntArray:
     """Keep `limit` of the ids; the rest goes on the side named."""
     if side == "left":
         return ids[-limit:]
     if side == "right":
         return ids[:limit]
     head = limit // 2
-    return ids[:head] + ids[len(ids) - (limit - head) :]
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])

@@ -442,11 +442,19 @@ class ConversationEngine:
             state = next((s.state for s in reversed(conversation.segments) if s.state), "")
             state = state if self._format.message_of is None else ""  # all replies are rendered
             seed, turns = conversation.request.seed, tuple(conversation.turns)
-            step = self._environments.step(seed, prompt, turns, state)
-            conversation.reply = asyncio.ensure_future(step)
+            conversation.reply = asyncio.ensure_future(self._step(seed, prompt, turns, state))
         # A resumed run asks from now on, too.
         tick = self._engine.status().tick
         conversation.due = -(-(tick + self._schedule.lag_ticks) // look) * look
+
+    async def _step(self, *request: Any) -> list[Step]:
+        """Ask the environment; images of its replies are read in a thread, as that takes time."""
+        steps = await self._environments.step(*request)
+        replies = [step.messages for step in steps]
+        if all(isinstance(each["content"], str) for reply in replies for each in reply):
+            return steps
+        read = [await asyncio.to_thread(self._format.tokenizer.read_images, r) for r in replies]
+        return [replace(step, observation=r) for step, r in zip(steps, read, strict=True)]
 
     async def _take_reply(self, conversation: Conversation) -> None:
         """Wait for the reply to the last turn; end the conversation, or begin its next turn."""

@@ -258,7 +258,7 @@ def test_a_prompt_with_images_that_is_too_long_is_left_out_and_never_cut(rule: s
     ("options", "message"),
     [
         ({"vision": None}, "f row 1: has images, and the model takes text alone; set model.path "),
-        ({"max_images": 1}, "f row 1: 2 images, data.max_images is 1; raise it, or remove the row"),
+        ({"max_images": 1}, "f row 1: 2 images, data.max_images is 1; raise it, or show fewer"),
         ({"tokenizer": tokenizer_with(CHAT_TEMPLATE)}, "f row 1: 2 images, and its prompt has 0 "),
     ],
 )
