@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -158,6 +158,14 @@ def open_image(
         raise DataError(f"{name}: {reason}; replace it, or remove the row") from error
 
 
+def open_images(
+    sources: Sequence[Source], origin: str, config: DataConfig, vision: VisionInput | None = None
+) -> Iterator[Pixels]:
+    """Open the images of a row or a reply, one after the other."""
+    for number, source in enumerate(sources, 1):
+        yield open_image(source, f"{origin} image {number}", config, vision)
+
+
 def _resize(pixels: Pixels, config: DataConfig, vision: VisionInput) -> Pixels:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -187,9 +195,8 @@ def read_images(
         )
     from winnow.models.vision import encode_png
 
-    named = [(source, f"{origin} image {number}") for number, source in enumerate(sources, 1)]
-    pixels = [np.asarray(open_image(*each, config, vision)) for each in named]
-    return [encode_png(each, vision.edge) for each in pixels]
+    pixels = open_images(sources, origin, config, vision)
+    return [encode_png(np.asarray(each), vision.edge) for each in pixels]
 
 
 def split_message(message: Mapping[str, Any]) -> Mapping[str, Any]:

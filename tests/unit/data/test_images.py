@@ -270,7 +270,7 @@ def test_images_that_the_model_or_the_recipe_does_not_take(
     assert str(caught.value).startswith(message)
 
 
-def test_the_check_opens_each_image_and_names_the_first_faulty_rows(tmp_path: Path) -> None:
+def test_the_check_opens_each_image_and_names_the_first_faulty_one(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     other = file_of(picture(seed=1))
     contents = [PNG, other, other]
@@ -287,8 +287,7 @@ def test_the_check_opens_each_image_and_names_the_first_faulty_rows(tmp_path: Pa
     pq.write_table(pa.Table.from_pylist(broken), path)
     with pytest.raises(DataError) as caught:
         check(str(path), lambda _: None)
-    lines = [f"{path} row {number} image 1: {FORMATS}" for number in range(3, 8)]
-    assert str(caught.value).splitlines() == [*lines, "… and 2 more rows"]
+    assert str(caught.value) == f"{path} row 3 image 1: {FORMATS}"
 
 
 def test_geometry3k_gets_its_instruction_and_keeps_its_images(
