@@ -59,11 +59,9 @@ def longest_prompt(task: CalcTask) -> int:
 class CalcRows(GeneratedRows[CalcTask]):
     """The problems of a seed, all factors equally likely."""
 
-    source, limit = DATA_SOURCE, "max_factor"
-
-    @property
-    def settings(self) -> str:
-        return f"factors {self.task.min_factor}-{self.task.max_factor}"
+    def __init__(self, task: CalcTask, seed: int) -> None:
+        settings = f"factors {task.min_factor}-{task.max_factor}"
+        super().__init__(task, seed, DATA_SOURCE, settings, "max_factor")
 
     def make_problem(self, digest: bytes) -> str:
         low, factors = self.task.min_factor, self.task.max_factor - self.task.min_factor + 1

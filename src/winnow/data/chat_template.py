@@ -26,7 +26,7 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.columns import error_line, excerpt
-from winnow.data.images import VisionInput, place_images, read_images
+from winnow.data.images import ImageReader, VisionInput, image_parts
 from winnow.errors import ConfigError, ModelError
 from winnow.types import BoolArray, Image, IntArray
 
@@ -108,8 +108,7 @@ class TurnTokenizer:
 
     Args:
         stop_ids: tokens that end a sampled turn.
-        vision: of a vision-language model, whose tokens for images no text spells, whoever wrote
-            it; None: messages have no images.
+        vision: of a vision-language model; None: messages have no images.
     """
 
     def __init__(
@@ -120,10 +119,7 @@ class TurnTokenizer:
         vision: VisionInput | None = None,
     ) -> None:
         self._template, self._tokenizer = template, cast("Any", tokenizer)
-        self._vision = vision
-        spelled = self._tokenizer.convert_ids_to_tokens(vision.tokens if vision else [])
-        self.image_tokens = [token for token in spelled if token is not None]
-        self._image_pattern = _any_of(self.image_tokens)
+        self._images = ImageReader(template.config, vision)
         self._stop_ids = np.array(stop_ids, np.int64)
         self._stop_number = lru_cache(maxsize=256)(self._count_stops)
 
@@ -136,7 +132,7 @@ class TurnTokenizer:
         Raises:
             ModelError: the template fails.
         """
-        marked, mark = self.mark_special_tokens(messages, trusted)
+        marked, mark = self._mark_special_tokens(messages, trusted)
         return self._encode(self._template.render(marked, "the conversation"), mark)
 
     def reply_ids(self, messages: Sequence[Message], stopped: bool = True) -> IntArray:
@@ -150,7 +146,7 @@ class TurnTokenizer:
         Raises:
             ModelError: the template fails, or ends an assistant turn with no stop token.
         """
-        marked, mark = self.mark_special_tokens(messages)
+        marked, mark = self._mark_special_tokens(messages)
         opening = opening_of(marked)
         whole = self._encode(self._template.render([*opening, *marked], "a reply"), mark)
         # A template may render the turn in another way once messages follow: its end is the stop
@@ -167,8 +163,8 @@ class TurnTokenizer:
         Raises:
             DataError: an image is not usable.
         """
-        sources = [part["image"] for part in _image_parts(messages)]
-        read = iter(read_images(sources, _ORIGIN, self._template.config, self._vision))
+        sources = [part["image"] for part in image_parts(messages)]
+        read = iter(self._images.read(sources, _ORIGIN))
         contents = [
             [{**p, "image": next(read)} if p["type"] == "image" else p for p in message["content"]]
             if isinstance(message["content"], list)
@@ -178,22 +174,20 @@ class TurnTokenizer:
         return [{**m, "content": shown} for m, shown in zip(messages, contents, strict=True)]
 
     def place_images(
-        self, ids: IntArray, messages: Sequence[Message], before: Sequence[Image], rendered: bool
+        self, ids: IntArray, before: Sequence[Image], messages: Sequence[Message], rendered: bool
     ) -> tuple[IntArray, tuple[Image, ...]]:
         """Repeat the tokens that stand for images, and return the images at their places.
 
         Args:
             ids: of messages that `read_images` returned.
-            messages: these messages.
             before: images of the conversation before them.
             rendered: True if `ids` have the tokens of these, too.
 
         Raises:
             DataError: there are more images than the recipe or the template takes.
         """
-        images = [*before, *(part["image"] for part in _image_parts(messages))]
-        first = 0 if rendered else len(before)
-        return place_images(ids, images, self._vision, self._template.config, _ORIGIN, first)
+        images = [*before, *(part["image"] for part in image_parts(messages))]
+        return self._images.place(ids, images, _ORIGIN, 0 if rendered else len(before))
 
     def history(self, messages: Sequence[Message]) -> History:
         """Return what the template makes of a sampled turn once messages follow.
@@ -236,7 +230,7 @@ class TurnTokenizer:
             "follow one; set data.chat_template to a template that does"
         )
 
-    def mark_special_tokens(
+    def _mark_special_tokens(
         self, messages: Sequence[Message], trusted: int = 0
     ) -> tuple[list[Message], str]:
         """Put a mark into the spelling of each special token in the texts; return the mark, too.
@@ -257,8 +251,8 @@ class TurnTokenizer:
             return pattern.sub(cut, value) if isinstance(value, str) else value
 
         patterns = [self._patterns[message["role"] == "assistant"] for message in messages]
-        patterns[:trusted] = [self._image_pattern] * trusted
-        return [marked(*pair) for pair in zip(messages, patterns, strict=True)], mark
+        parts = [marked(*pair) for pair in zip(messages, patterns, strict=True)]
+        return [*messages[:trusted], *parts[trusted:]], mark
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -273,11 +267,6 @@ class TurnTokenizer:
         pieces = text.split(mark) if mark else [text]
         encoded = self._tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
         return np.array([token for ids in encoded for token in ids], np.int64)
-
-
-def _image_parts(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-    contents = [m["content"] for m in messages if isinstance(m["content"], list)]
-    return [part for content in contents for part in content if part["type"] == "image"]
 
 
 def _any_of(tokens: Iterable[Any]) -> re.Pattern[str]:

@@ -7,7 +7,7 @@ import itertools
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from winnow.config.data import CalcTask, ShapesTask, SortDigitsTask
 from winnow.data.sources import Row
@@ -23,22 +23,20 @@ class GeneratedRows(ABC, Generic[Task]):
     """
 
     size = None
-    source: ClassVar[str]
-    """Data source of the rows."""
-    limit: ClassVar[str]
-    """Field of the task of which a higher value gives more problems."""
     digest_bytes = 16
 
-    def __init__(self, task: Task, seed: int) -> None:
-        self.task: Task = task
-        self._seed = seed
-        self.data_sources = frozenset({self.source})
-        self.fingerprints = {self.source: f"{self.settings}, seed {seed}"}
+    def __init__(self, task: Task, seed: int, source: str, settings: str, limit: str) -> None:
+        """Name the problems.
 
-    @property
-    @abstractmethod
-    def settings(self) -> str:
-        """The problems that the task makes, for the user."""
+        Args:
+            source: data source of the rows.
+            settings: the problems that the task makes, for the user.
+            limit: field of the task of which a higher value gives more problems.
+        """
+        self.task: Task = task
+        self._seed, self._source, self._settings, self._limit = seed, source, settings, limit
+        self.data_sources = frozenset({source})
+        self.fingerprints = {source: f"{settings}, seed {seed}"}
 
     @abstractmethod
     def make_problem(self, digest: bytes) -> str:
@@ -60,7 +58,7 @@ class GeneratedRows(ABC, Generic[Task]):
         yield self._make_row(next(self.training_problems(f"{self._seed}/{index}")))
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        problem = uid.removeprefix(f"{self.source}:")
+        problem = uid.removeprefix(f"{self._source}:")
         if problem == uid or not self.is_problem(problem) or is_held_out(problem):
             raise KeyError(uid)
         return iter([self._make_row(problem)])
@@ -78,8 +76,8 @@ class GeneratedRows(ABC, Generic[Task]):
             if len(problems) == count:
                 return [self._make_row(each) for each in problems]
         raise DataError(
-            f"data.task.eval_problems is {count}, but {self.settings} give only about "
-            f"{len(problems)} held-out problems; lower it, or raise data.task.{self.limit}"
+            f"data.task.eval_problems is {count}, but {self._settings} give only about "
+            f"{len(problems)} held-out problems; lower it, or raise data.task.{self._limit}"
         )
 
     def _problems(self, key: str) -> Iterator[str]:
@@ -91,9 +89,9 @@ class GeneratedRows(ABC, Generic[Task]):
     def _make_row(self, problem: str) -> Row:
         """Make a problem a row of data; its uid is the same whenever the problem comes round."""
         question, truth, fields = self.describe(problem)
-        uid, origin = f"{self.source}:{problem}", f"{self.source} {problem}"
+        uid, origin = f"{self._source}:{problem}", f"{self._source} {problem}"
         messages = ({"role": "user", "content": question},)
-        return Row(uid, origin, self.source, messages, truth, **fields)
+        return Row(uid, origin, self._source, messages, truth, **fields)
 
 
 def is_held_out(problem: str) -> bool:

@@ -12,6 +12,7 @@ import base64
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,8 +44,8 @@ class VisionInput(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Ids of the tokens before, of and behind an image, and of videos."""
-        names = ("vision_start", "image", "vision_end", "video")
+        """Ids of the tokens before, of and behind an image."""
+        names = ("vision_start", "image", "vision_end")
         return [getattr(self.config, f"{name}_token_id") for name in names]
 
     @property
@@ -175,30 +176,6 @@ def _resize(pixels: Pixels, config: DataConfig, vision: VisionInput) -> Pixels:
     return pixels.resize((width, height), vision.processor.resample)
 
 
-def read_images(
-    sources: Sequence[Source], origin: str, config: DataConfig, vision: VisionInput | None
-) -> list[Image]:
-    """Read images as the model sees them, whose places are not known yet.
-
-    Args:
-        vision: None where the model takes text alone.
-
-    Raises:
-        DataError: one is not usable, or the model takes none.
-    """
-    if not sources:
-        return []
-    if vision is None:
-        raise DataError(
-            f"{origin}: has images, and the model takes text alone; set model.path to a "
-            "vision-language model, or leave the images out (data.image_key=none)"
-        )
-    from winnow.models.vision import encode_png
-
-    pixels = open_images(sources, origin, config, vision)
-    return [encode_png(np.asarray(each), vision.edge) for each in pixels]
-
-
 def split_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose marks of images became parts of its content."""
     pieces = re.split(f"({IMAGE_MARK})", message["content"])
@@ -207,43 +184,70 @@ def split_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": parts} if len(pieces) > 1 else message
 
 
-def place_images(
-    ids: Sequence[int] | IntArray,
-    images: Sequence[Image],
-    vision: VisionInput | None,
-    config: DataConfig,
-    origin: str,
-    before: int = 0,
-) -> tuple[IntArray, tuple[Image, ...]]:
-    """Repeat each token that stands for an image as often as the image has tokens.
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the parts of messages that are images."""
+    contents = [m["content"] for m in messages if isinstance(m["content"], list)]
+    return [part for content in contents for part in content if part["type"] == "image"]
 
-    Args:
-        images: of the conversation so far.
-        before: the number of those whose tokens come before `ids`.
 
-    Returns:
-        The ids [L], and the images at their places among them.
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads images as a model sees them, and places them among the tokens of a text."""
 
-    Raises:
-        DataError: there are more or fewer such tokens than images, or too many images.
-    """
-    array = np.array(ids, np.int64)
-    if vision is None:
-        return array, ()
-    if len(images) > config.max_images:
-        raise DataError(
-            f"{origin}: {len(images)} images, data.max_images is {config.max_images}; raise it, or "
-            "show fewer"
-        )
-    (places,) = (array == vision.config.image_token_id).nonzero()
-    shown = images[before:]
-    if len(places) != len(shown):
-        raise DataError(
-            f"{origin}: {len(shown)} images, and its prompt has {len(places)} image tokens; write "
-            "one <image> for each, and use a chat template that shows images"
-        )
-    copies = np.ones_like(array)
-    copies[places] = [len(image) for image in shown]
-    starts = (copies.cumsum() - copies)[places].tolist()
-    placed = [image.at(start) for image, start in zip(shown, starts, strict=True)]
-    return array.repeat(copies), tuple(placed)
+    config: DataConfig
+    vision: VisionInput | None
+    """None where the model takes text alone."""
+
+    def read(self, sources: Sequence[Source], origin: str) -> list[Image]:
+        """Read images, whose places are not known yet.
+
+        Raises:
+            DataError: one is not usable, or the model takes none.
+        """
+        if not sources:
+            return []
+        if self.vision is None:
+            raise DataError(
+                f"{origin}: has images, and the model takes text alone; set model.path to a "
+                "vision-language model, or leave the images out (data.image_key=none)"
+            )
+        from winnow.models.vision import encode_png
+
+        pixels = open_images(sources, origin, self.config, self.vision)
+        return [encode_png(np.asarray(each), self.vision.edge) for each in pixels]
+
+    def place(
+        self, ids: Sequence[int] | IntArray, images: Sequence[Image], origin: str, before: int = 0
+    ) -> tuple[IntArray, tuple[Image, ...]]:
+        """Repeat each token that stands for an image as often as the image has tokens.
+
+        Args:
+            images: of the conversation so far.
+            before: the number of those whose tokens come before `ids`.
+
+        Returns:
+            The ids [L], and the images at their places among them.
+
+        Raises:
+            DataError: there are more or fewer such tokens than images, or too many images.
+        """
+        array, most = np.array(ids, np.int64), self.config.max_images
+        if self.vision is None:
+            return array, ()
+        if len(images) > most:
+            raise DataError(
+                f"{origin}: {len(images)} images, data.max_images is {most}; raise it, or show "
+                "fewer"
+            )
+        (places,) = (array == self.vision.config.image_token_id).nonzero()
+        shown = images[before:]
+        if len(places) != len(shown):
+            raise DataError(
+                f"{origin}: {len(shown)} images, and its prompt has {len(places)} image tokens; "
+                "write one <image> for each, and use a chat template that shows images"
+            )
+        copies = np.ones_like(array)
+        copies[places] = [len(image) for image in shown]
+        starts = (copies.cumsum() - copies)[places].tolist()
+        placed = [image.at(start) for image, start in zip(shown, starts, strict=True)]
+        return array.repeat(copies), tuple(placed)

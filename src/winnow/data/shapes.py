@@ -53,16 +53,10 @@ def longest_prompt(task: ShapesTask) -> int:
 class ShapesRows(GeneratedRows[ShapesTask]):
     """The problems KIND/CELLS/COLOURS of a seed, all counts of a kind equally likely."""
 
-    source, limit = DATA_SOURCE, "side"
-
     def __init__(self, task: ShapesTask, seed: int) -> None:
+        super().__init__(task, seed, DATA_SOURCE, f"{task.side} x {task.side} cells", "side")
         self._cells = task.side**2
         self.digest_bytes = 16 + 2 * self._cells
-        super().__init__(task, seed)
-
-    @property
-    def settings(self) -> str:
-        return f"{self.task.side} x {self.task.side} cells"
 
     def make_problem(self, digest: bytes) -> str:
         size = self._cells

@@ -64,11 +64,9 @@ def solution(digits: str) -> str:
 class SortDigitsRows(GeneratedRows[SortDigitsTask]):
     """The problems of a seed, all lengths equally likely."""
 
-    source, limit = DATA_SOURCE, "max_digits"
-
-    @property
-    def settings(self) -> str:
-        return f"{self.task.min_digits}-{self.task.max_digits} digits"
+    def __init__(self, task: SortDigitsTask, seed: int) -> None:
+        settings = f"{task.min_digits}-{task.max_digits} digits"
+        super().__init__(task, seed, DATA_SOURCE, settings, "max_digits")
 
     def make_problem(self, digest: bytes) -> str:
         lengths = self.task.max_digits - self.task.min_digits + 1

@@ -508,7 +508,7 @@ class ConversationEngine:
             reply = conversation.replies[number]
             ids = self._format.tokenizer.reply_ids(reply, stopped)
             before = [*group.images, *(image for each in segments for image in each.images)]
-            ids, images = self._format.tokenizer.place_images(ids, reply, before, rendered=False)
+            ids, images = self._format.tokenizer.place_images(ids, before, reply, False)
             return Segment(ids, np.zeros(len(ids), np.float32), (), "environment", images=images)
         prompt = group.prompt
         assert prompt is not None, "a request of a conversation has its row"
@@ -519,7 +519,9 @@ class ConversationEngine:
         trusted = 0 if prompt.row_messages else len(prompt.messages)
         ids = self._format.tokenizer.prompt_ids(messages, trusted)
         replies = [each for place in range(number + 1) for each in conversation.replies[place]]
-        ids, images = self._format.tokenizer.place_images(ids, replies, prompt.images, True)
+        ids, images = self._format.tokenizer.place_images(
+            ids, prompt.images, replies, rendered=True
+        )
         pieces = [conversation.context[0], *(each.token_ids for each in conversation.branch)]
         context = np.concatenate(pieces)
         restarts = not np.array_equal(ids[: len(context)], context)
