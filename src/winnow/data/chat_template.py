@@ -157,21 +157,15 @@ class TurnTokenizer:
             raise self._no_end_error()
         return whole[ends[number - 1] + stopped :]
 
-    def read_images(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages of an environment with the images in their parts as the model sees them.
+    def read_images(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Replace the images in parts of an environment's messages by what the model sees.
 
         Raises:
             DataError: an image is not usable.
         """
-        sources = [part["image"] for part in image_parts(messages)]
-        read = iter(self._images.read(sources, _ORIGIN))
-        contents = [
-            [{**p, "image": next(read)} if p["type"] == "image" else p for p in message["content"]]
-            if isinstance(message["content"], list)
-            else message["content"]
-            for message in messages
-        ]
-        return [{**m, "content": shown} for m, shown in zip(messages, contents, strict=True)]
+        images = self._images.read([part["image"] for part in parts], _ORIGIN)
+        for part, image in zip(parts, images, strict=True):
+            part["image"] = image
 
     def place_images(
         self, ids: IntArray, before: Sequence[Image], messages: Sequence[Message], rendered: bool
@@ -179,7 +173,7 @@ class TurnTokenizer:
         """Repeat the tokens that stand for images, and return the images at their places.
 
         Args:
-            ids: of messages that `read_images` returned.
+            ids: of messages whose images `read_images` read.
             before: images of the conversation before them.
             rendered: True if `ids` have the tokens of these, too.
 

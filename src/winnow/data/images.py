@@ -184,7 +184,7 @@ def split_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": parts} if len(pieces) > 1 else message
 
 
-def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the parts of messages that are images."""
     contents = [m["content"] for m in messages if isinstance(m["content"], list)]
     return [part for content in contents for part in content if part["type"] == "image"]

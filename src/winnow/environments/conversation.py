@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
-from winnow.data.images import split_message
+from winnow.data.images import image_parts, split_message
 from winnow.environments import Message, Step, Turn
 from winnow.errors import DataError, EnvironmentFault, ModelError
 from winnow.rollout.engine import (
@@ -450,11 +450,10 @@ class ConversationEngine:
     async def _step(self, *request: Any) -> list[Step]:
         """Ask the environment; images of its replies are read in a thread, as that takes time."""
         steps = await self._environments.step(*request)
-        replies = [step.messages for step in steps]
-        if all(isinstance(each["content"], str) for reply in replies for each in reply):
-            return steps
-        read = [await asyncio.to_thread(self._format.tokenizer.read_images, r) for r in replies]
-        return [replace(step, observation=r) for step, r in zip(steps, read, strict=True)]
+        for step in steps:
+            if parts := image_parts(step.messages):
+                await asyncio.to_thread(self._format.tokenizer.read_images, parts)
+        return steps
 
     async def _take_reply(self, conversation: Conversation) -> None:
         """Wait for the reply to the last turn; end the conversation, or begin its next turn."""
