@@ -20,8 +20,7 @@ from tests.winnow_command import Outcome, in_own_process, winnow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from winnow.checkpoints.checkpoint import checkpoints_in
-from winnow.data.generated import is_held_out
-from winnow.data.sort_digits import solution
+from winnow.data.sort_digits import is_held_out, solution
 from winnow.observe.files import RunFolder
 from winnow.observe.jsonl import read_metrics
 from winnow.observe.rollouts import read_rollouts

@@ -18,7 +18,7 @@ from tests.forked import Server
 from tests.small_models import digits_folder
 from tests.winnow_command import in_forked_process, winnow
 
-from winnow.data.generated import is_held_out
+from winnow.data.sort_digits import is_held_out
 from winnow.evaluation.evaluator import Evaluator
 from winnow.observe.jsonl import read_metrics
 

@@ -18,8 +18,16 @@ import numpy as np
 
 from winnow.config.data import CalcTask
 from winnow.config.model import DemonstrationConfig
-from winnow.data.generated import GeneratedRows, is_held_out
-from winnow.data.sort_digits import DIGITS, EOS, PAD, UNKNOWN, UNKNOWN_ID, Demonstration
+from winnow.data.sort_digits import (
+    DIGITS,
+    EOS,
+    PAD,
+    UNKNOWN,
+    UNKNOWN_ID,
+    Demonstration,
+    GeneratedRows,
+    is_held_out,
+)
 from winnow.data.tokenizer import make_tokenizer
 from winnow.types import IntArray
 

@@ -18,9 +18,8 @@ import numpy as np
 
 from winnow.config.data import ShapesTask
 from winnow.config.model import DemonstrationConfig
-from winnow.data.generated import GeneratedRows
 from winnow.data.images import IMAGE_MARK
-from winnow.data.sort_digits import DIGITS, EOS, PAD, UNKNOWN, Demonstration
+from winnow.data.sort_digits import DIGITS, EOS, PAD, UNKNOWN, Demonstration, GeneratedRows
 from winnow.data.tokenizer import make_tokenizer
 from winnow.models.vision import encode_png
 from winnow.types import Image

@@ -12,9 +12,8 @@ from winnow.config.data import CalcTask, DataConfig
 from winnow.config.model import DemonstrationConfig
 from winnow.data.calc import CalcRows, build_tokenizer, demonstrations, encode
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-from winnow.data.generated import is_held_out
 from winnow.data.loader import evaluation_prompts, training_prompts
-from winnow.data.sort_digits import EOS_ID
+from winnow.data.sort_digits import EOS_ID, is_held_out
 from winnow.environments.calculator import calc
 from winnow.errors import DataError
 

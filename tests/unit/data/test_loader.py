@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.config.data import DataConfig, SortDigitsTask
-from winnow.data.generated import is_held_out
 from winnow.data.loader import (
     GeneratedPrompts,
     PromptLoader,
@@ -22,7 +21,7 @@ from winnow.data.loader import (
     training_prompts,
 )
 from winnow.data.prompts import PromptSet
-from winnow.data.sort_digits import build_tokenizer
+from winnow.data.sort_digits import build_tokenizer, is_held_out
 from winnow.errors import CheckpointError, DataError
 from winnow.types import Prompt
 

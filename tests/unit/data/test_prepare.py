@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 
 from winnow.cli.data import app
 from winnow.config.load import parse_recipe
-from winnow.data.generated import is_held_out
 from winnow.data.prepare import PrepareReport, PrepareRequest, prepare
 from winnow.data.published import add_dapo_instruction
-from winnow.data.sort_digits import solution
+from winnow.data.sort_digits import is_held_out, solution
 from winnow.data.sources import read_rows
 from winnow.errors import DataError
 from winnow.rewards.scorers import SCORERS

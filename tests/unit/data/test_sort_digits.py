@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from winnow.config.data import SortDigitsTask
-from winnow.data.generated import is_held_out
 from winnow.data.sort_digits import (
     EOS_ID,
     UNKNOWN_ID,
@@ -20,6 +19,7 @@ from winnow.data.sort_digits import (
     SortDigitsRows,
     build_tokenizer,
     encode,
+    is_held_out,
     prompt_text,
 )
 from winnow.data.tokenizer import load_tokenizer
