@@ -258,9 +258,8 @@ class Browser:
         answers = self.run.group(self.kind, self._step(), group)["answers"]
         self._print_heading(f"step {self._step()}, group {group}, {answers[0]['outcome']}")
         self._print(answers[0]["prompt"] or "(text not kept: observe.rollout_text_tokens)", "bold")
-        images, turns = answers[0].get("images") or (), answers[0].get("turns") or ()
-        later = sum(len(turn.get("images") or ()) for turn in turns)
-        self._print_images(images[: len(images) - later])
+        later = sum(len(turn.get("images") or ()) for turn in answers[0].get("turns") or ())
+        self._print_images((answers[0].get("images") or ())[: -later or None])
         names = "answer", "right", "reward", "advantage", "tokens", "entropy", "end", "read as"
         table = _table(*names)
         for place, each in enumerate(answers, 1):

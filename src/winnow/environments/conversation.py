@@ -393,14 +393,12 @@ class ConversationEngine:
         goes_on = len(conversation.turns) + 1 < self._limits.turns
         written = [*conversation.branch, *([request.prefix] if request.prefix else [])]
         prefix = _flatten(written) if written else None
-        group, (ids, images) = conversation.group, conversation.context
-        seed = conversation.seed
+        group, seed, (ids, images) = conversation.group, conversation.seed, conversation.context
         turn = replace(request, seed=seed, prefix=prefix, earlier=(), retain_cache=goes_on)
         sampling = self._turn_sampling(conversation)
-        key = group.group_id
-        next_turn = GroupRequest(key, ids, (turn,), sampling, group.priority, images=images)
         conversation.in_engine = True
-        await self._engine.submit([next_turn])
+        context = GroupRequest(group.group_id, ids, (turn,), sampling, group.priority)
+        await self._engine.submit([replace(context, images=images)])
 
     def _turn_sampling(self, conversation: Conversation) -> SamplingParams:
         """Return the settings of the next turn; the tokens before it count towards its limit."""
@@ -467,8 +465,8 @@ class ConversationEngine:
         try:
             *replayed, step = reply.result()
             first = len(conversation.turns) - 1 - len(replayed)
-            messages = [each.messages for each in (*replayed, step)]
-            conversation.replies |= dict(enumerate(messages, first))
+            replies = (each.messages for each in (*replayed, step))
+            conversation.replies |= dict(enumerate(replies, first))
             if self._format.message_of is not None and len(conversation.replies) < len(
                 conversation.turns
             ):
@@ -485,7 +483,7 @@ class ConversationEngine:
         turn = conversation.turns[-1]
         calls, malformed = float(len(turn.calls)), float(len(turn.malformed))
         figures = {**step.metrics, "calls": calls, "malformed": malformed}
-        segments[:] = _without_states(segments)
+        segments[:] = [replace(each, state="") for each in segments]
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
         if following is not None:
             segments.append(replace(following, state=step.state))
@@ -522,12 +520,11 @@ class ConversationEngine:
             ids, prompt.images, replies, rendered=True
         )
         pieces = [conversation.context[0], *(each.token_ids for each in conversation.branch)]
-        context = np.concatenate(pieces)
-        restarts = not np.array_equal(ids[: len(context)], context)
+        size = sum(map(len, pieces))
+        restarts = not np.array_equal(ids[:size], np.concatenate(pieces))
         if not restarts:
-            ids = ids[len(context) :]
-            added = [image.at(image.start - len(context)) for image in images]
-            images = tuple(image for image in added if image.start >= 0)
+            ids = ids[size:]
+            images = tuple(i.at(i.start - size) for i in images if i.start >= size)
         logprobs = np.zeros(len(ids), np.float32)
         return Segment(ids, logprobs, (), "environment", images=images, restarts=restarts)
 
@@ -540,12 +537,10 @@ class ConversationEngine:
         for number in range(first, len(conversation.turns) - 1):
             stored = conversation.segments[2 * number + 1]
             before = replace(conversation, segments=conversation.segments[: 2 * number + 1])
-            again = self._reply_segment(before) if conversation.replies[number] else None
-            if (
-                again is None
-                or not np.array_equal(again.token_ids, stored.token_ids)
-                or [i.digest for i in again.images] != [i.digest for i in stored.images]
-            ):
+            again = self._reply_segment(before) if conversation.replies[number] else EMPTY
+            digests = [[image.digest for image in each.images] for each in (again, stored)]
+            is_same = np.array_equal(again.token_ids, stored.token_ids)
+            if not is_same or digests[0] != digests[1]:
                 remedy = "let the environment depend on its row and turns alone"
                 if self._format.message_of is None:
                     remedy += ", or give it state_dict and load_state_dict"
@@ -565,7 +560,8 @@ class ConversationEngine:
     def _finish(self, conversation: Conversation, event: CompletionEvent) -> None:
         del self._live[conversation.key]
         self._environments.close_conversation(conversation.request.seed)
-        self._events.append(replace(event, earlier=tuple(_without_states(event.earlier))))
+        earlier = tuple(replace(each, state="") for each in event.earlier)
+        self._events.append(replace(event, earlier=earlier))
 
     def _set_aside(self, conversation: Conversation) -> None:
         """Remove a conversation that is to go on later, and keep its environment as room is."""
@@ -576,10 +572,6 @@ class ConversationEngine:
             if dropped.reply is not None:
                 dropped.reply.cancel()
             self._environments.close_conversation(seed)
-
-
-def _without_states(segments: Sequence[Segment]) -> list[Segment]:
-    return [replace(each, state="") if each.state else each for each in segments]
 
 
 def _flatten(segments: Sequence[Segment]) -> Segment:
