@@ -205,6 +205,12 @@ def test_bytes_of_parquet_and_images_of_a_users_source_are_read(tmp_path: Path) 
     assert open_image(source, "f", config).size == (9, 9)
 
 
+def test_a_mark_without_an_image_in_the_column_is_refused(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([{**TRUTH, "prompt": "<image>?", "images": []}])
+    with pytest.raises(DataError, match=r"row 1: prompt has 1 <image> .* and images has 0; give"):
+        read_rows([path])
+
+
 def test_a_column_image_that_names_a_container_is_no_image(write_jsonl: WriteJsonl) -> None:
     (found,) = read_rows([write_jsonl([{**TRUTH, "prompt": "a", "image": "ubuntu:24.04"}])])
     assert found.images == ()
