@@ -70,7 +70,7 @@ def trl_step(steps: int, scratch: str, micro_batch: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(start, padding_side="left")
     assert isinstance(config.data.task, SortDigitsTask)
     stream = SortDigitsRows(config.data.task, config.run.seed)
-    problems = [stream.digits(i) for i in range(PROMPTS * steps)]
+    problems = [next(stream.candidates(i)).text[:-1] for i in range(PROMPTS * steps)]
     rows = [{"prompt": prompt_text(d), "ground_truth": solution(d)} for d in problems]
     per_update = PROMPTS * ANSWERS // UPDATES
     settings = trl.GRPOConfig(

@@ -36,7 +36,7 @@ class Image:
     """Place of its first token in the `token_ids` that it belongs to; `len(image)` follow."""
     grid: tuple[int, int]
     """Rows and columns of its tokens."""
-    png: bytes
+    png: bytes = field(repr=False)
     """The RGB image, resized to what the model takes."""
     digest: str
     """SHA-256 of `png`, hexadecimal."""

@@ -25,8 +25,6 @@ SETTINGS = (
     *("run.threads=1", "observe.console=plain"),
 )
 ENVIRONMENT = """
-import io
-from PIL import Image
 from winnow.data.shapes import draw
 from winnow.environments import Step
 
@@ -40,8 +38,8 @@ class Twice:
             return Step(reward=float(turn.text == "=2"), done=True)
         self.asked = True
         cells = "scc." if len(turn.text) % 2 else "ss.c"
-        Image.fromarray(draw(f"s/{cells}/{len(turn.text)}")).save(png := io.BytesIO(), "PNG")
-        parts = {"type": "image", "image": png.getvalue()}, {"type": "text", "text": "s?"}
+        png = draw(f"s/{cells}/{len(turn.text)}").png
+        parts = {"type": "image", "image": png}, {"type": "text", "text": "s?"}
         return Step([{"role": "user", "content": list(parts)}])
 """
 CHAT_TEMPLATE = (

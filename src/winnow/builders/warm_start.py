@@ -116,62 +116,15 @@ def _is_complete(target: Path) -> bool:
 
 
 def make_tiny_model(
-    warm: SftWarmStart, vocabulary: int, positions: int, seed: int
+    warm: SftWarmStart, vocabulary: int, positions: int, seed: int, vision: bool = False
 ) -> PreTrainedModel:
-    """A Qwen3-architecture model with random weights of a seed."""
-    sizes = _text_sizes(warm, vocabulary, positions)
-    return _seeded(lambda: Qwen3ForCausalLM(Qwen3Config(**sizes)), seed)
+    """Make a model with random weights of a seed, and Winnow's attention.
 
-
-def make_vision_model(
-    warm: SftWarmStart, vocabulary: int, positions: int, seed: int
-) -> PreTrainedModel:
-    """A Qwen2.5-VL-architecture model for `shapes`, with random weights of a seed."""
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2VLImageProcessorPil,
-    )
-
-    text = _text_sizes(warm, vocabulary, positions)
-    width, half = text["hidden_size"], warm.model.head_dim // 2
-    height = half * 3 // 8
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    text["rope_parameters"] = rope | {"mrope_section": [half - 2 * height, height, height]}
-    # With smaller weights a tower's features drown, and counting is not learned in minutes.
-    text["initializer_range"] = 0.1
-    vision = {
-        "depth": 2,
-        "hidden_size": width * 3 // 4,
-        "num_heads": 4,
-        "intermediate_size": width * 3 // 2,
-        "patch_size": shapes.PATCH,
-        "spatial_merge_size": shapes.MERGE,
-        "temporal_patch_size": 2,
-        "window_size": 2 * shapes.CELL,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": width,
-        "initializer_range": 0.1,
-    }
-    names = ("vision_start", "image", "vision_end", "video")
-    tokens = {f"{n}_token_id": shapes.IDS[t] for n, t in zip(names, shapes.SPECIAL, strict=True)}
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens
-    )
-    model: Any = _seeded(lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
-    model.image_processor = Qwen2VLImageProcessorPil(
-        patch_size=shapes.PATCH,
-        merge_size=shapes.MERGE,
-        temporal_patch_size=2,
-        min_pixels=shapes.CELL**2,
-        max_pixels=(9 * shapes.CELL) ** 2,
-    )
-    return cast(PreTrainedModel, model)
-
-
-def _text_sizes(warm: SftWarmStart, vocabulary: int, positions: int) -> dict[str, Any]:
+    Args:
+        vision: True for the architecture of Qwen2.5-VL, for `shapes`; False for that of Qwen3.
+    """
     shape = warm.model
-    return {
+    sizes = {
         "vocab_size": vocabulary,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.layers,
@@ -185,16 +138,53 @@ def _text_sizes(warm: SftWarmStart, vocabulary: int, positions: int) -> dict[str
         "eos_token_id": EOS_ID,
         "bos_token_id": None,
     }
-
-
-def _seeded(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
-    """Make a model with weights of a seed, and Winnow's attention."""
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = make()
+    model = _make_vision_model(sizes) if vision else Qwen3ForCausalLM(Qwen3Config(**sizes))
     torch.random.set_rng_state(state)
     use_layout_attention(model)
     return model.eval()
+
+
+def _make_vision_model(sizes: dict[str, Any]) -> PreTrainedModel:
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2VLImageProcessorPil,
+    )
+
+    width, half = sizes["hidden_size"], sizes["head_dim"] // 2
+    height = half * 3 // 8
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    rope |= {"mrope_section": [half - 2 * height, height, height]}
+    # With smaller weights a tower's features drown, and counting is not learned in minutes.
+    scale = {"initializer_range": 0.1}
+    vision = {
+        "depth": 2,
+        "hidden_size": width * 3 // 4,
+        "num_heads": 4,
+        "intermediate_size": width * 3 // 2,
+        "patch_size": shapes.PATCH,
+        "spatial_merge_size": shapes.MERGE,
+        "window_size": 2 * shapes.CELL,
+        "fullatt_block_indexes": [1],
+        "out_hidden_size": width,
+    }
+    names = ("vision_start", "image", "vision_end", "video")
+    config = Qwen2_5_VLConfig(
+        text_config=sizes | scale | {"rope_parameters": rope},
+        vision_config=vision | scale,
+        tie_word_embeddings=True,
+        **{f"{n}_token_id": shapes.IDS[t] for n, t in zip(names, shapes.SPECIAL, strict=True)},
+    )
+    model: Any = Qwen2_5_VLForConditionalGeneration(config)
+    model.image_processor = Qwen2VLImageProcessorPil(
+        patch_size=shapes.PATCH,
+        merge_size=shapes.MERGE,
+        min_pixels=shapes.CELL**2,
+        max_pixels=(9 * shapes.CELL) ** 2,
+    )
+    return cast(PreTrainedModel, model)
 
 
 def _train(
@@ -209,8 +199,7 @@ def _train(
     module: Any = _TASKS[task.name]
     tokenizer = module.build_tokenizer()
     positions = 1 << (max_response_tokens + module.longest_prompt(task)).bit_length()
-    make: Any = make_vision_model if module is shapes else make_tiny_model
-    model = make(warm, len(tokenizer), positions, seed)
+    model = make_tiny_model(warm, len(tokenizer), positions, seed, vision=module is shapes)
     strategy = Strategy(
         model, betas=warm.betas, weight_decay=0.0, grad_clip=warm.grad_clip, temperature=1.0
     )

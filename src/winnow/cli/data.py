@@ -176,11 +176,11 @@ def _usage_hint(done: PrepareReport, instruction: str, unknown: list[str]) -> tu
 def _show_report(report: Mapping[str, Any], console: Console) -> None:
     console.print(printable(f"{report['file']}: {report['rows']:,} rows"), style="bold")
     console.print(printable(f"Read as {report['schema']}"))
-    lines: list[_Line] = [("Images", report["images"], "opened")] if report["images"] else []
-    lines.append(("Sources", None, ""))
+    lines: list[_Line] = [("Sources", None, "")]
     for source in report["sources"]:
         scorer = f"scored by {source['scorer']}" if source["scorer"] else "NO SCORER"
         lines.append((source["source"], source["rows"], scorer))
+    lines += [("images", report["images"], "opened")] if report["images"] else []
     lengths = report["lengths"]
     lines.append((f"Prompts in {lengths['unit']}", None, ""))
     lines += [(name, lengths[name], "") for name in ("shortest", "median")]

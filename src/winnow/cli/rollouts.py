@@ -255,12 +255,11 @@ class Browser:
         self._print_block(table)
 
     def _show_group(self, group: int) -> None:
-        from winnow.observe.rollouts import prompt_images
-
         answers = self.run.group(self.kind, self._step(), group)["answers"]
         self._print_heading(f"step {self._step()}, group {group}, {answers[0]['outcome']}")
         self._print(answers[0]["prompt"] or "(text not kept: observe.rollout_text_tokens)", "bold")
-        self._print_images(prompt_images(answers[0]))
+        later = sum(len(turn.get("images") or ()) for turn in answers[0].get("turns") or ())
+        self._print_images((answers[0].get("images") or ())[: -later or None])
         names = "answer", "right", "reward", "advantage", "tokens", "entropy", "end", "read as"
         table = _table(*names)
         for place, each in enumerate(answers, 1):

@@ -49,9 +49,9 @@ _LIVE_S, _LIVE_STEPS = 90.0, 3.0
 _MOST_COLUMNS = 400
 """Steps side by side in a histogram over time; of more, neighbours are summed."""
 _MOST_CONFIG_BYTES = 100_000
-_MOST_IMAGE_MIB = 64
-_IMAGE = re.compile(rf"{IMAGES}/([0-9a-f]{{64}})\.png")
 """Most bytes of a config.yaml, of which a run writes about 5,000: each is some 20 µs of reading."""
+_MOST_IMAGE_BYTES = 64 << 20
+_IMAGE = re.compile(rf"{IMAGES}/([0-9a-f]{{64}})\.png")
 T = TypeVar("T")
 
 
@@ -207,13 +207,9 @@ class RunPages:
             UnreadableError: there is none, or its content is not that of the digest.
         """
         match = _IMAGE.fullmatch(name)
-        if match is None:
-            raise UnreadableError(f"name must be {IMAGES}/DIGEST.png, got {name[:40]}")
-        content = self.files.read(name, 0, _MOST_IMAGE_MIB << 20)
-        if sha256(content).hexdigest() != match[1]:
-            raise UnreadableError(
-                f"{name} of {self.files.name} is damaged, or larger than {_MOST_IMAGE_MIB} MiB"
-            )
+        content = self.files.read(name, 0, _MOST_IMAGE_BYTES) if match else b""
+        if match is None or sha256(content).hexdigest() != match[1]:
+            raise UnreadableError(f"{name[:80]} is no image of {self.files.name}, or is damaged")
         return content
 
     def prompt_history(self, kind: str, prompt_uid: str) -> dict[str, Any]:

@@ -11,11 +11,8 @@ and the answers behind them some digits are miscopied.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,11 +25,10 @@ from winnow.data.sort_digits import (
     UNKNOWN,
     UNKNOWN_ID,
     Demonstration,
+    GeneratedRows,
     is_held_out,
 )
-from winnow.data.sources import Row
 from winnow.data.tokenizer import make_tokenizer
-from winnow.errors import DataError
 from winnow.types import IntArray
 
 if TYPE_CHECKING:
@@ -50,7 +46,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 _IDS = {token: i for i, token in enumerate(VOCABULARY)}
-_EVALUATION_SEED = "evaluation"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -69,48 +64,25 @@ def longest_prompt(task: CalcTask) -> int:
     return 2 * len(str(task.max_factor)) + 3
 
 
-class CalcRows:
-    """The problems of a seed, `TaskRows`. A training row depends on its index alone."""
-
-    size = None
-    data_sources = frozenset({DATA_SOURCE})
+class CalcRows(GeneratedRows[CalcTask]):
+    """The problems of a seed, all factors equally likely."""
 
     def __init__(self, task: CalcTask, seed: int) -> None:
-        self._task, self._seed = task, seed
-        factors = f"factors {task.min_factor}-{task.max_factor}, seed {seed}"
-        self.fingerprints = {DATA_SOURCE: factors}
+        settings = f"factors {task.min_factor}-{task.max_factor}"
+        super().__init__(task, seed, DATA_SOURCE, settings, "max_factor")
 
-    def candidates(self, index: int) -> Iterator[Row]:
-        problems = _candidates(self._task, f"{self._seed}/{index}")
-        yield _make_row(next(problem for problem in problems if not is_held_out(problem)))
+    def make_problem(self, digest: bytes) -> str:
+        low, factors = self.task.min_factor, self.task.max_factor - self.task.min_factor + 1
+        one, other = divmod(int.from_bytes(digest, "big") % factors**2, factors)
+        return f"{low + one}*{low + other}"
 
-    def candidates_of(self, uid: str) -> Iterator[Row]:
-        problem = uid.removeprefix(f"{DATA_SOURCE}:")
-        factors = range(self._task.min_factor, self._task.max_factor + 1)
-        parts = problem.split("*")
-        is_problem = len(parts) == 2 and all(p.isdecimal() and int(p) in factors for p in parts)
-        if problem == uid or not is_problem or is_held_out(problem):
-            raise KeyError(uid)
-        return iter([_make_row(problem)])
+    def is_problem(self, text: str) -> bool:
+        factors = range(self.task.min_factor, self.task.max_factor + 1)
+        parts = text.split("*")
+        return len(parts) == 2 and all(p.isdecimal() and int(p) in factors for p in parts)
 
-    def held_out(self) -> list[Row]:
-        """Make rows of the first of the one fixed list of different held-out problems.
-
-        Raises:
-            DataError: there are not so many.
-        """
-        count, problems = self._task.eval_problems, dict[str, None]()
-        candidates = _candidates(self._task, _EVALUATION_SEED)
-        for problem in itertools.islice(candidates, 20_000 + 200 * count):
-            if is_held_out(problem):
-                problems[problem] = None
-            if len(problems) == count:
-                return [_make_row(each) for each in problems]
-        raise DataError(
-            f"data.task.eval_problems is {count}, but factors from {self._task.min_factor} to "
-            f"{self._task.max_factor} give only about {len(problems)} held-out problems; lower it, "
-            "or raise data.task.max_factor"
-        )
+    def describe(self, problem: str) -> tuple[str, str, dict[str, Any]]:
+        return problem, _work_out(problem), {}
 
 
 def demonstrations(
@@ -154,23 +126,3 @@ def _miscopy(text: str, chance: float, rng: np.random.Generator) -> str:
 def _work_out(problem: str) -> str:
     one, _, other = problem.partition("*")
     return str(int(one) * int(other))
-
-
-def _make_row(problem: str) -> Row:
-    """Make a problem a row of data; its uid is the same whenever the problem comes round."""
-    return Row(
-        uid=f"{DATA_SOURCE}:{problem}",
-        origin=f"{DATA_SOURCE} {problem}",
-        data_source=DATA_SOURCE,
-        messages=({"role": "user", "content": problem},),
-        ground_truth=_work_out(problem),
-    )
-
-
-def _candidates(task: CalcTask, key: str) -> Iterator[str]:
-    """Yield random problems, of a hash, so that no library's generator can change the data."""
-    factors = task.max_factor - task.min_factor + 1
-    for attempt in itertools.count():
-        digest = hashlib.blake2b(f"{key}/{attempt}".encode(), digest_size=16).digest()
-        one, other = divmod(int.from_bytes(digest, "big") % factors**2, factors)
-        yield f"{task.min_factor + one}*{task.min_factor + other}"

@@ -26,8 +26,8 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.columns import error_line, excerpt
-from winnow.data.images import VisionInput, place_images, read_images
-from winnow.errors import ConfigError, DataError, ModelError
+from winnow.data.images import ImageReader, VisionInput, image_parts
+from winnow.errors import ConfigError, ModelError
 from winnow.types import BoolArray, Image, IntArray
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _FAULTS = (
     *(RecursionError, MemoryError, TimeoutError),
 )
 """Faults of a chat template besides jinja's errors."""
+_ORIGIN = "the environment's images"
 _PRIVATE_USE = range(0xE000, 0xF900)
 """Code points without a meaning, of which one marks where to cut a rendered text."""
 
@@ -107,8 +108,7 @@ class TurnTokenizer:
 
     Args:
         stop_ids: tokens that end a sampled turn.
-        vision: of a vision-language model, whose tokens for images no text spells, whoever wrote
-            it; None: messages have no images.
+        vision: of a vision-language model; None: messages have no images.
     """
 
     def __init__(
@@ -119,10 +119,7 @@ class TurnTokenizer:
         vision: VisionInput | None = None,
     ) -> None:
         self._template, self._tokenizer = template, cast("Any", tokenizer)
-        self._vision = vision
-        spelled = self._tokenizer.convert_ids_to_tokens(vision.tokens if vision else [])
-        self.image_tokens = [token for token in spelled if token is not None]
-        self._image_pattern = _any_of(self.image_tokens)
+        self._images = ImageReader(template.config, vision)
         self._stop_ids = np.array(stop_ids, np.int64)
         self._stop_number = lru_cache(maxsize=256)(self._count_stops)
 
@@ -135,7 +132,7 @@ class TurnTokenizer:
         Raises:
             ModelError: the template fails.
         """
-        marked, mark = self.mark_special_tokens(messages, trusted)
+        marked, mark = self._mark_special_tokens(messages, trusted)
         return self._encode(self._template.render(marked, "the conversation"), mark)
 
     def reply_ids(self, messages: Sequence[Message], stopped: bool = True) -> IntArray:
@@ -149,7 +146,7 @@ class TurnTokenizer:
         Raises:
             ModelError: the template fails, or ends an assistant turn with no stop token.
         """
-        marked, mark = self.mark_special_tokens(messages)
+        marked, mark = self._mark_special_tokens(messages)
         opening = opening_of(marked)
         whole = self._encode(self._template.render([*opening, *marked], "a reply"), mark)
         # A template may render the turn in another way once messages follow: its end is the stop
@@ -160,35 +157,31 @@ class TurnTokenizer:
             raise self._no_end_error()
         return whole[ends[number - 1] + stopped :]
 
+    def read_images(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Replace the images in parts of an environment's messages by what the model sees.
+
+        Raises:
+            DataError: an image is not usable.
+        """
+        images = self._images.read([part["image"] for part in parts], _ORIGIN)
+        for part, image in zip(parts, images, strict=True):
+            part["image"] = image
+
     def place_images(
-        self, ids: IntArray, messages: Sequence[Message], before: Sequence[Image], rendered: bool
+        self, ids: IntArray, before: Sequence[Image], messages: Sequence[Message], rendered: bool
     ) -> tuple[IntArray, tuple[Image, ...]]:
         """Repeat the tokens that stand for images, and return the images at their places.
 
         Args:
-            ids: of messages of an environment.
-            messages: these messages, whose contents may have images as parts.
+            ids: of messages whose images `read_images` read.
             before: images of the conversation before them.
             rendered: True if `ids` have the tokens of these, too.
 
         Raises:
-            DataError: an image is not usable, or they are more than the model takes.
+            DataError: there are more images than the recipe or the template takes.
         """
-        contents = [message["content"] for message in messages]
-        parts = [part for each in contents if not isinstance(each, str) for part in each]
-        sources = [part["image"] for part in parts if part["type"] == "image"]
-        if self._vision is None:
-            if sources:
-                raise DataError(
-                    "the environment shows an image, and the model takes text alone; set "
-                    "model.path to a vision-language model"
-                )
-            return ids, ()
-        config, origin = self._template.config, "the environment's images"
-        images = [*before, *read_images(sources, origin, config, self._vision, len(before))]
-        token, shown = self._vision.tokens[1], images if rendered else images[len(before) :]
-        placed, images_at = place_images(ids.tolist(), token, shown, origin)
-        return np.array(placed, np.int64), images_at
+        images = [*before, *(part["image"] for part in image_parts(messages))]
+        return self._images.place(ids, images, _ORIGIN, 0 if rendered else len(before))
 
     def history(self, messages: Sequence[Message]) -> History:
         """Return what the template makes of a sampled turn once messages follow.
@@ -231,7 +224,7 @@ class TurnTokenizer:
             "follow one; set data.chat_template to a template that does"
         )
 
-    def mark_special_tokens(
+    def _mark_special_tokens(
         self, messages: Sequence[Message], trusted: int = 0
     ) -> tuple[list[Message], str]:
         """Put a mark into the spelling of each special token in the texts; return the mark, too.
@@ -252,8 +245,8 @@ class TurnTokenizer:
             return pattern.sub(cut, value) if isinstance(value, str) else value
 
         patterns = [self._patterns[message["role"] == "assistant"] for message in messages]
-        patterns[:trusted] = [self._image_pattern] * trusted
-        return [marked(*pair) for pair in zip(messages, patterns, strict=True)], mark
+        parts = [marked(*pair) for pair in zip(messages, patterns, strict=True)]
+        return [*messages[:trusted], *parts[trusted:]], mark
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:

@@ -39,17 +39,15 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.columns import excerpt
-from winnow.data.images import VisionInput, open_image, read_image
+from winnow.data.images import VisionInput, open_images, read_image
 from winnow.data.prompts import PromptRenderer
 from winnow.data.published import strip_instruction
 from winnow.data.sources import Row, read_rows
-from winnow.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _ANY_LENGTH = 10**9
-_SHOWN = 5
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])")
 _MINUS = str.maketrans({"\u2212": "-", "\u2013": "-"})
 _NO_MATTER = re.compile(r"(?!(?<=\d)\.\d)(?:[^\w+\-*/=<>]|_)")
@@ -73,13 +71,15 @@ def check(
         vision: of a vision-language model, whose tokenizer is given.
 
     Raises:
-        DataError: a file cannot be read, or rows of it are not usable.
+        DataError: a file cannot be read, or a row of it is not usable.
         ModelError: the chat template fails.
     """
     config = config or DataConfig()
     rows = read_rows([path], config)
     eval_rows = read_rows([evaluation], config) if evaluation else []
-    _check_images([*rows, *eval_rows], config)
+    for row in [*rows, *eval_rows]:
+        for _ in open_images(row.images, row.origin, config):
+            pass
     unbounded = config.model_copy(update={"max_prompt_tokens": _ANY_LENGTH})
     renderer = PromptRenderer(tokenizer, unbounded, vision=vision) if tokenizer else None
     by_prompt: dict[str, list[Row]] = defaultdict(list)
@@ -104,24 +104,6 @@ def check(
         "conflicts": _conflicts(by_prompt),
         "overlap": _overlap(by_look, evaluation, eval_rows) if evaluation else None,
     }
-
-
-def _check_images(rows: Sequence[Row], config: DataConfig) -> None:
-    """Open the images of all rows.
-
-    Raises:
-        DataError: some are not usable; it has a line for each of the first such rows.
-    """
-    faults = []
-    for row in rows:
-        try:
-            for number, image in enumerate(row.images, 1):
-                open_image(image, f"{row.origin} image {number}", config)
-        except DataError as error:
-            faults.append(str(error))
-    if faults:
-        more = [f"… and {len(faults) - _SHOWN} more rows"] if len(faults) > _SHOWN else []
-        raise DataError("\n".join([*faults[:_SHOWN], *more]))
 
 
 def exact_key(row: Row) -> str:

@@ -75,10 +75,8 @@ def read_demonstrations(
     for path in resolve_files(files, data):
         for number, record in read_records(path):
             origin = f"{path} row {number}"
-            if record.get(data.image_key) is not None:
-                raise DataError(
-                    f"{origin}: {data.image_key} is set, but demonstrations are texts; remove it"
-                )
+            if images := record.get(data.image_key):
+                raise field_error(origin, data.image_key, images, "absent: such rows are texts")
             messages = _conversation(record, origin, config.columns)
             source = str(record.get("data_source") or "sft")
             row = Row(f"{path}:{number}", origin, source, messages, None)

@@ -9,10 +9,10 @@ header says more pixels than `data.max_image_pixels`, and nothing is fetched.
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from winnow.config.data import DataConfig
 from winnow.data.columns import error_line, excerpt, field_error
 from winnow.errors import DataError
-from winnow.types import Image
+from winnow.types import Image, IntArray
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Pixels
@@ -44,9 +44,14 @@ class VisionInput(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Ids of the tokens before, of and behind an image, and of videos."""
-        names = ("vision_start", "image", "vision_end", "video")
+        """Ids of the tokens before, of and behind an image."""
+        names = ("vision_start", "image", "vision_end")
         return [getattr(self.config, f"{name}_token_id") for name in names]
+
+    @property
+    def edge(self) -> int:
+        """Pixels of a token's side."""
+        return int(self.processor.patch_size * self.processor.merge_size)
 
 
 def load_vision_input(path: str, field: str) -> VisionInput | None:
@@ -142,7 +147,7 @@ def open_image(
         # A new image, as metadata would go into the PNG.
         canvas = Pillow.new("RGB", pixels.size, "white")
         canvas.paste(pixels, mask=pixels if is_clear else None)
-        return canvas if vision is None else _resize(canvas, config, vision.processor)
+        return canvas if vision is None else _resize(canvas, config, vision)
     except ImportError as error:
         remedy = "pip install 'winnow-rl[images]'"
         raise DataError(f"{name}: images need the package Pillow; {remedy}") from error
@@ -154,44 +159,21 @@ def open_image(
         raise DataError(f"{name}: {reason}; replace it, or remove the row") from error
 
 
-def _resize(pixels: Pixels, config: DataConfig, processor: Any) -> Pixels:
+def open_images(
+    sources: Sequence[Source], origin: str, config: DataConfig, vision: VisionInput | None = None
+) -> Iterator[Pixels]:
+    """Open the images of a row or a reply, one after the other."""
+    for number, source in enumerate(sources, 1):
+        yield open_image(source, f"{origin} image {number}", config, vision)
+
+
+def _resize(pixels: Pixels, config: DataConfig, vision: VisionInput) -> Pixels:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    edge = processor.patch_size * processor.merge_size
-    most = config.max_pixels or processor.size["longest_edge"]
-    least = min(config.min_pixels or processor.size["shortest_edge"], most)
-    height, width = smart_resize(pixels.height, pixels.width, edge, least, most)
-    return pixels.resize((width, height), processor.resample)
-
-
-def read_images(
-    sources: Sequence[Source],
-    origin: str,
-    config: DataConfig,
-    vision: VisionInput,
-    before: int = 0,
-) -> list[Image]:
-    """Read the images of a row as the model sees them, whose places are not known yet.
-
-    Args:
-        before: number of images that a conversation has already.
-
-    Raises:
-        DataError: one is not usable, or they are too many.
-    """
-    count = before + len(sources)
-    if sources and count > config.max_images:
-        raise DataError(
-            f"{origin}: {count} images, data.max_images is {config.max_images}; raise it, or "
-            "remove the row"
-        )
-    edge, images = vision.processor.patch_size * vision.processor.merge_size, []
-    for number, source in enumerate(sources, 1):
-        pixels = open_image(source, f"{origin} image {number}", config, vision)
-        pixels.save(buffer := io.BytesIO(), "PNG", compress_level=1)
-        png, grid = buffer.getvalue(), (pixels.height // edge, pixels.width // edge)
-        images.append(Image(0, grid, png, hashlib.sha256(png).hexdigest()))
-    return images
+    most = config.max_pixels or vision.processor.size["longest_edge"]
+    least = min(config.min_pixels or vision.processor.size["shortest_edge"], most)
+    height, width = smart_resize(pixels.height, pixels.width, vision.edge, least, most)
+    return pixels.resize((width, height), vision.processor.resample)
 
 
 def split_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -202,26 +184,70 @@ def split_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": parts} if len(pieces) > 1 else message
 
 
-def place_images(
-    ids: Sequence[int], token: int, images: Sequence[Image], origin: str
-) -> tuple[list[int], tuple[Image, ...]]:
-    """Repeat each token that stands for an image as often as the image has tokens.
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of messages that are images."""
+    contents = [m["content"] for m in messages if isinstance(m["content"], list)]
+    return [part for content in contents for part in content if part["type"] == "image"]
 
-    Returns:
-        The ids, and the images at their places.
 
-    Raises:
-        DataError: there are more or fewer such tokens than images.
-    """
-    array = np.array(ids, np.int64)
-    (places,) = (array == token).nonzero()
-    if len(places) != len(images):
-        raise DataError(
-            f"{origin}: {len(images)} images, and its prompt has {len(places)} image tokens; write "
-            "one <image> for each, and use a chat template that shows images"
-        )
-    copies = np.ones_like(array)
-    copies[places] = [len(image) for image in images]
-    starts = (copies.cumsum() - copies)[places].tolist()
-    placed = [image.at(start) for image, start in zip(images, starts, strict=True)]
-    return array.repeat(copies).tolist(), tuple(placed)
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads images as a model sees them, and places them among the tokens of a text."""
+
+    config: DataConfig
+    vision: VisionInput | None
+    """None where the model takes text alone."""
+
+    def read(self, sources: Sequence[Source], origin: str) -> list[Image]:
+        """Read images, whose places are not known yet.
+
+        Raises:
+            DataError: one is not usable, or the model takes none.
+        """
+        if not sources:
+            return []
+        if self.vision is None:
+            raise DataError(
+                f"{origin}: has images, and the model takes text alone; set model.path to a "
+                "vision-language model, or leave the images out (data.image_key=none)"
+            )
+        from winnow.models.vision import encode_png
+
+        pixels = open_images(sources, origin, self.config, self.vision)
+        return [encode_png(np.asarray(each), self.vision.edge) for each in pixels]
+
+    def place(
+        self, ids: Sequence[int] | IntArray, images: Sequence[Image], origin: str, before: int = 0
+    ) -> tuple[IntArray, tuple[Image, ...]]:
+        """Repeat each token that stands for an image as often as the image has tokens.
+
+        Args:
+            images: of the conversation so far.
+            before: the number of those whose tokens come before `ids`.
+
+        Returns:
+            The ids [L], and the images at their places among them.
+
+        Raises:
+            DataError: there are more or fewer such tokens than images, or too many images.
+        """
+        array, most = np.array(ids, np.int64), self.config.max_images
+        if self.vision is None:
+            return array, ()
+        if len(images) > most:
+            raise DataError(
+                f"{origin}: {len(images)} images, data.max_images is {most}; raise it, or show "
+                "fewer"
+            )
+        (places,) = (array == self.vision.config.image_token_id).nonzero()
+        shown = images[before:]
+        if len(places) != len(shown):
+            raise DataError(
+                f"{origin}: {len(shown)} images, and its prompt has {len(places)} image tokens; "
+                "write one <image> for each, and use a chat template that shows images"
+            )
+        copies = np.ones_like(array)
+        copies[places] = [len(image) for image in shown]
+        starts = (copies.cumsum() - copies)[places].tolist()
+        placed = [image.at(start) for image, start in zip(shown, starts, strict=True)]
+        return array.repeat(copies), tuple(placed)

@@ -16,7 +16,7 @@ from pathlib import Path
 from winnow.config.data import DataConfig, ReasoningGymTask, SortDigitsTask
 from winnow.data.columns import excerpt
 from winnow.data.hub import fetch_file, list_files
-from winnow.data.images import Source, open_image, read_image
+from winnow.data.images import open_images, read_image
 from winnow.data.loader import make_task_rows
 from winnow.data.published import (
     SETS,
@@ -170,6 +170,8 @@ def _read_published(request: PrepareRequest, done: PrepareReport) -> Iterator[Ro
             converted = convert_row(record, f"{path} row {number}", named, folder_of(path))
             row, removed = strip_instructions(converted)
             done.instructions_removed += removed
+            for _ in open_images(row.images, row.origin, DataConfig()):
+                pass
             yield row
 
 
@@ -223,8 +225,7 @@ def _save(done: PrepareReport, rows: Sequence[Row], instruction: str) -> None:
     if any(row.images for row in rows):
         images = pa.list_(pa.struct({"bytes": pa.binary(), "path": text}))
         schema = schema.append(pa.field("images", images))
-    named = SETS.get(done.name)
-    after = named.instruction if named else ""
+    after = SETS[done.name].instruction if done.name in SETS else ""
     records = [
         {
             "data_source": row.data_source,
@@ -232,7 +233,7 @@ def _save(done: PrepareReport, rows: Sequence[Row], instruction: str) -> None:
             "ability": done.ability,
             "reward_model": {"style": "rule", "ground_truth": row.ground_truth},
             "extra_info": {**row.extra.get("extra_info", {}), "index": i, "split": done.split},
-            "images": [{"bytes": _read_image(row, image)} for image in row.images],
+            "images": [{"bytes": read_image(image)} for image in row.images],
         }
         for i, row in enumerate(rows)
     ]
@@ -245,11 +246,6 @@ def _save(done: PrepareReport, rows: Sequence[Row], instruction: str) -> None:
         raise DataError(
             f"cannot write {done.out}: {reason}; choose another file with --out"
         ) from error
-
-
-def _read_image(row: Row, image: Source) -> bytes:
-    open_image(image, f"{row.origin} image", DataConfig())
-    return read_image(image)
 
 
 def _build_prompt(row: Row, instruction: str, after: str) -> list[dict[str, str]]:

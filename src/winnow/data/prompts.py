@@ -20,7 +20,7 @@ import numpy as np
 
 from winnow.config.data import DataConfig
 from winnow.data.chat_template import ChatTemplate, TurnTokenizer
-from winnow.data.images import IMAGE_MARK, VisionInput, place_images, read_images, split_message
+from winnow.data.images import IMAGE_MARK, ImageReader, VisionInput, split_message
 from winnow.data.sources import Row
 from winnow.errors import ConfigError, DataError
 from winnow.types import Image, IntArray, Prompt
@@ -102,9 +102,9 @@ class PromptRenderer:
         self._config = config
         self._templates = _templates(config.prompt_template)
         self._chat = ChatTemplate(tokenizer, config, tools)
-        self._vision = vision
+        self._images = ImageReader(config, vision)
         self._turns = TurnTokenizer(self._chat, tokenizer, (), vision)
-        self._image = "".join(self._turns.image_tokens[:3])
+        self._image = "".join(tokenizer.convert_ids_to_tokens(vision.tokens)) if vision else ""
         self._first_messages = first_messages
         self._use_chat_template = bool(self._chat.text)
         # Found by trying: not every tokenizer with a BOS token puts it in front.
@@ -152,17 +152,17 @@ class PromptRenderer:
         rows = [self._with_instructions(row) for row in rows]
         begin = self._first_messages
         firsts = [tuple(each) for each in begin(rows)] if begin else [()] * len(rows)
-        shown = [self._show(row, first) for row, first in zip(rows, firsts, strict=True)]
-        texts, marks = self._render_texts([row for row, _ in shown]), [mark for _, mark in shown]
+        begun = [replace(r, messages=f or r.messages) for r, f in zip(rows, firsts, strict=True)]
+        shown = [self._with_images(row) for row in begun]
+        texts = self._render_texts([row for row, _ in shown])
         limit, rule = self._config.max_prompt_tokens, self._config.overlong_prompts
-        encoded = zip(rows, firsts, texts, marks, self._encode(texts, marks), strict=True)
-        for row, first, text, mark, ids in encoded:
-            images: tuple[Image, ...] = ()
-            if self._vision is not None:
-                read = read_images(row.images, row.origin, self._config, self._vision)
-                ids, images = place_images(ids, self._vision.tokens[1], read, row.origin)
+        encoded = zip(rows, firsts, texts, shown, self._encode(texts), strict=True)
+        for row, first, text, (begin_row, read), raw in encoded:
+            # From outside: special tokens in them are text.
+            prompt_ids = self._turns.prompt_ids(begin_row.messages) if first else raw
+            ids, images = self._images.place(prompt_ids, read, row.origin)
             length = len(ids)
-            if not ids:
+            if not length:
                 raise DataError(f"{row.origin}: the prompt encodes to no tokens; give it some text")
             if length > limit and rule == "error":
                 raise DataError(
@@ -176,32 +176,22 @@ class PromptRenderer:
             if length > limit:
                 ids = _truncate(ids, limit, rule)
                 text = self._tokenizer.decode(ids)
-            token_ids: IntArray = np.array(ids, dtype=np.int64)
             yield length, Prompt(
-                row.uid, token_ids, text.replace(mark, "") if mark else text, row.data_source,
-                row.ground_truth, row.extra, first or row.messages, row.messages if first else (),
-                images,
+                row.uid, ids, text, row.data_source, row.ground_truth, row.extra,
+                first or row.messages, row.messages if first else (), images,
             )  # fmt: skip
 
-    def _show(self, row: Row, first: Sequence[Mapping[str, Any]]) -> tuple[Row, str]:
-        """Return a row with its messages as they are rendered, and the mark in special tokens that
-        they spell: tokens for images, and any in first messages, which come from outside.
-        """
-        messages, mark, vision = list(first or row.messages), "", self._vision
-        if row.images and vision is None:
-            raise DataError(
-                f"{row.origin}: has images, and the model takes text alone; set model.path to a "
-                "vision-language model, or data.image_key=none"
-            )
-        if first or vision:
-            trusted = 0 if first else len(messages)
-            messages, mark = self._turns.mark_special_tokens(messages, trusted)
-        if row.images and self._use_chat_template:
-            messages = [split_message(message) for message in messages]
-        elif row.images:
-            texts = [message["content"].replace(IMAGE_MARK, self._image) for message in messages]
-            messages = [{**m, "content": text} for m, text in zip(messages, texts, strict=True)]
-        return replace(row, messages=tuple(messages)), mark
+    def _with_images(self, row: Row) -> tuple[Row, list[Image]]:
+        """Return a row whose marks became what is rendered for images, and its images."""
+        images = self._images.read(row.images, row.origin)
+        if not images:
+            return row, images
+        if self._use_chat_template:
+            messages = tuple(split_message(message) for message in row.messages)
+        else:
+            texts = [m["content"].replace(IMAGE_MARK, self._image) for m in row.messages]
+            messages = tuple({**m, "content": t} for m, t in zip(row.messages, texts, strict=True))
+        return replace(row, messages=messages), images
 
     def _none_fits_error(self, rows: Sequence[Row], lengths: Sequence[int]) -> DataError:
         files = ", ".join(dict.fromkeys(row.uid.rpartition(":")[0] for row in rows))
@@ -320,17 +310,13 @@ class PromptRenderer:
                 if ids[: len(done)] == done:
                     parts[place] = ids[len(done) :]
                 done += parts[place]
-        parts[:1] = self._encode(texts[:1], [""])
+        parts[:1] = self._encode(texts[:1])
         return parts
 
-    def _encode(self, texts: list[str], marks: Sequence[str]) -> Iterable[list[int]]:
-        """Tokenize prompts in the pieces between their marks."""
+    def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         if not texts:
             return
-        split = [t.split(mark) if mark else [t] for t, mark in zip(texts, marks, strict=True)]
-        encoded = iter(self._tokenize([piece for pieces in split for piece in pieces]))
-        for pieces in split:
-            ids = [token for _ in pieces for token in next(encoded)]
+        for ids in self._tokenize(texts):
             yield ids if ids[:1] == self._bos else self._bos + ids
 
 
@@ -346,11 +332,11 @@ def _templates(configured: Mapping[str, str]) -> dict[str, str]:
     return templates
 
 
-def _truncate(ids: list[int], limit: int, side: str) -> list[int]:
+def _truncate(ids: IntArray, limit: int, side: str) -> IntArray:
     """Keep `limit` of the ids; the rest goes on the side named."""
     if side == "left":
         return ids[-limit:]
     if side == "right":
         return ids[:limit]
     head = limit // 2
-    return ids[:head] + ids[len(ids) - (limit - head) :]
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])

@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from winnow.config.data import SortDigitsTask
+from winnow.config.data import CalcTask, ShapesTask, SortDigitsTask
 from winnow.config.model import DemonstrationConfig
 from winnow.data.sources import Row
 from winnow.data.tokenizer import make_tokenizer
@@ -38,8 +39,8 @@ MARKS = ":|;#?"
 RESERVED = "abcdefghijk"
 VOCABULARY = (PAD, EOS, UNKNOWN, *DIGITS, *MARKS, *RESERVED)
 PAD_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2
+Task = TypeVar("Task", SortDigitsTask, CalcTask, ShapesTask)
 _IDS = {token: i for i, token in enumerate(VOCABULARY)}
-_EVALUATION_SEED = "evaluation"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -57,9 +58,9 @@ def longest_prompt(task: SortDigitsTask) -> int:
     return task.max_digits + 1
 
 
-def is_held_out(digits: str) -> bool:
+def is_held_out(problem: str) -> bool:
     """Return whether a problem is kept for evaluation."""
-    return zlib.crc32(digits.encode()) % 10 == 0
+    return zlib.crc32(problem.encode()) % 10 == 0
 
 
 def prompt_text(digits: str) -> str:
@@ -72,77 +73,104 @@ def solution(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def make_row(digits: str) -> Row:
-    """Make a problem a row of data; its uid is the same whenever the problem comes round."""
-    return Row(
-        uid=f"{DATA_SOURCE}:{digits}",
-        origin=f"{DATA_SOURCE} {digits}",
-        data_source=DATA_SOURCE,
-        messages=({"role": "user", "content": prompt_text(digits)},),
-        ground_truth=solution(digits),
-        extra={"extra_info": {"digits": digits}},
-    )
+class GeneratedRows(ABC, Generic[Task]):
+    """The problems of a seed, `TaskRows`. A training row depends on its index alone.
 
-
-class SortDigitsRows:
-    """The problems of a seed, `TaskRows`. A training row depends on its index alone."""
+    Problems whose crc32 modulo 10 is 0 are held out for evaluation and never trained on.
+    """
 
     size = None
-    data_sources = frozenset({DATA_SOURCE})
+    digest_bytes = 16
 
-    def __init__(self, task: SortDigitsTask, seed: int) -> None:
-        self._task, self._seed = task, seed
-        digits = f"{task.min_digits}-{task.max_digits} digits, seed {seed}"
-        self.fingerprints = {DATA_SOURCE: digits}
+    def __init__(self, task: Task, seed: int, source: str, settings: str, limit: str) -> None:
+        """Name the problems.
 
-    def digits(self, index: int) -> str:
-        """Return the training problem at `index`; problems may come round again."""
-        candidates = _candidates(self._task, f"{self._seed}/{index}")
-        return next(digits for digits in candidates if not is_held_out(digits))
+        Args:
+            source: data source of the rows.
+            settings: the problems that the task makes, for the user.
+            limit: field of the task of which a higher value gives more problems.
+        """
+        self.task: Task = task
+        self._seed, self._source, self._settings, self._limit = seed, source, settings, limit
+        self.data_sources = frozenset({source})
+        self.fingerprints = {source: f"{settings}, seed {seed}"}
+
+    @abstractmethod
+    def make_problem(self, digest: bytes) -> str:
+        """Make a problem of `digest_bytes` random bytes."""
+
+    @abstractmethod
+    def is_problem(self, text: str) -> bool:
+        """Return whether the task makes this problem."""
+
+    @abstractmethod
+    def describe(self, problem: str) -> tuple[str, str, dict[str, Any]]:
+        """Return how a problem is asked, its ground truth, and further fields of its row."""
+
+    def training_problems(self, key: str) -> Iterator[str]:
+        """Yield random problems that are not held out."""
+        return (problem for problem in self._problems(key) if not is_held_out(problem))
 
     def candidates(self, index: int) -> Iterator[Row]:
-        yield make_row(self.digits(index))  # alone: they are all of a length
+        yield self._make_row(next(self.training_problems(f"{self._seed}/{index}")))
 
     def candidates_of(self, uid: str) -> Iterator[Row]:
-        digits = uid.removeprefix(f"{DATA_SOURCE}:")
-        fits = self._task.min_digits <= len(digits) <= self._task.max_digits
-        if digits == uid or not fits or set(digits) - set(DIGITS) or is_held_out(digits):
+        problem = uid.removeprefix(f"{self._source}:")
+        if problem == uid or not self.is_problem(problem) or is_held_out(problem):
             raise KeyError(uid)
-        return iter([make_row(digits)])
+        return iter([self._make_row(problem)])
 
     def held_out(self) -> list[Row]:
-        problems = held_out_problems(self._task, self._task.eval_problems)
-        return [make_row(digits) for digits in problems]
+        """Make rows of the first of the one fixed list of different held-out problems.
+
+        Raises:
+            DataError: there are not so many.
+        """
+        count, problems = self.task.eval_problems, dict[str, None]()
+        for problem in itertools.islice(self._problems("evaluation"), 20_000 + 200 * count):
+            if is_held_out(problem):
+                problems[problem] = None
+            if len(problems) == count:
+                return [self._make_row(each) for each in problems]
+        raise DataError(
+            f"data.task.eval_problems is {count}, but {self._settings} give only about "
+            f"{len(problems)} held-out problems; lower it, or raise data.task.{self._limit}"
+        )
+
+    def _problems(self, key: str) -> Iterator[str]:
+        """Yield random problems, of a hash, so that no library's generator can change the data."""
+        for attempt in itertools.count():
+            digest = hashlib.blake2b(f"{key}/{attempt}".encode(), digest_size=self.digest_bytes)
+            yield self.make_problem(digest.digest())
+
+    def _make_row(self, problem: str) -> Row:
+        """Make a problem a row of data; its uid is the same whenever the problem comes round."""
+        question, truth, fields = self.describe(problem)
+        uid, origin = f"{self._source}:{problem}", f"{self._source} {problem}"
+        messages = ({"role": "user", "content": question},)
+        return Row(uid, origin, self._source, messages, truth, **fields)
 
 
-def held_out_problems(task: SortDigitsTask, count: int) -> list[str]:
-    """Return the first `count` of the one fixed list of different held-out problems.
+class SortDigitsRows(GeneratedRows[SortDigitsTask]):
+    """The problems of a seed, all lengths equally likely."""
 
-    Raises:
-        DataError: there are not so many.
-    """
-    problems: dict[str, None] = {}
-    for digits in itertools.islice(_candidates(task, _EVALUATION_SEED), 20_000 + 200 * count):
-        if len(problems) == count:
-            return list(problems)
-        if is_held_out(digits):
-            problems[digits] = None
-    raise DataError(
-        f"data.task.eval_problems is {count}, but {task.min_digits} to {task.max_digits} "
-        f"digits give only about {len(problems)} held-out problems; lower it, or raise "
-        "data.task.max_digits"
-    )
+    def __init__(self, task: SortDigitsTask, seed: int) -> None:
+        settings = f"{task.min_digits}-{task.max_digits} digits"
+        super().__init__(task, seed, DATA_SOURCE, settings, "max_digits")
 
+    def make_problem(self, digest: bytes) -> str:
+        lengths = self.task.max_digits - self.task.min_digits + 1
+        number, place = divmod(int.from_bytes(digest, "big"), lengths)
+        length = self.task.min_digits + place
+        return f"{number % 10**length:0{length}d}"
 
-def _candidates(task: SortDigitsTask, key: str) -> Iterator[str]:
-    """Random digit strings, lengths equally likely. A hash, so that no library's generator
-    can change the data."""
-    lengths = task.max_digits - task.min_digits + 1
-    for attempt in itertools.count():
-        digest = hashlib.blake2b(f"{key}/{attempt}".encode(), digest_size=16).digest()
-        number = int.from_bytes(digest, "big")
-        length = task.min_digits + number % lengths
-        yield f"{number // lengths % 10**length:0{length}d}"
+    def is_problem(self, text: str) -> bool:
+        fits = self.task.min_digits <= len(text) <= self.task.max_digits
+        return fits and set(text) <= set(DIGITS)
+
+    def describe(self, problem: str) -> tuple[str, str, dict[str, Any]]:
+        extra = {"extra_info": {"digits": problem}}
+        return prompt_text(problem), solution(problem), {"extra": extra}
 
 
 @dataclass(frozen=True, eq=False)

@@ -160,7 +160,8 @@ def to_row(
         at = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
         content = IMAGE_MARK * count + messages[at]["content"]
         messages[at] = {**messages[at], "content": content}
-    if (images or parts) and (count != len(images) or (stored and in_parts)):
+    has_images = parts or record.get(column) is not None
+    if has_images and (count != len(images) or (stored and in_parts)):
         raise DataError(
             f"{origin}: {layout.prompt} has {count} <image> or parts of the type image, "
             f"{len(in_parts)} of them with an image, and {column} has {len(stored)}; give an image "

@@ -23,9 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from winnow.errors import ConfigError
+from winnow.types import Image
 
 Message = Mapping[str, Any]
 """With `role` and `content` at least, as chat templates take it."""
+_PARTS = {"text": str, "image": bytes | str | Image}
+"""Types of the values of the parts of a content, by their own type."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def messages_of(observation: str | Sequence[Message]) -> tuple[Message, ...]:
         if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
             raise TypeError(f"{each!r:.80} is neither a text nor a message with role and content")
         content = each.get("content")
-        if not (isinstance(content, str) or (isinstance(content, list) and _are_parts(content))):
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if not all(map(_is_part, parts)):
             raise TypeError(
                 f"the content of a message is {content!r:.80}, neither a text nor a list of parts "
                 'such as {"type": "image", "image": …}'
@@ -113,14 +117,9 @@ def messages_of(observation: str | Sequence[Message]) -> tuple[Message, ...]:
     return messages
 
 
-def _are_parts(content: list[Any]) -> bool:
-    kinds = {"text": str, "image": bytes | str}
-    return all(
-        isinstance(part, Mapping)
-        and part.get("type") in kinds
-        and isinstance(part.get(part["type"]), kinds[part["type"]])
-        for part in content
-    )
+def _is_part(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind in _PARTS and isinstance(part.get(kind), _PARTS[kind])
 
 
 def episode_seed(row: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from winnow.data.chat_template import TurnTokenizer
-from winnow.data.images import split_message
+from winnow.data.images import image_parts, split_message
 from winnow.environments import Message, Step, Turn
 from winnow.errors import DataError, EnvironmentFault, ModelError
 from winnow.rollout.engine import (
@@ -393,14 +393,12 @@ class ConversationEngine:
         goes_on = len(conversation.turns) + 1 < self._limits.turns
         written = [*conversation.branch, *([request.prefix] if request.prefix else [])]
         prefix = _flatten(written) if written else None
-        group, (ids, images) = conversation.group, conversation.context
-        seed = conversation.seed
+        group, seed, (ids, images) = conversation.group, conversation.seed, conversation.context
         turn = replace(request, seed=seed, prefix=prefix, earlier=(), retain_cache=goes_on)
         sampling = self._turn_sampling(conversation)
-        key = group.group_id
-        next_turn = GroupRequest(key, ids, (turn,), sampling, group.priority, images=images)
         conversation.in_engine = True
-        await self._engine.submit([next_turn])
+        context = GroupRequest(group.group_id, ids, (turn,), sampling, group.priority)
+        await self._engine.submit([replace(context, images=images)])
 
     def _turn_sampling(self, conversation: Conversation) -> SamplingParams:
         """Return the settings of the next turn; the tokens before it count towards its limit."""
@@ -442,11 +440,18 @@ class ConversationEngine:
             state = next((s.state for s in reversed(conversation.segments) if s.state), "")
             state = state if self._format.message_of is None else ""  # all replies are rendered
             seed, turns = conversation.request.seed, tuple(conversation.turns)
-            step = self._environments.step(seed, prompt, turns, state)
-            conversation.reply = asyncio.ensure_future(step)
+            conversation.reply = asyncio.ensure_future(self._step(seed, prompt, turns, state))
         # A resumed run asks from now on, too.
         tick = self._engine.status().tick
         conversation.due = -(-(tick + self._schedule.lag_ticks) // look) * look
+
+    async def _step(self, *request: Any) -> list[Step]:
+        """Ask the environment; images of its replies are read in a thread, as that takes time."""
+        steps = await self._environments.step(*request)
+        for step in steps:
+            if parts := image_parts(step.messages):
+                await asyncio.to_thread(self._format.tokenizer.read_images, parts)
+        return steps
 
     async def _take_reply(self, conversation: Conversation) -> None:
         """Wait for the reply to the last turn; end the conversation, or begin its next turn."""
@@ -460,8 +465,8 @@ class ConversationEngine:
         try:
             *replayed, step = reply.result()
             first = len(conversation.turns) - 1 - len(replayed)
-            messages = [each.messages for each in (*replayed, step)]
-            conversation.replies |= dict(enumerate(messages, first))
+            replies = (each.messages for each in (*replayed, step))
+            conversation.replies |= dict(enumerate(replies, first))
             if self._format.message_of is not None and len(conversation.replies) < len(
                 conversation.turns
             ):
@@ -478,7 +483,7 @@ class ConversationEngine:
         turn = conversation.turns[-1]
         calls, malformed = float(len(turn.calls)), float(len(turn.malformed))
         figures = {**step.metrics, "calls": calls, "malformed": malformed}
-        segments[:] = _without_states(segments)
+        segments[:] = [replace(each, state="") for each in segments]
         segments[-1] = replace(segments[-1], reward=float(step.reward), figures=figures)
         if following is not None:
             segments.append(replace(following, state=step.state))
@@ -500,7 +505,7 @@ class ConversationEngine:
             reply = conversation.replies[number]
             ids = self._format.tokenizer.reply_ids(reply, stopped)
             before = [*group.images, *(image for each in segments for image in each.images)]
-            ids, images = self._format.tokenizer.place_images(ids, reply, before, rendered=False)
+            ids, images = self._format.tokenizer.place_images(ids, before, reply, False)
             return Segment(ids, np.zeros(len(ids), np.float32), (), "environment", images=images)
         prompt = group.prompt
         assert prompt is not None, "a request of a conversation has its row"
@@ -511,14 +516,15 @@ class ConversationEngine:
         trusted = 0 if prompt.row_messages else len(prompt.messages)
         ids = self._format.tokenizer.prompt_ids(messages, trusted)
         replies = [each for place in range(number + 1) for each in conversation.replies[place]]
-        ids, images = self._format.tokenizer.place_images(ids, replies, prompt.images, True)
+        ids, images = self._format.tokenizer.place_images(
+            ids, prompt.images, replies, rendered=True
+        )
         pieces = [conversation.context[0], *(each.token_ids for each in conversation.branch)]
-        context = np.concatenate(pieces)
-        restarts = not np.array_equal(ids[: len(context)], context)
+        size = sum(map(len, pieces))
+        restarts = not np.array_equal(ids[:size], np.concatenate(pieces))
         if not restarts:
-            ids = ids[len(context) :]
-            added = [image.at(image.start - len(context)) for image in images]
-            images = tuple(image for image in added if image.start >= 0)
+            ids = ids[size:]
+            images = tuple(i.at(i.start - size) for i in images if i.start >= size)
         logprobs = np.zeros(len(ids), np.float32)
         return Segment(ids, logprobs, (), "environment", images=images, restarts=restarts)
 
@@ -531,12 +537,10 @@ class ConversationEngine:
         for number in range(first, len(conversation.turns) - 1):
             stored = conversation.segments[2 * number + 1]
             before = replace(conversation, segments=conversation.segments[: 2 * number + 1])
-            again = self._reply_segment(before) if conversation.replies[number] else None
-            if (
-                again is None
-                or not np.array_equal(again.token_ids, stored.token_ids)
-                or [i.digest for i in again.images] != [i.digest for i in stored.images]
-            ):
+            again = self._reply_segment(before) if conversation.replies[number] else EMPTY
+            digests = [[image.digest for image in each.images] for each in (again, stored)]
+            is_same = np.array_equal(again.token_ids, stored.token_ids)
+            if not is_same or digests[0] != digests[1]:
                 remedy = "let the environment depend on its row and turns alone"
                 if self._format.message_of is None:
                     remedy += ", or give it state_dict and load_state_dict"
@@ -556,7 +560,8 @@ class ConversationEngine:
     def _finish(self, conversation: Conversation, event: CompletionEvent) -> None:
         del self._live[conversation.key]
         self._environments.close_conversation(conversation.request.seed)
-        self._events.append(replace(event, earlier=tuple(_without_states(event.earlier))))
+        earlier = tuple(replace(each, state="") for each in event.earlier)
+        self._events.append(replace(event, earlier=earlier))
 
     def _set_aside(self, conversation: Conversation) -> None:
         """Remove a conversation that is to go on later, and keep its environment as room is."""
@@ -567,10 +572,6 @@ class ConversationEngine:
             if dropped.reply is not None:
                 dropped.reply.cancel()
             self._environments.close_conversation(seed)
-
-
-def _without_states(segments: Sequence[Segment]) -> list[Segment]:
-    return [replace(each, state="") if each.state else each for each in segments]
 
 
 def _flatten(segments: Sequence[Segment]) -> Segment:

@@ -137,10 +137,7 @@ class EnvironmentHost:
             observation = await observation
         first = _encodable(messages_of(observation)) if observation else ()
         if any(not isinstance(message["content"], str) for message in first):
-            raise ValueError(
-                "reset returned an image; write <image> for each image of the row, and return "
-                "others from step"
-            )
+            raise ValueError("reset returned parts; give texts, with <image> for each of the row's")
         if not request.turns:
             return 0, [Step(first)]
         if first != request.first:

@@ -150,17 +150,16 @@ def write_rollouts(
 def _store_images(
     folder: Path, groups: Sequence[RolloutGroup], text_groups: Collection[int], most_mib: float
 ) -> set[str]:
-    """Write the images of some groups, each once; return the names of those that are there."""
+    """Write the images of some groups, each once; return the names of all that are there."""
     chosen = [entry.group for entry in groups if entry.group.id in text_groups]
     images = [i for g in chosen for a in g.scored for i in (*g.prompt.images, *a.trajectory.images)]
-    if not images:
-        return set()
     stored = {file.name: file.stat().st_size for file in folder.glob("*.png")}
-    for name, png in {f"{image.digest}.png": image.png for image in images}.items():
-        if name not in stored and sum(stored.values()) + len(png) <= most_mib * 2**20:
-            write_atomic(folder / name, png)
-            stored[name] = len(png)
-    return stored.keys() & {f"{image.digest}.png" for image in images}
+    for image in images:
+        name, size = f"{image.digest}.png", len(image.png)
+        if name not in stored and sum(stored.values()) + size <= most_mib * 2**20:
+            write_atomic(folder / name, image.png)
+            stored[name] = size
+    return {*stored}
 
 
 def read_rollouts(path: Path) -> pa.Table:
@@ -188,13 +187,6 @@ def read_rollouts(path: Path) -> pa.Table:
         for table in tables
     ]
     return pa.concat_tables(alike, promote_options="permissive")
-
-
-def prompt_images(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the images of a row's prompt: the first, before those of its turns."""
-    images = row.get("images") or []
-    later = sum(len(turn.get("images") or ()) for turn in row.get("turns") or ())
-    return tuple(images[: len(images) - later])
 
 
 def turn_heading(number: int, turn: Mapping[str, Any]) -> str:

@@ -26,10 +26,10 @@ from winnow.observe.format import (
 )
 from winnow.observe.jsonl import Evaluation, evaluations, seconds_by_phase, tokens_by_use
 from winnow.observe.metrics import Record
-from winnow.observe.rollouts import prompt_images, read_rollouts
+from winnow.observe.rollouts import read_rollouts
 
 _ANSWER_CHARACTERS = 240
-_COLUMNS = ("group", "answer", "outcome", "accuracy", "prompt", "response", "images", "turns")
+_SAMPLE_COLUMNS = ("group", "answer", "outcome", "accuracy", "prompt", "response", "turns")
 _TOKEN_CLASSES = {
     "trained": "trained on",
     "no_advantage": "trained on, no signal",
@@ -55,8 +55,6 @@ class Sample:
     before_right: bool
     after: Sequence[tuple[str, str]]
     after_right: bool
-    images: Sequence[str] = ()
-    """Paths of the question's images in the run's folder."""
 
 
 def pick_samples(before: Path, after: Path) -> list[Sample]:
@@ -77,8 +75,7 @@ def pick_samples(before: Path, after: Path) -> list[Sample]:
     rights = [(b["accuracy"] >= 1, a["accuracy"] >= 1) for b, a in pairs]
     place = rights.index((False, True)) if (False, True) in rights else 0
     (was, now), (was_right, is_right) = pairs[place], rights[place]
-    turns = _turns_of(was), was_right, _turns_of(now), is_right
-    return [Sample(now["prompt"], *turns, prompt_images(now))]
+    return [Sample(now["prompt"], _turns_of(was), was_right, _turns_of(now), is_right)]
 
 
 def _turns_of(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -89,7 +86,7 @@ def _turns_of(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _read_answers(file: Path) -> dict[int, dict[str, Any]]:
     """Map each group whose text was kept to the answer that is shown of it."""
     table = read_rollouts(file)
-    rows = table.select([c for c in _COLUMNS if c in table.column_names]).to_pylist()
+    rows = table.select([c for c in _SAMPLE_COLUMNS if c in table.column_names]).to_pylist()
     with_text = [row for row in rows if row["response"] is not None and row["answer"] == 0]
     greedy = [row for row in with_text if row["outcome"] == "held_out_greedy"]
     return {row["group"]: row for row in greedy or with_text}
@@ -180,8 +177,6 @@ def _sample_table(sample: Sample, encoding: str) -> Padding:
     for _ in range(2 + is_conversation):
         table.add_column(no_wrap=True, overflow="crop")
     table.add_column(overflow="fold")
-    for path in sample.images:
-        table.add_row("image", *[""] * (1 + is_conversation), printable(path, encoding))
     for when, turns, is_right in (
         ("before", sample.before, sample.before_right),
         ("after", sample.after, sample.after_right),

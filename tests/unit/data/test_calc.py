@@ -33,7 +33,7 @@ def test_held_out_problems_are_never_trained_on_and_rows_are_found_by_uid() -> N
     for uid in ("37*48", "calc:37*4", "calc:37*100", "calc:a*48", held_out.prompts[0].uid):
         with pytest.raises(KeyError, match=re.escape(uid)):
             source.find(uid)
-    with pytest.raises(DataError, match="eval_problems is 9, but factors from 2 to 4 give only"):
+    with pytest.raises(DataError, match="eval_problems is 9, but factors 2-4 give only"):
         CalcRows(CalcTask(min_factor=2, max_factor=4, eval_problems=9), 0).held_out()
 
 

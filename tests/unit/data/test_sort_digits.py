@@ -19,7 +19,6 @@ from winnow.data.sort_digits import (
     SortDigitsRows,
     build_tokenizer,
     encode,
-    held_out_problems,
     is_held_out,
     prompt_text,
 )
@@ -53,18 +52,22 @@ def test_the_tokenizer_is_the_same_after_saving_and_loading(tmp_path: Path) -> N
     assert loaded.chat_template is None
 
 
+def digits(rows: SortDigitsRows, index: int) -> str:
+    return next(rows.candidates(index)).text.removesuffix(":")
+
+
 def test_a_row_depends_on_seed_and_index_alone() -> None:
     task = SortDigitsTask()
-    first = [SortDigitsRows(task, 1).digits(i) for i in range(50)]
-    assert [SortDigitsRows(task, 1).digits(i) for i in reversed(range(50))] == first[::-1]
-    assert [SortDigitsRows(task, 2).digits(i) for i in range(50)] != first
+    first = [digits(SortDigitsRows(task, 1), i) for i in range(50)]
+    assert [digits(SortDigitsRows(task, 1), i) for i in reversed(range(50))] == first[::-1]
+    assert [digits(SortDigitsRows(task, 2), i) for i in range(50)] != first
     # These are written down: another version must not change a recipe's data.
     assert first[:5] == ["581959", "9534057", "0054", "8175", "9032"]
 
 
 def test_training_problems_have_all_lengths_equally_and_are_never_held_out() -> None:
     stream = SortDigitsRows(SortDigitsTask(), 3)
-    problems = [stream.digits(i) for i in range(5000)]
+    problems = [digits(stream, i) for i in range(5000)]
     lengths, counts = np.unique([len(p) for p in problems], return_counts=True)
     assert lengths.tolist() == [4, 5, 6, 7, 8]
     assert counts.min() > 900
@@ -76,13 +79,13 @@ def test_a_row_is_found_again_by_its_uid() -> None:
     stream = SortDigitsRows(SortDigitsTask(), 1)
     row = next(stream.candidates(7))
     again = next(stream.candidates_of(row.uid))
-    assert row.uid == "sort_digits:" + stream.digits(7)
+    assert row.uid == "sort_digits:" + digits(stream, 7)
     assert (again.uid, again.messages, again.ground_truth) == (
         row.uid,
         row.messages,
         row.ground_truth,
     )
-    assert row.messages == ({"role": "user", "content": stream.digits(7) + ":"},)
+    assert row.messages == ({"role": "user", "content": digits(stream, 7) + ":"},)
 
 
 @pytest.mark.parametrize("uid", ["5391", "sort_digits:53a1", "sort_digits:539", "rows.jsonl:1"])
@@ -92,17 +95,20 @@ def test_a_uid_of_no_training_problem_is_not_found(uid: str) -> None:
 
 
 def test_held_out_problems_are_always_the_same_ones_first() -> None:
-    many = held_out_problems(SortDigitsTask(), 500)
-    assert held_out_problems(SortDigitsTask(), 20) == many[:20]
+    many, few = (
+        [row.text[:-1] for row in SortDigitsRows(SortDigitsTask(eval_problems=n), 0).held_out()]
+        for n in (500, 20)
+    )
+    assert few == many[:20]
     assert len(set(many)) == 500
     assert all(is_held_out(problem) for problem in many)
 
 
 def test_asking_for_more_held_out_problems_than_there_are_is_refused() -> None:
     with pytest.raises(DataError) as caught:
-        held_out_problems(SortDigitsTask(min_digits=2, max_digits=2), 400)
+        SortDigitsRows(SortDigitsTask(min_digits=2, max_digits=2, eval_problems=400), 0).held_out()
     there = sum(is_held_out(f"{i:02d}") for i in range(100))
     assert str(caught.value) == (
-        f"data.task.eval_problems is 400, but 2 to 2 digits give only about {there} held-out "
+        f"data.task.eval_problems is 400, but 2-2 digits give only about {there} held-out "
         "problems; lower it, or raise data.task.max_digits"
     )

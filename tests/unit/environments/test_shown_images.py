@@ -182,7 +182,7 @@ def test_more_images_than_allowed_are_a_fault_of_the_conversation() -> None:
     failed = asyncio.run(asyncio.wait_for(first(), 60))
     assert failed.is_fault
     assert failed.error == (
-        "the environment's images: 3 images, data.max_images is 2; raise it, or remove the row"
+        "the environment's images: 3 images, data.max_images is 2; raise it, or show fewer"
     )
 
 

@@ -206,19 +206,6 @@ def test_it_is_a_question_that_became_right_of_greedy_answers_first_else_the_fir
     assert pick_samples(before, after) == [shown]
 
 
-def test_images_of_the_question_are_shown_by_their_paths(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    turns = [("model", "a"), ("environment", "b")]
-    for before in ([("", "x")], turns):
-        sample = Sample("how many?", before, NO, before, YES, ["images/1f.png", "images/2e.png"])
-        print_summary(Console(width=80), "run", [], samples=[sample])
-        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert (
-            lines.count(["image", "images/1f.png"]) == lines.count(["image", "images/2e.png"]) == 1
-        )
-
-
 def test_without_text_or_a_file_there_is_none(tmp_path: Path) -> None:
     before, after = tmp_path / "old.parquet", tmp_path / "new.parquet"
     write(before, [False], text=set())
