@@ -241,6 +241,7 @@ def make_engine(
         from winnow.rollout.http.engine import make_http_engine
 
         canary, folder = draw_canary(policy, rollout.temperature), section.weights_folder
+        images = canary.images[0] if canary.images else ()
         return make_http_engine(
             section.url,
             read_token(section.token_env, "rollout.engine.token_env"),
@@ -250,6 +251,7 @@ def make_engine(
             longest=max(max_sequence_tokens(config), *map(len, canary.sequences)),
             decode=make_decoder(policy.tokenizer, special_tokens=True),
             live_updates=not config.run.deterministic,
+            prompt=(canary.sequences[0].tolist(), images),
             folder=None if folder is None else Path(folder).expanduser().absolute(),
             **section.model_dump(include=_HTTP_OPTIONS),
         )

@@ -244,7 +244,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         last: int,
         images: Sequence[tuple[Image, ...]] = (),
     ) -> list[FloatArray]:
-        return await self.server.logprobs_of(sequences, temperature, last)
+        return await self.server.logprobs_of(sequences, temperature, last, images)
 
     def stop(self) -> list[CompletionEvent]:
         """Drop all answers of a dead server; return its events, and `running` ones of the rest."""
@@ -324,7 +324,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         if self._loaded is not None and await self.server.weight_version() != self._loaded.name:
             raise RemoteError(f"{url} was restarted or has loaded other weights")
         context = [*group.prompt_ids.tolist(), *answer.ids]
-        await self.server.stream_answer(context, settings, receive)
+        await self.server.stream_answer(context, settings, receive, answer.images)
         if answer.task is task:
             raise RemoteError(f"{url} ended the stream of an unfinished answer", 500)
 
@@ -498,6 +498,7 @@ def make_http_engine(
     rows: int,
     longest: int,
     exact_draws: bool = False,
+    prompt: tuple[Sequence[int], Sequence[Image]] = ((0,), ()),
     **options: Any,
 ) -> HttpEngine:
     """Check the servers and make the engine over them.
@@ -507,6 +508,7 @@ def make_http_engine(
         rows: size of the model's logits.
         longest: most tokens of a request.
         exact_draws: the servers have Winnow's logits processor.
+        prompt: ids and images of a first request.
         options: of `HttpEngine`.
 
     Raises:
@@ -515,7 +517,7 @@ def make_http_engine(
     servers = [GenerateClient(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
     try:
         for server in servers:
-            server.probe_blocking(longest)
+            server.probe_blocking(longest, *prompt)
     except ConfigError:
         for server in servers:
             server.close()

@@ -7,6 +7,7 @@ loads weights from a folder (`/collective_rpc`) and returns their version (`/wei
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from winnow.errors import ConfigError, WorkerError
 from winnow.http.client import JsonClient, RemoteError
 from winnow.rollout.draw import draw_arguments
 from winnow.rollout.engine import SamplingParams
-from winnow.types import FloatArray, IntArray
+from winnow.types import FloatArray, Image, IntArray
 
 GENERATE = "/inference/v1/generate"
 _PROCESSOR = "winnow.rollout.vllm.plugin:HashSampler"
@@ -125,26 +126,34 @@ class GenerateClient:
         context: Sequence[int],
         settings: Mapping[str, Any],
         receive: Callable[[Chunk], None],
+        images: Sequence[Image] = (),
     ) -> None:
         """Request an answer; `receive` is called with its tokens as they arrive.
+
+        Args:
+            images: placed in the context.
 
         Raises:
             RemoteError: the request failed; tokens that arrived before have been received.
         """
         loop = asyncio.get_running_loop()
-        body = self._request_body(context, {"logprobs": 0, **settings}) | {"stream": True}
+        body = self._request_body(context, {"logprobs": 0, **settings}, images) | {"stream": True}
 
         async def listen() -> None:
             events = self._http.stream_events(GENERATE, body, self._timeout_s)
             async with aclosing(events):
                 async for event in events:
-                    for chunk in self._parse_chunks(event):
+                    for chunk in self._parse_chunks(event, context):
                         loop.call_soon_threadsafe(receive, chunk)
 
         await asyncio.wrap_future(self._http.submit(listen()))
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float = 1.0, last: int | None = None
+        self,
+        sequences: Sequence[IntArray],
+        temperature: float = 1.0,
+        last: int | None = None,
+        images: Sequence[tuple[Image, ...]] = (),
     ) -> list[FloatArray]:
         """Return log-probs in nats of the last tokens of sequences [L], as `PublishedEngine` does.
 
@@ -160,11 +169,13 @@ class GenerateClient:
         firsts = [max(1, len(ids) - (last or len(ids))) for ids in sequences]
         found = []
         try:
-            for first, ids in zip(firsts, sequences, strict=True):
+            for place, (first, ids) in enumerate(zip(firsts, sequences, strict=True)):
+                shown = images[place] if images else ()
                 if self._exact:
-                    found.append(await self._force(ids, first, temperature, salt))
+                    found.append(await self._force(ids, first, temperature, salt, shown))
                     continue
-                asked = (self._score(ids, at, temperature, salt) for at in range(first, len(ids)))
+                places = range(first, len(ids))
+                asked = (self._score(ids, at, temperature, salt, shown) for at in places)
                 found.append(np.array(await asyncio.gather(*asked), np.float32))
         except RemoteError as error:
             if error.is_transient:
@@ -172,7 +183,14 @@ class GenerateClient:
             raise ConfigError(f"{error}; it must return log-probs of requested tokens") from None
         return found
 
-    async def _force(self, ids: IntArray, first: int, temperature: float, salt: str) -> FloatArray:
+    async def _force(
+        self,
+        ids: IntArray,
+        first: int,
+        temperature: float,
+        salt: str,
+        images: Sequence[Image] = (),
+    ) -> FloatArray:
         """Return log-probs of the tokens from `first` on, by a request that forces them.
 
         Raises:
@@ -184,7 +202,7 @@ class GenerateClient:
             return np.zeros(0, np.float32)
         draws = self.draw_settings(SamplingParams(0, temperature), 0, first, forced=forced)
         settings = {"max_tokens": len(forced), "logprobs": 0, **draws}
-        body = self._request_body(ids[:first].tolist(), settings) | {"cache_salt": salt}
+        body = self._request_body(ids[:first].tolist(), settings, images, salt)
         answer = await self._http.post(GENERATE, body, self._timeout_s)
         got = next(iter(self._parse_chunks(answer)), None)
         if got is None or list(got.ids) != forced or not any(got.logprobs):
@@ -194,7 +212,9 @@ class GenerateClient:
             )
         return np.array(got.logprobs, np.float32)
 
-    async def _score(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
+    async def _score(
+        self, ids: IntArray, at: int, temperature: float, salt: str, images: Sequence[Image]
+    ) -> float:
         wanted = int(ids[at])
         # vLLM needs as many log-probs as ids, and replaces the last by that of the drawn token.
         settings = {
@@ -203,7 +223,7 @@ class GenerateClient:
             "logprobs": 2,
             "logprob_token_ids": [wanted, wanted],
         }
-        body = self._request_body(ids[:at].tolist(), settings) | {"cache_salt": salt}
+        body = self._request_body(ids[:at].tolist(), settings, images, salt)
         answer = await self._http.post(GENERATE, body, self._timeout_s)
         try:
             tops = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
@@ -211,20 +231,28 @@ class GenerateClient:
         except (LookupError, TypeError, StopIteration):
             raise self._http.make_error("returned no log-prob of a requested token") from None
 
-    async def probe(self, positions: int | None = None) -> None:
+    async def probe(
+        self,
+        positions: int | None = None,
+        context: Sequence[int] = (0,),
+        images: Sequence[Image] = (),
+    ) -> None:
         """Check that the server responds, and returns ids with log-probs.
 
         Args:
             positions: most tokens of a request.
+            context: prompt of a request, with images if the model takes some.
 
         Raises:
             ConfigError: the server cannot be used; the message has the remedy.
         """
-        draws = self.draw_settings(SamplingParams(1), 0, 1)
-        body = self._request_body([0], {"max_tokens": 1, "logprobs": 0, **draws})
+        draws = self.draw_settings(SamplingParams(1), 0, len(context))
+        body = self._request_body(context, {"max_tokens": 1, "logprobs": 0, **draws}, images)
         try:
             answer = await self._http.post(GENERATE, body, self._timeout_s)
-            chunk = next(iter(self._parse_chunks(answer)), None)
+            chunk = next(iter(self._parse_chunks(answer, context)), None)
+            if images and not answer.get("prompt_token_ids"):
+                raise self._http.make_error("takes no images (content_parts) with token ids")
             if chunk is None or len(chunk.ids) != 1:
                 raise self._http.make_error(f"returned no token at {GENERATE}")
             if self._exact:
@@ -242,9 +270,9 @@ class GenerateClient:
                 f"--max-model-len {positions} or more"
             )
 
-    def probe_blocking(self, positions: int | None = None) -> None:
+    def probe_blocking(self, *arguments: Any) -> None:
         """Check the server as `probe` does, from a thread without an event loop."""
-        self._http.submit(self.probe(positions)).result()
+        self._http.submit(self.probe(*arguments)).result()
 
     async def load_folder(self, folder: str, version: str, timeout_s: float) -> None:
         """Have the server load the weights of a folder that it can read, under a version name.
@@ -308,16 +336,27 @@ class GenerateClient:
         """Cancel all requests."""
         self._http.close()
 
-    def _request_body(self, context: Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:
-        sampling = {**self._settings, **settings}
-        return {
-            "token_ids": list(map(int, context)),
-            "sampling_params": sampling,
-            "cache_salt": self.salt,
-        }
+    def _request_body(
+        self,
+        context: Sequence[int],
+        settings: Mapping[str, Any],
+        images: Sequence[Image] = (),
+        salt: str = "",
+    ) -> dict[str, Any]:
+        ids, salt = list(map(int, context)), salt or self.salt
+        body = {"sampling_params": {**self._settings, **settings}, "cache_salt": salt}
+        for image in reversed(images):  # the server repeats an image's token itself
+            del ids[image.start + 1 : image.start + len(image)]
+        if images:
+            body["content_parts"] = [_content_part(image, salt) for image in images]
+            body["return_token_ids"] = True
+        return body | {"token_ids": ids}
 
-    def _parse_chunks(self, event: Any) -> Iterable[Chunk]:
+    def _parse_chunks(self, event: Any, context: Sequence[int] = ()) -> Iterable[Chunk]:
         """Parse a response, or one event of a stream.
+
+        Args:
+            context: compared with the ids that the server has read, if it returns them.
 
         Raises:
             RemoteError: it is not valid.
@@ -325,6 +364,14 @@ class GenerateClient:
         try:
             if "error" in event:
                 raise self._http.make_error(f"reported an error: {event['error']}", 500)
+            if context and (read := event.get("prompt_token_ids") or context) != context:
+                if len(read) == len(context):
+                    raise self._http.make_error("took a generated image token for an image", 500)
+                raise self._http.make_error(
+                    f"read {len(read):,} tokens of a prompt with images that has {len(context):,}; "
+                    "start it with --mm-processor-kwargs of data.min_pixels and data.max_pixels",
+                    400,
+                )
             for choice in event["choices"]:
                 ids = tuple(map(int, choice["token_ids"] or ()))
                 content = (choice["logprobs"] or {}).get("content") or ()
@@ -338,6 +385,15 @@ class GenerateClient:
                 yield Chunk(ids, logprobs, choice["finish_reason"])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise self._http.make_error("returned no token ids with a log-prob each") from None
+
+
+def _content_part(image: Image, salt: str) -> dict[str, str]:
+    """Return an image as the endpoint takes it.
+
+    vLLM caches what a tower makes of an image by `uuid`, whatever its weights are by now.
+    """
+    url = f"data:image/png;base64,{base64.b64encode(image.png).decode()}"
+    return {"type": "image_url", "url": url, "uuid": f"{salt} {image.digest}"}
 
 
 def continuation_seed(seed: int, written: int) -> int:
