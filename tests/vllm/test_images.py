@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests import vision_models as vm
-from tests.contract.test_engine import drain
+from tests.contract.test_engine import drain, to_the_end
 from tests.small_models import save
 from tests.vllm import test_http_server
 from tokenizers import Tokenizer
@@ -27,7 +27,7 @@ from winnow.config.model import LoraAdapter
 from winnow.http.client import RemoteError
 from winnow.models.lora import adapter_weights, add_lora
 from winnow.rollout.engine import AnswerRequest, CompletionEvent, GroupRequest, SamplingParams
-from winnow.rollout.http.engine import make_http_engine
+from winnow.rollout.http.engine import HttpEngine, make_http_engine
 from winnow.rollout.tick_engine import PendingAnswer
 from winnow.rollout.vllm.engine import VllmEngine, lora_options, meta_model, start_vllm
 from winnow.rollout.vllm.worker import VllmOptions
@@ -142,37 +142,43 @@ def test_a_server_shows_images_and_takes_a_new_tower(tmp_path: Path) -> None:
     model.image_processor.save_pretrained(folder)
     options = folder, tmp_path, "--logprobs-mode=processed_logprobs"
     server = test_http_server.start(*options, module="tests.vllm.image_server")
-    try:
-        url, (ids, images) = server.wait().url, vm.shown(vm.image(2, 3))
-        address = [url], None, 60.0, vm.VOCAB, vm.VOCAB, 200
-        engine = make_http_engine(
-            *options, prompt=(ids.tolist(), images), slots=16, live_updates=True
-        )
-        got = drain(engine, groups())
-        assert_theirs(model, got)
+
+    async def answer_all(engine: HttpEngine) -> dict[Any, CompletionEvent]:
+        await engine.submit(groups())
+        return {event.key: event for event in await to_the_end(engine)}
+
+    async def run() -> None:
+        ids, images = vm.shown(vm.image(2, 3))
+        address = [server.url], None, 60.0, vm.VOCAB, vm.VOCAB, 200
+        prompt = ids.tolist(), images
+        engine = make_http_engine(*address, prompt=prompt, slots=16, live_updates=True)
+        assert_theirs(model, await answer_all(engine))
 
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)
         tensors = ((name, tensor.detach()) for name, tensor in model.named_parameters())
-        asyncio.run(engine.load_weights(WeightUpdate(1, tensors)))
-        assert_theirs(model, drain(engine, groups()))
+        await engine.load_weights(WeightUpdate(1, tensors))
+        got = await answer_all(engine)
+        assert_theirs(model, got)
 
-        group, ids = groups()[2], got[2, 0].segment.token_ids
-        sequence = np.concatenate([group.prompt_ids, ids])
-        client = engine.servers[url]
-        (scores,) = asyncio.run(client.logprobs_of([sequence], 1.0, 8, [group.images]))
-        event = replace(got[2, 0], segment=Segment(ids, scores, ()))
-        assert_theirs(model, {(2, 0): event})
+        group, segment = groups()[2], got[2, 0].segment
+        sequence = np.concatenate([group.prompt_ids, segment.token_ids])
+        client = engine.servers[server.url]
+        (scores,) = await client.logprobs_of([sequence], 1.0, 8, [group.images])
+        np.testing.assert_allclose(scores, segment.logprobs, atol=3e-5)
 
-        settings = {"max_tokens": 1, **client.draw_settings(SamplingParams(1), 0, 1)}
         for parts, message in (
             (([vm.IMAGE_TOKEN], vm.image(2, 3)), "took a generated image token for an image"),
-            ((vm.image(9, 8),), r"read \d+ tokens of a prompt with images that has 74; start it with"),
+            ((vm.image(9, 8),), r"read 5\d tokens of a prompt with images that has 74; start it"),
         ):
             ids, images = vm.shown(*parts)
             with pytest.raises(RemoteError, match=message):
-                asyncio.run(client.stream_answer(ids.tolist(), settings, print, images))
-        asyncio.run(engine.close())
+                await client.stream_answer(ids.tolist(), {"max_tokens": 1}, print, images)
+        await engine.close()
+
+    try:
+        server.wait()
+        asyncio.run(run())
     finally:
         server.kill()
