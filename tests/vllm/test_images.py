@@ -170,7 +170,7 @@ def test_a_server_shows_images_and_takes_a_new_tower(tmp_path: Path) -> None:
 
         for parts, message in (
             (([vm.IMAGE_TOKEN], vm.image(2, 3)), "took a generated image token for an image"),
-            ((vm.image(9, 8),), r"read 5\d tokens of a prompt with images that has 74; start it"),
+            ((vm.image(9, 8),), r"resizes images: 74 tokens of a prompt become 5\d; start"),
         ):
             ids, images = vm.shown(*parts)
             with pytest.raises(RemoteError, match=message):

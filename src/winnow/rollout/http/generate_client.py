@@ -22,7 +22,7 @@ import numpy as np
 from winnow.errors import ConfigError, WorkerError
 from winnow.http.client import JsonClient, RemoteError
 from winnow.rollout.draw import draw_arguments
-from winnow.rollout.engine import SamplingParams
+from winnow.rollout.engine import ImageLists, SamplingParams
 from winnow.types import FloatArray, Image, IntArray
 
 GENERATE = "/inference/v1/generate"
@@ -123,8 +123,8 @@ class GenerateClient:
 
     async def stream_answer(
         self,
-        context: Sequence[int],
-        settings: Mapping[str, Any],
+        context: list[int],
+        settings: dict[str, Any],
         receive: Callable[[Chunk], None],
         images: Sequence[Image] = (),
     ) -> None:
@@ -149,11 +149,7 @@ class GenerateClient:
         await asyncio.wrap_future(self._http.submit(listen()))
 
     async def logprobs_of(
-        self,
-        sequences: Sequence[IntArray],
-        temperature: float = 1.0,
-        last: int | None = None,
-        images: Sequence[tuple[Image, ...]] = (),
+        self, sequences: Sequence[IntArray], temperature: float, last: int, images: ImageLists = ()
     ) -> list[FloatArray]:
         """Return log-probs in nats of the last tokens of sequences [L], as `PublishedEngine` does.
 
@@ -166,16 +162,15 @@ class GenerateClient:
         """
         # A new salt each time: keys and values are computed with the current weights.
         salt = f"{self.salt} score {next(self._count)}"
-        firsts = [max(1, len(ids) - (last or len(ids))) for ids in sequences]
         found = []
         try:
-            for place, (first, ids) in enumerate(zip(firsts, sequences, strict=True)):
-                shown = images[place] if images else ()
+            for ids, shown in zip(sequences, images or [()] * len(sequences), strict=True):
+                first = max(1, len(ids) - last)
                 if self._exact:
-                    found.append(await self._force(ids, first, temperature, salt, shown))
+                    found.append(await self._force(ids, first, temperature, shown, salt))
                     continue
                 places = range(first, len(ids))
-                asked = (self._score(ids, at, temperature, salt, shown) for at in places)
+                asked = (self._score(ids, at, temperature, shown, salt) for at in places)
                 found.append(np.array(await asyncio.gather(*asked), np.float32))
         except RemoteError as error:
             if error.is_transient:
@@ -183,15 +178,11 @@ class GenerateClient:
             raise ConfigError(f"{error}; it must return log-probs of requested tokens") from None
         return found
 
-    async def _force(
-        self,
-        ids: IntArray,
-        first: int,
-        temperature: float,
-        salt: str,
-        images: Sequence[Image] = (),
-    ) -> FloatArray:
+    async def _force(self, ids: IntArray, first: int, temperature: float, *rest: Any) -> FloatArray:
         """Return log-probs of the tokens from `first` on, by a request that forces them.
+
+        Args:
+            rest: images and salt.
 
         Raises:
             RemoteError: the request failed.
@@ -202,7 +193,7 @@ class GenerateClient:
             return np.zeros(0, np.float32)
         draws = self.draw_settings(SamplingParams(0, temperature), 0, first, forced=forced)
         settings = {"max_tokens": len(forced), "logprobs": 0, **draws}
-        body = self._request_body(ids[:first].tolist(), settings, images, salt)
+        body = self._request_body(ids[:first].tolist(), settings, *rest)
         answer = await self._http.post(GENERATE, body, self._timeout_s)
         got = next(iter(self._parse_chunks(answer)), None)
         if got is None or list(got.ids) != forced or not any(got.logprobs):
@@ -212,9 +203,7 @@ class GenerateClient:
             )
         return np.array(got.logprobs, np.float32)
 
-    async def _score(
-        self, ids: IntArray, at: int, temperature: float, salt: str, images: Sequence[Image]
-    ) -> float:
+    async def _score(self, ids: IntArray, at: int, temperature: float, *rest: Any) -> float:
         wanted = int(ids[at])
         # vLLM needs as many log-probs as ids, and replaces the last by that of the drawn token.
         settings = {
@@ -223,7 +212,7 @@ class GenerateClient:
             "logprobs": 2,
             "logprob_token_ids": [wanted, wanted],
         }
-        body = self._request_body(ids[:at].tolist(), settings, images, salt)
+        body = self._request_body(ids[:at].tolist(), settings, *rest)
         answer = await self._http.post(GENERATE, body, self._timeout_s)
         try:
             tops = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
@@ -231,12 +220,7 @@ class GenerateClient:
         except (LookupError, TypeError, StopIteration):
             raise self._http.make_error("returned no log-prob of a requested token") from None
 
-    async def probe(
-        self,
-        positions: int | None = None,
-        context: Sequence[int] = (0,),
-        images: Sequence[Image] = (),
-    ) -> None:
+    async def probe(self, positions: int, context: list[int], images: Sequence[Image]) -> None:
         """Check that the server responds, and returns ids with log-probs.
 
         Args:
@@ -256,13 +240,13 @@ class GenerateClient:
             if chunk is None or len(chunk.ids) != 1:
                 raise self._http.make_error(f"returned no token at {GENERATE}")
             if self._exact:
-                await self._force(np.arange(_FORCED) % self._vocabulary, 1, 1.0, self.salt)
+                await self._force(np.arange(_FORCED) % self._vocabulary, 1, 1.0, ())
             models = await self._http.post("/v1/models", None, self._timeout_s)
         except RemoteError as error:
             raise ConfigError(f"{error}; {_remedy(error)}") from None
         listed = models.get("data") if isinstance(models, dict) else None
         limits = [m.get("max_model_len") for m in listed or () if isinstance(m, dict)]
-        short = [limit for limit in limits if isinstance(limit, int) and limit < (positions or 0)]
+        short = [limit for limit in limits if isinstance(limit, int) and limit < positions]
         if short:
             raise ConfigError(
                 f"{self.url} has max_model_len {short[0]:,}, but requests of prompts with answers, "
@@ -337,20 +321,20 @@ class GenerateClient:
         self._http.close()
 
     def _request_body(
-        self,
-        context: Sequence[int],
-        settings: Mapping[str, Any],
-        images: Sequence[Image] = (),
-        salt: str = "",
+        self, context: list[int], settings: dict[str, Any], images: Sequence[Image], salt: str = ""
     ) -> dict[str, Any]:
-        ids, salt = list(map(int, context)), salt or self.salt
-        body = {"sampling_params": {**self._settings, **settings}, "cache_salt": salt}
+        ids, salt, parts = [*context], salt or self.salt, list[Any]()
         for image in reversed(images):  # the server repeats an image's token itself
             del ids[image.start + 1 : image.start + len(image)]
-        if images:
-            body["content_parts"] = [_content_part(image, salt) for image in images]
-            body["return_token_ids"] = True
-        return body | {"token_ids": ids}
+            url = f"data:image/png;base64,{base64.b64encode(image.png).decode()}"
+            # By `uuid` vLLM caches what a tower made of an image; later weights have another.
+            parts.insert(0, {"type": "image_url", "url": url, "uuid": f"{salt} {image.digest}"})
+        return {
+            "token_ids": ids,
+            "sampling_params": {**self._settings, **settings},
+            "cache_salt": salt,
+            **({"content_parts": parts, "return_token_ids": True} if parts else {}),
+        }
 
     def _parse_chunks(self, event: Any, context: Sequence[int] = ()) -> Iterable[Chunk]:
         """Parse a response, or one event of a stream.
@@ -365,13 +349,11 @@ class GenerateClient:
             if "error" in event:
                 raise self._http.make_error(f"reported an error: {event['error']}", 500)
             if context and (read := event.get("prompt_token_ids") or context) != context:
-                if len(read) == len(context):
+                if len(read) == len(context):  # a single answer fails
                     raise self._http.make_error("took a generated image token for an image", 500)
-                raise self._http.make_error(
-                    f"read {len(read):,} tokens of a prompt with images that has {len(context):,}; "
-                    "start it with --mm-processor-kwargs of data.min_pixels and data.max_pixels",
-                    400,
-                )
+                said = f"resizes images: {len(context):,} tokens of a prompt become {len(read):,}"
+                remedy = "start it with --mm-processor-kwargs of data.min_pixels and max_pixels"
+                raise self._http.make_error(f"{said}; {remedy}", 400)
             for choice in event["choices"]:
                 ids = tuple(map(int, choice["token_ids"] or ()))
                 content = (choice["logprobs"] or {}).get("content") or ()
@@ -385,15 +367,6 @@ class GenerateClient:
                 yield Chunk(ids, logprobs, choice["finish_reason"])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise self._http.make_error("returned no token ids with a log-prob each") from None
-
-
-def _content_part(image: Image, salt: str) -> dict[str, str]:
-    """Return an image as the endpoint takes it.
-
-    vLLM caches what a tower makes of an image by `uuid`, whatever its weights are by now.
-    """
-    url = f"data:image/png;base64,{base64.b64encode(image.png).decode()}"
-    return {"type": "image_url", "url": url, "uuid": f"{salt} {image.digest}"}
 
 
 def continuation_seed(seed: int, written: int) -> int:
