@@ -29,8 +29,11 @@ class Info(theirs.Qwen2_5_VLProcessingInfo):
         return {"image": None}
 
     def get_hf_processor(self, **kwargs: Any) -> Any:
+        config, tokenizer = self.get_hf_config(), self.get_tokenizer()
+        tokenizer.image_token = tokenizer.convert_ids_to_tokens(config.image_token_id)
+        tokenizer.video_token = tokenizer.convert_ids_to_tokens(config.video_token_id)
         images = Qwen2VLImageProcessorPil.from_pretrained(self.ctx.model_config.model)
-        return Processor(images, self.get_tokenizer(), None)
+        return Processor(images, tokenizer, None)
 
 
 register = MULTIMODAL_REGISTRY.register_processor(
