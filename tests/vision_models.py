@@ -25,7 +25,7 @@ PATCH, MERGE = 4, 2
 
 
 def vision_model(
-    kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2, head: int = 8
+    kind: Kind, dtype: torch.dtype = torch.float64, depth: int = 2, head: int = 8, tied: bool = True
 ) -> Any:
     """A small model for images of 8 x 8 pixels a token, with Winnow's attention."""
     rope = {"rope_type": "default", "rope_theta": 1e4}
@@ -37,7 +37,7 @@ def vision_model(
         "num_key_value_heads": 2,
         "intermediate_size": 48,
         "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "initializer_range": 0.15,
         "rope_parameters": rope | {"mrope_section": [head // 4, head // 8, head // 8]},
         "pad_token_id": 0,
@@ -56,7 +56,7 @@ def vision_model(
         "initializer_range": 0.1,
     }
     special = {"image_token_id": IMAGE_TOKEN, "video_token_id": 5, "vision_start_token_id": 2}
-    special |= {"vision_end_token_id": 3, "tie_word_embeddings": True}
+    special |= {"vision_end_token_id": 3, "tie_word_embeddings": tied}
     torch.manual_seed(0)
     model: Any
     if kind == "qwen2_5_vl":

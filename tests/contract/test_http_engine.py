@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from tests import vision_models as vm
 from tests.contract.test_engine import (
     STOP,
     groups_of,
@@ -389,6 +390,12 @@ def test_a_server_with_too_short_a_context_is_refused(
     url, _ = servers.start(folder, "--longest=100")
     with pytest.raises(ConfigError, match=r"max_model_len 100, .* --max-model-len 200"):
         engine_over(url)
+
+
+def test_a_server_that_ignores_images_is_refused(url: str) -> None:
+    ids, images = vm.shown(vm.image(2, 3))
+    with pytest.raises(ConfigError, match=r"takes no images \(content_parts\) with token ids; "):
+        engine_over(url, prompt=(ids.tolist(), images))
 
 
 PAGE = b"<html><body>Welcome to nginx!</body></html>"

@@ -173,7 +173,6 @@ def learn_on_rank(kind: vm.Kind, replicas: int) -> tuple[list[int], dict[str, An
 
 
 @pytest.mark.host
-@pytest.mark.host
 def test_ranks_of_different_numbers_of_images_run_as_many_chunks(
     kind: vm.Kind, ranks: Ranks
 ) -> None:

@@ -130,9 +130,6 @@ REFUSED = {
     "algorithm/advantage=gae": "takes text alone, and ",
     "trainer/strategy=fsdp2 trainer.strategy.sequence=2": "set trainer.strategy.sequence=1",
     "rollout.routing_replay=true": "has none; set it to false",
-    "rollout/engine=http run.deterministic=false rollout.engine.url=http://127.0.0.1:9": (
-        "rollout/engine=http takes text alone, and "
-    ),
 }
 
 

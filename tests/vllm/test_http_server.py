@@ -73,7 +73,9 @@ class VllmServer:
         self.process.wait()
 
 
-def start(model: Path, folder: Path, *options: str) -> VllmServer:
+def start(
+    model: Path, folder: Path, *options: str, module: str = "vllm.entrypoints.openai.api_server"
+) -> VllmServer:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ["--model", str(model), "--host=127.0.0.1", f"--port={port}", "--enable-scale-out"]
@@ -81,11 +83,11 @@ def start(model: Path, folder: Path, *options: str) -> VllmServer:
     words += ["--max-num-seqs=64", "--max-model-len=256"]
     log = folder / "server.log"
     environment = {
-        **{"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        **{"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}"},
         **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"},
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *options],
+        [sys.executable, "-m", module, *words, *options],
         stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True, cwd=folder,
         env={**os.environ, **environment},
     )  # fmt: skip

@@ -89,10 +89,9 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or _POSITIONS
     arguments = policy.vocabulary, positions, model.dtype, temperature
-    if not has_vision(model.config):
-        return Canary.random(*arguments)
-    image = noise_image(model.image_processor)
-    return Canary.random(*arguments, image=image, image_token_id=model.config.image_token_id)
+    image = noise_image(model.image_processor) if has_vision(model.config) else None
+    image_token_id = getattr(model.config, "image_token_id", 0)
+    return Canary.random(*arguments, image=image, image_token_id=image_token_id)
 
 
 def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, roles: Roles) -> bool:
@@ -250,6 +249,7 @@ def make_engine(
             longest=max(max_sequence_tokens(config), *map(len, canary.sequences)),
             decode=make_decoder(policy.tokenizer, special_tokens=True),
             live_updates=not config.run.deterministic,
+            prompt=(canary.sequences[0].tolist(), (*canary.images, ())[0]),
             folder=None if folder is None else Path(folder).expanduser().absolute(),
             **section.model_dump(include=_HTTP_OPTIONS),
         )

@@ -17,7 +17,7 @@ from winnow.config.data import DataConfig, Demonstrations, NoTask, Sft
 from winnow.config.judge import EngineJudge, SequenceClassifier
 from winnow.config.model import LoraAdapter, ModelConfig, ReferenceConfig
 from winnow.config.reward import RewardConfig
-from winnow.config.rollout import HttpEngineConfig, RolloutConfig, VllmEngineConfig
+from winnow.config.rollout import RolloutConfig, VllmEngineConfig
 from winnow.config.root import Config
 from winnow.config.rules import max_sequence_tokens
 from winnow.config.trainer import CriticConfig, Fsdp2, LocalCluster, Megatron
@@ -200,8 +200,6 @@ def load_policy(
     engine = config.rollout.engine
     if config.algorithm.advantage.name == "gae":
         refuse_vision(model.config, "algorithm/advantage=gae", "choose algorithm/advantage=grpo")
-    if isinstance(engine, HttpEngineConfig):
-        refuse_vision(model.config, "rollout/engine=http", "choose rollout/engine=torch")
     # Options of the user's own may change what vLLM makes of a model; it checks that itself.
     if isinstance(engine, VllmEngineConfig) and not engine.extra:
         from winnow.rollout.vllm.refusals import check_vllm_model

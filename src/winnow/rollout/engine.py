@@ -24,6 +24,8 @@ from winnow.types import FinishReason, FloatArray, Image, IntArray, Prompt, Segm
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ImageLists = Sequence[tuple[Image, ...]]
+"""Images of each of some sequences; empty: there are none."""
 MAX_FAULTS = 3
 """Attempts of an evaluation at an answer whose environment fails."""
 EMPTY = Segment(np.zeros(0, np.int64), np.zeros(0, np.float32), ())
@@ -211,11 +213,7 @@ class PublishedEngine(Engine, Protocol):
         """
 
     async def logprobs_of(
-        self,
-        sequences: Sequence[IntArray],
-        temperature: float,
-        last: int,
-        images: Sequence[tuple[Image, ...]] = (),
+        self, sequences: Sequence[IntArray], temperature: float, last: int, images: ImageLists = ()
     ) -> list[FloatArray]:
         """Return log-probs in nats of the last tokens, each given all tokens before it.
 
@@ -226,7 +224,7 @@ class PublishedEngine(Engine, Protocol):
             sequences: token ids [L] each.
             temperature: above 0.
             last: the most tokens of a sequence to score; the first one never is.
-            images: of each sequence; empty: there are none.
+            images: of each sequence.
 
         Returns:
             [min(last, L - 1)] for each sequence.

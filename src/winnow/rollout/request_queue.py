@@ -32,6 +32,7 @@ class TrackedAnswer(PendingAnswer):
     def extend_prefix(self, segment: Segment) -> None:
         """Set a longer prefix, from which the next engine continues."""
         if len(segment) > len(self.prefix):
+            segment = replace(segment, images=self.prefix.images)  # engines return tokens alone
             self.request, self.deaths = replace(self.request, prefix=segment), 0
 
 

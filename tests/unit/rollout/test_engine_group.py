@@ -31,8 +31,9 @@ from winnow.rollout.engine import (
 )
 from winnow.rollout.engine_group import QUANTUM_TICKS, EngineGroup
 from winnow.rollout.remote_engine import EngineWorker, RemoteEngine, Reply
+from winnow.rollout.request_queue import TrackedAnswer
 from winnow.rollout.weights import Bucket, WeightUpdate, send_weights
-from winnow.types import Segment
+from winnow.types import Image, Segment
 from winnow.workers.local import SharedHandle
 
 T = TypeVar("T")
@@ -247,6 +248,13 @@ async def test_what_a_dead_engine_had_goes_on_elsewhere_behind_the_last_known_pr
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert lines[0].startswith("engine 1 died, 1 of 2 engines remain: the process was killed; ")
+
+
+def test_a_longer_prefix_has_the_images_of_earlier_turns() -> None:
+    asked, shown = request(0), (Image(1, (1, 2), b"", ""),)
+    answer = TrackedAnswer(asked, AnswerRequest(0, 0, replace(written(0, 0, 3, 0), images=shown)))
+    answer.extend_prefix(written(0, 0, 5, 0))
+    assert (len(answer.prefix), answer.prefix.images) == (5, shown)
 
 
 def test_what_was_asked_back_of_an_engine_that_dies_comes_back_and_is_not_written_on() -> None:

@@ -43,7 +43,7 @@ from winnow.rollout.http.generate_client import Chunk, GenerateClient
 from winnow.rollout.request_queue import Key
 from winnow.rollout.tick_engine import WrittenAnswer, WrittenRows
 from winnow.rollout.weights import WeightUpdate, unpack_tensors
-from winnow.types import FinishReason, FloatArray, Image, IntArray
+from winnow.types import FinishReason, Image
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
     ) -> None:
         super().__init__(ServedAnswer, *options)
         self.server, self._weights, self._reload_s = server, weights, reload_timeout_s
+        self.logprobs_of = server.logprobs_of
         self._news = asyncio.Event()
         self._fault: tuple[ServedAnswer, BaseException] | None = None  # raised by `events`
         self._loaded: Path | None = None  # weights that it was given since it last answered anew
@@ -236,15 +237,6 @@ class ServerEngine(WrittenRows[ServedAnswer]):
                 self.loading = None
             self._loaded = folder
         self._version = self._weights.version
-
-    async def logprobs_of(
-        self,
-        sequences: Sequence[IntArray],
-        temperature: float,
-        last: int,
-        images: Sequence[tuple[Image, ...]] = (),
-    ) -> list[FloatArray]:
-        return await self.server.logprobs_of(sequences, temperature, last)
 
     def stop(self) -> list[CompletionEvent]:
         """Drop all answers of a dead server; return its events, and `running` ones of the rest."""
@@ -324,7 +316,7 @@ class ServerEngine(WrittenRows[ServedAnswer]):
         if self._loaded is not None and await self.server.weight_version() != self._loaded.name:
             raise RemoteError(f"{url} was restarted or has loaded other weights")
         context = [*group.prompt_ids.tolist(), *answer.ids]
-        await self.server.stream_answer(context, settings, receive)
+        await self.server.stream_answer(context, settings, receive, answer.images)
         if answer.task is task:
             raise RemoteError(f"{url} ended the stream of an unfinished answer", 500)
 
@@ -498,6 +490,7 @@ def make_http_engine(
     rows: int,
     longest: int,
     exact_draws: bool = False,
+    prompt: tuple[list[int], Sequence[Image]] = ([0], ()),
     **options: Any,
 ) -> HttpEngine:
     """Check the servers and make the engine over them.
@@ -507,6 +500,7 @@ def make_http_engine(
         rows: size of the model's logits.
         longest: most tokens of a request.
         exact_draws: the servers have Winnow's logits processor.
+        prompt: ids and images of a first request.
         options: of `HttpEngine`.
 
     Raises:
@@ -515,7 +509,7 @@ def make_http_engine(
     servers = [GenerateClient(u, token, timeout_s, vocab_size, rows, exact_draws) for u in urls]
     try:
         for server in servers:
-            server.probe_blocking(longest)
+            server.probe_blocking(longest, *prompt)
     except ConfigError:
         for server in servers:
             server.close()

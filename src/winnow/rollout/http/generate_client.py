@@ -7,6 +7,7 @@ loads weights from a folder (`/collective_rpc`) and returns their version (`/wei
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +22,8 @@ import numpy as np
 from winnow.errors import ConfigError, WorkerError
 from winnow.http.client import JsonClient, RemoteError
 from winnow.rollout.draw import draw_arguments
-from winnow.rollout.engine import SamplingParams
-from winnow.types import FloatArray, IntArray
+from winnow.rollout.engine import ImageLists, SamplingParams
+from winnow.types import FloatArray, Image, IntArray
 
 GENERATE = "/inference/v1/generate"
 _PROCESSOR = "winnow.rollout.vllm.plugin:HashSampler"
@@ -122,29 +123,33 @@ class GenerateClient:
 
     async def stream_answer(
         self,
-        context: Sequence[int],
-        settings: Mapping[str, Any],
+        context: list[int],
+        settings: dict[str, Any],
         receive: Callable[[Chunk], None],
+        images: Sequence[Image] = (),
     ) -> None:
         """Request an answer; `receive` is called with its tokens as they arrive.
+
+        Args:
+            images: placed in the context.
 
         Raises:
             RemoteError: the request failed; tokens that arrived before have been received.
         """
         loop = asyncio.get_running_loop()
-        body = self._request_body(context, {"logprobs": 0, **settings}) | {"stream": True}
+        body = self._request_body(context, {"logprobs": 0, **settings}, images) | {"stream": True}
 
         async def listen() -> None:
             events = self._http.stream_events(GENERATE, body, self._timeout_s)
             async with aclosing(events):
                 async for event in events:
-                    for chunk in self._parse_chunks(event):
+                    for chunk in self._parse_chunks(event, context):
                         loop.call_soon_threadsafe(receive, chunk)
 
         await asyncio.wrap_future(self._http.submit(listen()))
 
     async def logprobs_of(
-        self, sequences: Sequence[IntArray], temperature: float = 1.0, last: int | None = None
+        self, sequences: Sequence[IntArray], temperature: float, last: int, images: ImageLists = ()
     ) -> list[FloatArray]:
         """Return log-probs in nats of the last tokens of sequences [L], as `PublishedEngine` does.
 
@@ -157,14 +162,15 @@ class GenerateClient:
         """
         # A new salt each time: keys and values are computed with the current weights.
         salt = f"{self.salt} score {next(self._count)}"
-        firsts = [max(1, len(ids) - (last or len(ids))) for ids in sequences]
         found = []
         try:
-            for first, ids in zip(firsts, sequences, strict=True):
+            for ids, shown in zip(sequences, images or [()] * len(sequences), strict=True):
+                first = max(1, len(ids) - last)
                 if self._exact:
-                    found.append(await self._force(ids, first, temperature, salt))
+                    found.append(await self._force(ids, first, temperature, shown, salt))
                     continue
-                asked = (self._score(ids, at, temperature, salt) for at in range(first, len(ids)))
+                places = range(first, len(ids))
+                asked = (self._score(ids, at, temperature, shown, salt) for at in places)
                 found.append(np.array(await asyncio.gather(*asked), np.float32))
         except RemoteError as error:
             if error.is_transient:
@@ -172,8 +178,11 @@ class GenerateClient:
             raise ConfigError(f"{error}; it must return log-probs of requested tokens") from None
         return found
 
-    async def _force(self, ids: IntArray, first: int, temperature: float, salt: str) -> FloatArray:
+    async def _force(self, ids: IntArray, first: int, temperature: float, *rest: Any) -> FloatArray:
         """Return log-probs of the tokens from `first` on, by a request that forces them.
+
+        Args:
+            rest: images and salt.
 
         Raises:
             RemoteError: the request failed.
@@ -184,7 +193,7 @@ class GenerateClient:
             return np.zeros(0, np.float32)
         draws = self.draw_settings(SamplingParams(0, temperature), 0, first, forced=forced)
         settings = {"max_tokens": len(forced), "logprobs": 0, **draws}
-        body = self._request_body(ids[:first].tolist(), settings) | {"cache_salt": salt}
+        body = self._request_body(ids[:first].tolist(), settings, *rest)
         answer = await self._http.post(GENERATE, body, self._timeout_s)
         got = next(iter(self._parse_chunks(answer)), None)
         if got is None or list(got.ids) != forced or not any(got.logprobs):
@@ -194,7 +203,7 @@ class GenerateClient:
             )
         return np.array(got.logprobs, np.float32)
 
-    async def _score(self, ids: IntArray, at: int, temperature: float, salt: str) -> float:
+    async def _score(self, ids: IntArray, at: int, temperature: float, *rest: Any) -> float:
         wanted = int(ids[at])
         # vLLM needs as many log-probs as ids, and replaces the last by that of the drawn token.
         settings = {
@@ -203,7 +212,7 @@ class GenerateClient:
             "logprobs": 2,
             "logprob_token_ids": [wanted, wanted],
         }
-        body = self._request_body(ids[:at].tolist(), settings) | {"cache_salt": salt}
+        body = self._request_body(ids[:at].tolist(), settings, *rest)
         answer = await self._http.post(GENERATE, body, self._timeout_s)
         try:
             tops = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
@@ -211,30 +220,33 @@ class GenerateClient:
         except (LookupError, TypeError, StopIteration):
             raise self._http.make_error("returned no log-prob of a requested token") from None
 
-    async def probe(self, positions: int | None = None) -> None:
+    async def probe(self, positions: int, context: list[int], images: Sequence[Image]) -> None:
         """Check that the server responds, and returns ids with log-probs.
 
         Args:
             positions: most tokens of a request.
+            context: prompt of a request, with images if the model takes some.
 
         Raises:
             ConfigError: the server cannot be used; the message has the remedy.
         """
-        draws = self.draw_settings(SamplingParams(1), 0, 1)
-        body = self._request_body([0], {"max_tokens": 1, "logprobs": 0, **draws})
+        draws = self.draw_settings(SamplingParams(1), 0, len(context))
+        body = self._request_body(context, {"max_tokens": 1, "logprobs": 0, **draws}, images)
         try:
             answer = await self._http.post(GENERATE, body, self._timeout_s)
-            chunk = next(iter(self._parse_chunks(answer)), None)
+            chunk = next(iter(self._parse_chunks(answer, context)), None)
+            if images and not answer.get("prompt_token_ids"):
+                raise self._http.make_error("takes no images (content_parts) with token ids")
             if chunk is None or len(chunk.ids) != 1:
                 raise self._http.make_error(f"returned no token at {GENERATE}")
             if self._exact:
-                await self._force(np.arange(_FORCED) % self._vocabulary, 1, 1.0, self.salt)
+                await self._force(np.arange(_FORCED) % self._vocabulary, 1, 1.0, ())
             models = await self._http.post("/v1/models", None, self._timeout_s)
         except RemoteError as error:
             raise ConfigError(f"{error}; {_remedy(error)}") from None
         listed = models.get("data") if isinstance(models, dict) else None
         limits = [m.get("max_model_len") for m in listed or () if isinstance(m, dict)]
-        short = [limit for limit in limits if isinstance(limit, int) and limit < (positions or 0)]
+        short = [limit for limit in limits if isinstance(limit, int) and limit < positions]
         if short:
             raise ConfigError(
                 f"{self.url} has max_model_len {short[0]:,}, but requests of prompts with answers, "
@@ -242,9 +254,9 @@ class GenerateClient:
                 f"--max-model-len {positions} or more"
             )
 
-    def probe_blocking(self, positions: int | None = None) -> None:
+    def probe_blocking(self, *arguments: Any) -> None:
         """Check the server as `probe` does, from a thread without an event loop."""
-        self._http.submit(self.probe(positions)).result()
+        self._http.submit(self.probe(*arguments)).result()
 
     async def load_folder(self, folder: str, version: str, timeout_s: float) -> None:
         """Have the server load the weights of a folder that it can read, under a version name.
@@ -308,16 +320,27 @@ class GenerateClient:
         """Cancel all requests."""
         self._http.close()
 
-    def _request_body(self, context: Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:
-        sampling = {**self._settings, **settings}
+    def _request_body(
+        self, context: list[int], settings: dict[str, Any], images: Sequence[Image], salt: str = ""
+    ) -> dict[str, Any]:
+        ids, salt, parts = [*context], salt or self.salt, list[Any]()
+        for image in reversed(images):  # the server repeats an image's token itself
+            del ids[image.start + 1 : image.start + len(image)]
+            url = f"data:image/png;base64,{base64.b64encode(image.png).decode()}"
+            # By `uuid` vLLM caches what a tower made of an image; later weights have another.
+            parts.insert(0, {"type": "image_url", "url": url, "uuid": f"{salt} {image.digest}"})
         return {
-            "token_ids": list(map(int, context)),
-            "sampling_params": sampling,
-            "cache_salt": self.salt,
+            "token_ids": ids,
+            "sampling_params": {**self._settings, **settings},
+            "cache_salt": salt,
+            **({"content_parts": parts, "return_token_ids": True} if parts else {}),
         }
 
-    def _parse_chunks(self, event: Any) -> Iterable[Chunk]:
+    def _parse_chunks(self, event: Any, context: Sequence[int] = ()) -> Iterable[Chunk]:
         """Parse a response, or one event of a stream.
+
+        Args:
+            context: compared with the ids that the server has read, if it returns them.
 
         Raises:
             RemoteError: it is not valid.
@@ -325,6 +348,12 @@ class GenerateClient:
         try:
             if "error" in event:
                 raise self._http.make_error(f"reported an error: {event['error']}", 500)
+            if context and (read := event.get("prompt_token_ids") or context) != context:
+                if len(read) == len(context):  # a single answer fails
+                    raise self._http.make_error("took a generated image token for an image", 500)
+                said = f"resizes images: {len(context):,} tokens of a prompt become {len(read):,}"
+                remedy = "start it with --mm-processor-kwargs of data.min_pixels and max_pixels"
+                raise self._http.make_error(f"{said}; {remedy}", 400)
             for choice in event["choices"]:
                 ids = tuple(map(int, choice["token_ids"] or ()))
                 content = (choice["logprobs"] or {}).get("content") or ()

@@ -66,6 +66,7 @@ from winnow.rollout.draw import draw_arguments  # noqa: E402
 from winnow.rollout.engine import (  # noqa: E402
     CompletionEvent,
     GroupRequest,
+    ImageLists,
     MemoryPart,
     SamplingParams,
     check_may_sleep,
@@ -301,7 +302,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
         self._rows.append(answer)
 
     def _add_request(
-        self, context: IntArray, params: RequestParams, priority: int, images: tuple[Image, ...]
+        self, context: IntArray, params: RequestParams, priority: int, images: Sequence[Image] = ()
     ) -> str:
         number = next(self._numbers)
         prompt: dict[str, Any] = {"prompt_token_ids": context.tolist(), "cache_salt": self._salt}
@@ -369,11 +370,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
     # -- scoring ------------------------------------------------------------------------------
 
     async def logprobs_of(
-        self,
-        sequences: Sequence[IntArray],
-        temperature: float,
-        last: int,
-        images: Sequence[tuple[Image, ...]] = (),
+        self, sequences: Sequence[IntArray], temperature: float, last: int, images: ImageLists = ()
     ) -> list[FloatArray]:
         """Score the last tokens of sequences by having vLLM decode them, whatever it would draw.
 
@@ -391,8 +388,7 @@ class VllmEngine(WrittenRows[VllmAnswer], TickEngine[VllmAnswer]):
             forced = ids[start:].tolist()
             own = draw_arguments(sampling, 0, start, self._vocab_size, forced)
             params = _request_params(len(forced), own, kind=RequestOutputKind.FINAL_ONLY)
-            shown = images[place] if images else ()
-            names[self._add_request(ids[:start], params, -1, shown)] = place
+            names[self._add_request(ids[:start], params, -1, *images[place : place + 1])] = place
         self._scored |= dict.fromkeys(names)
         while any(self._scored[name] is None for name in names):
             if self._rows:
@@ -532,9 +528,7 @@ def meta_model(
 ) -> nn.Module:
     """Return the model of a folder without memory: it names the tensors of a publication."""
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    kind: Any = AutoModelForCausalLM
-    if has_vision(config):
-        kind = AutoModelForImageTextToText
+    kind: Any = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
     with torch.device("meta"):
         made = kind.from_config(config, trust_remote_code=trust_remote_code)
     found: nn.Module = made.to(dtype)

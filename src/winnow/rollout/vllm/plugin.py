@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -258,7 +257,7 @@ class WorkerExtension:
         manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
         packed = manager.packed_modules
         layers = [part for name in manager.modules for part in packed.get(name, [name])]
-        return [re.sub("^language_model.model.", "model.language_model.", name) for name in layers]
+        return [name.replace("language_model.model.", "model.language_model.") for name in layers]
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
