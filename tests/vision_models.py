@@ -129,10 +129,11 @@ def group(number: int, prompt: Prompt, *answers: list[int]) -> Group:
 def their_logits(model: Any, ids: Any, images: tuple[Image, ...]) -> torch.Tensor:
     """Logits [T, V] by transformers' own forward pass of one sequence, with its own attention."""
     model.config.get_text_config()._attn_implementation = "sdpa"
-    is_image = torch.zeros(1, len(ids), dtype=torch.int)
+    device = model.device
+    is_image = torch.zeros(1, len(ids), dtype=torch.int, device=device)
     for image in images:
         is_image[:, image.start : image.start + len(image)] = 1
-    tokens = torch.tensor(np.array(ids))[None]
+    tokens = torch.tensor(np.array(ids), device=device)[None]
     # The image's token as a written one, which transformers would take for an image's.
     stray = (tokens == IMAGE_TOKEN) & (is_image == 0)
     embed = model.get_input_embeddings()
@@ -143,8 +144,9 @@ def their_logits(model: Any, ids: Any, images: tuple[Image, ...]) -> torch.Tenso
     if images:
         arrays = [decode_png(image.png) for image in images]
         made = model.image_processor(arrays, do_resize=False, return_tensors="pt")
-        inputs = {"pixel_values": made["pixel_values"].to(model.dtype)}
-        inputs |= {"image_grid_thw": made["image_grid_thw"], "mm_token_type_ids": is_image}
+        inputs = {"pixel_values": made["pixel_values"].to(device, model.dtype)}
+        grids = made["image_grid_thw"].to(device)
+        inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}
     logits = model(input_ids=tokens.masked_fill(stray, 0), use_cache=False, **inputs).logits[0]
     hook.remove()
     use_layout_attention(model)

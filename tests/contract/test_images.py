@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests import vision_models as vm
+from tests.devices import DEVICE
 
 from winnow.learning.batch import MicroBatch, all_micro_batches, micro_batches, pack
 from winnow.learning.canary import Canary
@@ -29,6 +30,13 @@ SIZES = ((1, 1), (2, 3), (4, 1))
 @pytest.fixture(params=get_args(vm.Kind))
 def kind(request: pytest.FixtureRequest) -> Any:
     return request.param
+
+
+def model_of(kind: vm.Kind, dtype: torch.dtype = torch.float64) -> Any:
+    model = vm.vision_model(kind, dtype)
+    if dtype == torch.float64:
+        fuse_layers(model)  # transformers' norms compute in fp32
+    return model.to(DEVICE)
 
 
 def groups() -> list[Group]:
@@ -75,10 +83,7 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
     if dtype == torch.float64:
         module = f"transformers.models.{kind}.modeling_{kind}"
         monkeypatch.setattr(f"{module}.apply_rotary_pos_emb_vision", vm.rotate)
-    strategy = Strategy(vm.vision_model(kind, dtype), vocab_size=vm.VOCAB)
-    theirs = vm.vision_model(kind, dtype)
-    if dtype == torch.float64:
-        fuse_layers(theirs)  # transformers' norms compute in fp32
+    strategy, theirs = Strategy(model_of(kind, dtype), vocab_size=vm.VOCAB), model_of(kind, dtype)
     total = torch.zeros((), dtype=torch.float64)
     batch = pack(groups())
     parts = all_micro_batches(batch, 1000)
@@ -88,7 +93,7 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
     samples = [(g.prompt, answer) for g in groups() for answer in g.answers]
     for place, (prompt, answer) in enumerate(samples):
         ids = np.concatenate([prompt.token_ids, answer.trajectory.token_ids])
-        logits = vm.their_logits(theirs, ids, prompt.images)
+        logits = vm.their_logits(theirs, ids, prompt.images).cpu()
         targets, first = torch.tensor(ids), len(prompt.token_ids)
         logprobs = logits[:-1].log_softmax(-1).gather(1, targets[1:, None])[first - 1 :, 0]
         start, stop = batch.offsets[place] + first, batch.offsets[place + 1]
@@ -106,7 +111,7 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
 
 
 def test_split_and_order_change_no_gradient_and_each_image_is_encoded_once(kind: vm.Kind) -> None:
-    strategy = Strategy(vm.vision_model(kind), vocab_size=vm.VOCAB, gradient_checkpointing=True)
+    strategy = Strategy(model_of(kind), vocab_size=vm.VOCAB, gradient_checkpointing=True)
     batch = pack(groups())
     wanted = gradients(strategy, all_micro_batches(batch, 1000))
     with counted(strategy.model) as calls:
@@ -158,7 +163,7 @@ def written(engine: Any, asked: list[GroupRequest], ticks: int | None = None) ->
 def test_the_engine_agrees_with_transformers_however_often_it_is_interrupted(
     kind: vm.Kind,
 ) -> None:
-    model = vm.vision_model(kind)
+    model = model_of(kind)
     engine = TorchEngine(model, 8, 64, vocab_size=vm.VOCAB)
     with counted(model) as calls:
         answers = written(engine, requests())
@@ -168,7 +173,7 @@ def test_the_engine_agrees_with_transformers_however_often_it_is_interrupted(
             segment = answers[asked.group_id, index]
             ids = np.concatenate([asked.prompt_ids, segment.token_ids])
             with torch.no_grad():
-                logits = vm.their_logits(model, ids, asked.images)
+                logits = vm.their_logits(model, ids, asked.images).cpu()
             targets = torch.tensor(segment.token_ids)[:, None]
             first = len(asked.prompt_ids) - 1
             wanted = logits[first:-1].log_softmax(-1).gather(1, targets)[:, 0]
@@ -184,7 +189,7 @@ def test_a_canary_with_an_image_sees_a_stale_vision_tower(kind: vm.Kind) -> None
     from winnow.errors import PublicationError
     from winnow.models.vision import noise_image
 
-    model, stale = (vm.vision_model(kind, torch.float32) for _ in range(2))
+    model, stale = (model_of(kind, torch.float32) for _ in range(2))
     image = noise_image(model.image_processor)
     canary = Canary.random(vm.VOCAB, 256, torch.float32, image=image, image_token_id=vm.IMAGE_TOKEN)
     expected = canary.score(Strategy(model, vocab_size=vm.VOCAB))
