@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image as Pillow
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -15,7 +17,7 @@ from transformers import (
 )
 
 from winnow.models.causal_lm import use_layout_attention
-from winnow.models.vision import decode_png, encode_png
+from winnow.models.vision import encode_png
 from winnow.types import Answer, Group, Image, Prompt, Score, Segment, Trajectory, join_images
 
 Kind = Literal["qwen2_5_vl", "qwen3_vl"]
@@ -142,8 +144,8 @@ def their_logits(model: Any, ids: Any, images: tuple[Image, ...]) -> torch.Tenso
     )
     inputs: dict[str, Any] = {}
     if images:
-        arrays = [decode_png(image.png) for image in images]
-        made = model.image_processor(arrays, do_resize=False, return_tensors="pt")
+        opened = [Pillow.open(io.BytesIO(image.png)) for image in images]
+        made = model.image_processor(opened, do_resize=False, return_tensors="pt")
         inputs = {"pixel_values": made["pixel_values"].to(device, model.dtype)}
         grids = made["image_grid_thw"].to(device)
         inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}

@@ -132,8 +132,7 @@ class Canary:
         sequences = [rng.integers(0, vocabulary, min(n, positions)) for n in LENGTHS]
         images: tuple[tuple[Image, ...], ...] = ()
         if image is not None:
-            tokens = np.full(len(image), image_token_id)
-            sequences[0] = np.insert(sequences[0], 1, tokens)
+            sequences[0] = np.insert(sequences[0], 1, [image_token_id] * len(image))
             images = ((image.at(1),), *[()] * (len(sequences) - 1))
         return cls(tuple(sequences), temperature, dtype, images)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from winnow.models.sharded_loading import Hollow
-    from winnow.models.vision import ImageTokens
+    from winnow.models.vision import PlacedImages
 
 log = logging.getLogger(__name__)
 
@@ -228,29 +228,29 @@ def hidden_states(
     token_ids: Tensor,
     positions: Tensor,
     layout: AttentionLayout,
-    images: ImageTokens | None = None,
+    images: PlacedImages | None = None,
 ) -> Tensor:
     """Return final hidden states [T, H] of flat tokens [T].
 
     Args:
-        positions: [T] in their sequences, or the three coordinates [3, T] of a vision-language
-            model's.
-        images: those of the tokens that stand for images.
+        positions: [T] in their sequences.
+        images: with features; their coordinates take the place of `positions`.
     """
     backbone = text_model(model)
     inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}
     if images is not None:
-        embeddings = backbone.embed_tokens(token_ids)
-        first, *deepstack = images.features.to(embeddings.dtype)
+        assert images.features is not None
+        embeddings, positions = backbone.embed_tokens(token_ids), images.rope
+        first, *deepstack = images.features[:, images.rows].to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, images.places, first)
         inputs = {"inputs_embeds": embeddings.unsqueeze(0)}
         if deepstack:
             is_image = torch.zeros_like(token_ids, dtype=torch.bool)
-            is_image[images.places] = True
+            is_image = is_image.index_fill(0, images.places, True)
             inputs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": deepstack}
     output = backbone(
         **inputs,
-        position_ids=positions.unsqueeze(positions.ndim - 1),
+        position_ids=positions.unsqueeze(-2),
         use_cache=False,
         layout=layout,
     )

@@ -16,6 +16,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.types import Image, IntArray
+from winnow.types import Image, IntArray, join_images
 
 if TYPE_CHECKING:
     from winnow.models.folders import ModelRef
@@ -34,13 +35,27 @@ VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True, eq=False)
-class ImageTokens:
-    """Tokens of a forward call that stand for images, and the tower's features of them."""
+class PlacedImages:
+    """The images among the tokens of a forward call; may be none, if other calls have some."""
 
+    images: tuple[Image, ...]
+    """Distinct ones: an image of n answers is there once."""
     places: Tensor
-    """[P] int64: which of the T tokens, ascending."""
-    features: Tensor
-    """[1 + D, P, H]: embeddings, and what is added behind the first D decoder layers."""
+    """[P] int64: the tokens that stand for images, ascending."""
+    rows: Tensor
+    """[P] int64: their rows among the tokens of `images`, one image behind the other."""
+    rope: Tensor
+    """[3, T] int64: coordinates of all tokens."""
+    features: Tensor | None = None
+    """[1 + D, M, H] of the tokens of `images`: embeddings, and what is added behind the first D
+    decoder layers; None until the vision tower has run."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PlacedImages:
+        """Return a copy without features on `device`."""
+        tensors = (self.places, self.rows, self.rope)
+        return PlacedImages(
+            self.images, *(t.to(device, non_blocking=non_blocking) for t in tensors)
+        )
 
 
 def has_vision(config: Any) -> bool:
@@ -97,51 +112,47 @@ def load_image_processor(where: ModelRef) -> Any:
         ) from error
 
 
-def rope_positions(positions: IntArray, images: Iterable[tuple[Image, int, int]]) -> IntArray:
-    """Compute the three coordinates [3, T] of packed tokens.
+def place_images(positions: IntArray, images: Sequence[Image], ends: IntArray) -> PlacedImages:
+    """Place images among packed tokens.
 
     Args:
-        positions: [T] of the tokens in their contexts.
-        images: each with the place of its first token among the T and the end of its context, in
-            the order of places.
+        positions: [T] of the tokens in their contexts, as if an image took one for each of its own.
+        images: placed among the T, in the order of their tokens.
+        ends: of all contexts, ascending.
     """
     rope = np.tile(positions, (3, 1))
-    for image, start, end in images:
-        (rows, columns), stop = image.grid, start + len(image)
-        first = rope[0, start]
-        rope[0, start:stop] = first
-        rope[1, start:stop] = first + np.repeat(np.arange(rows), columns)
-        rope[2, start:stop] = first + np.tile(np.arange(columns), rows)
-        rope[:, stop:end] -= len(image) - max(rows, columns)
-    return rope
+    distinct = {image.digest: image for image in images}
+    firsts = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
+    tokens = [np.empty((2, 0), np.int64)]
+    for image in images:
+        start, stop = image.start, image.start + len(image)
+        rows = firsts[image.digest] + np.arange(len(image))
+        tokens.append(np.stack([np.arange(start, stop), rows]))
+        rope[:, start:stop] = rope[0, start]
+        rope[1:, start:stop] += np.indices(image.grid).reshape(2, -1)
+        end = ends[np.searchsorted(ends, start, "right")]
+        rope[:, stop:end] -= position_shift([image])
+    places, rows = torch.from_numpy(np.concatenate(tokens, axis=1))
+    return PlacedImages(tuple(distinct.values()), places, rows, torch.from_numpy(rope))
 
 
-@dataclass(frozen=True, eq=False)
-class ImageSpan:
-    """Tokens of a context that run in one forward call, and the images of the whole context."""
+def place_spans(
+    images: Iterable[tuple[Image, ...]], starts: IntArray, stops: IntArray
+) -> PlacedImages | None:
+    """Place images among packed spans of contexts; None if the spans show none.
 
-    images: tuple[Image, ...]
-    start: int
-    stop: int
-
-
-def place_images(spans: Sequence[ImageSpan]) -> tuple[IntArray, IntArray, tuple[Image, ...]]:
-    """Place the images of packed spans.
-
-    Returns:
-        the three coordinates [3, T] of all tokens, the tokens [P] that stand for images, and these
-        images in the same order, as often as they occur.
+    Args:
+        images: of each context, placed in it.
+        starts, stops: of each context's tokens that are packed.
     """
-    ropes, places, shown, first = [np.empty((3, 0), np.int64)], [np.empty(0, np.int64)], [], 0
-    for span in spans:
-        placed = [(image, image.start, span.stop) for image in span.images]
-        ropes.append(rope_positions(np.arange(span.stop), placed)[:, span.start :])
-        for image in span.images:
-            if image.start >= span.start:
-                places.append(first + image.start - span.start + np.arange(len(image)))
-                shown.append(image)
-        first += span.stop - span.start
-    return np.concatenate(ropes, axis=1), np.concatenate(places), tuple(shown)
+    positions, parts = list[IntArray](), list[tuple[int, tuple[Image, ...]]]()
+    for context, start, stop in zip(images, starts.tolist(), stops.tolist(), strict=True):
+        before = [image for image in context if image.start < start]
+        positions.append(np.arange(start, stop) - position_shift(before))
+        shown = tuple(image.at(image.start - start) for image in context[len(before) :])
+        parts.append((stop - start, shown))
+    packed, ends = join_images(parts), np.cumsum(stops - starts)
+    return place_images(np.concatenate(positions), packed, ends) if packed else None
 
 
 def position_shift(images: Iterable[Image]) -> int:
@@ -173,33 +184,23 @@ def encode_png(rgb: NDArray[np.uint8], edge: int) -> Image:
 def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
     """Run the vision tower; returns features [1 + D, M, H] of all images, one behind the other.
 
-    Without images it runs on a blank one, of which no feature is returned: on ranks all units of
-    the tower run together.
+    Without images it runs on noise, of which no feature is returned: on ranks all units of the
+    tower run together.
     """
-    inner = cast(Any, model).base_model
-    processor, device = cast(Any, model).image_processor, inner.visual.device
-    arrays = [decode_png(image.png) for image in images]
-    if not images:
-        edge = processor.patch_size * processor.merge_size
-        arrays = [np.zeros((edge, edge, 3), np.uint8)]
-    pixels, grids = image_patches(processor, arrays)
-    output = inner.get_image_features(pixels.to(device), grids.to(device), return_dict=True)
-    layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    features = torch.stack([torch.cat(tuple(layer)) for layer in layers])
+    inner, processor = cast(Any, model).base_model, cast(Any, model).image_processor
+    shown = images or [noise_image(processor)]
+    patches = image_patches(processor, [image.png for image in shown])
+    pixels, grids = (each.to(inner.visual.device) for each in patches)
+    output = inner.get_image_features(pixels, grids, return_dict=True)
+    layers = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+    features = torch.stack([torch.cat(layer) for layer in layers])
     return features if images else features[:, :0]
 
 
-def image_patches(processor: Any, arrays: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
+def image_patches(processor: Any, pngs: Sequence[bytes]) -> tuple[Tensor, Tensor]:
     """Return the patches of all images, and each one's grid of patches: time, height, width."""
-    inputs = processor(
-        arrays, do_resize=False, return_tensors="pt", input_data_format="channels_last"
-    )
-    return inputs["pixel_values"], inputs["image_grid_thw"]
-
-
-def decode_png(png: bytes) -> NDArray[np.uint8]:
-    """Return the pixels [height, width, 3] of an image."""
     from PIL import Image as Pillow
 
-    with Pillow.open(io.BytesIO(png), formats=("PNG",)) as opened:
-        return np.asarray(opened.convert("RGB"))
+    images = [Pillow.open(io.BytesIO(png), formats=("PNG",)) for png in pngs]
+    inputs = processor(images, do_resize=False, return_tensors="pt")
+    return inputs["pixel_values"], inputs["image_grid_thw"]
