@@ -241,7 +241,7 @@ def hidden_states(
     if images is not None:
         assert images.features is not None
         embeddings, positions = backbone.embed_tokens(token_ids), images.rope
-        first, *deepstack = images.features[:, images.rows].to(embeddings.dtype)
+        first, *deepstack = images.features.to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, images.places, first)
         inputs = {"inputs_embeds": embeddings.unsqueeze(0)}
         if deepstack:

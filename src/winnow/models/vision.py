@@ -6,8 +6,8 @@ features are added behind the first decoder layers. Positions are those of M-RoP
 arXiv:2409.12191): an image takes one place in time and its rows and columns in two further
 coordinates, and what follows continues behind the larger of both.
 
-Shapes: `T` tokens of a forward call, `M` tokens of distinct images, `H` width of the text model,
-`D` deepstack layers.
+Shapes: `T` tokens of a forward call, `P` of them that stand for images, `M` tokens of some images,
+`H` width of the text model, `D` deepstack layers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,10 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
+from winnow.models.folders import ModelRef, explain_load_errors
 from winnow.types import Image, IntArray, join_images
-
-if TYPE_CHECKING:
-    from winnow.models.folders import ModelRef
 
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 """Values of `model_type` in config.json of the vision-language models that can be trained."""
@@ -39,23 +36,19 @@ class PlacedImages:
     """The images among the tokens of a forward call; may be none, if other calls have some."""
 
     images: tuple[Image, ...]
-    """Distinct ones: an image of n answers is there once."""
+    """In the order of their tokens; an image of n answers is there n times."""
     places: Tensor
     """[P] int64: the tokens that stand for images, ascending."""
-    rows: Tensor
-    """[P] int64: their rows among the tokens of `images`, one image behind the other."""
     rope: Tensor
     """[3, T] int64: coordinates of all tokens."""
     features: Tensor | None = None
-    """[1 + D, M, H] of the tokens of `images`: embeddings, and what is added behind the first D
-    decoder layers; None until the vision tower has run."""
+    """[1 + D, P, H]: embeddings of the tokens of images, and what is added to these behind the
+    first D decoder layers; None until the vision tower has run."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PlacedImages:
         """Return a copy without features on `device`."""
-        tensors = (self.places, self.rows, self.rope)
-        return PlacedImages(
-            self.images, *(t.to(device, non_blocking=non_blocking) for t in tensors)
-        )
+        tensors = (t.to(device, non_blocking=non_blocking) for t in (self.places, self.rope))
+        return PlacedImages(self.images, *tensors)
 
 
 def has_vision(config: Any) -> bool:
@@ -100,16 +93,9 @@ def load_image_processor(where: ModelRef) -> Any:
     """
     from transformers import Qwen2VLImageProcessorPil
 
-    try:
+    fault = f"{where}: cannot read its preprocessor_config.json"
+    with explain_load_errors(fault, missing="pip install 'winnow-rl[images]'"):
         return Qwen2VLImageProcessorPil.from_pretrained(where.path)
-    except ImportError as error:
-        raise ModelError(f"{where}: images need Pillow; pip install 'winnow-rl[images]'") from error
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        raise ModelError(
-            f"{where}: its preprocessor_config.json is missing or cannot be read ({reason}); give "
-            "a complete Hugging Face folder"
-        ) from error
 
 
 def place_images(positions: IntArray, images: Sequence[Image], ends: IntArray) -> PlacedImages:
@@ -120,20 +106,16 @@ def place_images(positions: IntArray, images: Sequence[Image], ends: IntArray) -
         images: placed among the T, in the order of their tokens.
         ends: of all contexts, ascending.
     """
-    rope = np.tile(positions, (3, 1))
-    distinct = {image.digest: image for image in images}
-    firsts = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
-    tokens = [np.empty((2, 0), np.int64)]
+    rope, places = np.tile(positions, (3, 1)), [np.empty(0, np.int64)]
     for image in images:
         start, stop = image.start, image.start + len(image)
-        rows = firsts[image.digest] + np.arange(len(image))
-        tokens.append(np.stack([np.arange(start, stop), rows]))
+        places.append(np.arange(start, stop))
         rope[:, start:stop] = rope[0, start]
         rope[1:, start:stop] += np.indices(image.grid).reshape(2, -1)
         end = ends[np.searchsorted(ends, start, "right")]
         rope[:, stop:end] -= position_shift([image])
-    places, rows = torch.from_numpy(np.concatenate(tokens, axis=1))
-    return PlacedImages(tuple(distinct.values()), places, rows, torch.from_numpy(rope))
+    tensors = map(torch.from_numpy, (np.concatenate(places), rope))
+    return PlacedImages(tuple(images), *tensors)
 
 
 def place_spans(
@@ -182,19 +164,21 @@ def encode_png(rgb: NDArray[np.uint8], edge: int) -> Image:
 
 
 def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
-    """Run the vision tower; returns features [1 + D, M, H] of all images, one behind the other.
+    """Return features [1 + D, M, H] of all images, one behind the other.
 
-    Without images it runs on noise, of which no feature is returned: on ranks all units of the
-    tower run together.
+    The vision tower runs once on each distinct image. Without images it runs on noise, of which no
+    feature is returned: on ranks all units of the tower run together.
     """
     inner, processor = cast(Any, model).base_model, cast(Any, model).image_processor
     shown = images or [noise_image(processor)]
-    patches = image_patches(processor, [image.png for image in shown])
+    distinct = {image.digest: image.png for image in shown}
+    rows = {digest: row for row, digest in enumerate(distinct)}
+    patches = image_patches(processor, [*distinct.values()])
     pixels, grids = (each.to(inner.visual.device) for each in patches)
     output = inner.get_image_features(pixels, grids, return_dict=True)
     layers = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-    features = torch.stack([torch.cat(layer) for layer in layers])
-    return features if images else features[:, :0]
+    features = [torch.cat([layer[rows[image.digest]] for image in shown]) for layer in layers]
+    return torch.stack(features)[:, : sum(map(len, images))]
 
 
 def image_patches(processor: Any, pngs: Sequence[bytes]) -> tuple[Tensor, Tensor]:
