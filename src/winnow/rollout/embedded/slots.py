@@ -254,24 +254,21 @@ class ExtendLayout(PrefillLayout):
 
     Args:
         first: first of the rows.
-        starts: [P] keys of each; `cache` has room for the others.
+        starts: [P] keys of each; the cache has room for the others.
         stops: [P] keys of each with the new ones.
-        shift: what positions are less than places, by row.
     """
 
-    def __init__(
-        self, cache: SlotCache, first: int, starts: IntArray, stops: IntArray, shift: Tensor
-    ) -> None:
-        super().__init__(stops - starts, cache.device)
-        self._cache, self._rows = cache, slice(first, first + len(starts))
-        queries = torch.arange(self.length, device=cache.device)
-        queries = torch.from_numpy(starts).to(cache.device)[:, None] + queries
+    def __init__(self, slots: Slots, first: int, starts: IntArray, stops: IntArray) -> None:
+        super().__init__(stops - starts, slots.device)
+        self._cache, self._rows = slots.cache, slice(first, first + len(starts))
+        queries = torch.arange(self.length, device=slots.device)
+        queries = torch.from_numpy(starts).to(slots.device)[:, None] + queries
         self.token_rows = first + self._places // self.length
         """[T]"""
         self.targets = queries.flatten()[self._places]
         """[T] places of the tokens in their rows."""
-        self.positions = self.targets - shift[self.token_rows]
-        self._keys = torch.arange(int(stops.max()), device=cache.device)
+        self.positions = self.targets - slots.shift[self.token_rows]
+        self._keys = torch.arange(int(stops.max()), device=slots.device)
         self._queries = queries[:, None, :, None]
         self._mask = self._keys <= self._queries
         """[P, 1, L, S]"""
@@ -383,8 +380,6 @@ class RetainedRow:
     """None of the live ones."""
     ids: IntArray
     """Context and answer; the last one has no keys yet."""
-    digests: list[str]
-    """Of the context's images."""
 
 
 class Slots:
@@ -441,9 +436,7 @@ class Slots:
         retained = self.retained.get(answer.key)
         if retained is None or len(answer.context) <= len(retained.ids):
             return False
-        digests = [image.digest for image in answer.images][: len(retained.digests)]
-        same_ids = np.array_equal(answer.context[: len(retained.ids)], retained.ids)
-        return same_ids and digests == retained.digests
+        return np.array_equal(answer.context[: len(retained.ids)], retained.ids)
 
     def continue_rows(
         self, answers: Sequence[PrefilledAnswer]
@@ -451,8 +444,7 @@ class Slots:
         """Give answers the next rows, with the keys of those retained for them.
 
         Returns:
-            ids [T] of context tokens that have no keys yet, the layout to run them with, and their
-            images, if there are any.
+            ids [T] of context tokens that have no keys yet, the layout to run them with, images.
         """
         by_row = {self.retained[answer.key].row: answer for answer in answers}
         known = {answer.key: len(self.retained.pop(answer.key).ids) - 1 for answer in answers}
@@ -461,7 +453,7 @@ class Slots:
         self.cache.reserve(int(lengths.max()) + 1)
         self.cache.show(here, lengths - 1)
         starts = np.array([known[answer.key] for answer in answers])
-        layout = ExtendLayout(self.cache, here.start, starts, lengths - 1, self.shift)
+        layout = ExtendLayout(self, here.start, starts, lengths - 1)
         images = place_spans([answer.images for answer in answers], starts, lengths - 1)
         return self.ids[layout.token_rows, layout.targets], layout, images
 
@@ -584,10 +576,9 @@ class Slots:
         moves = dict(zip(source, target, strict=True))
         swaps = {new: old for old, new in moves.items() if new in retain}
         for row in retain:
-            answer, ids = self.answers[row], self.ids[row, : int(self.lengths[row])].cpu().numpy()
-            self.retained.pop(answer.key, None)
-            digests = [image.digest for image in answer.images]
-            self.retained[answer.key] = RetainedRow(swaps.get(row, row), ids.copy(), digests)
+            key, ids = self.answers[row].key, self.ids[row, : int(self.lengths[row])]
+            self.retained.pop(key, None)
+            self.retained[key] = RetainedRow(swaps.get(row, row), ids.cpu().numpy().copy())
         self._move_rows(moves | swaps)
         for old, new in moves.items():
             self.answers[new] = self.answers[old]
