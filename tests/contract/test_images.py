@@ -14,6 +14,7 @@ import torch
 from tests import vision_models as vm
 from tests.devices import DEVICE
 
+from winnow.data.images import VisionInput
 from winnow.learning.batch import MicroBatch, all_micro_batches, micro_batches, pack
 from winnow.learning.canary import Canary
 from winnow.learning.runner import Outputs
@@ -187,11 +188,10 @@ def test_the_engine_agrees_with_transformers_however_often_it_is_interrupted(
 
 def test_a_canary_with_an_image_sees_a_stale_vision_tower(kind: vm.Kind) -> None:
     from winnow.errors import PublicationError
-    from winnow.models.vision import noise_image
 
     model, stale = (model_of(kind, torch.float32) for _ in range(2))
-    image = noise_image(model.image_processor)
-    canary = Canary.random(vm.VOCAB, 256, torch.float32, image=image, image_token_id=vm.IMAGE_TOKEN)
+    vision = VisionInput(model.image_processor, model.config)
+    canary = Canary.random(vm.VOCAB, 256, torch.float32, vision=vision)
     expected = canary.score(Strategy(model, vocab_size=vm.VOCAB))
     fresh = {"engine 0": TorchEngine(model, 4, 64, vocab_size=vm.VOCAB)}
     asyncio.run(canary.check(expected, 1, fresh))

@@ -72,7 +72,7 @@ class ModelRunner(nn.Module):
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
         layout = PackedLayout(micro.contexts, micro.token_ids.device, self._kernels)
-        hidden = hidden_states(self.model, micro.token_ids, micro.positions, layout, micro.images)
+        hidden = hidden_states(self.model, micro.token_ids, micro.images or micro.positions, layout)
         return hidden.index_select(0, at - shift), at
 
     def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:

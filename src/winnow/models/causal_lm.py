@@ -35,13 +35,12 @@ from winnow.models.folders import (
     tokenizer_files,
     write_files,
 )
-from winnow.models.vision import check_vision, has_vision, load_image_processor
+from winnow.models.vision import PlacedImages, check_vision, has_vision, load_image_processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from winnow.models.sharded_loading import Hollow
-    from winnow.models.vision import PlacedImages
 
 log = logging.getLogger(__name__)
 
@@ -224,23 +223,19 @@ def check_weights(where: ModelRef, loading: Mapping[str, Collection[Any]]) -> No
 
 
 def hidden_states(
-    model: nn.Module,
-    token_ids: Tensor,
-    positions: Tensor,
-    layout: AttentionLayout,
-    images: PlacedImages | None = None,
+    model: nn.Module, token_ids: Tensor, positions: Tensor | PlacedImages, layout: AttentionLayout
 ) -> Tensor:
     """Return final hidden states [T, H] of flat tokens [T].
 
     Args:
-        positions: [T] in their sequences.
-        images: with features; their coordinates take the place of `positions`.
+        positions: [T] in their sequences; or images with features, which have coordinates.
     """
     backbone = text_model(model)
     inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}
-    if images is not None:
+    if isinstance(positions, PlacedImages):
+        images, positions = positions, positions.rope
         assert images.features is not None
-        embeddings, positions = backbone.embed_tokens(token_ids), images.rope
+        embeddings = backbone.embed_tokens(token_ids)
         first, *deepstack = images.features.to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, images.places, first)
         inputs = {"inputs_embeds": embeddings.unsqueeze(0)}

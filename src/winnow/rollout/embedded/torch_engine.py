@@ -236,7 +236,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             self._queue = [answer for answer in self._queue if answer not in going]
             ids, layout, images = slots.continue_rows(batch)
             if ready or images is not None:
-                self._run(ids, layout.positions, layout, images)
+                self._run(ids, images or layout.positions, layout)
             else:
                 lacking = ids, layout
         return lacking
@@ -293,23 +293,22 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         layout = PrefillLayout(lengths, self._device)
         tokens = torch.from_numpy(ids).to(self._device, torch.long)
         images = place_spans([shown for _, shown in contexts], 0 * lengths, lengths)
-        hidden, routes = self._run(tokens, layout.positions, layout, images)
+        hidden, routes = self._run(tokens, images or layout.positions, layout)
         if routes is not None:
             layout.add_routes(routes)
         return hidden, layout.layers
 
     def _run(
-        self, ids: Tensor, positions: Tensor, layout: AttentionLayout, images: PlacedImages | None
+        self, ids: Tensor, positions: Tensor | PlacedImages, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [T, H] and routes [T, layers, k] of tokens [T]; encodes images."""
-        if images is not None:
-            features = encode_images(self._model, images.images)
-            images = replace(images.to(self._device), features=features)
-        inputs = ids, positions, layout, images
+        if isinstance(positions, PlacedImages):
+            features = encode_images(self._model, positions.images)
+            positions = replace(positions.to(self._device), features=features)
         if self._routing is None:
-            return hidden_states(self._model, *inputs), None
+            return hidden_states(self._model, ids, positions, layout), None
         with self._routing.recording() as chosen:
-            hidden = hidden_states(self._model, *inputs)
+            hidden = hidden_states(self._model, ids, positions, layout)
         return hidden, torch.stack(chosen, 1).to(self._routing.shape.dtype)
 
     # -- one tick -----------------------------------------------------------------------------
@@ -335,11 +334,11 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         tokens, layout = slots.ids[rows, at], DecodeLayout(cache, rows, at, length)
         positions = at - slots.shift[:count]
         if lacking is None:
-            hidden, routes = self._run(tokens, positions, layout, None)
+            hidden, routes = self._run(tokens, positions, layout)
         else:
             ids, extension = lacking
             ids, positions = torch.cat([tokens, ids]), torch.cat([positions, extension.positions])
-            hidden, routes = self._run(ids, positions, MixedLayout(layout, extension), None)
+            hidden, routes = self._run(ids, positions, MixedLayout(layout, extension))
             hidden = hidden[:count]
         if routes is not None:
             slots.store_routes(routes)
