@@ -266,10 +266,8 @@ def pack(
     if overlong_filtering:
         complete = [not answer.trajectory.truncated for _, _, answer in rows]
         loss_mask &= np.repeat(np.array(complete, dtype=bool), lengths)
-    images = tuple(
-        join_images([(len(prompt.token_ids), prompt.images), (0, answer.trajectory.images)])
-        for _, prompt, answer in rows
-    )
+    parts = ([(len(p.token_ids), p.images), (0, a.trajectory.images)] for _, p, a in rows)
+    images = tuple(map(join_images, parts))
     behav_T = np.zeros(len(gen_mask), dtype=np.float32)
     behav_T[gen_mask] = np.concatenate(behav) if behav else 0.0
     return Batch(

@@ -240,9 +240,8 @@ def hidden_states(
         embeddings = embeddings.index_copy(0, images.places, first)
         inputs = {"inputs_embeds": embeddings.unsqueeze(0)}
         if deepstack:
-            is_image = torch.zeros_like(token_ids, dtype=torch.bool)
-            is_image = is_image.index_fill(0, images.places, True)
-            inputs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": deepstack}
+            mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.places, True)
+            inputs |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": deepstack}
     output = backbone(
         **inputs,
         position_ids=positions.unsqueeze(-2),

@@ -114,8 +114,7 @@ def place_images(positions: IntArray, images: Sequence[Image], ends: IntArray) -
         rope[1:, start:stop] += np.indices(image.grid).reshape(2, -1)
         end = ends[np.searchsorted(ends, start, "right")]
         rope[:, stop:end] -= position_shift([image])
-    tensors = map(torch.from_numpy, (np.concatenate(places), rope))
-    return PlacedImages(tuple(images), *tensors)
+    return PlacedImages(tuple(images), *map(torch.from_numpy, (np.concatenate(places), rope)))
 
 
 def place_spans(
@@ -131,8 +130,7 @@ def place_spans(
     for context, start, stop in zip(images, starts.tolist(), stops.tolist(), strict=True):
         before = [image for image in context if image.start < start]
         positions.append(np.arange(start, stop) - position_shift(before))
-        shown = tuple(image.at(image.start - start) for image in context[len(before) :])
-        parts.append((stop - start, shown))
+        parts.append((stop - start, tuple(i.at(i.start - start) for i in context[len(before) :])))
     packed, ends = join_images(parts), np.cumsum(stops - starts)
     return place_images(np.concatenate(positions), packed, ends) if packed else None
 
