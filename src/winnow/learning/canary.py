@@ -133,7 +133,7 @@ class Canary:
         sequences = [rng.integers(0, vocabulary, min(n, positions)) for n in LENGTHS]
         images: tuple[tuple[Image, ...], ...] = ()
         if vision is not None:
-            image = noise_image(vision.processor)
+            image = noise_image(vision.processor, 2, 3)
             sequences[0] = np.insert(sequences[0], 1, [vision.config.image_token_id] * len(image))
             images = ((image.at(1),), *[()] * (len(sequences) - 1))
         return cls(tuple(sequences), temperature, dtype, images)

@@ -140,9 +140,9 @@ def position_shift(images: Iterable[Image]) -> int:
     return sum(len(image) - max(image.grid) for image in images)
 
 
-def noise_image(processor: Any) -> Image:
-    """Make an image of fixed noise, of two rows and three columns of tokens."""
-    rows, columns, edge = 2, 3, processor.patch_size * processor.merge_size
+def noise_image(processor: Any, rows: int, columns: int) -> Image:
+    """Make an image of fixed noise, of so many rows and columns of tokens."""
+    edge = processor.patch_size * processor.merge_size
     rng = np.random.default_rng(0)
     return encode_png(rng.integers(0, 256, (rows * edge, columns * edge, 3), np.uint8), edge)
 
@@ -164,11 +164,11 @@ def encode_png(rgb: NDArray[np.uint8], edge: int) -> Image:
 def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
     """Return features [1 + D, M, H] of all images, one behind the other.
 
-    The vision tower runs once on each distinct image. Without images it runs on noise, of which no
-    feature is returned: on ranks all units of the tower run together.
+    The vision tower runs once on each distinct image. Without images it runs on a token of
+    noise, of which no feature is returned: on ranks all units of the tower run together.
     """
     inner, processor = cast(Any, model).base_model, cast(Any, model).image_processor
-    shown = images or [noise_image(processor)]
+    shown = images or [noise_image(processor, 1, 1)]
     distinct = {image.digest: image.png for image in shown}
     rows = {digest: row for row, digest in enumerate(distinct)}
     patches = image_patches(processor, [*distinct.values()])

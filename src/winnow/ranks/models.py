@@ -304,11 +304,10 @@ def check_positions(
         prompts: those that answers follow; generated ones, which never end, count by the limit.
     """
     shape = model.config.get_text_config()
-    positions = getattr(shape, "max_position_embeddings", None)
+    positions, answer = getattr(shape, "max_position_embeddings", None), rollout.max_response_tokens
     asks = data.eval_files or not isinstance(data.task, NoTask)
     if not isinstance(positions, int) or (isinstance(sft, Demonstrations) and not asks):
         return
-    answer = rollout.max_response_tokens
     is_rotary = getattr(shape, "rope_parameters", None) is not None
     sizes = [] if prompts is None or is_rotary else [data.max_prompt_tokens]
     if sizes and isinstance(prompts, PromptSet):
