@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.unit.environments.test_conversation import EOS, tokenizer
+from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from winnow.config.data import DataConfig
@@ -39,7 +40,7 @@ from winnow.environments.conversation import (
 )
 from winnow.models.causal_lm import use_layout_attention
 from winnow.models.fused_layers import fuse_layers
-from winnow.rollout.embedded.torch_engine import PackedTokens, TorchEngine
+from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import (
     AnswerRequest,
     CompletionEvent,
@@ -98,9 +99,9 @@ class CountingEngine(TorchEngine):
         self.seconds += time.process_time() - began
         return events
 
-    def _run(self, tokens: PackedTokens[Any]) -> Any:
-        self.tokens += len(tokens.ids)
-        return super()._run(tokens)
+    def _run(self, tokens: Tensor, *inputs: Any) -> Any:
+        self.tokens += len(tokens)
+        return super()._run(tokens, *inputs)
 
 
 class Replies:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from tests.devices import DEVICE
+from PIL import Image as Pillow
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from winnow.models.causal_lm import use_layout_attention
-from winnow.models.vision import decode_png, encode_png
+from winnow.models.vision import encode_png
 from winnow.types import Answer, Group, Image, Prompt, Score, Segment, Trajectory, join_images
 
 Kind = Literal["qwen2_5_vl", "qwen3_vl"]
@@ -69,7 +70,7 @@ def vision_model(
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         config = Qwen3VLConfig(text_config=text, vision_config=vision, **special)
         model = Qwen3VLForConditionalGeneration(config)
-    model.to(DEVICE, dtype).eval()
+    model.to(dtype).eval()
     model.image_processor = processor()
     use_layout_attention(model)
     return model
@@ -130,10 +131,11 @@ def group(number: int, prompt: Prompt, *answers: list[int]) -> Group:
 def their_logits(model: Any, ids: Any, images: tuple[Image, ...]) -> torch.Tensor:
     """Logits [T, V], on the host, of one sequence by transformers' own pass and attention."""
     model.config.get_text_config()._attn_implementation = "sdpa"
-    is_image = torch.zeros(1, len(ids), dtype=torch.int, device=DEVICE)
+    device = model.device
+    is_image = torch.zeros(1, len(ids), dtype=torch.int, device=device)
     for image in images:
         is_image[:, image.start : image.start + len(image)] = 1
-    tokens = torch.tensor(np.array(ids), device=DEVICE)[None]
+    tokens = torch.tensor(np.array(ids), device=device)[None]
     # The image's token as a written one, which transformers would take for an image's.
     stray = (tokens == IMAGE_TOKEN) & (is_image == 0)
     embed = model.get_input_embeddings()
@@ -142,11 +144,11 @@ def their_logits(model: Any, ids: Any, images: tuple[Image, ...]) -> torch.Tenso
     )
     inputs: dict[str, Any] = {}
     if images:
-        arrays = [decode_png(image.png) for image in images]
-        made = model.image_processor(arrays, do_resize=False, return_tensors="pt")
-        inputs = {"pixel_values": made["pixel_values"].to(DEVICE, model.dtype)}
-        grid = made["image_grid_thw"].to(DEVICE)
-        inputs |= {"image_grid_thw": grid, "mm_token_type_ids": is_image}
+        opened = [Pillow.open(io.BytesIO(image.png)) for image in images]
+        made = model.image_processor(opened, do_resize=False, return_tensors="pt")
+        inputs = {"pixel_values": made["pixel_values"].to(device, model.dtype)}
+        grids = made["image_grid_thw"].to(device)
+        inputs |= {"image_grid_thw": grids, "mm_token_type_ids": is_image}
     logits = model(input_ids=tokens.masked_fill(stray, 0), use_cache=False, **inputs).logits[0]
     hook.remove()
     use_layout_attention(model)

@@ -684,9 +684,9 @@ def test_a_turn_continues_where_its_keys_are_unless_a_resumed_run_has_none(
 ) -> None:
     tokens, run_model = [0], TorchEngine._run
 
-    def count(engine: TorchEngine, packed: Any) -> Any:
-        tokens[0] += len(packed.ids)
-        return run_model(engine, packed)
+    def count(engine: TorchEngine, ids: torch.Tensor, *others: Any) -> Any:
+        tokens[0] += len(ids)
+        return run_model(engine, ids, *others)
 
     monkeypatch.setattr(TorchEngine, "_run", count)
     first = groups_of(sampling=SamplingParams(60, stop_token_ids=STOPS))

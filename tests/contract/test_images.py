@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import vision_models as vm
-from tests.devices import DEVICE as DEVICE  # vision_models computes there
+from tests.devices import DEVICE
 from tests.ranks import Ranks
 
+from winnow.data.images import VisionInput
 from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, micro_batches, pack
 from winnow.learning.canary import Canary
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh, whole
@@ -41,6 +42,13 @@ def exact(kind: vm.Kind) -> Any:
 def kind(request: pytest.FixtureRequest) -> Any:
     with exact(request.param):
         yield request.param
+
+
+def model_of(kind: vm.Kind, dtype: torch.dtype = torch.float64) -> Any:
+    model = vm.vision_model(kind, dtype)
+    if dtype == torch.float64:
+        fuse_layers(model)  # transformers' norms compute in fp32
+    return model.to(DEVICE)
 
 
 def groups() -> list[Group]:
@@ -84,11 +92,7 @@ def counted(model: Any) -> Iterator[list[int]]:
 def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone(
     kind: vm.Kind, dtype: torch.dtype, bound: float
 ) -> None:
-    model, theirs = (vm.vision_model(kind, dtype) for _ in range(2))
-    if dtype == torch.float64:  # transformers' norms compute in fp32
-        fuse_layers(model)
-        fuse_layers(theirs)
-    strategy = Strategy(model, vocab_size=vm.VOCAB)
+    strategy, theirs = Strategy(model_of(kind, dtype), vocab_size=vm.VOCAB), model_of(kind, dtype)
     total = torch.zeros((), dtype=torch.float64)
     batch = pack(groups())
     parts = all_micro_batches(batch, 1000)
@@ -98,7 +102,7 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
     samples = [(g.prompt, answer) for g in groups() for answer in g.answers]
     for place, (prompt, answer) in enumerate(samples):
         ids = np.concatenate([prompt.token_ids, answer.trajectory.token_ids])
-        logits = vm.their_logits(theirs, ids, prompt.images)
+        logits = vm.their_logits(theirs, ids, prompt.images).cpu()
         targets, first = torch.tensor(ids), len(prompt.token_ids)
         logprobs = logits[:-1].log_softmax(-1).gather(1, targets[1:, None])[first - 1 :, 0]
         start, stop = batch.offsets[place] + first, batch.offsets[place + 1]
@@ -117,7 +121,7 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
 
 
 def test_split_and_order_change_no_gradient_and_each_image_is_encoded_once(kind: vm.Kind) -> None:
-    strategy = Strategy(vm.vision_model(kind), vocab_size=vm.VOCAB, gradient_checkpointing=True)
+    strategy = Strategy(model_of(kind), vocab_size=vm.VOCAB, gradient_checkpointing=True)
     batch = pack(groups())
     wanted = gradients(strategy, all_micro_batches(batch, 1000))
     with counted(strategy.model) as calls:
@@ -228,7 +232,7 @@ def written(engine: Any, asked: list[GroupRequest], ticks: int | None = None) ->
 def test_the_engine_agrees_with_transformers_however_often_it_is_interrupted(
     kind: vm.Kind,
 ) -> None:
-    model = vm.vision_model(kind)
+    model = model_of(kind)
     engine = TorchEngine(model, 8, 64, vocab_size=vm.VOCAB)
     with counted(model) as calls:
         answers = written(engine, requests())
@@ -238,7 +242,7 @@ def test_the_engine_agrees_with_transformers_however_often_it_is_interrupted(
             segment = answers[asked.group_id, index]
             ids = np.concatenate([asked.prompt_ids, segment.token_ids])
             with torch.no_grad():
-                logits = vm.their_logits(model, ids, asked.images)
+                logits = vm.their_logits(model, ids, asked.images).cpu()
             targets = torch.tensor(segment.token_ids)[:, None]
             first = len(asked.prompt_ids) - 1
             wanted = logits[first:-1].log_softmax(-1).gather(1, targets)[:, 0]
@@ -252,11 +256,10 @@ def test_the_engine_agrees_with_transformers_however_often_it_is_interrupted(
 
 def test_a_canary_with_an_image_sees_a_stale_vision_tower(kind: vm.Kind) -> None:
     from winnow.errors import PublicationError
-    from winnow.models.vision import noise_image
 
-    model, stale = (vm.vision_model(kind, torch.float32) for _ in range(2))
-    image = noise_image(model.image_processor)
-    canary = Canary.random(vm.VOCAB, 256, torch.float32, image=image, image_token_id=vm.IMAGE_TOKEN)
+    model, stale = (model_of(kind, torch.float32) for _ in range(2))
+    vision = VisionInput(model.image_processor, model.config)
+    canary = Canary.random(vm.VOCAB, 256, torch.float32, vision=vision)
     expected = canary.score(Strategy(model, vocab_size=vm.VOCAB))
     fresh = {"engine 0": TorchEngine(model, 4, 64, vocab_size=vm.VOCAB)}
     asyncio.run(canary.check(expected, 1, fresh))

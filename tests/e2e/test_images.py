@@ -124,7 +124,7 @@ def models(home: Path, whole: Path) -> Path:
 
 REFUSED = {
     "model.path=models/text": "has images, and the model takes text alone; set model.path to a",
-    "model.path=models/nothing": "preprocessor_config.json is missing or cannot be read (",
+    "model.path=models/nothing": "cannot read its preprocessor_config.json: ",
     "model.path=models/moe": "vision-language models of type qwen3_vl_moe are not supported; give",
     "model.path=models/llava": "vision-language models of type llava are not supported; give one",
     "algorithm/advantage=gae": "takes text alone, and ",

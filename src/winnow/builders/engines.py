@@ -24,7 +24,6 @@ from winnow.config.trainer import Cluster, LocalCluster, TrainerConfig
 from winnow.data.tokenizer import make_decoder
 from winnow.errors import ConfigError, ModelError
 from winnow.models.fetch import local_folder
-from winnow.models.vision import has_vision, noise_image
 from winnow.ranks.models import LoadedPolicy
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import Engine, load_custom_engine
@@ -85,13 +84,10 @@ def draw_canary(policy: LoadedPolicy, temperature: float) -> Canary:
     """Draw the fixed sequences on which published weights are checked."""
     from winnow.learning.canary import Canary
 
-    model = policy.model
-    config = model.config.get_text_config()
+    model, config = policy.model, policy.model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or _POSITIONS
     arguments = policy.vocabulary, positions, model.dtype, temperature
-    image = noise_image(model.image_processor) if has_vision(model.config) else None
-    image_token_id = getattr(model.config, "image_token_id", 0)
-    return Canary.random(*arguments, image=image, image_token_id=image_token_id)
+    return Canary.random(*arguments, vision=policy.vision)
 
 
 def engines_sleep(engine: Section, trainer: TrainerConfig, cluster: Cluster, roles: Roles) -> bool:

@@ -32,7 +32,7 @@ from torch import Tensor
 from winnow.algorithms.aggregation import UpdateCounts
 from winnow.learning.balance import Assignment, assign
 from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, token_places
-from winnow.learning.images import MicroImages, place_images, sample_images
+from winnow.models.vision import PlacedImages, place_images
 from winnow.observe.metrics import Metrics
 from winnow.types import (
     Answer,
@@ -45,6 +45,7 @@ from winnow.types import (
     Score,
     Segment,
     Trajectory,
+    join_images,
 )
 from winnow.workers.array_refs import fetch_arrays
 
@@ -204,7 +205,7 @@ class MicroBatch:
     """Tokens of each context: a sample, or a part of it up to a restart."""
     counts: UpdateCounts
     """UpdateCounts of the whole update."""
-    images: MicroImages | None = None
+    images: PlacedImages | None = None
     """None if no sample of the batch has images."""
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -213,7 +214,7 @@ class MicroBatch:
             return self
 
         def moved(value: Any) -> Any:
-            moves = isinstance(value, Tensor | MicroImages)
+            moves = isinstance(value, Tensor | PlacedImages)
             return value.to(device, non_blocking=True) if moves else value
 
         values = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
@@ -265,7 +266,8 @@ def pack(
     if overlong_filtering:
         complete = [not answer.trajectory.truncated for _, _, answer in rows]
         loss_mask &= np.repeat(np.array(complete, dtype=bool), lengths)
-    images = tuple(sample_images(prompt, answer) for _, prompt, answer in rows)
+    parts = ([(len(p.token_ids), p.images), (0, a.trajectory.images)] for _, p, a in rows)
+    images = tuple(map(join_images, parts))
     behav_T = np.zeros(len(gen_mask), dtype=np.float32)
     behav_T[gen_mask] = np.concatenate(behav) if behav else 0.0
     return Batch(
@@ -292,9 +294,7 @@ def sample_lengths(groups: Sequence[Group]) -> IntArray:
 
 
 def pack_sequences(
-    sequences: Iterable[IntArray],
-    last: int | None = None,
-    images: Sequence[tuple[Image, ...]] = (),
+    sequences: Iterable[IntArray], last: int | None = None, images: Sequence[tuple[Image, ...]] = ()
 ) -> Batch:
     """Pack bare sequences, each as a prompt with its last tokens as the answer.
 
@@ -311,9 +311,8 @@ def pack_sequences(
         start = 1 if last is None else max(1, len(ids) - last)
         rest = Segment(ids[start:], np.zeros(len(ids[start:]), np.float32), ())
         answer = Answer(Trajectory((rest,), "stop"), Score(0.0, 0.0))
-        prompt = Prompt(
-            str(place), ids[:start], "", "", None, images=images[place] if images else ()
-        )
+        shown = images[place] if images else ()
+        prompt = Prompt(str(place), ids[:start], "", "", None, images=shown)
         groups.append(Group(place, prompt, (answer,)))
     return pack(groups)
 
@@ -573,8 +572,9 @@ def _make_micro_batch(
     first_tokens = np.flatnonzero(positions.numpy() == 0)
     images = None
     if batch.images:
-        placed = [batch.images[sample] for sample in samples.tolist()]
-        images = place_images(placed, offsets, positions.numpy(), first_tokens)
+        parts = zip(lengths.tolist(), (batch.images[i] for i in samples.tolist()), strict=True)
+        ends = np.append(first_tokens[1:], offsets[-1])
+        images = place_images(positions.numpy(), join_images(parts), ends)
     return MicroBatch(
         token_ids=batch.token_ids[source],
         positions=positions,

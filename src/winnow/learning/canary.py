@@ -41,9 +41,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from winnow.data.images import VisionInput
 from winnow.errors import PublicationError, WorkerError
 from winnow.learning.batch import Batch, MicroBatch, pack_sequences
 from winnow.learning.strategy import Strategy
+from winnow.models.vision import noise_image
 from winnow.rollout.engine import PublishedEngine
 from winnow.types import FloatArray, Image, IntArray
 
@@ -115,8 +117,7 @@ class Canary:
         dtype: torch.dtype,
         temperature: float = 1.0,
         seed: int = 0,
-        image: Image | None = None,
-        image_token_id: int = 0,
+        vision: VisionInput | None = None,
     ) -> Canary:
         """Draw random tokens of all the vocabulary: each row of the embeddings counts alike.
 
@@ -126,14 +127,14 @@ class Canary:
             dtype: of the weights that engines hold.
             temperature: of the policy.
             seed: of the tokens; the same sequences serve the whole run.
-            image: shown behind the first token of the first sequence, of a vision-language model.
+            vision: of a vision-language model, which gets noise as an image behind the first token.
         """
         rng = np.random.default_rng(seed)
         sequences = [rng.integers(0, vocabulary, min(n, positions)) for n in LENGTHS]
         images: tuple[tuple[Image, ...], ...] = ()
-        if image is not None:
-            tokens = np.full(len(image), image_token_id)
-            sequences[0] = np.insert(sequences[0], 1, tokens)
+        if vision is not None:
+            image = noise_image(vision.processor, 2, 3)
+            sequences[0] = np.insert(sequences[0], 1, [vision.config.image_token_id] * len(image))
             images = ((image.at(1),), *[()] * (len(sequences) - 1))
         return cls(tuple(sequences), temperature, dtype, images)
 

@@ -94,9 +94,8 @@ class FSDP2Strategy(Strategy):
     ) -> None:
         self.mesh, self._sharding, self._sequence = mesh, sharding, sequence
         size = 1 if sequence is None else sequence.size()
-        self.sharder = MicroBatchSharder(
-            mesh, int(cast(Any, model).config.get_text_config().hidden_size), size
-        )
+        width = cast(Any, model).config.get_text_config().hidden_size
+        self.sharder = MicroBatchSharder(mesh, int(width), size)
         super().__init__(model, device=device_of(mesh), **options)
         if sharding.offload and mesh.device_type != "cpu":
             # A rank with a GPU has one thread for all else.

@@ -16,7 +16,7 @@ from winnow.learning.batch import MicroBatch
 from winnow.models.causal_lm import hidden_states, is_reward_model, is_value_model, output_head
 from winnow.models.packed_attention import PackedLayout
 from winnow.models.value import scalar_head
-from winnow.models.vision import ImageTokens, encode_images
+from winnow.models.vision import encode_images
 from winnow.types import Image
 
 Output = Literal["logprob", "entropy", "prob_square_sum", "value", "score"]
@@ -72,11 +72,7 @@ class ModelRunner(nn.Module):
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
         layout = PackedLayout(micro.contexts, micro.token_ids.device, self._kernels)
-        positions, images = micro.positions, None
-        if micro.images is not None and micro.images.features is not None:
-            positions, rows = micro.images.rope, micro.images.rows
-            images = ImageTokens(micro.images.places, micro.images.features[:, rows])
-        hidden = hidden_states(self.model, micro.token_ids, positions, layout, images)
+        hidden = hidden_states(self.model, micro.token_ids, micro.images or micro.positions, layout)
         return hidden.index_select(0, at - shift), at
 
     def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:

@@ -58,11 +58,11 @@ def check_model(model: nn.Module, size: int) -> None:
         ModelError: its heads do not divide, or its layers mix tokens outside of attention.
     """
     config, setting = cast(Any, model).config, f"{FIELD}={size}"
-    if size > 1:
-        refuse_vision(config, setting, f"set {FIELD}=1")
-    config = config.get_text_config()
+    if size == 1:
+        return
+    refuse_vision(config, setting, f"set {FIELD}=1")
     heads = config.num_attention_heads
-    if size > 1 and heads % size:
+    if heads % size:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ModelError(
             f"{setting} does not divide the {heads} attention heads of {config.name_or_path}; "
@@ -71,7 +71,7 @@ def check_model(model: nn.Module, size: int) -> None:
     layers = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
     ropes = sorted(_WHOLE_ROPE.intersection(_rope_types(getattr(config, "rope_parameters", None))))
     for kinds, what in ((layers, "layers"), (ropes, "rotary embedding")):
-        if size > 1 and kinds:
+        if kinds:
             raise ModelError(
                 f"{setting} splits each sequence over ranks, and the {what} of "
                 f"{config.name_or_path} ({', '.join(kinds)}) need all of it; set {FIELD}=1"

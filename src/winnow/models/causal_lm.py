@@ -35,13 +35,12 @@ from winnow.models.folders import (
     tokenizer_files,
     write_files,
 )
-from winnow.models.vision import check_vision, has_vision, load_image_processor
+from winnow.models.vision import PlacedImages, check_vision, has_vision, load_image_processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from winnow.models.sharded_loading import Hollow
-    from winnow.models.vision import ImageTokens
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ def load_causal_lm(
     if is_remote(path):  # an adapter of it names its place, not the copy's
         model.name_or_path = path
     # cuDNN's convolutions, as those of vision towers, would round fp32 to TF32.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     return prepare(model, where, device)
 
 
@@ -226,33 +225,28 @@ def check_weights(where: ModelRef, loading: Mapping[str, Collection[Any]]) -> No
 
 
 def hidden_states(
-    model: nn.Module,
-    token_ids: Tensor,
-    positions: Tensor,
-    layout: AttentionLayout,
-    images: ImageTokens | None = None,
+    model: nn.Module, token_ids: Tensor, positions: Tensor | PlacedImages, layout: AttentionLayout
 ) -> Tensor:
     """Return final hidden states [T, H] of flat tokens [T].
 
     Args:
-        positions: [T] in their sequences, or the three coordinates [3, T] of a vision-language
-            model's.
-        images: those of the tokens that stand for images.
+        positions: [T] in their sequences; or images with features, which have coordinates.
     """
     backbone = text_model(model)
     inputs: dict[str, Any] = {"input_ids": token_ids.unsqueeze(0)}
-    if images is not None:
+    if isinstance(positions, PlacedImages):
+        images, positions = positions, positions.rope
+        assert images.features is not None
         embeddings = backbone.embed_tokens(token_ids)
         first, *deepstack = images.features.to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, images.places, first)
         inputs = {"inputs_embeds": embeddings.unsqueeze(0)}
         if deepstack:
-            is_image = torch.zeros_like(token_ids, dtype=torch.bool)
-            is_image[images.places] = True
-            inputs |= {"visual_pos_masks": is_image[None], "deepstack_visual_embeds": deepstack}
+            mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.places, True)
+            inputs |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": deepstack}
     output = backbone(
         **inputs,
-        position_ids=positions.unsqueeze(positions.ndim - 1),
+        position_ids=positions.unsqueeze(-2),
         use_cache=False,
         layout=layout,
     )

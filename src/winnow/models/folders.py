@@ -67,14 +67,19 @@ Loaded = tuple["PreTrainedModel", Mapping[str, Collection[Any]]]
 
 @contextlib.contextmanager
 def explain_load_errors(
-    fault: str, remedy: str = "give a complete Hugging Face folder"
+    fault: str,
+    remedy: str = "give a complete Hugging Face folder",
+    missing: str = "install that, or give weights that are not quantized",
 ) -> Iterator[None]:
-    """Turn failures to read a folder into a ModelError of one line."""
+    """Turn failures to read a folder into a ModelError of one line.
+
+    Args:
+        missing: the remedy where a package is not installed.
+    """
     try:
         yield
     except ImportError as error:
-        remedy = "install that, or give weights that are not quantized"
-        raise ModelError(f"{fault}: {brief(error)}; {remedy}") from error
+        raise ModelError(f"{fault}: {brief(error)}; {missing}") from error
     except (
         *(OSError, ValueError, KeyError, RuntimeError),
         *(SafetensorError, UnpicklingError),

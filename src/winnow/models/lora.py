@@ -33,6 +33,7 @@ from winnow.models.folders import (
     tokenizer_files,
     write_files,
 )
+from winnow.models.vision import has_vision
 from winnow.observe.files import atomic_folder, explain_disk_errors
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def add_lora(model: PreTrainedModel, adapter: LoraAdapter, seed: int) -> None:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=r"(.*\.)?visual\..*",  # a vision tower stays as it is
+        # A vision tower stays as it is.
+        exclude_modules=r"(.*\.)?visual\..*" if has_vision(model.config) else None,
         use_rslora=adapter.rslora,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,

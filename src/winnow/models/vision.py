@@ -6,8 +6,8 @@ features are added behind the first decoder layers. Positions are those of M-RoP
 arXiv:2409.12191): an image takes one place in time and its rows and columns in two further
 coordinates, and what follows continues behind the larger of both.
 
-Shapes: `T` tokens of a forward call, `M` tokens of distinct images, `H` width of the text model,
-`D` deepstack layers.
+Shapes: `T` tokens of a forward call, `P` of them that stand for images, `M` tokens of some images,
+`H` width of the text model, `D` deepstack layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,23 +24,31 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from winnow.errors import ModelError
-from winnow.types import Image, IntArray
-
-if TYPE_CHECKING:
-    from winnow.models.folders import ModelRef
+from winnow.models.folders import ModelRef, explain_load_errors
+from winnow.types import Image, IntArray, join_images
 
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 """Values of `model_type` in config.json of the vision-language models that can be trained."""
 
 
 @dataclass(frozen=True, eq=False)
-class ImageTokens:
-    """Tokens of a forward call that stand for images, and the tower's features of them."""
+class PlacedImages:
+    """The images among the tokens of a forward call; may be none, if other calls have some."""
 
+    images: tuple[Image, ...]
+    """In the order of their tokens; an image of n answers is there n times."""
     places: Tensor
-    """[P] int64: which of the T tokens, ascending."""
-    features: Tensor
-    """[1 + D, P, H]: embeddings, and what is added behind the first D decoder layers."""
+    """[P] int64: the tokens that stand for images, ascending."""
+    rope: Tensor
+    """[3, T] int64: coordinates of all tokens."""
+    features: Tensor | None = None
+    """[1 + D, P, H]: embeddings of the tokens of images, and what is added to these behind the
+    first D decoder layers; None until the vision tower has run."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PlacedImages:
+        """Return a copy without features on `device`."""
+        tensors = (t.to(device, non_blocking=non_blocking) for t in (self.places, self.rope))
+        return PlacedImages(self.images, *tensors)
 
 
 def has_vision(config: Any) -> bool:
@@ -85,63 +93,46 @@ def load_image_processor(where: ModelRef) -> Any:
     """
     from transformers import Qwen2VLImageProcessorPil
 
-    try:
+    fault = f"{where}: cannot read its preprocessor_config.json"
+    with explain_load_errors(fault, missing="pip install 'winnow-rl[images]'"):
         return Qwen2VLImageProcessorPil.from_pretrained(where.path)
-    except ImportError as error:
-        raise ModelError(f"{where}: images need Pillow; pip install 'winnow-rl[images]'") from error
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        raise ModelError(
-            f"{where}: its preprocessor_config.json is missing or cannot be read ({reason}); give "
-            "a complete Hugging Face folder"
-        ) from error
 
 
-def rope_positions(positions: IntArray, images: Iterable[tuple[Image, int, int]]) -> IntArray:
-    """Compute the three coordinates [3, T] of packed tokens.
+def place_images(positions: IntArray, images: Sequence[Image], ends: IntArray) -> PlacedImages:
+    """Place images among packed tokens.
 
     Args:
-        positions: [T] of the tokens in their contexts.
-        images: each with the place of its first token among the T and the end of its context, in
-            the order of places.
+        positions: [T] of the tokens in their contexts, as if an image took one for each of its own.
+        images: placed among the T, in the order of their tokens.
+        ends: of all contexts, ascending.
     """
-    rope = np.tile(positions, (3, 1))
-    for image, start, end in images:
-        (rows, columns), stop = image.grid, start + len(image)
-        first = rope[0, start]
-        rope[0, start:stop] = first
-        rope[1, start:stop] = first + np.repeat(np.arange(rows), columns)
-        rope[2, start:stop] = first + np.tile(np.arange(columns), rows)
-        rope[:, stop:end] -= len(image) - max(rows, columns)
-    return rope
+    rope, places = np.tile(positions, (3, 1)), [np.empty(0, np.int64)]
+    for image in images:
+        start, stop = image.start, image.start + len(image)
+        places.append(np.arange(start, stop))
+        rope[:, start:stop] = rope[0, start]
+        rope[1:, start:stop] += np.indices(image.grid).reshape(2, -1)
+        end = ends[np.searchsorted(ends, start, "right")]
+        rope[:, stop:end] -= position_shift([image])
+    return PlacedImages(tuple(images), *map(torch.from_numpy, (np.concatenate(places), rope)))
 
 
-@dataclass(frozen=True, eq=False)
-class ImageSpan:
-    """Tokens of a context that run in one forward call, and the images of the whole context."""
+def place_spans(
+    images: Iterable[tuple[Image, ...]], starts: IntArray, stops: IntArray
+) -> PlacedImages | None:
+    """Place images among packed spans of contexts; None if the spans show none.
 
-    images: tuple[Image, ...]
-    start: int
-    stop: int
-
-
-def place_images(spans: Sequence[ImageSpan]) -> tuple[IntArray, IntArray, tuple[Image, ...]]:
-    """Place the images of packed spans.
-
-    Returns:
-        the three coordinates [3, T] of all tokens, the tokens [P] that stand for images, and these
-        images in the same order, as often as they occur.
+    Args:
+        images: of each context, placed in it.
+        starts, stops: of each context's tokens that are packed.
     """
-    ropes, places, shown, first = [np.empty((3, 0), np.int64)], [np.empty(0, np.int64)], [], 0
-    for span in spans:
-        placed = [(image, image.start, span.stop) for image in span.images]
-        ropes.append(rope_positions(np.arange(span.stop), placed)[:, span.start :])
-        for image in span.images:
-            if image.start >= span.start:
-                places.append(first + image.start - span.start + np.arange(len(image)))
-                shown.append(image)
-        first += span.stop - span.start
-    return np.concatenate(ropes, axis=1), np.concatenate(places), tuple(shown)
+    positions, parts = list[IntArray](), list[tuple[int, tuple[Image, ...]]]()
+    for context, start, stop in zip(images, starts.tolist(), stops.tolist(), strict=True):
+        before = [image for image in context if image.start < start]
+        positions.append(np.arange(start, stop) - position_shift(before))
+        parts.append((stop - start, tuple(i.at(i.start - start) for i in context[len(before) :])))
+    packed, ends = join_images(parts), np.cumsum(stops - starts)
+    return place_images(np.concatenate(positions), packed, ends) if packed else None
 
 
 def position_shift(images: Iterable[Image]) -> int:
@@ -149,9 +140,9 @@ def position_shift(images: Iterable[Image]) -> int:
     return sum(len(image) - max(image.grid) for image in images)
 
 
-def noise_image(processor: Any) -> Image:
-    """Make an image of fixed noise, of two rows and three columns of tokens."""
-    rows, columns, edge = 2, 3, processor.patch_size * processor.merge_size
+def noise_image(processor: Any, rows: int, columns: int) -> Image:
+    """Make an image of fixed noise, of so many rows and columns of tokens."""
+    edge = processor.patch_size * processor.merge_size
     rng = np.random.default_rng(0)
     return encode_png(rng.integers(0, 256, (rows * edge, columns * edge, 3), np.uint8), edge)
 
@@ -171,34 +162,27 @@ def encode_png(rgb: NDArray[np.uint8], edge: int) -> Image:
 
 
 def encode_images(model: nn.Module, images: Sequence[Image]) -> Tensor:
-    """Run the vision tower; returns features [1 + D, M, H] of all images, one behind the other.
+    """Return features [1 + D, M, H] of all images, one behind the other.
 
-    Without images it runs on a blank one, of which no feature is returned: on ranks all units of
-    the tower run together.
+    The vision tower runs once on each distinct image. Without images it runs on a token of
+    noise, of which no feature is returned: on ranks all units of the tower run together.
     """
     tower, processor = cast(Any, model).base_model.visual, cast(Any, model).image_processor
-    arrays = [decode_png(image.png) for image in images]
-    if not images:
-        edge = processor.patch_size * processor.merge_size
-        arrays = [np.zeros((edge, edge, 3), np.uint8)]
-    pixels, grids = image_patches(processor, arrays)
+    shown = images or [noise_image(processor, 1, 1)]
+    distinct = {image.digest: image for image in shown}
+    pixels, grids = image_patches(processor, [image.png for image in distinct.values()])
     pixels, grids = pixels.to(tower.device, tower.dtype), grids.to(tower.device)
     output = tower(pixels, grid_thw=grids, return_dict=True)
-    features = torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())])
-    return features if images else features[:, :0]
+    layers = torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())])
+    sizes = [*map(len, distinct.values())]
+    parts = dict(zip(distinct, torch.split(layers, sizes, 1), strict=True))
+    return torch.cat([parts[image.digest] for image in shown], 1)[:, : sum(map(len, images))]
 
 
-def image_patches(processor: Any, arrays: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
+def image_patches(processor: Any, pngs: Sequence[bytes]) -> tuple[Tensor, Tensor]:
     """Return the patches of all images, and each one's grid of patches: time, height, width."""
-    inputs = processor(
-        arrays, do_resize=False, return_tensors="pt", input_data_format="channels_last"
-    )
-    return inputs["pixel_values"], inputs["image_grid_thw"]
-
-
-def decode_png(png: bytes) -> NDArray[np.uint8]:
-    """Return the pixels [height, width, 3] of an image."""
     from PIL import Image as Pillow
 
-    with Pillow.open(io.BytesIO(png), formats=("PNG",)) as opened:
-        return np.asarray(opened.convert("RGB"))
+    images = [Pillow.open(io.BytesIO(png), formats=("PNG",)) for png in pngs]
+    inputs = processor(images, do_resize=False, return_tensors="pt")
+    return inputs["pixel_values"], inputs["image_grid_thw"]

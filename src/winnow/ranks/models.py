@@ -191,9 +191,9 @@ def load_policy(
     with explain_oom(config):
         model = load_policy_model(config.model, path, device, config.run.seed, start, hollow)
     vocabulary = max(tokenizer.get_vocab().values()) + 1
-    embedded = cast(int, model.config.get_text_config().vocab_size)
+    shape = model.config.get_text_config()
     remedy = "give the tokenizer that belongs to the model in model.tokenizer"
-    check_vocabulary(f"model.path {path}", vocabulary, embedded, remedy)
+    check_vocabulary(f"model.path {path}", vocabulary, cast(int, shape.vocab_size), remedy)
     if not hollow:
         check_finite(f"model.path {path}", model.named_parameters())
     check_positions(config.data, config.sft, config.rollout, path, model)
@@ -206,7 +206,7 @@ def load_policy(
 
         is_local = isinstance(config.cluster, LocalCluster)
         on_cpu = is_local and device.type == "cpu" and not torch.cuda.is_available()
-        check_vllm_model(path, model.config, max_sequence_tokens(config), on_cpu)
+        check_vllm_model(path, shape, max_sequence_tokens(config), on_cpu)
     strategy = config.trainer.strategy
     if isinstance(strategy, Fsdp2):
         from winnow.learning.sequence import check_model
@@ -301,12 +301,12 @@ def check_positions(
     Args:
         prompts: those that answers follow; generated ones, which never end, count by the limit.
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
+    shape = model.config.get_text_config()
+    positions, answer = getattr(shape, "max_position_embeddings", None), rollout.max_response_tokens
     asks = data.eval_files or not isinstance(data.task, NoTask)
     if not isinstance(positions, int) or (isinstance(sft, Demonstrations) and not asks):
         return
-    answer = rollout.max_response_tokens
-    is_rotary = getattr(model.config, "rope_parameters", None) is not None
+    is_rotary = getattr(shape, "rope_parameters", None) is not None
     sizes = [] if prompts is None or is_rotary else [data.max_prompt_tokens]
     if sizes and isinstance(prompts, PromptSet):
         sizes = [len(prompt.token_ids) for prompt in prompts.prompts]

@@ -389,9 +389,8 @@ def group_request(
         )
         for index, segments in begun.items()
     )
-    return GroupRequest(
-        group_id, prompt.token_ids, answers, sampling, group_id, prompt, prompt.images
-    )
+    ids, images = prompt.token_ids, prompt.images
+    return GroupRequest(group_id, ids, answers, sampling, group_id, prompt, images)
 
 
 def trajectory_of(event: CompletionEvent) -> Trajectory:

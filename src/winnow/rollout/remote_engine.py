@@ -373,8 +373,7 @@ class RemoteEngine:
         last: int,
         images: Sequence[tuple[Image, ...]] = (),
     ) -> list[FloatArray]:
-        arguments = list(sequences), temperature, last, list(images)
-        found = await self._call("logprobs_of", *arguments)
+        found = await self._call("logprobs_of", list(sequences), temperature, last, list(images))
         return cast("list[FloatArray]", found)
 
     def status(self) -> EngineStatus:

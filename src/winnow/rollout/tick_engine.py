@@ -88,10 +88,8 @@ class PendingAnswer:
     @property
     def images(self) -> tuple[Image, ...]:
         """Images of prompt and prefix, placed in the context."""
-        if not self.prefix.images:
-            return self.group.images
-        parts = (len(self.group.prompt_ids), self.group.images), (0, self.prefix.images)
-        return join_images(parts)
+        prompt = len(self.group.prompt_ids), self.group.images
+        return join_images([prompt, (0, self.prefix.images)])
 
     def spans_to(self, length: int, version: int) -> tuple[VersionSpan, ...]:
         """Return the spans of an answer of `length` tokens, the newest of which are `version`'s."""

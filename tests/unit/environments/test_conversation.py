@@ -223,9 +223,9 @@ def test_rows_retained_between_turns_change_no_token_and_no_tick(
     def written():
         tokens, run_model = [], TorchEngine._run
 
-        def count(engine, packed):
-            tokens.append(len(packed.ids))
-            return run_model(engine, packed)
+        def count(engine, ids, *others):
+            tokens.append(len(ids))
+            return run_model(engine, ids, *others)
 
         with monkeypatch.context() as patch:
             patch.setattr(TorchEngine, "_run", count)

@@ -25,7 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from winnow.errors import ConfigError
 from winnow.models.packed_attention import match_heads
-from winnow.models.vision import ImageSpan, position_shift
+from winnow.models.vision import PlacedImages, place_spans, position_shift
 from winnow.rollout.engine import SamplingParams
 from winnow.rollout.tick_engine import PendingAnswer
 from winnow.types import IntArray, Segment
@@ -254,19 +254,21 @@ class ExtendLayout(PrefillLayout):
 
     Args:
         first: first of the rows.
-        starts: [P] keys of each; `cache` has room for the others.
+        starts: [P] keys of each; the cache has room for the others.
         stops: [P] keys of each with the new ones.
     """
 
-    def __init__(self, cache: SlotCache, first: int, starts: IntArray, stops: IntArray) -> None:
-        super().__init__(stops - starts, cache.device)
-        self._cache, self._rows = cache, slice(first, first + len(starts))
-        queries = torch.arange(self.length, device=cache.device)
-        queries = torch.from_numpy(starts).to(cache.device)[:, None] + queries
-        self.positions = queries.flatten()[self._places]
+    def __init__(self, slots: Slots, first: int, starts: IntArray, stops: IntArray) -> None:
+        super().__init__(stops - starts, slots.device)
+        self._cache, self._rows = slots.cache, slice(first, first + len(starts))
+        queries = torch.arange(self.length, device=slots.device)
+        queries = torch.from_numpy(starts).to(slots.device)[:, None] + queries
         self.token_rows = first + self._places // self.length
         """[T]"""
-        self._keys = torch.arange(int(stops.max()), device=cache.device)
+        self.targets = queries.flatten()[self._places]
+        """[T] places of the tokens in their rows."""
+        self.positions = self.targets - slots.shift[self.token_rows]
+        self._keys = torch.arange(int(stops.max()), device=slots.device)
         self._queries = queries[:, None, :, None]
         self._mask = self._keys <= self._queries
         """[P, 1, L, S]"""
@@ -275,8 +277,8 @@ class ExtendLayout(PrefillLayout):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         keys, values = self._cache.layers[layer]
-        keys[self.token_rows, :, self.positions] = k
-        values[self.token_rows, :, self.positions] = v
+        keys[self.token_rows, :, self.targets] = k
+        values[self.token_rows, :, self.targets] = v
         q = self._padded(q).transpose(1, 2)
         k, v = (each[self._rows, :, : len(self._keys)] for each in (keys, values))
         k, v = match_heads(q, k, v, q.device.type)
@@ -438,12 +440,11 @@ class Slots:
 
     def continue_rows(
         self, answers: Sequence[PrefilledAnswer]
-    ) -> tuple[Tensor, ExtendLayout, list[ImageSpan]]:
+    ) -> tuple[Tensor, ExtendLayout, PlacedImages | None]:
         """Give answers the next rows, with the keys of those retained for them.
 
         Returns:
-            ids [T] of context tokens that have no keys yet, the layout to run them with, and a span
-            for each row.
+            ids [T] of context tokens that have no keys yet, the layout to run them with, images.
         """
         by_row = {self.retained[answer.key].row: answer for answer in answers}
         known = {answer.key: len(self.retained.pop(answer.key).ids) - 1 for answer in answers}
@@ -452,10 +453,9 @@ class Slots:
         self.cache.reserve(int(lengths.max()) + 1)
         self.cache.show(here, lengths - 1)
         starts = np.array([known[answer.key] for answer in answers])
-        layout = ExtendLayout(self.cache, here.start, starts, lengths - 1)
-        bounds = zip(answers, starts.tolist(), (lengths - 1).tolist(), strict=True)
-        spans = [ImageSpan(answer.images, start, stop) for answer, start, stop in bounds]
-        return self.ids[layout.token_rows, layout.positions], layout, spans
+        layout = ExtendLayout(self, here.start, starts, lengths - 1)
+        images = place_spans([answer.images for answer in answers], starts, lengths - 1)
+        return self.ids[layout.token_rows, layout.targets], layout, images
 
     def _make_room(self, count: int, rows: Collection[int] = ()) -> list[int]:
         """Clear the next `count` rows; the oldest retained ones are lost where too few are left.

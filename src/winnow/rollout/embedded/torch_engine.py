@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from winnow.models.causal_lm import AttentionLayout, head_logits, hidden_states,
 from winnow.models.folders import has_adapter
 from winnow.models.lora import adapter_weights
 from winnow.models.routing import routing_of
-from winnow.models.vision import ImageSpan, ImageTokens, encode_images, has_vision, place_images
+from winnow.models.vision import PlacedImages, encode_images, place_spans
 from winnow.rollout.draw import RowParams, draw, token_logprobs, uniform
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
@@ -42,46 +42,13 @@ from winnow.rollout.embedded.slots import (
     gpu_memory_gib,
     max_slots,
 )
-from winnow.rollout.engine import (
-    CompletionEvent,
-    GroupRequest,
-    MemoryPart,
-    check_may_sleep,
-)
+from winnow.rollout.engine import CompletionEvent, GroupRequest, MemoryPart, check_may_sleep
 from winnow.rollout.tick_engine import TickEngine
 from winnow.rollout.weights import WeightReceiver, WeightUpdate, replace_weights
 from winnow.types import PROMPT_ROUTES, ROUTES, FinishReason, FloatArray, Image, IntArray, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-PackedLayout = TypeVar("PackedLayout", bound=PrefillLayout)
-Layout = TypeVar("Layout", bound=AttentionLayout)
-
-
-@dataclass(frozen=True, eq=False)
-class PackedTokens(Generic[Layout]):
-    """Tokens of a forward call."""
-
-    ids: Tensor
-    """[T]"""
-    positions: Tensor
-    """[T], or [3, T] of a vision-language model."""
-    layout: Layout
-    images: ImageTokens | None = None
-
-    def joined(
-        self: PackedTokens[DecodeLayout], others: PackedTokens[ExtendLayout]
-    ) -> PackedTokens[MixedLayout]:
-        """Return the tokens of a tick with others behind them."""
-        images, count = others.images, len(self.ids)
-        return PackedTokens(
-            torch.cat([self.ids, others.ids]),
-            torch.cat([self.positions, others.positions], dim=-1),
-            MixedLayout(self.layout, others.layout),
-            images and replace(images, places=images.places + count),
-        )
 
 
 class TorchEngine(TickEngine[PrefilledAnswer]):
@@ -136,7 +103,6 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         self._model, self._device = model, weight.device
         self._staging, self._staging_device = staging_engines, weight.device
         self._routing = routing_of(model, replays=True) if routes else None
-        self._sees_images = has_vision(model.config)
         self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
         self._prefill_tokens, self._fp32_head = prefill_tokens, fp32_head
         self._empty_slots = partial(Slots, slots, weight.dtype, weight.device, longest)
@@ -204,7 +170,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         found = []
         for place, ids in enumerate(sequences):
             with torch.inference_mode():
-                hidden, _ = self._run_prefill([ids], [images[place] if images else ()])
+                hidden, _ = self._run_prefill([(ids, images[place] if images else ())])
                 following = torch.tensor(ids[1:][-last:], device=self._device)
                 states = hidden[-len(following) :]
                 found.append(token_logprobs(self._logits, states, following, temperature))
@@ -250,11 +216,11 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             del self._queue[: len(batch)]
             self._slots.fill_rows(batch, block)
 
-    def _continue_rows(self) -> PackedTokens[ExtendLayout] | None:
+    def _continue_rows(self) -> tuple[Tensor, ExtendLayout] | None:
         """Put queued answers into the rows retained for them.
 
         Returns:
-            What the next tick has to run besides: tokens that these rows lack.
+            What the next tick has to run besides: ids [T] that these rows lack, and their layout.
         """
         slots, lacking = self._slots, None
         ready = [a for a in self._queue[: slots.free_count] if slots.can_continue(a)]
@@ -268,9 +234,11 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             del ready[: len(batch)]
             going = set(batch)
             self._queue = [answer for answer in self._queue if answer not in going]
-            if lacking is not None:
-                self._run(lacking)
-            lacking = self._pack(*slots.continue_rows(batch))
+            ids, layout, images = slots.continue_rows(batch)
+            if ready or images is not None:
+                self._run(ids, images or layout.positions, layout)
+            else:
+                lacking = ids, layout
         return lacking
 
     def _prefill(self) -> None:
@@ -278,8 +246,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
 
         Answers of one group without a prefix share a row of it.
         """
-        contexts: list[IntArray] = []
-        images: list[tuple[Image, ...]] = []
+        contexts: list[tuple[IntArray, tuple[Image, ...]]] = []
         shared: dict[int, int] = {}
         width = 1
         block = PromptBlock([])
@@ -293,10 +260,9 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
                     break
                 width = longest
                 shared[key] = len(contexts)
-                contexts.append(answer.context)
-                images.append(answer.images)
+                contexts.append((answer.context, answer.images))
             answer.block, answer.block_row = block, shared[key]
-        _, block.layers[:] = self._run_prefill(contexts, images)
+        _, block.layers[:] = self._run_prefill(contexts)
         if self._routing is not None:
             self._share_routes(block)
 
@@ -312,51 +278,37 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
                 answer.prompt_routes = known[row]
 
     def _run_prefill(
-        self, contexts: Sequence[IntArray], images: Sequence[tuple[Image, ...]]
+        self, contexts: Sequence[tuple[IntArray, tuple[Image, ...]]]
     ) -> tuple[Tensor, Layers]:
         """Return hidden states [T, H] of contexts without their last tokens, keys and values.
 
         The last token of a context is fed by the first tick, which draws the next one. A context of
         one token is given whole, as none can be empty; its row sees nothing of it.
+
+        Args:
+            contexts: token ids of each, and its images.
         """
-        lengths = np.array([max(1, len(context) - 1) for context in contexts])
-        ids = np.concatenate([c[:n] for c, n in zip(contexts, lengths, strict=True)])
+        lengths = np.array([max(1, len(context) - 1) for context, _ in contexts])
+        ids = np.concatenate([c[:n] for (c, _), n in zip(contexts, lengths, strict=True)])
         layout = PrefillLayout(lengths, self._device)
         tokens = torch.from_numpy(ids).to(self._device, torch.long)
-        spans = [ImageSpan(i, 0, n) for i, n in zip(images, lengths.tolist(), strict=True)]
-        hidden, routes = self._run(self._pack(tokens, layout, spans))
+        images = place_spans([shown for _, shown in contexts], 0 * lengths, lengths)
+        hidden, routes = self._run(tokens, images or layout.positions, layout)
         if routes is not None:
             layout.add_routes(routes)
         return hidden, layout.layers
 
-    def _pack(
-        self, ids: Tensor, layout: PackedLayout, spans: Sequence[ImageSpan]
-    ) -> PackedTokens[PackedLayout]:
-        """Add positions and image features to the tokens of a forward call.
-
-        Each distinct image of the call is encoded once.
-        """
-        if not self._sees_images:
-            return PackedTokens(ids, layout.positions, layout)
-        rope, places, shown = place_images(spans)
-        positions = torch.from_numpy(rope).to(self._device)
-        if not shown:
-            return PackedTokens(ids, positions, layout)
-        distinct = {image.digest: image for image in shown}
-        features = encode_images(self._model, [*distinct.values()])
-        parts = torch.split(features, [len(image) for image in distinct.values()], dim=1)
-        by_digest = dict(zip(distinct, parts, strict=True))
-        joined = torch.cat([by_digest[image.digest] for image in shown], dim=1)
-        images = ImageTokens(torch.from_numpy(places).to(self._device), joined)
-        return PackedTokens(ids, positions, layout, images)
-
-    def _run(self, tokens: PackedTokens[Any]) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states [T, H] and routes [T, layers, k] of tokens."""
-        inputs = tokens.ids, tokens.positions, tokens.layout, tokens.images
+    def _run(
+        self, ids: Tensor, positions: Tensor | PlacedImages, layout: AttentionLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states [T, H] and routes [T, layers, k] of tokens [T]; encodes images."""
+        if isinstance(positions, PlacedImages):
+            features = encode_images(self._model, positions.images)
+            positions = replace(positions.to(self._device), features=features)
         if self._routing is None:
-            return hidden_states(self._model, *inputs), None
+            return hidden_states(self._model, ids, positions, layout), None
         with self._routing.recording() as chosen:
-            hidden = hidden_states(self._model, *inputs)
+            hidden = hidden_states(self._model, ids, positions, layout)
         return hidden, torch.stack(chosen, 1).to(self._routing.shape.dtype)
 
     # -- one tick -----------------------------------------------------------------------------
@@ -367,7 +319,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
             self._fill_rows()
             return self._run_tick(lacking)
 
-    def _run_tick(self, lacking: PackedTokens[ExtendLayout] | None) -> list[CompletionEvent]:
+    def _run_tick(self, lacking: tuple[Tensor, ExtendLayout] | None) -> list[CompletionEvent]:
         """Draw one token in each row; returns what that finished, by group and answer.
 
         Args:
@@ -379,14 +331,14 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         length = int(slots.lengths[:count].max())
         cache.reserve(length)
         cache.bias[rows, at] = 0.0
+        tokens, layout = slots.ids[rows, at], DecodeLayout(cache, rows, at, length)
         positions = at - slots.shift[:count]
-        if self._sees_images:
-            positions = positions.expand(3, -1)
-        tokens = PackedTokens(slots.ids[rows, at], positions, DecodeLayout(cache, rows, at, length))
         if lacking is None:
-            hidden, routes = self._run(tokens)
+            hidden, routes = self._run(tokens, positions, layout)
         else:
-            hidden, routes = self._run(tokens.joined(lacking))
+            ids, extension = lacking
+            ids, positions = torch.cat([tokens, ids]), torch.cat([positions, extension.positions])
+            hidden, routes = self._run(ids, positions, MixedLayout(layout, extension))
             hidden = hidden[:count]
         if routes is not None:
             slots.store_routes(routes)

@@ -23,7 +23,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY, inputs
 from vllm.multimodal.processing import BaseProcessingInfo
 
 from winnow.models.folders import quiet_transformers
-from winnow.models.vision import decode_png, image_patches
+from winnow.models.vision import image_patches
 from winnow.rollout.vllm.plugin import WorkerExtension as WorkerExtension  # vLLM finds it here
 from winnow.types import Image
 
@@ -46,7 +46,7 @@ def image_inputs(images: Sequence[Image], processor: Any, salt: str) -> dict[str
 
 @lru_cache(maxsize=8)  # the answers to a prompt follow one another
 def _prepared(png: bytes, processor: Any) -> inputs.MultiModalKwargsItem:
-    pixels, grids = image_patches(processor, [decode_png(png)])
+    pixels, grids = image_patches(processor, [png])
     return _item(pixels, grids[0])
 
 
