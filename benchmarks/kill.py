@@ -8,14 +8,13 @@ scorer of the user's in a process of its own, which takes another time for each 
 run, with a model that is sharded over two ranks, with conversations of three turns: in sync mode,
 in one_step_off and in async mode with two engines each, and with images (quickstart-images), with
 the engine in this process and in another. A trial is a small run that is killed up to three times,
-resumed each time by the same command, and then left alone. Moments: anywhere between the first sign of the run's folder
-and its usual end; while a checkpoint is being written or put in place; just after a line of
-metrics; while a resumed run is reading and cutting back. With `--moments` they take turns, and may
-be phases of a step, in which the run's process kills itself: rollout, update, publish, write,
-evaluate or checkpoint. Each trial must end with the same weights,
-optimizers, sampler, metrics (times aside), rollouts and evaluations, bit for bit, and with nothing
-left behind; in async mode, whose bits are others each time, with no group lost, trained twice or
-out of order.
+resumed each time by the same command, and then left alone. Moments: anywhere between the first sign
+of the run's folder and its usual end; while a checkpoint is being written or put in place; just
+after a line of metrics; while a resumed run is reading and cutting back. With `--moments` they take
+turns, and may be phases of a step, in which the run's process kills itself: rollout, update,
+publish, write, evaluate or checkpoint. Each trial must end with the same weights, optimizers,
+sampler, metrics (times aside), rollouts and evaluations, bit for bit, and with nothing left behind;
+in async mode, whose bits are others each time, with no group lost, trained twice or out of order.
 """
 
 from __future__ import annotations
