@@ -127,7 +127,7 @@ def gradients(made: Callable[[torch.dtype], Any], shown: Sequence[Prompt]) -> fl
         _, weights = by_trainer(ours, groups)
         (by_transformers(theirs, groups) * weights).sum().backward()
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
+    return float(torch.stack([(a.grad - b.grad).norm() / b.grad.norm() for a, b in pairs]).max())
 
 
 @contextmanager
