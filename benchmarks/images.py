@@ -61,8 +61,10 @@ def answered(model: Any, shown: Sequence[Prompt]) -> tuple[list[Group], Tensor]:
 
     async def run() -> None:
         await engine.submit(
-            GroupRequest(i, prompt.token_ids, answers, sampling, i, images=prompt.images)
-            for i, prompt in enumerate(shown)
+            [
+                GroupRequest(i, prompt.token_ids, answers, sampling, i, images=prompt.images)
+                for i, prompt in enumerate(shown)
+            ]
         )
         while len(done) < len(shown) * ANSWERS:
             done.update({event.key: event.segment for event in await engine.events()})
@@ -125,7 +127,7 @@ def gradients(made: Callable[[torch.dtype], Any], shown: Sequence[Prompt]) -> fl
     with exact(theirs):
         groups, _ = answered(ours, shown)
         _, weights = by_trainer(ours, groups)
-        (by_transformers(theirs, groups) * weights).sum().backward()
+        torch.autograd.backward((by_transformers(theirs, groups) * weights).sum())
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return float(torch.stack([(a.grad - b.grad).norm() / b.grad.norm() for a, b in pairs]).max())
 
@@ -134,7 +136,7 @@ def gradients(made: Callable[[torch.dtype], Any], shown: Sequence[Prompt]) -> fl
 def exact(model: Any) -> Iterator[None]:
     """Have transformers compute everything in float64."""
     kind = model.config.model_type
-    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    modeling: Any = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     usual = modeling.apply_rotary_pos_emb_vision
     modeling.apply_rotary_pos_emb_vision = vm.rotate
     fuse_layers(model)
