@@ -1,19 +1,20 @@
 """Kill a run with SIGKILL at random moments, resume it, and compare it with an undisturbed one.
 
     python benchmarks/kill.py --times plain=50 critic=10 scorers=10 [--seed 1] [--minutes 60]
-                              [--out benchmarks/results/kill.md]
+                              [--moments rollout update publish] [--out benchmarks/results/kill.md]
 
 Kinds of run: the quickstart's loss in one process (plain), the same with a critic (GAE), with a
 scorer of the user's in a process of its own, which takes another time for each answer and in each
 run, with a model that is sharded over two ranks, with conversations of three turns: in sync mode,
-in one_step_off and in async mode with two engines each, and with images (quickstart-images). A
-trial is a small run (the quickstart's task) that is killed up to three times, resumed each time by
-the same command, and then left alone. Moments: anywhere between the first sign of the run's folder
-and its usual end; while a checkpoint is being written or put in place; just after a line of
-metrics; while a resumed run is reading and cutting back. Each trial must end with the same weights,
-optimizers, sampler, metrics (times aside), rollouts and evaluations, bit for bit, and with nothing
-left behind; in async mode, whose bits are others each time, with no group lost, trained twice or
-out of order.
+in one_step_off and in async mode with two engines each, and with images (quickstart-images), with
+the engine in this process and in another. A trial is a small run that is killed up to three times,
+resumed each time by the same command, and then left alone. Moments: anywhere between the first sign
+of the run's folder and its usual end; while a checkpoint is being written or put in place; just
+after a line of metrics; while a resumed run is reading and cutting back. With `--moments` they take
+turns, and may be phases of a step, in which the run's process kills itself: rollout, update,
+publish, write, evaluate or checkpoint. Each trial must end with the same weights, optimizers,
+sampler, metrics (times aside), rollouts and evaluations, bit for bit, and with nothing left behind;
+in async mode, whose bits are others each time, with no group lost, trained twice or out of order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -65,6 +66,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, long
     return 1.0 if solution_str.rpartition("#")[2] == ground_truth else -1.0
 """
 """A user's file; its delays are others each time."""
+DYING = """
+import contextlib, os, signal, threading
+from winnow.cli.main import main
+from winnow.observe.metrics import Stopwatch
+
+phase, left, delay = os.environ["WINNOW_KILL"].split()
+left = int(left)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def watched(name):
+    global left
+    left -= name == phase
+    if name != phase or left:
+        yield
+        return
+    threading.Timer(float(delay), die).start()
+    yield
+    die()
+
+
+Stopwatch.make_range = watched
+main()
+"""
+"""`winnow`, which is killed in a phase, within so many seconds of it."""
 ENVIRONMENT = """
 import os, random, time
 from winnow.environments import Step
@@ -117,6 +147,7 @@ VARIANTS = {
     ),
     "conversations-async": (*CONVERSATIONS, *ASYNC, "rollout.engine.processes=2"),
     "images": (),
+    "images-engine": ("rollout.engine.processes=1",),
 }
 """Settings of each kind of run."""
 CLOCKED = (
@@ -132,6 +163,7 @@ CLOCKED = (
     "environment/reply_s",
 )
 MOMENTS = ("any", "any", "saving", "logged", "starting")
+PHASES = ("rollout", "update", "publish", "write", "evaluate", "checkpoint")
 LONGEST_S = 300.0
 
 
@@ -150,12 +182,14 @@ class Lab:
         """A run's folder."""
         return self.folder / "runs" / name
 
-    def start(self, name: str, *settings: str) -> subprocess.Popen[bytes]:
-        """The command, in a process of its own."""
-        command = [sys.executable, "-m", "winnow.cli.main", "train", self.recipe]
+    def start(self, name: str, *settings: str, dying: str = "") -> subprocess.Popen[bytes]:
+        """The command, in a process of its own; `dying` is a phase, its number and a delay."""
+        program = ("-c", DYING) if dying else ("-m", "winnow.cli.main")
+        command = [sys.executable, *program, "train", self.recipe]
         command += SETTINGS if self.recipe == "quickstart" else IMAGES_SETTINGS
         command += [f"run.dir={self.folder / 'runs'}", f"run.name={name}"]
         more = {"OMP_NUM_THREADS": "1", "WINNOW_CACHE": str(self.folder / "cache")}
+        more["WINNOW_KILL"] = dying
         return subprocess.Popen([*command, *self.settings, *settings], env=os.environ | more)
 
     def undisturbed(self, name: str = "undisturbed") -> Lab:
@@ -212,13 +246,17 @@ def code_of(process: subprocess.Popen[bytes], longest_s: float) -> int:
         process.kill()
 
 
-def trial(lab: Lab, name: str, kills: int, rng: random.Random) -> Trial:
+def trial(
+    lab: Lab, name: str, kills: int, rng: random.Random, moments: Sequence[str] = ()
+) -> Trial:
     """Run `name` with up to `kills` kills, and compare it with the undisturbed run."""
     done: list[Kill] = []
     save_every = f"trainer.save_every={rng.choice([1, 1, 2])}"
-    for _ in range(kills):
-        process = lab.start(name, save_every)
-        kill = kill_at(lab, process, name, rng)
+    for moment in [*moments, *[""] * kills][:kills]:
+        if moment in PHASES:
+            kill = kill_in(lab, name, moment, rng, save_every)
+        else:
+            kill = kill_at(lab, lab.start(name, save_every), name, rng, moment)
         if kill is None:
             break
         done.append(kill)
@@ -231,12 +269,22 @@ def trial(lab: Lab, name: str, kills: int, rng: random.Random) -> Trial:
     return Trial(done, faults)
 
 
+def kill_in(lab: Lab, name: str, phase: str, rng: random.Random, save_every: str) -> Kill | None:
+    """Have the run killed in a phase; None when it was over before."""
+    number, run = rng.choice([1, 2]), lab.run(name)
+    takes = [line.get(f"time/{phase}_s", 0.0) for line in figures(lab.run("undisturbed"), ())]
+    delay = rng.uniform(0, max(takes))
+    process = lab.start(name, save_every, dying=f"{phase} {number} {delay}")
+    killed = process.wait(LONGEST_S) == -signal.SIGKILL
+    return kill_of(run, f"{phase} {number}", delay) if killed else None
+
+
 def kill_at(
-    lab: Lab, process: subprocess.Popen[bytes], name: str, rng: random.Random
+    lab: Lab, process: subprocess.Popen[bytes], name: str, rng: random.Random, moment: str = ""
 ) -> Kill | None:
-    """Kill the run at a random moment; None when it was over before."""
+    """Kill the run at a moment, by default a random one; None when it was over before."""
     run = lab.run(name)
-    moment = rng.choice(MOMENTS)
+    moment = moment or rng.choice(MOMENTS)
     lines, resumed = size(run / "metrics.jsonl"), size(run / "log.txt")
     signs: dict[str, tuple[Callable[[], bool], float]] = {
         "any": (lambda: True, lab.seconds),
@@ -257,8 +305,11 @@ def kill_at(
     if shown:
         time.sleep(delay)
     process.send_signal(signal.SIGKILL)
-    if process.wait() != -signal.SIGKILL:
-        return None
+    return kill_of(run, moment, delay) if process.wait() == -signal.SIGKILL else None
+
+
+def kill_of(run: Path, moment: str, delay: float) -> Kill:
+    """Describe the folder of a run that was just killed."""
     found = checkpoints_in(run / "checkpoints")
     return Kill(
         moment,
@@ -340,10 +391,10 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and repr(a) == repr(b)
 
 
-def figures(run: Path) -> list[dict[str, Any]]:
+def figures(run: Path, without: tuple[str, ...] = CLOCKED) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock or the operating system says."""
     lines = [json.loads(line) for line in content(run / "metrics.jsonl").splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCKED)} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(without)} for line in lines]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -380,11 +431,14 @@ def size(path: Path) -> int:
         return 0
 
 
-def trials(lab: Lab, times: int, rng: random.Random, until: float) -> list[Trial]:
+def trials(
+    lab: Lab, times: int, rng: random.Random, until: float, moments: Sequence[str] = ()
+) -> list[Trial]:
     """Kill so many times; no run begins after the moment `until` of the monotonic clock."""
     done: list[Trial] = []
+    turns = [*moments] * times
     while (left := times - sum(len(each.kills) for each in done)) > 0 and time.monotonic() < until:
-        done.append(trial(lab, f"trial-{len(done)}", min(3, left), rng))
+        done.append(trial(lab, f"trial-{len(done)}", min(3, left), rng, turns[times - left :]))
         verdict = done[-1].faults or "same"
         print(f"{times - left + len(done[-1].kills)} kills; run {len(done)}: {verdict}", flush=True)
     return done
@@ -443,6 +497,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=variant, nargs="+", default=[("plain", 50)])
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--moments", nargs="+", choices=[*MOMENTS[1:], *PHASES], default=[])
     parser.add_argument("--minutes", type=float, default=float("inf"), help="Begin no run later.")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--runs", type=Path, help="Keep the runs here.")
@@ -455,9 +510,9 @@ def main() -> None:
             folder.mkdir(parents=True)
             write_user_files(folder)
             settings = tuple(each.replace("FOLDER", str(folder)) for each in VARIANTS[name])
-            recipe = "quickstart-images" if name == "images" else "quickstart"
+            recipe = "quickstart-images" if name.startswith("images") else "quickstart"
             lab = Lab(folder, settings=settings, recipe=recipe).undisturbed()
-            done = trials(lab, times, random.Random(args.seed), until)
+            done = trials(lab, times, random.Random(args.seed), until, args.moments)
         faults += sum(bool(each.faults) for each in done)
         extra = f"Settings: `{' '.join(VARIANTS[name])}`.\n\n" if VARIANTS[name] else ""
         parts.append(f"## {name}\n\n{extra}{report(done, times, settings)}\n")

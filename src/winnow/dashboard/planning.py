@@ -63,9 +63,8 @@ class PlanForm(BaseModel):
     def arguments(self, folder: Path) -> list[str]:
         """Return the arguments of the command for a folder that `_write_inputs` filled."""
         args = ["plan", str(folder / CONFIG), "--json", f"--gpu={self.gpu}"]
-        args += [f"--nodes={self.nodes}", f"--gpus={self.gpus}"]
         # The run may be another user's: code of its model is not executed.
-        args.append("model.trust_remote_code=false")
+        args += [f"--nodes={self.nodes}", f"--gpus={self.gpus}", "model.trust_remote_code=false"]
         if (folder / CONFIG_OF_MODEL).is_file():
             args += [f"model.path={folder}", "warm_start=none"]
         if self.lengths == "run":
@@ -153,13 +152,14 @@ def _json_line(**body: Any) -> str:
 
 
 def _write_inputs(files: RunFiles, form: PlanForm, folder: Path) -> None:
-    """Copy the inputs of a plan from a run: recipe, config.json of the model, answer lengths."""
+    """Copy the inputs of a plan from a run: recipe, the model's configuration, answer lengths."""
     (folder / CONFIG).write_bytes(files.read(CONFIG))
     kept = [each for each in files.entries("checkpoints") if each.startswith("step-")]
-    for name in (MODEL, *(f"checkpoints/{each}/model/{CONFIG_OF_MODEL}" for each in kept[-1:])):
+    of_model = CONFIG_OF_MODEL, "preprocessor_config.json"
+    copies = {f"checkpoints/{step}/model/{name}": name for step in kept[-1:] for name in of_model}
+    for path, name in {**copies, MODEL: CONFIG_OF_MODEL}.items():
         with suppress(UnreadableError):
-            (folder / CONFIG_OF_MODEL).write_bytes(files.read(name))
-            break
+            (folder / name).write_bytes(files.read(path))
     if form.lengths == "run":
         (folder / "rollouts").mkdir()
         for step in list(files.steps("rollouts"))[-_NEWEST:]:

@@ -66,12 +66,17 @@ def test_a_plan_is_made_of_copies_of_the_recipe_the_models_config_and_the_newest
 ) -> None:
     run, folder = runs / "copy", tmp_path / "plan"
     folder.mkdir()
+    model = run / "checkpoints" / "step-1" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("of a checkpoint")
+    (model / "preprocessor_config.json").write_text("of images")
     kept = RolloutGroup(group(1, "row-1", answer(3, 1.0), answer(15, 0.0)), "all_wrong")
     write_step(run, 1, [kept], "rollouts")
     form = PlanForm.parse(json.dumps({**ASKED, "lengths": "run", "price": 2.0}).encode())
     _write_inputs(RunFiles(fsspec.filesystem("file"), str(run), "copy"), form, folder)
     assert (folder / "config.yaml").read_bytes() == (run / "config.yaml").read_bytes()
     assert json.loads((folder / "config.json").read_text()) == MODEL
+    assert (folder / "preprocessor_config.json").read_text() == "of images"
     table = pq.read_table(folder / "rollouts" / "step-1.parquet")
     assert table["response_tokens"].to_pylist() == [3, 15]
     assert "prompt" not in table.column_names
