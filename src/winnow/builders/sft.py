@@ -16,7 +16,8 @@ def read_sft_data(sft: Demonstrations, data: DataConfig, policy: LoadedPolicy) -
     Raises:
         DataError, ModelError: as for `read_demonstrations`.
     """
-    positions = getattr(policy.model.config, "max_position_embeddings", sft.max_tokens)
+    shape = policy.model.config.get_text_config()
+    positions = getattr(shape, "max_position_embeddings", sft.max_tokens)
     limited = sft.model_copy(update={"max_tokens": min(sft.max_tokens, positions)})
     training, held_out = (
         read_demonstrations(files, limited, data, policy.tokenizer, policy.stop_ids)

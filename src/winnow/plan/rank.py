@@ -239,7 +239,7 @@ def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, 
     if role == "reference":
         model = learner.load_role(load_causal_lm, config, role, path, _CPU, "shapes")
         sections, vocabulary = (config.rollout, config.trainer, config.model), cast(Any, model)
-        options = learner.readout_options(*sections, vocabulary.config.vocab_size)
+        options = learner.readout_options(*sections, vocabulary.config.get_text_config().vocab_size)
     elif role == "critic":
         model = learner.load_role(load_value_model, config, role, path, _CPU, "shapes")
         options = learner.critic_options(config)
