@@ -10,8 +10,10 @@ import os
 
 import torch
 
+from winnow.models.causal_lm import use_fp32_sums
+
 DEVICE = torch.device(os.environ.get("WINNOW_TEST_DEVICE", "cpu"))
 if DEVICE.type == "cuda":  # as `run.deterministic`, and kernels that cannot warn
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as `load_causal_lm`
+    use_fp32_sums()

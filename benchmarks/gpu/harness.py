@@ -88,7 +88,7 @@ class Bench:
         """Make a model of Qwen3-0.6B's shape with random weights, the same at each call."""
         from transformers import AutoModelForCausalLM, Qwen3Config
 
-        from winnow.models.causal_lm import use_layout_attention
+        from winnow.models.causal_lm import use_fp32_sums, use_layout_attention
 
         changes = {"max_position_embeddings": 131_072, "num_hidden_layers": layers}
         shape = ROOT / "src/winnow/plan/shapes/qwen3-0.6b"
@@ -97,6 +97,7 @@ class Bench:
         with self.device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         use_layout_attention(model)
+        use_fp32_sums()
         return model.eval()
 
 

@@ -31,7 +31,8 @@ from winnow.types import Group, Prompt
 
 VOCABULARY, TOKENIZER = 40, 37
 TEMPERATURE = 0.8
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10 if DEVICE.type == "cpu" else 1e-6}
+"""transformers computes cosines of positions in fp32, and a GPU rounds them in another way."""
 BOTH = frozenset({"logprob", "entropy"})
 OBJECTIVE = policy_objective("ppo_clip", {"clip_high": 0.28}, entropy_coef=0.01)
 SIZES: dict[str, Any] = {

@@ -131,8 +131,6 @@ def load_causal_lm(
             raise ModelError(f"{where}: its config sets {name}, which is not supported")
     if is_remote(path):  # an adapter of it names its place, not the copy's
         model.name_or_path = path
-    # cuDNN's convolutions, as those of vision towers, would round fp32 to TF32.
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     return prepare(model, where, device)
 
 
@@ -185,6 +183,16 @@ def load_model(
         return cast(Loaded, kind.from_pretrained(where.path, **options))
 
 
+def use_fp32_sums() -> None:
+    """Have the GPU products of this process round numbers to their own type alone.
+
+    By default cuBLAS may add the parts of a long bf16 sum in bf16, in which the many small terms of
+    a softmax's gradient vanish beside the label's, and cuDNN's convolutions round fp32 to TF32.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+
 def prepare(model: PreTrainedModel, where: ModelRef, device: torch.device) -> PreTrainedModel:
     """Give the model Winnow's attention, evaluation mode and its device.
 
@@ -197,6 +205,7 @@ def prepare(model: PreTrainedModel, where: ModelRef, device: torch.device) -> Pr
             f"{type(model).__name__} does not allow it; use a model of another architecture"
         )
     use_layout_attention(model)
+    use_fp32_sums()
     if not hasattr(model, "saved_weights"):
         # Weights come as views of a file, placed as its header happens to end. In memory of torch's
         # own they are aligned alike in every run, as the order of a product's sums may ask for.
