@@ -270,6 +270,7 @@ def test_a_stop_ends_an_evaluation_and_leaves_nothing(place: Path, server: Serve
     long = ["evaluation.n=64", "evaluation.max_response_tokens=240", "rollout.engine.slots=8"]
     words = "eval", "model", "--data", "easy.jsonl", "--out", "broken", *ASKED, *long
     out, err = place / "out.txt", place / "err.txt"
+    out.unlink(missing_ok=True)  # of a first try
     process = server.start("winnow.cli.main", words, folder=place, out=out, err=err)
     assert wait_for(process, lambda: out.exists() and "8 held-out prompts" in out.read_text()), (
         err.read_text()

@@ -85,6 +85,7 @@ BEHIND = {
     "sqlalchemy": "mlflow",  # loads both where a data base has its runs
     "alembic": "mlflow",
     "tensorboard": "torch.utils.tensorboard",
+    "pillow": "PIL",
 }
 """Modules that winnow imports, by the packages that they are of or cannot do without."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen2Config
 
 from winnow.builders.lockstep import lockstep_notes
 from winnow.config.load import load_recipe
 
-SHAPE = SimpleNamespace(hidden_size=5120, num_attention_heads=40)
+SHAPE = Qwen2Config(hidden_size=5120, num_attention_heads=40)
 FSDP2 = ["cluster=local", "rollout/engine=torch", "trainer.microbatch_tokens=22528"]
 FSDP2 += ["trainer/strategy=single", "trainer/strategy=fsdp2"]
 
