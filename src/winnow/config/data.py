@@ -54,7 +54,7 @@ class CalcTask(Section):
 
 
 class ShapesTask(Section):
-    """Pictures of which the squares or the circles are counted; endless.
+    """Pictures of which the squares or the crosses are counted; endless.
 
     Problems whose crc32 modulo 10 is 0 are held out for evaluation.
     """

@@ -1,6 +1,6 @@
-"""The generated task `shapes`: count the squares or the circles of a picture.
+"""The generated task `shapes`: count the squares or the crosses of a picture.
 
-A picture is a grid of cells, each with a square, a circle or nothing, in random colours. A problem
+A picture is a grid of cells, each with a square, a cross or nothing, in random colours. A problem
 is asked as `<image>s?` or `<image>c?`, and answered by `=2`. Problems whose crc32 modulo 10 is 0
 are held out for evaluation and never trained on.
 
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
 DATA_SOURCE = "shapes"
 BEFORE, IMAGE, BEHIND, VIDEO = SPECIAL = ("<|before|>", "<|image|>", "<|behind|>", "<|video|>")
-SQUARE, CIRCLE, NOTHING = "sc."
+SQUARE, CROSS, NOTHING = "sc."
 VOCABULARY = (PAD, EOS, UNKNOWN, *SPECIAL, *(DIGITS + "=?sc"))
 IDS = {token: i for i, token in enumerate(VOCABULARY)}
 PATCH, MERGE = 4, 2
 CELL = PATCH * MERGE
 """Pixels of a cell's side: a cell is a token."""
-_MARGINS = {SQUARE: 1, CIRCLE: 2, NOTHING: CELL // 2}
-"""Pixels between a shape and the edge of its cell."""
+_X = np.abs(np.arange(CELL) - (CELL - 1) / 2)
+_Y = _X[:, None]
+_MASKS = {SQUARE: np.maximum(_X, _Y) < 3, CROSS: _X + _Y < 3, NOTHING: _X + _Y < 0}
+"""Pixels [CELL, CELL] of a shape in its cell."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -59,7 +61,7 @@ class ShapesRows(GeneratedRows[ShapesTask]):
 
     def make_problem(self, digest: bytes) -> str:
         size = self._cells
-        asked, other = (SQUARE, CIRCLE) if digest[0] % 2 else (CIRCLE, SQUARE)
+        asked, other = (SQUARE, CROSS) if digest[0] % 2 else (CROSS, SQUARE)
         count = int.from_bytes(digest[1:4], "big") % (size + 1)
         rest = int.from_bytes(digest[4:7], "big") % (size - count + 1)
         cells = asked * count + other * rest + NOTHING * (size - count - rest)
@@ -68,7 +70,7 @@ class ShapesRows(GeneratedRows[ShapesTask]):
         return f"{asked}/{placed}/{int.from_bytes(digest[8:12], 'big')}"
 
     def is_problem(self, text: str) -> bool:
-        pattern = rf"[{SQUARE}{CIRCLE}]/[{SQUARE}{CIRCLE}{NOTHING}]{{{self._cells}}}/\d+"
+        pattern = rf"[{SQUARE}{CROSS}]/[{SQUARE}{CROSS}{NOTHING}]{{{self._cells}}}/\d+"
         return re.fullmatch(pattern, text, re.ASCII) is not None
 
     def describe(self, problem: str) -> tuple[str, str, dict[str, Any]]:
@@ -102,12 +104,12 @@ def demonstrations(
 
 
 def draw(problem: str) -> Image:
-    """Draw the picture of a problem; a circle of so few pixels is a smaller square."""
+    """Draw the picture of a problem."""
     _, cells, colours = problem.split("/")
     side, rng = math.isqrt(len(cells)), np.random.default_rng(int(colours))
     pixels = np.zeros((side * CELL, side * CELL, 3), np.uint8)
     for place, cell in enumerate(cells):
-        (top, left), margin = divmod(place, side), _MARGINS[cell]
+        top, left = divmod(place, side)
         tile = pixels[CELL * top : CELL * (top + 1), CELL * left : CELL * (left + 1)]
-        tile[margin:-margin, margin:-margin] = rng.integers(120, 256, 3)
+        tile[_MASKS[cell]] = rng.integers(120, 256, 3)
     return encode_png(pixels, CELL)
