@@ -75,8 +75,12 @@ def read_demonstrations(
     for path in resolve_files(files, data):
         for number, record in read_records(path):
             origin = f"{path} row {number}"
-            if images := record.get(data.image_key):
-                raise field_error(origin, data.image_key, images, "absent: such rows are texts")
+            single = record.get("image")  # a text may be anything, such as a container's
+            shown = {"image": None if isinstance(single, str) else single}
+            shown[data.image_key] = record.get(data.image_key)
+            for column, images in shown.items():
+                if images:
+                    raise field_error(origin, column, images, "absent: such rows are texts")
             messages = _conversation(record, origin, config.columns)
             source = str(record.get("data_source") or "sft")
             row = Row(f"{path}:{number}", origin, source, messages, None)

@@ -71,6 +71,14 @@ def test_known_columns_are_found(tmp_path: Path, row: Any) -> None:
     assert shown == QUESTION
 
 
+@pytest.mark.parametrize("images", [{"images": ["a.png"]}, {"image": {"path": "a.png"}}])
+def test_images_are_refused(tmp_path: Path, images: Any) -> None:
+    row = {"prompt": "2 and 3?", "completion": "It is 5"}
+    read(tmp_path, row | {"image": "python:3.12", "images": []})
+    with pytest.raises(DataError, match=r"jsonl row 1: images? .*absent: such rows are texts"):
+        read(tmp_path, row | images)
+
+
 def test_own_columns_are_named(tmp_path: Path) -> None:
     columns = {"prompt": "frage", "answer": "antwort"}
     _, (shown,) = read(tmp_path, {"frage": "2 and 3?", "antwort": "It is 5"}, columns=columns)

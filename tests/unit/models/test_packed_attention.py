@@ -169,6 +169,13 @@ def test_variable_length_attention_is_called_as_its_version_takes_it(
     assert {name: call[name] for name in expected} == expected
 
 
+def test_half_precision_heads_that_no_kernel_of_cuda_takes_attend_in_blocks() -> None:
+    """Variable-length attention wants heads of a multiple of 8 channels, and a GPU."""
+    q, k, v = (torch.randn(7, 2, 4).bfloat16() for _ in range(3))
+    blocks = PackedLayout([4, 3], CPU).attend(0, q, k, v, 0.5, None)
+    assert torch.equal(PackedLayout([4, 3], CPU, "cuda").attend(0, q, k, v, 0.5, None), blocks)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 16])
 def test_half_precision_on_cuda_is_near_fp32(window: int | None) -> None:
