@@ -34,6 +34,9 @@ from winnow.rollout.vllm.worker import VllmOptions
 from winnow.rollout.weights import WeightUpdate
 from winnow.types import Image, Segment
 
+RUNNING: list[Any] = []
+"""vLLMs of this process: one that is collected destroys the groups that all of them use."""
+
 
 def request(number: int, *parts: Image | list[int]) -> GroupRequest:
     ids, images = vm.shown([3], *parts, [*range(6, 20)])
@@ -65,7 +68,9 @@ def start(folder: Path, model: Any, adapter: LoraAdapter | None = None) -> VllmE
     options = VllmOptions(
         dtype="float32", slots=16, prefill_tokens=512, cache_gib=1 / 32, lora=lora
     )
-    return VllmEngine(start_vllm(str(folder), options), shapes, 16, vm.VOCAB)
+    llm = start_vllm(str(folder), options)
+    RUNNING.append(llm)
+    return VllmEngine(llm, shapes, 16, vm.VOCAB)
 
 
 def assert_theirs(model: Any, events: dict[Any, CompletionEvent]) -> None:
