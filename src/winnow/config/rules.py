@@ -342,14 +342,14 @@ _REUSE_NEEDS = {
 """Values, by key, under which the sampler's log-probs are those of the policy before the step."""
 
 
-def reuse_faults(config: Config) -> Iterator[str]:
-    """Yield a line for each setting with which `algorithm.correction.mode=reuse` is not exact."""
-    for key, setting in _settings(config, _REUSE_NEEDS).items():
-        if setting.removeprefix(f"{key}=") not in _REUSE_NEEDS[key]:
-            yield (
-                f"algorithm.correction.mode=reuse needs {key}={_REUSE_NEEDS[key][0]}, got "
-                f"{setting}; set that, or algorithm.correction.mode=recompute"
-            )
+def reuse_faults(config: Config) -> list[str]:
+    """Return a line for each setting with which `algorithm.correction.mode=reuse` is not exact."""
+    return [
+        f"algorithm.correction.mode=reuse needs {key}={_REUSE_NEEDS[key][0]}, got {setting}; set "
+        "that, or algorithm.correction.mode=recompute"
+        for key, setting in _settings(config, _REUSE_NEEDS).items()
+        if setting.removeprefix(f"{key}=") not in _REUSE_NEEDS[key]
+    ]
 
 
 def _reuse(config: Config) -> Iterator[str]:
@@ -534,6 +534,7 @@ def _sharing(
 
 RULES = (
     *(_sources, _truth_column, _group_size, _admission, _updates, _reuse, _lengths),
-    *(_reward, _evaluation, _engine, _environment, _mode, _warm_start, _unsupported, _placement, _sharing),
+    *(_reward, _evaluation, _engine, _environment, _mode, _warm_start, _unsupported),
+    *(_placement, _sharing),
 )
 WARNINGS = _correction_warnings, _batch_warnings, _microbatch_warnings, _warmup_warnings

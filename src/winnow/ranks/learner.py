@@ -255,7 +255,7 @@ def old_source(config: Config) -> OldSource:
     if not (in_updates or before_updates):
         return "current"
     reuses = algorithm.correction.mode in ("auto", "reuse") and "prob" not in needs
-    return "reuse" if reuses and not [*reuse_faults(config)] else "pass"
+    return "reuse" if reuses and not reuse_faults(config) else "pass"
 
 
 def _rate(optim: OptimConfig, steps: int) -> Any:
