@@ -15,7 +15,6 @@ from benchmarks.kill import (
     LONGEST_S,
     STEPS,
     VARIANTS,
-    Lab,
     code_of,
     contents,
     differences,

@@ -54,7 +54,7 @@ def test_reused_log_probs_are_those_of_groups_without_a_token_of_older_weights()
     """The second of three groups has one such token, so that all of it is in the pass."""
     batch = pack([group_of(answers, -0.5) for answers in ([[1, 2]], [[3], [4, 5]], [[6]])])
     batch.columns["age"] = (batch.token_ids * batch.gen_mask == 5).long()
-    policy, strategy = policy_of(policy_objective("ppo_clip", old="reuse"))
+    policy, _ = policy_of(policy_objective("ppo_clip", old="reuse"))
     found = policy.fill_old_logprobs(batch, 4).record()
     old = batch.columns["old"]
     wanted = torch.tensor([-0.5, -0.5, -0.3, -0.4, -0.5, -0.5])
