@@ -490,16 +490,9 @@ class MicroBatchSharder:
             self._figures.mean("ranks/idle", dealt.idle_share)
         return shares.micro_batches(self.dp.share)
 
-    def all_micro_batches(
-        self, batch: Batch, max_tokens: int, groups: Iterable[int] | None = None
-    ) -> list[MicroBatch]:
-        """Cut this process's micro-batches of a step, for passes that learn nothing.
-
-        Args:
-            groups: ordinals of the groups; None takes all.
-        """
-        groups = range(batch.n_groups) if groups is None else groups
-        shares = self._share(batch, groups, max_tokens)
+    def all_micro_batches(self, batch: Batch, max_tokens: int) -> list[MicroBatch]:
+        """Cut this process's micro-batches of the whole step, for passes that learn nothing."""
+        shares = self._share(batch, range(batch.n_groups), max_tokens)
         self._ran = shares.runs()
         return shares.micro_batches(self.dp.share)
 

@@ -28,7 +28,7 @@ from winnow.algorithms.covariance import keyed_draws
 from winnow.algorithms.kl import token_kl
 from winnow.algorithms.losses import LossTokens, PolicyLoss
 from winnow.learning.advantage import record_correction
-from winnow.learning.batch import Batch, MicroBatch
+from winnow.learning.batch import Batch, MicroBatch, gather_tokens
 from winnow.learning.runner import Output, Outputs
 from winnow.learning.strategy import LossFn, LossResult, Stats, Strategy, run_pass
 from winnow.observe.metrics import Metrics
@@ -221,14 +221,15 @@ class Policy:
 
     def _reuse_logprobs(self, batch: Batch, microbatch_tokens: int) -> Metrics:
         """Fill `old` [T] from the sampler, but for groups with a token of older weights."""
-        metrics, behav, mask = Metrics(), batch.behav, batch.gen_mask
+        metrics, mask, strategy = Metrics(), batch.gen_mask, self.strategy
         groups_T = batch.groups.repeat_interleave(batch.offsets.diff())
         older = groups_T[batch.columns["age"] != 0].unique()
-        is_older = torch.isin(groups_T, older)
-        outputs: frozenset[Output] = frozenset({"logprob"})
-        recomputed = run_pass(self.strategy, batch, outputs, microbatch_tokens, older.tolist())
-        batch.columns["old"] = torch.where(is_older, recomputed["logprob"], behav)
-        metrics.mean_of("actor/old_pass", int((is_older & mask).sum()), int(mask.sum()))
+        is_older_T = torch.isin(groups_T, older)
+        micro = strategy.sharder.cut_update(batch, older.tolist(), microbatch_tokens)
+        passed = strategy.forward(micro, frozenset({"logprob"}))
+        recomputed = gather_tokens(batch, micro, [each["logprob"] for each in passed])
+        batch.columns["old"] = torch.where(is_older_T, recomputed, batch.behav)
+        metrics.mean_of("actor/old_pass", int((is_older_T & mask).sum()), int(mask.sum()))
         return metrics
 
     def select_tokens(

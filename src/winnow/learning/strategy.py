@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -486,17 +486,13 @@ def run_pass(
     batch: Batch,
     outputs: frozenset[Output],
     max_tokens: int,
-    groups: Iterable[int] | None = None,
 ) -> dict[Output, Tensor]:
-    """Run a model on a batch without gradients; each output is [T] on the CPU.
+    """Run a model on the whole batch without gradients; each output is [T] on the CPU.
 
     All ranks that hold the model call it.
-
-    Args:
-        groups: ordinals of the groups to run; outputs of others are 0. None runs all.
     """
     sharder = strategy.sharder
-    micro = sharder.all_micro_batches(batch, max_tokens, groups)
+    micro = sharder.all_micro_batches(batch, max_tokens)
     results = strategy.forward(micro, outputs)
     names = sorted(outputs)  # ranks gather in step, and a set's order differs between processes
     return {n: sharder.gather(batch, micro, [values[n] for values in results]) for n in names}
