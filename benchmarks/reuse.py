@@ -2,11 +2,11 @@
 
     python -m benchmarks.reuse --runs FOLDER [--seeds 1 2 3] [--out benchmarks/results/reuse.md]
 
-Trains the quickstart for each seed with `algorithm.correction.mode=auto`, which reuses, and
-`recompute`, in turns, both from the seed's warm start, which is made before. Runs that FOLDER holds
-already are not trained again. The two differ by the rounding of log-probs, after which answers fall
-apart; so their held-out accuracies agree as two seeds of the sampler do, not by the bit. CPU
-seconds are those of the whole command, evaluations included.
+Trains 40 steps of the quickstart for each seed with `algorithm.correction.mode=auto`, which reuses,
+and `recompute`, in turns, both from the seed's warm start, which is made before. Runs that FOLDER
+holds already are not trained again. The two differ by the rounding of log-probs, after which
+answers fall apart; so their held-out accuracies agree as two seeds of the sampler do, not by the
+bit. CPU seconds are those of the whole command, evaluations included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from winnow.observe.jsonl import read_metrics
 
 MODES = ("auto", "recompute")
 METRIC = "eval/sort_digits/pass@1"
-PROBLEMS, ANSWERS = 1000, 4
+STEPS, PROBLEMS, ANSWERS = 40, 500, 4
 T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's quantile by the number of seeds."""
 
@@ -44,7 +44,7 @@ def train(folder: Path, seed: int, mode: str) -> Path:
         *(str(Path(sys.executable).with_name("winnow")), "train", "quickstart", f"seed={seed}"),
         *(f"algorithm.correction.mode={mode}", f"run.dir={folder}", f"run.name={run.name}"),
         *(f"data.task.eval_problems={PROBLEMS}", f"evaluation.n={ANSWERS}"),
-        *("trainer.save_every=null", "observe.console=off"),
+        *(f"trainer.steps={STEPS}", "trainer.save_every=null", "observe.console=off"),
     ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
