@@ -70,8 +70,8 @@ def table(rows: dict[tuple[int, str], dict[str, float]], seeds: list[int]) -> st
     names = list(rows[seeds[0], MODES[0]])
     lines = [f"| seed | mode | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for (seed, mode), figures in rows.items():
-        cells = (f"{figures[n]:.0f}" if n == "CPU-s" else f"{figures[n]:.3f}" for n in names)
-        lines.append(f"| {seed} | {mode} | {' | '.join(cells)} |")
+        texts = (f"{figures[n]:.0f}" if n == "CPU-s" else f"{figures[n]:.3f}" for n in names)
+        lines.append(f"| {seed} | {mode} | {' | '.join(texts)} |")
     cells = []
     for name in names:
         gaps = [rows[s, MODES[0]][name] - rows[s, MODES[1]][name] for s in seeds]

@@ -33,6 +33,7 @@ import torch
 from speed import Quickstart
 from trl_step import Setup, quickstart_rows, trl_trainer
 
+from winnow.config.data import SortDigitsTask
 from winnow.data.sort_digits import SortDigitsRows
 from winnow.learning.batch import Batch
 from winnow.learning.learner import Learner, LearnerSettings
@@ -63,7 +64,9 @@ T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 
 async def accuracy(bench: Quickstart) -> float:
     """Return pass@1 of a policy on held-out problems, sampled by its engine."""
-    rows = SortDigitsRows(bench.config.data.task, 1).held_out()  # type: ignore[arg-type]
+    task = bench.config.data.task
+    assert isinstance(task, SortDigitsTask)
+    rows = SortDigitsRows(task, 1).held_out()
     sampling = SamplingParams(Setup.tokens, stop_token_ids=bench.policy.stop_ids)
     requests = []
     for number, row in enumerate(rows):
@@ -150,8 +153,8 @@ def table(curves: dict[tuple[str, int], dict[str, float]], seeds: Sequence[int])
     lines = [f"| arm | seed | {' | '.join(f'step {step}' for step in steps)} |"]
     lines.append("|---" * (len(steps) + 2) + "|")
     for (arm, seed), curve in curves.items():
-        cells = " | ".join(f"{curve[step]:.3f}" for step in steps)
-        lines.append(f"| {arm} | {seed} | {cells} |")
+        texts = (f"{curve[step]:.3f}" for step in steps)
+        lines.append(f"| {arm} | {seed} | {' | '.join(texts)} |")
     for arm, other in PAIRS.items():
         if not all((each, seed) in curves for each in (arm, other) for seed in seeds):
             continue

@@ -207,13 +207,13 @@ def winnow_step(steps: int, scratch: str, smollm2: str | None, *overrides: str) 
 
 
 SIDES: dict[str, Callable[[int, str, str | None], float]] = {
-    "winnow": lambda *each: winnow_step(*each, *WITHOUT_SAMPLING),
+    "winnow": lambda steps, scratch, model: winnow_step(steps, scratch, model, *WITHOUT_SAMPLING),
     "winnow, with dynamic sampling": winnow_step,
-    "winnow, with a pass for old log-probs": lambda *each: winnow_step(
-        *each, *WITHOUT_SAMPLING, "algorithm.correction.mode=recompute"
+    "winnow, with a pass for old log-probs": lambda steps, scratch, model: winnow_step(
+        steps, scratch, model, *WITHOUT_SAMPLING, "algorithm.correction.mode=recompute"
     ),
-    "TRL, updates whole": lambda *each: trl_step(*each, None),
-    "TRL, micro-batches of 32": lambda *each: trl_step(*each, 32),
+    "TRL, updates whole": lambda steps, scratch, model: trl_step(steps, scratch, model, None),
+    "TRL, micro-batches of 32": lambda steps, scratch, model: trl_step(steps, scratch, model, 32),
 }
 OF_SMOLLM2 = "winnow", "winnow, with a pass for old log-probs", "TRL, updates whole"
 

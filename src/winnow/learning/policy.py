@@ -223,9 +223,9 @@ class Policy:
         """Fill `old` [T] from the sampler, but for groups with a token of older weights."""
         metrics, mask, strategy = Metrics(), batch.gen_mask, self.strategy
         groups_T = batch.groups.repeat_interleave(batch.offsets.diff())
-        older = groups_T[batch.columns["age"] != 0].unique()
-        is_older_T = torch.isin(groups_T, older)
-        micro = strategy.sharder.cut_update(batch, older.tolist(), microbatch_tokens)
+        older = sorted({*groups_T[batch.columns["age"] != 0].tolist()})
+        is_older_T = torch.isin(groups_T, torch.tensor(older, dtype=torch.int64))
+        micro = strategy.sharder.cut_update(batch, older, microbatch_tokens)
         passed = strategy.forward(micro, frozenset({"logprob"}))
         recomputed = gather_tokens(batch, micro, [each["logprob"] for each in passed])
         batch.columns["old"] = torch.where(is_older_T, recomputed, batch.behav)
