@@ -44,7 +44,7 @@ from winnow.rollout.weights import WeightUpdate
 from winnow.types import Group
 
 STEPS, EVERY = 12, 4
-PROBLEMS, ANSWERS = 500, 4
+PROBLEMS, ANSWERS = 400, 4
 PLAIN = (
     *("sampling/filter=none", "reward.overlong.enabled=false", "optim.warmup_steps=0"),
     *("optim.schedule=constant", "algorithm.policy_loss.clip_high=0.2"),
