@@ -51,11 +51,14 @@ class Quickstart:
     def __init__(self, scratch: str, overrides: Sequence[str] = ()) -> None:
         given = ["run.threads=1", f"run.dir={scratch}", *overrides]
         config = load_recipe("quickstart", given)
-        warm = make_warm_start(config, False, make_console("off", Console()))
-        policy = load_policy(config, str(warm), torch.device("cpu"))
+        path = config.model.path
+        if path is None:
+            path = str(make_warm_start(config, False, make_console("off", Console())))
+        policy = load_policy(config, path, torch.device("cpu"))
         rewards = make_rewards(config, policy.device, policy.decode)
         source = training_prompts(config.data, policy.tokenizer, config.run.seed)
         loader = PromptLoader(source, config.run.seed, config.data.shuffle)
+        self.config, self.policy, self.start = config, policy, path
         self.engine = make_local_engine(config, policy)
         self._sampler = Sampler(
             config.sampling,
@@ -81,18 +84,20 @@ class Quickstart:
         return sampled.counts.tokens.generated
 
 
-async def measure(steps: int, quickstart: Quickstart) -> dict[str, float]:
-    """CPU seconds a step by phase, and thousands of tokens written a step."""
+async def measure(
+    steps: int, quickstart: Quickstart, warm_up: int = WARM_UP_STEPS
+) -> dict[str, float]:
+    """CPU seconds a step by phase, and thousands of tokens written a step; not of the first."""
     sums: dict[str, float] = defaultdict(float)
     watch = Stopwatch(time.process_time)
     for step in range(1, steps + 1):
         tokens = await quickstart.step(step, watch)
         times = watch.lap()
-        if step > WARM_UP_STEPS:
+        if step > warm_up:
             for phase in PHASES:
                 sums[phase] += float(times.get(f"time/{phase}_s", 0.0))
             sums["kilotokens"] += tokens / 1000
-    return {name: total / (steps - WARM_UP_STEPS) for name, total in sums.items()}
+    return {name: total / (steps - warm_up) for name, total in sums.items()}
 
 
 def in_turn(trees: list[Path], steps: int, rounds: int) -> list[list[dict[str, float]]]:

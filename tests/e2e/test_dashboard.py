@@ -109,6 +109,7 @@ def trained(window: Watched, home: Path, server: Server) -> Trained:
     lab, out, name = QuickLab(home, server=server), home / "out.txt", "tiny"
     run = lab.start(
         *(name, f"trainer.steps={STEPS}", "observe.console=plain", "--dashboard"),
+        "algorithm.correction.mode=recompute",
         pauses={1: 0.0, 2: 0.0}, out=out, err=out,
     )  # fmt: skip
     for step in (1, 2):

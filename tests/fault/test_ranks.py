@@ -15,7 +15,6 @@ from benchmarks.kill import (
     LONGEST_S,
     STEPS,
     VARIANTS,
-    Lab,
     code_of,
     contents,
     differences,
@@ -52,10 +51,33 @@ def calm(lab: QuickLab) -> Path:
     return lab.run("calm-ranks")
 
 
-def test_two_ranks_learn_what_one_process_learns(calm: Path, lab: Lab) -> None:
-    alone, shared = figures(lab.run("undisturbed")), figures(calm)
-    assert len(alone) == len(shared) == STEPS + 1
-    for one, two in zip(alone, shared, strict=True):
+@pytest.fixture(scope="module")
+def alone(lab: QuickLab) -> Path:
+    """An undisturbed run in one process, with a pass for all old log-probs, as ranks have it."""
+    assert lab.start("alone", "algorithm.correction.mode=recompute").wait(240) == 0
+    return lab.run("alone")
+
+
+def test_reused_log_probs_learn_what_recomputed_ones_do(alone: Path, lab: QuickLab) -> None:
+    passes = []
+    for one, other in zip(figures(alone), figures(lab.run("undisturbed")), strict=True):
+        assert one.keys() - other.keys() <= {f"mismatch/age_{age}/share" for age in range(9)}
+        for name in other:
+            if name == "actor/old_pass":
+                passes.append((one[name], other[name]))
+            elif not name.startswith("mismatch/"):  # that of the first update's answers
+                assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+        if other["step"]:
+            assert other["mismatch/age_0/abs_delta"] < 1e-5
+    assert [recomputed for recomputed, _ in passes] == [1] * STEPS
+    assert all(0 <= share < 1 for _, share in passes)
+    assert any(share > 0 for _, share in passes)
+
+
+def test_two_ranks_learn_what_one_process_learns(alone: Path, calm: Path) -> None:
+    lines, shared = figures(alone), figures(calm)
+    assert len(lines) == len(shared) == STEPS + 1
+    for one, two in zip(lines, shared, strict=True):
         new = {"ranks/spread", "ranks/lockstep", "ranks/idle", "publish/max_delta"}
         assert {name for name in two if name not in one} == (new if one["step"] else set())
         for name in one:

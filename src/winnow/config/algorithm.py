@@ -437,9 +437,12 @@ class CorrectionConfig(Section):
     of a step, and the current one is being updated. w = exp(old - behav).
     """
 
-    mode: Literal["recompute", "fused", "bypass"] = "recompute"
+    mode: Literal["recompute", "auto", "reuse", "fused", "bypass"] = "recompute"
     """Source of `old`: a separate pass before the updates (recompute); the update's forward pass
-    (fused: needs one update and one epoch a step); or the sampler (bypass: old is behav)."""
+    (fused: needs one update and one epoch a step); or the sampler (bypass: old is behav). reuse
+    takes the sampler's for groups whose tokens were all sampled with the weights before the step,
+    and makes a pass over the others; it needs the engine and the trainer in one process, with the
+    same fp32 weights. auto is reuse where that is possible, else recompute."""
     weight: Weight = NoWeight()
     """Weight of the loss of a token."""
     rejection: Rejection = NoRejection()
@@ -447,7 +450,7 @@ class CorrectionConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         is_normalized = not isinstance(self.weight, NoWeight) and self.weight.normalize
-        if is_normalized and self.mode != "recompute":
+        if is_normalized and self.mode not in ("recompute", "auto"):
             yield (
                 "algorithm.correction.weight.normalize=true does not support "
                 f"algorithm.correction.mode={self.mode}; set normalize=false, or mode=recompute"
@@ -510,9 +513,10 @@ class AlgorithmConfig(Section):
             )
 
     def _needs_pass_before_updates(self) -> str | None:
-        """Name the part that needs log-probs that fused or bypass mode do not have in time."""
+        """Name the part that needs what the pass of recompute mode alone computes in time."""
         mode = self.correction.mode
-        if mode != "recompute" and isinstance(self.advantage, OptimalTokenBaselineAdvantage):
+        has_pass = mode in ("recompute", "auto")
+        if not has_pass and isinstance(self.advantage, OptimalTokenBaselineAdvantage):
             return f"algorithm/advantage={self.advantage.name} needs squared probabilities"
         if mode == "fused" and not isinstance(self.kl.reward, NoKl):
             return f"algorithm/kl/reward={self.kl.reward.name} needs the policy's log-probs"

@@ -327,6 +327,36 @@ def _updates(
         )
 
 
+_REUSE_NEEDS = {
+    "trainer/mode": ("sync",),
+    "trainer/strategy": ("single",),
+    "rollout/engine": ("torch",),
+    "rollout.engine.processes": ("0", "null"),
+    "rollout.top_p": ("1",),
+    "rollout.top_k": ("0",),
+    "rollout.min_p": ("0",),
+    "model.dtype": ("float32",),
+    "algorithm/correction/weight": ("none",),
+    "algorithm/correction/rejection": ("none",),
+}
+"""Values, by key, under which the sampler's log-probs are those of the policy before the step."""
+
+
+def reuse_faults(config: Config) -> list[str]:
+    """Return a line for each setting with which `algorithm.correction.mode=reuse` is not exact."""
+    return [
+        f"algorithm.correction.mode=reuse needs {key}={_REUSE_NEEDS[key][0]}, got {setting}; set "
+        "that, or algorithm.correction.mode=recompute"
+        for key, setting in _settings(config, _REUSE_NEEDS).items()
+        if setting.removeprefix(f"{key}=") not in _REUSE_NEEDS[key]
+    ]
+
+
+def _reuse(config: Config) -> Iterator[str]:
+    if config.algorithm.correction.mode == "reuse":
+        yield from reuse_faults(config)
+
+
 def _lengths(rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
     limit, overlong, cosine = rollout.max_response_tokens, reward.overlong, reward.cosine
     for key, tokens in (
@@ -503,7 +533,8 @@ def _sharing(
 
 
 RULES = (
-    *(_sources, _truth_column, _group_size, _admission, _updates, _lengths, _reward),
-    *(_evaluation, _engine, _environment, _mode, _warm_start, _unsupported, _placement, _sharing),
+    *(_sources, _truth_column, _group_size, _admission, _updates, _reuse, _lengths),
+    *(_reward, _evaluation, _engine, _environment, _mode, _warm_start, _unsupported),
+    *(_placement, _sharing),
 )
 WARNINGS = _correction_warnings, _batch_warnings, _microbatch_warnings, _warmup_warnings

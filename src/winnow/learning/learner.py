@@ -70,7 +70,7 @@ class Learned:
     packed_tokens: int
     """Tokens of prompts and answers (T)."""
     old_logprobs: FloatArray | None = None
-    """[T] nats: the trainer's, before the updates; None where the step took no pass for them."""
+    """[T] nats: the trainer's, before the updates; None where the step took no pass for all."""
     entropies: FloatArray | None = None
     """[T] nats, of the same pass."""
     mismatch: FloatArray | None = None
@@ -214,7 +214,8 @@ class Learner:
         """Fill the columns that models compute: `old`, `ref`, `values`."""
         policy, reference, critic = self._policy, self._reference, self._critic
         tokens = self._settings.microbatch_tokens
-        with watch.phase("old_logprobs" if policy.has_pass else "batch"):
+        makes_pass = policy.objective.old in ("pass", "reuse")
+        with watch.phase("old_logprobs" if makes_pass else "batch"):
             metrics.merge(policy.fill_old_logprobs(batch, tokens, "prob" in self._advantage.needs))
         self._passes_and_updates += 1
         if reference is not None:

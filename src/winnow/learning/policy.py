@@ -28,12 +28,12 @@ from winnow.algorithms.covariance import keyed_draws
 from winnow.algorithms.kl import token_kl
 from winnow.algorithms.losses import LossTokens, PolicyLoss
 from winnow.learning.advantage import record_correction
-from winnow.learning.batch import Batch, MicroBatch
+from winnow.learning.batch import Batch, MicroBatch, gather_tokens
 from winnow.learning.runner import Output, Outputs
 from winnow.learning.strategy import LossFn, LossResult, Stats, Strategy, run_pass
 from winnow.observe.metrics import Metrics
 
-OldSource = Literal["pass", "current", "behav"]
+OldSource = Literal["pass", "reuse", "current", "behav"]
 _MISMATCH, _CORRECTION = "mismatch/", "correction/"
 
 
@@ -70,8 +70,9 @@ class PolicyObjective:
     kl: KlTerm | None = None
     """KL in the loss."""
     old: OldSource = "pass"
-    """The source of `old`: a pass before the updates, this very forward pass (exact where a
-    step has one update), or the sampler (bypass)."""
+    """The source of `old`: a pass before the updates; the sampler for groups that have no token of
+    older weights, and a pass for the others (reuse); this very forward pass (exact where a step
+    has one update); or the sampler (bypass)."""
     correction: Mapping[str, Any] | None = None
     """Options of `correct` for the current policy against the sampler's: fused and bypass mode.
     Rejected tokens add nothing to a mean and still count in it."""
@@ -189,15 +190,17 @@ class Policy:
     ) -> Metrics:
         """Fill the column `old` [T] as the objective wants it, with a pass if it takes one.
 
-        A pass fills `entropy` [T], too. It also measures how far the sampler was from the
-        trainer; else the first update does.
+        A pass over all groups fills `entropy` [T], too. It also measures how far the sampler was
+        from the trainer; else the first update does.
 
         Args:
             with_squares: fill `prob_square_sum` [T] too, which needs a pass.
 
         Returns:
-            `actor/old_pass` (1 or 0), and after a pass `mismatch/…`.
+            `actor/old_pass`, the share of tokens in a pass, and after one over all `mismatch/…`.
         """
+        if self.objective.old == "reuse":
+            return self._reuse_logprobs(batch, microbatch_tokens)
         metrics = Metrics()
         metrics.last("actor/old_pass", int(self.has_pass))
         if self.objective.old == "behav":
@@ -214,6 +217,19 @@ class Policy:
         totals = mismatch_sums(*pair, batch.columns.get("age"))
         sums = dp.reduce_figures({name: float(total) for name, total in totals.items()})
         _record_mismatch(metrics, sums, float(torch.tensor(dp.all_gather(max_delta(*pair))).max()))
+        return metrics
+
+    def _reuse_logprobs(self, batch: Batch, microbatch_tokens: int) -> Metrics:
+        """Fill `old` [T] from the sampler, but for groups with a token of older weights."""
+        metrics, mask, strategy = Metrics(), batch.gen_mask, self.strategy
+        groups_T = batch.groups.repeat_interleave(batch.offsets.diff())
+        older = sorted({*groups_T[batch.columns["age"] != 0].tolist()})
+        is_older_T = torch.isin(groups_T, torch.tensor(older, dtype=torch.int64))
+        micro = strategy.sharder.cut_update(batch, older, microbatch_tokens)
+        passed = strategy.forward(micro, frozenset({"logprob"}))
+        recomputed = gather_tokens(batch, micro, [each["logprob"] for each in passed])
+        batch.columns["old"] = torch.where(is_older_T, recomputed, batch.behav)
+        metrics.mean_of("actor/old_pass", int((is_older_T & mask).sum()), int(mask.sum()))
         return metrics
 
     def select_tokens(

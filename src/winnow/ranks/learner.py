@@ -29,6 +29,7 @@ from winnow.config.model import ModelConfig, NoAdapter
 from winnow.config.roles import Roles, needs_reference
 from winnow.config.rollout import RolloutConfig
 from winnow.config.root import Config
+from winnow.config.rules import reuse_faults
 from winnow.config.trainer import Fsdp2, Megatron, OptimConfig, TrainerConfig, WholeModels
 from winnow.learning.advantage import AdvantageStage, KlPenalty
 from winnow.learning.critic import Critic, ValueObjective
@@ -223,19 +224,19 @@ def make_objective(config: Config) -> PolicyObjective:
         norm_tokens=algorithm.aggregation_norm_tokens or config.rollout.max_response_tokens,
         entropy_coef=algorithm.entropy_coef,
         kl=KlTerm(kl.coef, kl.estimator, kl.importance_weight) if isinstance(kl, LossKl) else None,
-        old=old_source(algorithm, config.trainer, config.sampling.groups_per_step),
+        old=old_source(config),
         correction=_correction_options(algorithm.correction, recomputed=False),
     )
 
 
-def old_source(
-    algorithm: AlgorithmConfig, trainer: TrainerConfig, groups_per_step: int
-) -> OldSource:
+def old_source(config: Config) -> OldSource:
     """Choose the source of `old`; a pass of its own only where something needs one.
 
     With one update a step the weights of the update's own forward pass are those before the
     step, so that pass gives `old` exactly, whatever sampled the tokens.
     """
+    algorithm, trainer = config.algorithm, config.trainer
+    groups_per_step, needs = config.sampling.groups_per_step, needs_of(algorithm.advantage)
     if algorithm.correction.mode == "bypass":
         return "behav"
     if algorithm.correction.mode == "fused":
@@ -248,10 +249,13 @@ def old_source(
     before_updates = (
         _corrects(algorithm.correction)
         or not isinstance(kl.reward, NoKl)
-        or "prob" in needs_of(algorithm.advantage)
+        or "prob" in needs
         or (loss is not None and loss.select is not None)
     )
-    return "pass" if in_updates or before_updates else "current"
+    if not (in_updates or before_updates):
+        return "current"
+    reuses = algorithm.correction.mode in ("auto", "reuse") and "prob" not in needs
+    return "reuse" if reuses and not reuse_faults(config) else "pass"
 
 
 def _rate(optim: OptimConfig, steps: int) -> Any:
@@ -350,8 +354,9 @@ def _corrects(correction: CorrectionConfig) -> bool:
 
 
 def _correction_options(correction: CorrectionConfig, recomputed: bool) -> dict[str, Any] | None:
-    """Arguments of `correct` if the mode is recompute, or if it is not; None for no correction."""
-    if (correction.mode == "recompute") is not recomputed or not _corrects(correction):
+    """Arguments of `correct` if the mode has a pass, or if it has none; None for no correction."""
+    has_pass = correction.mode in ("recompute", "auto")
+    if has_pass is not recomputed or not _corrects(correction):
         return None
     options: dict[str, Any] = {}
     if not isinstance(correction.weight, NoWeight):

@@ -235,7 +235,8 @@ class StepFlop:
     epochs: int
     """Updates on each token."""
     forwards: int = 1
-    """Forward passes of a model of the policy's size, besides updates: old log-probs, reference."""
+    """Forward passes of a model of the policy's size, besides updates: old log-probs, reference.
+    A pass over some groups only (`algorithm.correction.mode=reuse`) is not counted."""
     critic_parameters: int = 0
     """Parameters of the critic, which has one forward pass and all updates."""
     attention: AttentionFlop = NO_ATTENTION

@@ -262,6 +262,19 @@ def test_the_mismatch_is_told_by_the_age_of_the_tokens_with_a_pass_and_without()
     assert same[0] == pytest.approx(same[1], rel=1e-4)
 
 
+def test_where_log_probs_are_reused_no_record_claims_to_be_the_trainers() -> None:
+    groups = [begun_at(g, min(i, 1), 2, after=10) for i, g in enumerate(recorded_groups(3), 2)]
+    groups[1] = begun_at(groups[1], 2, 2, after=10)
+    reusing = bench(objective=policy_objective("ppo_clip", old="reuse"))
+    learned, record = reusing.step(groups, 3)
+    tokens = [group.generated_tokens for group in groups]
+    assert reusing.policy.passes == [{"logprob"}]
+    assert record["actor/old_pass"] == (tokens[0] + tokens[2]) / sum(tokens)
+    assert record["time/old_logprobs_s"] > 0
+    assert record["mismatch/age_0/share"] > 0, "the first update tells how far the sampler was"
+    assert (learned.old_logprobs, learned.entropies, learned.mismatch) == (None, None, None)
+
+
 def test_an_adaptive_weight_of_the_kl_moves_by_the_samples_over_its_horizon() -> None:
     penalty, expected = KlPenalty(0.1, "k2", target=0.05, horizon=64), 0.1
     one = bench(has_reference=True, advantage=advantage_stage("rloo", {}, penalty))

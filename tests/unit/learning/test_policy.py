@@ -50,6 +50,22 @@ def test_old_log_probs_come_back_in_the_order_of_the_batch() -> None:
     assert metrics.record()["actor/old_pass"] == 1
 
 
+def test_reused_log_probs_are_those_of_groups_without_a_token_of_older_weights() -> None:
+    """The second of three groups has one such token, so that all of it is in the pass."""
+    batch = pack([group_of(answers, -0.5) for answers in ([[1, 2]], [[3], [4, 5]], [[6]])])
+    batch.columns["age"] = (batch.token_ids * batch.gen_mask == 5).long()
+    policy, _ = policy_of(policy_objective("ppo_clip", old="reuse"))
+    found = policy.fill_old_logprobs(batch, 4).record()
+    old = batch.columns["old"]
+    wanted = torch.tensor([-0.5, -0.5, -0.3, -0.4, -0.5, -0.5])
+    torch.testing.assert_close(old[batch.gen_mask], wanted)
+    assert not old[~batch.gen_mask].any()
+    assert found == {"actor/old_pass": 3 / 6}
+    batch.columns["age"] = torch.zeros_like(batch.token_ids)
+    assert policy.fill_old_logprobs(batch, 4).record() == {"actor/old_pass": 0}
+    assert torch.equal(batch.columns["old"], batch.behav)
+
+
 def test_in_bypass_mode_the_sampler_is_the_old_policy() -> None:
     batch = batch_of([[1, 3]], advantages=2.0)
     policy, _ = policy_of(policy_objective("ppo_clip", {"clip_high": 0.3}, old="behav"))
