@@ -258,23 +258,24 @@ def alone(kind: str, dtype: torch.dtype, **options: Any) -> Strategy:
 
 
 @cache
-def undivided(kind: str, dtype: torch.dtype, ranks: int, fp32_head: bool) -> Learnt:
+def undivided(kind: str, dtype: torch.dtype, ranks: int, sequence: int, fp32_head: bool) -> Learnt:
     """In one process; in bf16 in the micro-batches of so many ranks, as each rounds its sums."""
     batch = batch_of(kind, dtype)
     micro = micro_batches(batch, range(batch.n_groups), 9999)
     if dtype == torch.bfloat16:
-        micro = [each for own in shares_of(batch, ranks) for each in own if each.lengths]
+        micro = [each for own in shares_of(batch, ranks, sequence) for each in own]
+        micro = [each for each in micro if each.lengths]
     strategy = alone(kind, dtype, fp32_head=fp32_head)
     return learn(strategy, micro, kind, dtype)
 
 
-def shares_of(batch: Batch, ranks: int) -> list[list[MicroBatch]]:
-    every = range(batch.n_groups)
+def shares_of(batch: Batch, ranks: int, sequence: int) -> list[list[MicroBatch]]:
+    every, shares_prompts = range(batch.n_groups), sequence == 1
     # One rank more than there are samples, each of which has a rank to itself.
     (waiting,) = split_update(batch, every, BUDGET, batch.n_samples + 1).micro_batches(
         batch.n_samples
     )
-    dealt = split_update(batch, every, BUDGET, ranks, SHAPE["hidden_size"])
+    dealt = split_update(batch, every, BUDGET, ranks, SHAPE["hidden_size"], shares_prompts)
     shares = [dealt.micro_batches(rank) for rank in range(ranks)]
     # Some begin with nothing to do, the others end so.
     return [[waiting, *own] if i % 2 else [*own, waiting] for i, own in enumerate(shares)]
@@ -327,7 +328,8 @@ def learn_on_rank(kind: str, cases: Sequence[Case]) -> dict[int, Learnt]:
     for number in range(own_set, len(cases), copies(shape)):
         dtype, layout = cases[number]
         strategy = strategy_on_rank(kind, dtype, layout)
-        shares = shares_of(batch_of(kind, dtype), strategy.mesh.size() // layout.sequence)
+        size, together = strategy.mesh.size(), layout.sequence
+        shares = shares_of(batch_of(kind, dtype), size // together, together)
         micro = shares[place(strategy.mesh) // layout.sequence]
         found[number] = learn(strategy, micro, kind, dtype)
     return found
@@ -350,7 +352,8 @@ def assert_learn_alike(
         found = [answer[number] for answer in answers if number in answer]
         assert len(found) == layout.mesh[0] * layout.mesh[1]
         ranks_of_bf16 = len(found) // layout.sequence if dtype == torch.bfloat16 else 0
-        wanted = undivided(kind, dtype, ranks_of_bf16, layout.options.get("fp32_head", False))
+        alike = ranks_of_bf16, layout.sequence, layout.options.get("fp32_head", False)
+        wanted = undivided(kind, dtype, *alike)
         try:
             assert_alike(found, wanted, kind, dtype, tolerances[dtype], layout.sequence)
         except AssertionError as error:

@@ -18,7 +18,7 @@ from tests.devices import DEVICE
 from tests.ranks import Ranks
 
 from winnow.data.images import VisionInput
-from winnow.learning.batch import Batch, MicroBatch, all_micro_batches, micro_batches, pack
+from winnow.learning.batch import Batch, MicroBatch, pack, split_update
 from winnow.learning.canary import Canary
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, make_mesh, whole
 from winnow.learning.runner import Outputs
@@ -95,7 +95,7 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
     strategy, theirs = Strategy(model_of(kind, dtype), vocab_size=vm.VOCAB), model_of(kind, dtype)
     total = torch.zeros((), dtype=torch.float64)
     batch = pack(groups())
-    parts = all_micro_batches(batch, 1000)
+    parts = strategy.sharder.all_micro_batches(batch, 1000)
     ours = strategy.sharder.gather(
         batch, parts, [o["logprob"] for o in strategy.forward(parts, LOGPROB)]
     )
@@ -123,9 +123,9 @@ def test_outputs_and_gradients_are_those_of_transformers_for_each_sequence_alone
 def test_split_and_order_change_no_gradient_and_each_image_is_encoded_once(kind: vm.Kind) -> None:
     strategy = Strategy(model_of(kind), vocab_size=vm.VOCAB, gradient_checkpointing=True)
     batch = pack(groups())
-    wanted = gradients(strategy, all_micro_batches(batch, 1000))
+    wanted = gradients(strategy, strategy.sharder.all_micro_batches(batch, 1000))
     with counted(strategy.model) as calls:
-        parts = micro_batches(batch, [3, 0, 2, 1], 12)
+        parts = strategy.sharder.cut_update(batch, [3, 0, 2, 1], 12)
         assert len(parts) > 3
         found = gradients(strategy, parts)
     assert calls == [sum(a * b for a, b in SIZES)]
@@ -140,8 +140,8 @@ def test_the_tower_runs_in_chunks_of_a_micro_batch_and_again_for_its_gradients(
     prompts = [vm.prompt(i, [7 + i], image) for i, image in enumerate(shown)]
     batch = pack([vm.group(i, each, [10, 1], [11 + i, 1]) for i, each in enumerate(prompts)])
     strategy = Strategy(vm.vision_model(kind), vocab_size=vm.VOCAB, gradient_checkpointing=True)
-    wanted = gradients(strategy, all_micro_batches(batch, 1000))
-    parts = micro_batches(batch, range(3), 17)
+    wanted = gradients(strategy, strategy.sharder.all_micro_batches(batch, 1000))
+    parts = strategy.sharder.cut_update(batch, range(3), 17)
     with counted(strategy.model) as calls:
         found = gradients(strategy, parts)
         again = gradients(strategy, parts)
@@ -170,7 +170,8 @@ def learn_on_rank(kind: vm.Kind, replicas: int) -> tuple[list[int], dict[str, An
     mesh, sharding = make_mesh("cpu", 4, replicas), Sharding(replicas == 1, replicas == 2)
     strategy = FSDP2Strategy(vm.vision_model(kind), mesh, sharding, **options)
     first = 3 * dist.get_rank()
-    parts = micro_batches(batch_of_ranks(), range(first, first + 3), 17)
+    cut = split_update(batch_of_ranks(), range(first, first + 3), 17, shares_prompts=True)
+    parts = cut.micro_batches(0)
     with counted(strategy.model) as calls, exact(kind):
         found = gradients(strategy, parts)
     return calls, {name: whole(each, strategy.device).numpy() for name, each in found.items()}
@@ -182,7 +183,7 @@ def test_ranks_of_different_numbers_of_images_run_as_many_chunks(
 ) -> None:
     replicas = 2 if kind == "qwen3_vl" else 1
     strategy = Strategy(vm.vision_model(kind), vocab_size=vm.VOCAB)
-    wanted = gradients(strategy, all_micro_batches(batch_of_ranks(), 1000))
+    wanted = gradients(strategy, strategy.sharder.all_micro_batches(batch_of_ranks(), 1000))
     # A rank that has no more images runs the tower on a token.
     chunks = [[1, 1, 1], [12, 1, 1], [12, 12, 12], [12, 12, 1]]
     for (calls, found), each in zip(ranks.run(learn_on_rank, kind, replicas), chunks, strict=True):

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from winnow.errors import CheckpointError
-from winnow.learning.batch import Batch, micro_batches, pack
+from winnow.learning.batch import Batch, pack, split_update
 from winnow.learning.fsdp2 import FSDP2Strategy, Sharding, whole
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import load_causal_lm
@@ -176,7 +176,8 @@ def hash_of(group: Group) -> float:
 
 
 def every(batch: Batch, budget: int = 64) -> list[Any]:
-    return micro_batches(batch, range(batch.n_groups), budget)
+    shares, every = DEVICE.type == "cpu", range(batch.n_groups)
+    return split_update(batch, every, budget, shares_prompts=shares).micro_batches(0)
 
 
 def set_dtype(batch: Batch, dtype: torch.dtype) -> Batch:

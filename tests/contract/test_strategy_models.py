@@ -47,7 +47,7 @@ from winnow.config.model import LoraAdapter
 from winnow.data.sort_digits import build_tokenizer
 from winnow.errors import ConfigError, ModelError
 from winnow.learning import strategy as strategies
-from winnow.learning.batch import Batch, MicroBatch, gather_tokens, micro_batches, pack
+from winnow.learning.batch import Batch, MicroBatch, gather_tokens, pack, split_update
 from winnow.learning.runner import Output, Outputs
 from winnow.learning.strategy import LossResult, Strategy
 from winnow.models.causal_lm import decoder_layers, freeze, load_causal_lm
@@ -257,7 +257,9 @@ def gradients_of(strategy: Strategy, micro: Sequence[MicroBatch], case: Case) ->
 
 
 def whole(batch: Batch, budget: int = 10_000) -> list[MicroBatch]:
-    return micro_batches(batch, range(batch.n_groups), budget)
+    shares = DEVICE.type == "cpu"
+    every = range(batch.n_groups)
+    return split_update(batch, every, budget, shares_prompts=shares).micro_batches(0)
 
 
 def first_layer(model: Any) -> Any:

@@ -77,15 +77,23 @@ class Assignment:
         return float((self.work == 0).mean()) if self.work.size else 0.0
 
 
-def assign(lengths_B: IntArray, max_tokens: int, ranks: int = 1, width: int = 1) -> Assignment:
+def assign(
+    lengths_B: IntArray,
+    max_tokens: int,
+    ranks: int = 1,
+    width: int = 1,
+    work_B: IntArray | None = None,
+) -> Assignment:
     """Deal samples out to `ranks`, each with as many micro-batches as another.
 
     Args:
-        lengths_B: tokens, in descending order.
+        lengths_B: tokens, the samples with most work first.
         max_tokens: of a micro-batch; a longer sample gets one to itself.
         width: of the model (H), which says from what length on attention costs most.
+        work_B: of each sample; None estimates it by the length.
     """
-    work_B = estimate_work(lengths_B, width)
+    if work_B is None:
+        work_B = estimate_work(lengths_B, width)
     if ranks == 1 or not len(lengths_B):
         places = _pack_in_order(lengths_B, max_tokens)
         rounds = int(places.max(initial=-1)) + 1
@@ -97,6 +105,68 @@ def assign(lengths_B: IntArray, max_tokens: int, ranks: int = 1, width: int = 1)
         rank_of = _even_sums(_sums(slots, work_B, rounds * ranks).reshape(rounds, ranks))
         places = rank_of.ravel()[slots] * rounds + slots // ranks
     return Assignment(places, _sums(places, work_B, ranks * rounds).reshape(ranks, rounds))
+
+
+def assign_groups(
+    lengths_B: IntArray,
+    prompts_B: IntArray,
+    groups_B: IntArray,
+    max_tokens: int,
+    ranks: int = 1,
+    width: int = 1,
+) -> Assignment:
+    """Deal samples out where those of a group in one micro-batch run their prompt once.
+
+    A group is cut into pieces, which are dealt out as samples are: into as few as `max_tokens`
+    allows, or on several ranks into more and smaller ones if all are done sooner so.
+
+    Args:
+        lengths_B: tokens, in descending order.
+        prompts_B: those of them that are the prompt's.
+        groups_B: ordinals; a group has one prompt.
+        max_tokens, ranks, width: as `assign` takes them.
+    """
+    most, best = int(np.bincount(groups_B, minlength=1).max()), None
+    while True:
+        piece_of, tokens_I = _cut_groups(lengths_B, prompts_B, groups_B, max_tokens, most)
+        # Each answer sees the prompt, which itself is run once.
+        work_B = estimate_work(lengths_B, width) - estimate_work(prompts_B, width)
+        prompts_I = np.empty_like(tokens_I)
+        prompts_I[piece_of] = prompts_B
+        work_I = _sums(piece_of, work_B, len(tokens_I)) + estimate_work(prompts_I, width)
+        order = np.argsort(-work_I, kind="stable")
+        dealt = assign(tokens_I[order], max_tokens, ranks, width, work_I[order])
+        places = np.empty_like(order)
+        places[order] = dealt.places
+        found = Assignment(places[piece_of], dealt.work)
+        if best is None or found.capacity < best.capacity:
+            best = found
+        if ranks == 1 or most <= 1 or found.lockstep >= _EVEN:
+            return best
+        most = -(-most // 2)
+
+
+def _cut_groups(
+    lengths_B: IntArray, prompts_B: IntArray, groups_B: IntArray, max_tokens: int, most: int
+) -> tuple[IntArray, IntArray]:
+    """Cut groups into pieces of at most `most` samples, each with a copy of the prompt.
+
+    Returns:
+        The piece of each sample [B], and the tokens of each piece.
+    """
+    piece_of, open_pieces = np.empty_like(lengths_B), dict[int, int]()
+    tokens, sizes = list[int](), list[int]()
+    numbers = zip(lengths_B.tolist(), prompts_B.tolist(), groups_B.tolist(), strict=True)
+    for i, (length, prompt, group) in enumerate(numbers):
+        piece = open_pieces.get(group, -1)
+        if piece < 0 or sizes[piece] == most or tokens[piece] + length - prompt > max_tokens:
+            piece = open_pieces[group] = len(tokens)
+            tokens.append(prompt)
+            sizes.append(0)
+        tokens[piece] += length - prompt
+        sizes[piece] += 1
+        piece_of[i] = piece
+    return piece_of, np.array(tokens, dtype=np.int64)
 
 
 def _sums(places_B: IntArray, work_B: IntArray, size: int) -> IntArray:

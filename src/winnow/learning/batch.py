@@ -21,23 +21,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from winnow.algorithms.aggregation import UpdateCounts
-from winnow.learning.balance import Assignment, assign
-from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, token_places
+from winnow.learning.balance import Assignment, assign, assign_groups
+from winnow.learning.data_parallel import SINGLE_PROCESS, DataParallel, TokenColumn, token_places
+from winnow.learning.shared_prompts import SharedPrompts, share_prompts
 from winnow.models.vision import PlacedImages, place_images
 from winnow.observe.metrics import Metrics
 from winnow.types import (
     Answer,
     BoolArray,
-    FloatArray,
     Group,
     Image,
     IntArray,
@@ -141,34 +142,6 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenColumn:
-    """Numbers [T] about a step's tokens that lie in parts."""
-
-    holders: IntArray
-    """[B] the part that each sample is in."""
-    parts: Sequence[ArrayLike]
-    """Each those of its samples, in the step's order; read on demand."""
-
-    def of(self, samples: IntArray, lengths: IntArray) -> FloatArray:
-        """Return the numbers of some samples, from the parts that have them.
-
-        Args:
-            samples: in the step's order.
-            lengths: [B] tokens of each sample of the step.
-        """
-        numbers = np.zeros(lengths[samples].sum(), dtype=np.float32)
-        starts = np.cumsum(lengths[samples]) - lengths[samples]
-        for share in np.unique(self.holders[samples]).tolist():
-            stored, selected = np.flatnonzero(self.holders == share), self.holders[samples] == share
-            places = np.cumsum(lengths[stored]) - lengths[stored]
-            places = places[np.searchsorted(stored, samples[selected])]
-            counts = lengths[samples[selected]]
-            part = np.asarray(self.parts[share])
-            numbers[token_places(starts[selected], counts)] = part[token_places(places, counts)]
-        return numbers
-
-
-@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Whole samples that are run at once, with all that their loss needs. Immutable snapshot."""
 
@@ -206,7 +179,9 @@ class MicroBatch:
     counts: UpdateCounts
     """UpdateCounts of the whole update."""
     images: PlacedImages | None = None
-    """None if no sample of the batch has images."""
+    """Among the tokens that are run; None if no sample of the batch has images."""
+    shared: SharedPrompts | None = None
+    """The tokens that are run; None: all of them, each context by itself."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`; itself when it is there already."""
@@ -214,7 +189,7 @@ class MicroBatch:
             return self
 
         def moved(value: Any) -> Any:
-            moves = isinstance(value, Tensor | PlacedImages)
+            moves = isinstance(value, Tensor | PlacedImages | SharedPrompts)
             return value.to(device, non_blocking=True) if moves else value
 
         values = {f.name: moved(getattr(self, f.name)) for f in fields(self)}
@@ -347,9 +322,10 @@ class UpdateShares:
     _batch: Batch
     _samples: IntArray
     """Places in the batch, longest first."""
-    _group_tokens: IntArray
-    """By ordinal of the group."""
-    _counts: UpdateCounts
+    group_tokens: IntArray
+    """By ordinal of the group: tokens in loss_mask."""
+    counts: UpdateCounts
+    shares_prompts: bool
 
     def micro_batches(self, rank: int) -> list[MicroBatch]:
         """Cut the micro-batches of one rank, without a look at the tokens of others."""
@@ -357,7 +333,7 @@ class UpdateShares:
         places = range(rank * per_rank, (rank + 1) * per_rank)
         parts = (self._samples[self.assignment.places == place] for place in places)
         batch = self._batch if self._batch.holders is None else _exchange(self._batch, self.runs())
-        return [_make_micro_batch(batch, part, self._group_tokens, self._counts) for part in parts]
+        return [_make_micro_batch(batch, part, self) for part in parts]
 
     def runs(self) -> IntArray:
         """[B] the rank that runs each sample; -1 for those of other updates."""
@@ -367,14 +343,20 @@ class UpdateShares:
 
 
 def split_update(
-    batch: Batch, groups: Iterable[int], max_tokens: int, ranks: int = 1, width: int = 1
+    batch: Batch,
+    groups: Iterable[int],
+    max_tokens: int,
+    ranks: int = 1,
+    width: int = 1,
+    shares_prompts: bool = False,
 ) -> UpdateShares:
     """Deal an update out to `ranks`, which run in step; counts are those of the whole.
 
     Args:
         groups: ordinals of the update's groups, each once, in any order.
-        max_tokens: packed tokens of a micro-batch.
+        max_tokens: tokens of a micro-batch that are run.
         width: of the model (H), which says from what length on attention costs most.
+        shares_prompts: run a prompt once for those of its answers that are in one micro-batch.
     """
     in_update = np.zeros(batch.n_groups, dtype=bool)
     in_update[list(groups)] = True
@@ -389,8 +371,12 @@ def split_update(
         samples=int((tokens > 0).sum()),
         groups=int((group_tokens > 0).sum()),
     )
-    dealt = assign(lengths_B[samples], max_tokens, ranks, width)
-    return UpdateShares(dealt, batch, samples, group_tokens, counts)
+    if shares_prompts:
+        shapes = lengths_B[samples], batch.prompt_lengths.numpy()[samples], groups_B[samples]
+        dealt = assign_groups(*shapes, max_tokens, ranks, width)
+    else:
+        dealt = assign(lengths_B[samples], max_tokens, ranks, width)
+    return UpdateShares(dealt, batch, samples, group_tokens, counts, shares_prompts)
 
 
 def micro_batches(batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
@@ -453,6 +439,7 @@ class MicroBatchSharder:
     ) -> None:
         self.dp, self._width = DataParallel(mesh, together), width
         self._figures, self._ran = Metrics(), np.empty(0, np.int64)
+        self._shares_prompts = False
 
     def pack(
         self, groups: Sequence[Group], max_tokens: int, overlong_filtering: bool = False
@@ -479,6 +466,12 @@ class MicroBatchSharder:
         fetch_arrays(a.trajectory for g in groups for a in g.answers if next(places))
         local = pack(groups, overlong_filtering, is_local)
         return replace(local, dp=self.dp, holders=holders, all_lengths=lengths_B)
+
+    def sharing_prompts(self, shares: bool) -> Self:
+        """Return a sharder by which a prompt is run once for its answers in a micro-batch."""
+        sharder = copy(self)
+        sharder._shares_prompts = shares
+        return sharder
 
     def cut_update(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> list[MicroBatch]:
         """Cut this process's micro-batches of an update; counts are those of the whole update."""
@@ -521,7 +514,8 @@ class MicroBatchSharder:
         return figures
 
     def _share(self, batch: Batch, groups: Iterable[int], max_tokens: int) -> UpdateShares:
-        return split_update(batch, groups, max_tokens, self.dp.shares, self._width)
+        ranks = self.dp.shares, self._width, self._shares_prompts
+        return split_update(batch, groups, max_tokens, *ranks)
 
 
 NO_SHARDING = MicroBatchSharder()
@@ -559,10 +553,11 @@ def _exchange(batch: Batch, runs: IntArray) -> Batch:
     )
 
 
-def _make_micro_batch(
-    batch: Batch, samples: NDArray[np.int64], group_tokens: NDArray[np.int64], counts: UpdateCounts
-) -> MicroBatch:
-    starts = batch.offsets.numpy()
+def _make_micro_batch(batch: Batch, samples: IntArray, update: UpdateShares) -> MicroBatch:
+    starts, groups = batch.offsets.numpy(), batch.groups.numpy()
+    if update.shares_prompts:  # a group's samples are neighbours, where its first one is
+        _, first, group = np.unique(groups[samples], return_index=True, return_inverse=True)
+        samples = samples[np.argsort(first[group], kind="stable")]
     lengths = starts[samples + 1] - starts[samples]
     source = torch.from_numpy(token_places(starts[samples], lengths))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -570,13 +565,20 @@ def _make_micro_batch(
     scored_positions = gen_mask.nonzero().squeeze(1)
     positions = batch.positions[source]
     first_tokens = np.flatnonzero(positions.numpy() == 0)
-    images = None
+    token_ids, shared, images, placed = batch.token_ids[source], None, None, tuple[Image, ...]()
     if batch.images:
         parts = zip(lengths.tolist(), (batch.images[i] for i in samples.tolist()), strict=True)
         ends = np.append(first_tokens[1:], offsets[-1])
-        images = place_images(positions.numpy(), join_images(parts), ends)
+        placed = join_images(parts)
+        images = place_images(positions.numpy(), placed, ends)
+    if update.shares_prompts:
+        owners = samples[np.searchsorted(offsets, first_tokens, "right") - 1]
+        pair = batch.prompt_lengths.numpy()[owners], groups[owners]
+        shared = share_prompts(token_ids.numpy(), first_tokens, *pair, placed)
+        if shared is not None and images is not None:
+            images = shared.place_images(images)
     return MicroBatch(
-        token_ids=batch.token_ids[source],
+        token_ids=token_ids,
         positions=positions,
         offsets=torch.from_numpy(offsets),
         sample_index=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
@@ -586,11 +588,12 @@ def _make_micro_batch(
         host_positions=scored_positions.numpy(),
         behav=batch.behav[source],
         columns={name: column[source] for name, column in batch.columns.items()},
-        group_tokens=torch.from_numpy(group_tokens[batch.groups.numpy()[samples]]),
+        group_tokens=torch.from_numpy(update.group_tokens[groups[samples]]),
         samples=torch.from_numpy(samples),
         source=source,
         lengths=tuple(lengths.tolist()),
         contexts=tuple(np.diff(first_tokens, append=offsets[-1]).tolist()),
-        counts=counts,
+        counts=update.counts,
         images=images,
+        shared=shared,
     )

@@ -14,15 +14,17 @@ Shapes: `T` tokens of the samples at hand, `B` samples of the step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from winnow.types import IntArray
+from winnow.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,6 +151,34 @@ class DataParallel:
 
 
 SINGLE_PROCESS = DataParallel()
+
+
+@dataclass(frozen=True, eq=False)
+class TokenColumn:
+    """Numbers [T] about a step's tokens that lie in parts."""
+
+    holders: IntArray
+    """[B] the part that each sample is in."""
+    parts: Sequence[ArrayLike]
+    """Each those of its samples, in the step's order; read on demand."""
+
+    def of(self, samples: IntArray, lengths: IntArray) -> FloatArray:
+        """Return the numbers of some samples, from the parts that have them.
+
+        Args:
+            samples: in the step's order.
+            lengths: [B] tokens of each sample of the step.
+        """
+        numbers = np.zeros(lengths[samples].sum(), dtype=np.float32)
+        starts = np.cumsum(lengths[samples]) - lengths[samples]
+        for share in np.unique(self.holders[samples]).tolist():
+            stored, selected = np.flatnonzero(self.holders == share), self.holders[samples] == share
+            places = np.cumsum(lengths[stored]) - lengths[stored]
+            places = places[np.searchsorted(stored, samples[selected])]
+            counts = lengths[samples[selected]]
+            part = np.asarray(self.parts[share])
+            numbers[token_places(starts[selected], counts)] = part[token_places(places, counts)]
+        return numbers
 
 
 def token_places(starts: IntArray, lengths: IntArray) -> IntArray:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from winnow.errors import TrainingError
 from winnow.learning.advantage import AdvantageStage, correct_batch
-from winnow.learning.batch import Batch, TokenColumn, split_updates
+from winnow.learning.batch import Batch, split_updates
 from winnow.learning.critic import Critic, value_figures
+from winnow.learning.data_parallel import TokenColumn
 from winnow.learning.policy import Policy
 from winnow.learning.routes import load_figures, token_routes
 from winnow.learning.strategy import Strategy, run_pass

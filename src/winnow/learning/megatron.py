@@ -586,6 +586,9 @@ class StageRunner(ModelRunner):
         whole = self.stage.whole(self._staged(micro), len(micro.token_ids))
         return whole.index_select(0, at - shift), at
 
+    def can_share_prompts(self, device: torch.device) -> bool:
+        return False
+
     def _head(self) -> OutputHead:
         return OutputHead(self.stage.head_weight, group=self.stage.groups.tp)
 

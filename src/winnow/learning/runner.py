@@ -6,7 +6,7 @@ Shapes: `T` packed tokens of a micro-batch, `S` of them scored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from winnow.algorithms.logprobs import OutputHead, chunk_size, token_logprobs
 from winnow.learning.batch import MicroBatch
 from winnow.models.causal_lm import hidden_states, is_reward_model, is_value_model, output_head
-from winnow.models.packed_attention import PackedLayout
+from winnow.models.packed_attention import PackedLayout, can_share_prefixes
 from winnow.models.value import scalar_head
 from winnow.models.vision import encode_images
 from winnow.types import Image
@@ -71,9 +71,22 @@ class ModelRunner(nn.Module):
 
     def _states(self, micro: MicroBatch, at: Tensor, shift: int) -> tuple[Tensor, Tensor]:
         """Return the states that lie `shift` before the positions `at`, and these positions."""
-        layout = PackedLayout(micro.contexts, micro.token_ids.device, self._kernels)
-        hidden = hidden_states(self.model, micro.token_ids, micro.images or micro.positions, layout)
-        return hidden.index_select(0, at - shift), at
+        ids, positions, rows, shared = micro.token_ids, micro.positions, at - shift, micro.shared
+        lengths, prefixes = micro.contexts, ()
+        if shared is not None:
+            ids, positions = (x.index_select(0, shared.tokens) for x in (ids, positions))
+            lengths, prefixes = shared.lengths, shared.prefixes
+            rows = shared.rows.index_select(0, rows)
+        layout = PackedLayout(lengths, ids.device, self._kernels, prefixes)
+        hidden = hidden_states(self.model, ids, micro.images or positions, layout)
+        return hidden.index_select(0, rows), at
+
+    def can_share_prompts(self, device: torch.device) -> bool:
+        """Return whether one prompt's states can serve several answers (`MicroBatch.shared`)."""
+        config = cast(Any, self.model).config.get_text_config()
+        heads, dtype = config.num_attention_heads, next(self.model.parameters()).dtype
+        channels = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return can_share_prefixes(self._kernels or device.type, dtype, channels)
 
     def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
         """Return values [T, …] of the local tokens, with padding, and the number of real ones."""

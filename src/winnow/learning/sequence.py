@@ -111,6 +111,9 @@ class SequenceRunner(ModelRunner):
         hidden = hidden_states(self.model, ids, positions, layout)
         return hidden.index_select(0, at[mine] - shift - n * self._group.rank()), at[mine]
 
+    def can_share_prompts(self, device: torch.device) -> bool:
+        return False
+
     def local_tokens(self, values: Tensor, fill: int = 0) -> tuple[Tensor, int]:
         T, N = len(values), self._group.size()
         n = -(-T // N)

@@ -129,7 +129,7 @@ class Strategy:
     """
 
     sharder: MicroBatchSharder = NO_SHARDING
-    """Splits a batch over the ranks that hold the model."""
+    """Splits a batch over the ranks that hold the model, and shares its prompts where it can."""
     kernels: ClassVar[str | None] = None
     """Type of device whose kernels and layers are chosen; None is that of the model's own."""
     step_threads: int | None = None
@@ -162,6 +162,9 @@ class Strategy:
         self._grad_clip = grad_clip
         readout = temperature, vocab_size, logprob_chunk_tokens, fp32_head
         self._runner = self._make_runner(model, *readout, self.kernels)
+        # The engine routes each answer's prompt by itself.
+        shares = self.replayed is None and self._runner.can_share_prompts(self.device)
+        self.sharder = self.sharder.sharing_prompts(shares)
         self._compiled = self._add_faster_layers(compiles)
         self._training_only = adapter_dropouts(model)
         if gradient_checkpointing:
@@ -282,8 +285,7 @@ class Strategy:
             for number, micro in enumerate(microbatches, start=1):
                 is_last = number == len(microbatches)
                 inputs = self._prepare(micro, features)
-                counts = bool(micro.lengths)
-                with self._replaying(inputs, counts):
+                with self._replaying(inputs, counts=bool(micro.lengths)):
                     values = self._run(inputs, outputs)
                     if not micro.lengths:
                         # A loss of 0 reaches every weight: sums over ranks need all their parts.
@@ -302,7 +304,7 @@ class Strategy:
         if not microbatches or microbatches[0].images is None:
             return None
         shown = [micro.images for micro in microbatches if micro.images]
-        most = max(sum(micro.lengths) for micro in microbatches)
+        most = max(sum((micro.shared or micro).lengths) for micro in microbatches)
         return EncodedImages(shown, most, self.sharder.dp, self._runner)
 
     def _prepare(self, micro: MicroBatch, features: EncodedImages | None = None) -> MicroBatch:
@@ -317,7 +319,8 @@ class Strategy:
         if self._routing is None:
             return nullcontext()
         routes = micro.columns.get(ROUTES) if self.replayed else None
-        local, tokens = self._runner.local_tokens(micro.token_ids if routes is None else routes, -1)
+        run = micro.shared.tokens if micro.shared else micro.token_ids
+        local, tokens = self._runner.local_tokens(run if routes is None else routes, -1)
         return self._routing.replaying(None if routes is None else local, tokens * counts)
 
     def expert_load(self) -> ExpertLoad | None:
@@ -482,10 +485,7 @@ class Strategy:
 
 
 def run_pass(
-    strategy: Strategy,
-    batch: Batch,
-    outputs: frozenset[Output],
-    max_tokens: int,
+    strategy: Strategy, batch: Batch, outputs: frozenset[Output], max_tokens: int
 ) -> dict[Output, Tensor]:
     """Run a model on the whole batch without gradients; each output is [T] on the CPU.
 

@@ -6,8 +6,14 @@ it from every real query, so no mask is needed and no rounding depends on it. In
 on CUDA, variable-length attention takes the packed tokens as they are, if heads have a multiple of
 8 channels.
 
+A sequence may continue another one, its prefix, which several continue and which is there once. On
+the CPU each token attends to its sequence as if there were no prefix, and all tokens that continue
+a prefix attend to that in another call; both are joined by the sums of their exponentials (as in
+ring attention, arXiv 2310.01889). Variable-length attention gets copies of a prefix's keys and
+values.
+
 Shapes: `T` packed tokens, `B` sequences, `N` query heads, `K` key/value heads, `D` head,
-`R` rows of all padded blocks together.
+`R` rows of all padded blocks together, `M` tokens that continue a prefix of `P` tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +49,46 @@ class _Blocks:
     row_of_token: Tensor
     """[T] the row of each packed token."""
 
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Cut rows [R, N, D] into blocks [sequences, N, length, D]."""
+        parts = torch.split(rows, [n * length for n, length in self.shapes])
+        pairs = zip(parts, self.shapes, strict=True)
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class _Prefix:
+    """A sequence and the tokens that continue it."""
+
+    tokens: slice
+    """The packed tokens of the prefix (P)."""
+    continued: Tensor
+    """[M] the packed tokens of the sequences that continue it."""
+    places: Tensor
+    """[M] their places, counted from the prefix's first token."""
+
+    def window_mask(self, window: int | None) -> Tensor | None:
+        """Return [M, P], true where a token sees one of the prefix; None if each sees all."""
+        if window is None or int(self.places.max()) < window:
+            return None
+        keys = torch.arange(self.tokens.stop - self.tokens.start, device=self.places.device)
+        return self.places[:, None] - keys < window
+
+
+def can_share_prefixes(kernels: str, dtype: torch.dtype, channels: int) -> bool:
+    """Return whether sequences may continue a prefix in a model's attention.
+
+    Args:
+        kernels: type of device whose kernels attend.
+        channels: of a head (D).
+    """
+    return kernels == "cpu" or _takes_packed(kernels, dtype, channels)
+
+
+def _takes_packed(kernels: str, dtype: torch.dtype, channels: int) -> bool:
+    """Return whether variable-length attention has a kernel."""
+    return kernels == "cuda" and dtype in _HALF and channels % 8 == 0
+
 
 class PackedLayout:
     """A `winnow.models.causal_lm.AttentionLayout` for whole sequences that lie end to end.
@@ -51,14 +97,21 @@ class PackedLayout:
         lengths: [B] tokens of each sequence, each at least 1.
         device: where queries, keys and values will be.
         kernels: type of device whose kernels attend, for a plan; None is that of `device`.
+        prefixes: [B] the sequence that each one continues, -1 for none; a prefix has none itself.
+            Where `can_share_prefixes` is false there must be none.
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, kernels: str | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        kernels: str | None = None,
+        prefixes: Sequence[int] = (),
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.device = device
         self._kernels = kernels or device.type
+        self._prefix_of = np.asarray(prefixes or [-1] * len(lengths), dtype=np.int64)
         self._blocks: dict[int, _Blocks] = {}
         self._bands: dict[tuple[int, int], Tensor] = {}
 
@@ -68,24 +121,23 @@ class PackedLayout:
         """Attend causally within each sequence: q [T, N, D], k and v [T, K, D] to [T, N, D]."""
         if len(q) == 0:
             return q
-        if self._kernels == "cuda" and q.dtype in _HALF and q.shape[-1] % 8 == 0:
+        if _takes_packed(self._kernels, q.dtype, q.shape[-1]):
             return self._variable_length(q, k, v, scale, window)
+        if self.prefixes:
+            assert self._kernels == "cpu", "no kernel returns sums of exponentials"
+            return cast(Tensor, cast(Any, _PrefixAttention).apply(q, k, v, self, scale, window))
         T, N, D = q.shape
         width = N * D
-        if width not in self._blocks:
-            self._blocks[width] = _plan_blocks(self.lengths, width, self.device)
-        blocks = self._blocks[width]
-        sizes = [n * length for n, length in blocks.shapes]
-        to_rows = cast(Any, _ToRows).apply
+        blocks = self.blocks(width)
+        to_rows, rows = cast(Any, _ToRows).apply, (blocks.token_of_row, blocks.row_of_token)
         parts = [
-            to_rows(x.reshape(T, -1), blocks.token_of_row, blocks.row_of_token).split(sizes)
+            blocks.split(to_rows(x.reshape(T, -1), *rows).view(-1, x.shape[1], D))
             for x in (q, k, v)
         ]
         outs = []
-        for (n, length), *qkv in zip(blocks.shapes, *parts, strict=True):
-            q_b, k_b, v_b = (x.view(n, length, -1, D).transpose(1, 2) for x in qkv)
+        for (n, length), q_b, k_b, v_b in zip(blocks.shapes, *parts, strict=True):
             k_b, v_b = match_heads(q_b, k_b, v_b, self._kernels)
-            band = self._window_mask(window, length)
+            band = self.window_mask(window, length)
             out = F.scaled_dot_product_attention(
                 q_b,
                 k_b,
@@ -99,7 +151,13 @@ class PackedLayout:
         packed = cast(Any, _ToTokens).apply(torch.cat(outs), blocks.row_of_token)
         return cast(Tensor, packed).view(T, N, D)
 
-    def _window_mask(self, window: int | None, length: int) -> Tensor | None:
+    def blocks(self, width: int) -> _Blocks:
+        """Return the padded blocks of all sequences for queries of N * D channels."""
+        if width not in self._blocks:
+            self._blocks[width] = _plan_blocks(self.lengths, width, self.device)
+        return self._blocks[width]
+
+    def window_mask(self, window: int | None, length: int) -> Tensor | None:
         """Return [length, length], true where a query sees a key; None if causality is enough."""
         if window is None or window >= length:
             return None
@@ -109,26 +167,54 @@ class PackedLayout:
         return self._bands[window, length]
 
     @cached_property
-    def _offsets(self) -> Tensor:
-        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        return _to_device(offsets.astype(np.int32), self.device)
+    def prefixes(self) -> list[_Prefix]:
+        """The sequences that others continue."""
+        starts, found = np.cumsum(self.lengths) - self.lengths, list[_Prefix]()
+        for prefix in np.unique(self._prefix_of[self._prefix_of >= 0]).tolist():
+            start, length = int(starts[prefix]), int(self.lengths[prefix])
+            members = np.flatnonzero(self._prefix_of == prefix)
+            own = [np.arange(n) for n in self.lengths[members].tolist()]
+            tokens = [first + each for first, each in zip(starts[members], own, strict=True)]
+            indices = np.concatenate(tokens), length + np.concatenate(own)
+            on_device = (_to_device(each, self.device) for each in indices)
+            found.append(_Prefix(slice(start, start + length), *on_device))
+        return found
+
+    @cached_property
+    def _packed_keys(self) -> tuple[Tensor, Tensor, int]:
+        """The packed tokens that all sequences attend to, their offsets and the longest."""
+        starts, parts = np.cumsum(self.lengths) - self.lengths, list[IntArray]()
+        for i, prefix in enumerate(self._prefix_of.tolist()):
+            each = [prefix, i] if prefix >= 0 else [i]
+            parts.append(np.concatenate([starts[s] + np.arange(self.lengths[s]) for s in each]))
+        lengths = [*map(len, parts)]
+        tokens = _to_device(np.concatenate(parts), self.device)
+        return tokens, _offsets(lengths, self.device), max(lengths)
+
+    @cached_property
+    def _query_offsets(self) -> Tensor:
+        return _offsets(self.lengths, self.device)
 
     def _variable_length(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = int(self.lengths.max())
+        longest = longest_keys = int(self.lengths.max())
+        offsets = key_offsets = self._query_offsets
+        if (self._prefix_of >= 0).any():
+            tokens, key_offsets, longest_keys = self._packed_keys
+            k, v = (cast(Any, _CopyTokens).apply(x, tokens) for x in (k, v))
         is_grouped = q.shape[1] != k.shape[1]
         options: Any = {"enable_gqa": is_grouped} if _takes_enable_gqa(varlen_attn) else {}
         out = varlen_attn(
             q,
             k,
             v,
-            self._offsets,
-            self._offsets,
+            offsets,
+            key_offsets,
             longest,
-            longest,
+            longest_keys,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
             **options,
@@ -166,6 +252,113 @@ def match_heads(q: Tensor, k: Tensor, v: Tensor, kernels: str) -> tuple[Tensor, 
     if copies == 1 or kernels != "cuda" or q.dtype in _HALF:
         return k, v
     return k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """Attention on the CPU where some sequences continue a prefix.
+
+    The kernel's backward pass takes the output and the logarithm of the exponentials' sum; with
+    those over all keys of a query it returns the gradients of the part that it is called with.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PackedLayout,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        blocks, outs, sums = layout.blocks(q[0].numel()), [], []
+        parts = [blocks.split(x.index_select(0, blocks.token_of_row)) for x in (q, k, v)]
+        for (_, length), *qkv in zip(blocks.shapes, *parts, strict=True):
+            bias = _bias(layout.window_mask(window, length), q)
+            part, lse = _FLASH(*qkv, 0.0, bias is None, attn_mask=bias, scale=scale)
+            outs.append(part.transpose(1, 2).flatten(0, 1))
+            sums.append(lse.transpose(1, 2).flatten(0, 1))
+        out, lse = (torch.cat(x).index_select(0, blocks.row_of_token) for x in (outs, sums))
+        for prefix in layout.prefixes:
+            at, bias = prefix.continued, _bias(prefix.window_mask(window), q)
+            qkv = _as_one(q[at], k[prefix.tokens], v[prefix.tokens])
+            part, part_lse = _FLASH(*qkv, attn_mask=bias, scale=scale)
+            pair = torch.stack([lse[at], part_lse[0].T])
+            lse[at] = pair.logsumexp(0)
+            own, more = pair.softmax(0)[..., None]
+            out[at] = (own * out[at] + more * part[0].transpose(0, 1)).to(out.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = layout, scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        layout, scale, window = ctx.options
+        blocks = layout.blocks(q[0].numel())
+        rows = [x.index_select(0, blocks.token_of_row) for x in (q, k, v, out, lse[..., None])]
+        # Padding must bring no gradient.
+        grad_rows = torch.zeros_like(rows[0]).index_copy_(0, blocks.row_of_token, grad)
+        of_blocks = []
+        parts = map(blocks.split, (grad_rows, *rows))
+        for (_, length), *tensors, lse_b in zip(blocks.shapes, *parts, strict=True):
+            bias = _bias(layout.window_mask(window, length), q)
+            options = {"attn_mask": bias, "scale": scale}
+            found = _FLASH_BACKWARD(*tensors, lse_b[..., 0], 0.0, bias is None, **options)
+            of_blocks.append([x.transpose(1, 2).flatten(0, 1) for x in found])
+        dq, dk, dv = (
+            torch.cat(x).index_select(0, blocks.row_of_token) for x in zip(*of_blocks, strict=True)
+        )
+        for prefix in layout.prefixes:
+            at, bias = prefix.continued, _bias(prefix.window_mask(window), q)
+            pre = prefix.tokens
+            tensors = _as_one(grad[at], q[at], k[pre], v[pre], out[at], lse[at][..., None])
+            options = {"attn_mask": bias, "scale": scale}
+            lse_p = tensors.pop()[..., 0]
+            found = _FLASH_BACKWARD(*tensors, lse_p, 0.0, False, **options)
+            more_q, more_k, more_v = (x[0].transpose(0, 1) for x in found)
+            dq.index_add_(0, at, more_q)
+            dk[pre] += more_k
+            dv[pre] += more_v
+        return dq, dk, dv, None, None, None
+
+
+_FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _as_one(*tensors: Tensor) -> list[Tensor]:
+    """Return tokens [T, N, D] as a batch of one sequence, [1, N, T, D]."""
+    return [x.transpose(0, 1)[None] for x in tensors]
+
+
+def _bias(seen: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return what is added to scores so that only those that are seen count.
+
+    It is finite: of a query that sees no key of a part, that part's weight is 0 and not NaN.
+    """
+    if seen is None:
+        return None
+    return like.new_zeros(seen.shape).masked_fill_(~seen, torch.finfo(like.dtype).min / 2)
+
+
+class _CopyTokens(torch.autograd.Function):
+    """Copy tokens [T, K, D] as often as they are named; gradients are summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, named: Tensor) -> Tensor:
+        ctx.save_for_backward(named)
+        ctx.tokens = len(tokens)
+        return tokens.index_select(0, named)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (named,) = ctx.saved_tensors
+        exact = torch.promote_types(grad.dtype, torch.float32)
+        sums = grad.new_zeros(ctx.tokens, *grad.shape[1:], dtype=exact)
+        return sums.index_add_(0, named, grad.to(exact)).to(grad.dtype), None
 
 
 class _ToRows(torch.autograd.Function):
@@ -237,6 +430,11 @@ def _plan_blocks(lengths: IntArray, width: int, device: torch.device) -> _Blocks
         _to_device(np.concatenate(token_of_row), device),
         _to_device(row_of_token, device),
     )
+
+
+def _offsets(lengths: Sequence[int] | IntArray, device: torch.device) -> Tensor:
+    """Return where sequences that lie end to end begin, and the end of the last."""
+    return _to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
 
 
 def _to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:

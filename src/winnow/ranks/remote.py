@@ -15,8 +15,9 @@ from winnow.checkpoints.checkpoint import FileEntry, Snapshot
 from winnow.checkpoints.run_state import ModelStates
 from winnow.config.roles import POLICY_STATE
 from winnow.errors import CheckpointError
-from winnow.learning.batch import TokenColumn, sample_lengths
+from winnow.learning.batch import sample_lengths
 from winnow.learning.canary import Canary, CanaryScores
+from winnow.learning.data_parallel import TokenColumn
 from winnow.learning.fsdp2 import Exported
 from winnow.learning.learner import AnyLearner, Learned
 from winnow.observe.metrics import Metrics, Stopwatch

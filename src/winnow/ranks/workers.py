@@ -33,9 +33,9 @@ from winnow.config.root import Config, RunConfig
 from winnow.config.trainer import Fsdp2, Megatron, ShardedCritic
 from winnow.data.tokenizer import load_tokenizer
 from winnow.errors import CheckpointError
-from winnow.learning.batch import Batch, TokenColumn
+from winnow.learning.batch import Batch
 from winnow.learning.canary import Canary, CanaryScores
-from winnow.learning.data_parallel import device_of
+from winnow.learning.data_parallel import TokenColumn, device_of
 from winnow.learning.fsdp2 import Exported, FSDP2Strategy, Sharding, make_mesh
 from winnow.learning.imitation import Imitator
 from winnow.learning.learner import CriticLearner, Learned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,49 @@ def one_by_one(
             )
         outs.append(torch.stack(heads, 1))
     return torch.cat(outs)
+
+
+def copied(lengths: list[int], prefixes: list[int]) -> tuple[list[int], list[int], Tensor]:
+    """Packed tokens with each prefix before each sequence, their lengths, and which are its own."""
+    starts = np.cumsum(lengths) - lengths
+    tokens = [np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+    before = [tokens[p] if p >= 0 else tokens[0][:0] for p in prefixes]
+    pairs = [pair for both in zip(before, tokens, strict=True) for pair in both]
+    own = np.repeat(np.tile([False, True], len(lengths)), [*map(len, pairs)])
+    whole = [len(a) + len(b) for a, b in zip(before, tokens, strict=True)]
+    return np.concatenate(pairs).tolist(), whole, torch.from_numpy(own)
+
+
+@examples(8)
+@given(
+    groups=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=5), min_size=1, max_size=4),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    window=st.none() | st.integers(1, 25),
+    call_cost=st.sampled_from([0, 1 << 12, 1 << 30]),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_behind_a_shared_prefix_are_those_behind_copies_of_it(
+    groups: list[list[int]], kv_heads: int, window: int | None, call_cost: int, seed: int
+) -> None:
+    # Each group is a prefix and what continues it, in any order.
+    sequences = [(g, i, n) for g, group in enumerate(groups) for i, n in enumerate(group)]
+    np.random.default_rng(seed).shuffle(sequences)
+    first = {g: place for place, (g, i, _) in enumerate(sequences) if i == 0}
+    lengths = [n for _, _, n in sequences]
+    prefixes = [first[g] if i else -1 for g, i, _ in sequences]
+    tokens, whole, own = copied(lengths, prefixes)
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, grad = (
+        torch.randn(sum(lengths), n, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for n in (4, kv_heads, kv_heads, 4)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_CALL_COST", call_cost)
+        found = PackedLayout(lengths, CPU, None, prefixes).attend(0, q, k, v, 0.3, window)
+    wanted = one_by_one(q[tokens], k[tokens], v[tokens], whole, 0.3, window)[own]
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    mine, theirs = (torch.autograd.grad(x, (q, k, v), grad) for x in (found, wanted))
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
 
 
 @examples(8)
@@ -174,6 +218,59 @@ def test_half_precision_heads_that_no_kernel_of_cuda_takes_attend_in_blocks() ->
     q, k, v = (torch.randn(7, 2, 4).bfloat16() for _ in range(3))
     blocks = PackedLayout([4, 3], CPU).attend(0, q, k, v, 0.5, None)
     assert torch.equal(PackedLayout([4, 3], CPU, "cuda").attend(0, q, k, v, 0.5, None), blocks)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_variable_length_attention_gets_copies_of_a_prefix(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention written out stands in for the kernel: a query's place counts from the last key."""
+
+    def written_out(
+        q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, *_: int, **options: Any
+    ) -> Tensor:
+        queries, keys = q_at.diff().tolist(), k_at.diff().tolist()
+        pairs = [*zip(queries, keys, strict=True)]
+        padded = [
+            F.pad(x, (0, 0, 0, 0, n - len(x), 0))
+            for x, n in zip(q.split(queries), keys, strict=True)
+        ]
+        own = torch.cat([torch.arange(n) >= n - m for m, n in pairs])
+        reach = options["window_size"][0]
+        seen = None if reach < 0 else reach + 1
+        out = one_by_one(torch.cat(padded), k, v, keys, options["scale"], seen)
+        return out[own]
+
+    monkeypatch.setattr(varlen, "varlen_attn", written_out)
+    monkeypatch.setattr(packed, "_HALF", (torch.float64,))
+    lengths, prefixes = [4, 3, 6, 5, 2], [-1, 0, -1, 0, 2]
+    tokens, whole, own = copied(lengths, prefixes)
+    q, k, v, grad = (torch.randn(20, n, 8).double().requires_grad_() for n in (4, 2, 2, 4))
+    found = PackedLayout(lengths, CPU, "cuda", prefixes).attend(0, q, k, v, 0.3, window)
+    wanted = one_by_one(q[tokens], k[tokens], v[tokens], whole, 0.3, window)[own]
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    mine, theirs = (torch.autograd.grad(x, (q, k, v), grad) for x in (found, wanted))
+    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 16])
+def test_half_precision_on_cuda_shares_prefixes_as_fp32_does(window: int | None) -> None:
+    device = torch.device("cuda")
+    lengths, prefixes = [40, 3, 129, 64, 7, 33], [-1, 0, 0, -1, 0, 3]
+    tokens, whole, own = copied(lengths, prefixes)
+    inputs = [torch.randn(sum(lengths), n, 64, device=device) for n in (4, 2, 2, 4)]
+    q, k, v, grad = (x.bfloat16().float().requires_grad_() for x in inputs)
+    copies = PackedLayout(whole, device).attend(0, q[tokens], k[tokens], v[tokens], 0.125, window)
+    exact = copies[own.to(device)]
+    halves = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    half = PackedLayout(lengths, device, None, prefixes).attend(0, *halves, 0.125, window)
+    torch.testing.assert_close(half.float(), exact, atol=3e-2, rtol=0)
+    wanted = torch.autograd.grad(exact, (q, k, v), grad)
+    found = torch.autograd.grad(half, halves, grad.bfloat16())
+    for mine, theirs in zip(found, wanted, strict=True):
+        away = (mine.float() - theirs).norm() / theirs.norm()
+        assert away < 1e-2
 
 
 @pytest.mark.gpu
