@@ -430,11 +430,16 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
     return OpenedRun(folder, saved_config, tuple(notes), *state)
 
 
+def learns_on_cpu(config: Config) -> bool:
+    """Return whether models are trained on CPUs; a Ray cluster is assumed to have GPUs."""
+    is_local = isinstance(config.cluster, LocalCluster)
+    return config.run.device == "cpu" or (is_local and not torch.cuda.is_available())
+
+
 def pin_microbatch_tokens(config: Config) -> Config:
     """Fix the default of trainer.microbatch_tokens to that of the learner's device, so that the run
     resumes with the same packing, and the same bits, on any machine."""
-    is_local, trainer = isinstance(config.cluster, LocalCluster), config.trainer
-    on_cpu = config.run.device == "cpu" or (is_local and not torch.cuda.is_available())
+    trainer, on_cpu = config.trainer, learns_on_cpu(config)
     tokens = trainer.microbatch_tokens or (
         CPU_MICROBATCH_TOKENS if on_cpu else GPU_MICROBATCH_TOKENS
     )
