@@ -54,7 +54,7 @@ def learner_of(config: Config, path: str, old: OldSource) -> tuple[Learner, dict
     settings = LearnerSettings(
         groups_per_update=config.sampling.groups_per_step,
         epochs=config.trainer.epochs,
-        microbatch_tokens=config.trainer.microbatch_tokens,
+        microbatch_tokens=config.trainer.token_budget,
         overlong_filtering=config.algorithm.overlong_filtering,
         max_skipped_updates=config.optim.max_skipped_updates,
         seed=config.run.seed,

@@ -66,7 +66,7 @@ def lockstep_notes(config: Config, shape: Any, lengths_B: IntArray | None = None
         shape: Hugging Face configuration of the policy.
         lengths_B: lengths of a step's samples; None: drawn ones.
     """
-    strategy, budget = config.trainer.strategy, config.trainer.microbatch_tokens
+    strategy, budget = config.trainer.strategy, config.trainer.token_budget
     shape = shape.get_text_config()
     if not isinstance(strategy, Fsdp2 | Megatron):
         return

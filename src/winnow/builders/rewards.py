@@ -125,7 +125,7 @@ def make_model_scorer(
 
     section, policy, deterministic = config.reward.model, config.model, config.run.deterministic
     assert isinstance(section, SequenceClassifier)
-    microbatch_tokens = section.microbatch_tokens or config.trainer.microbatch_tokens
+    microbatch_tokens = section.microbatch_tokens or config.trainer.token_budget
     field = "reward.model.tokenizer" if section.tokenizer else "reward.model.path"
     trust, dtype = policy.trust_remote_code, torch_dtype(section.dtype or policy.dtype)
     tokenizer = load_tokenizer(section.tokenizer or section.path, trust, field, ends_answers=False)

@@ -56,7 +56,7 @@ def warm_start_folder(config: Config) -> Path:
         "limit": config.rollout.max_response_tokens,
         "seed": config.run.seed if warm.seed is None else warm.seed,
         "threads": torch.get_num_threads(),
-        "microbatch_tokens": config.trainer.microbatch_tokens,  # how gradients are summed
+        "microbatch_tokens": config.trainer.token_budget,  # how gradients are summed
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -96,7 +96,7 @@ def make_warm_start(
                 # Another process may have trained it while this one waited.
                 is_cached = not fresh and _is_complete(target)
                 if not is_cached:
-                    size = config.rollout.max_response_tokens, config.trainer.microbatch_tokens
+                    size = config.rollout.max_response_tokens, config.trainer.token_budget
                     # A disk that refuses does so before the minute of training, not after it.
                     with atomic_folder(target) as draft, contextlib.closing(sink):
                         sink.start(RunInfo("warm-up", warm.steps, kind="warm_up"))

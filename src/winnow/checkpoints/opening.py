@@ -32,6 +32,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 
 from winnow.checkpoints.checkpoint import (
@@ -55,6 +56,7 @@ from winnow.config.load import dump_config, load_recipe
 from winnow.config.model import ModelConfig
 from winnow.config.roles import Roles
 from winnow.config.root import Config
+from winnow.config.trainer import CPU_MICROBATCH_TOKENS, GPU_MICROBATCH_TOKENS, LocalCluster
 from winnow.data.hub import is_on_hub, pin_files
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.models.fetch import local_folder, may_be_hub_name
@@ -266,6 +268,7 @@ def _open_run(config: Config, recipe: str, stack: contextlib.ExitStack) -> Opene
     origin = None if run.fork is None else _find_fork_source(config, run.fork)
     if origin is None:
         data = _pin_hub_files(config.data, config.sft, {})
+        config = pin_microbatch_tokens(config)
         config = config.model_copy(update={"data": data, "model": _pin_commit(config.model)})
     else:
         config = origin.config
@@ -427,6 +430,22 @@ def _reopen_run(config: Config, folder: RunFolder, requested: Checkpoint | None)
     return OpenedRun(folder, saved_config, tuple(notes), *state)
 
 
+def learns_on_cpu(config: Config) -> bool:
+    """Return whether models are trained on CPUs; a Ray cluster is assumed to have GPUs."""
+    is_local = isinstance(config.cluster, LocalCluster)
+    return config.run.device == "cpu" or (is_local and not torch.cuda.is_available())
+
+
+def pin_microbatch_tokens(config: Config) -> Config:
+    """Fix the default of trainer.microbatch_tokens to that of the learner's device, so that the run
+    resumes with the same packing, and the same bits, on any machine."""
+    trainer, on_cpu = config.trainer, learns_on_cpu(config)
+    tokens = trainer.microbatch_tokens or (
+        CPU_MICROBATCH_TOKENS if on_cpu else GPU_MICROBATCH_TOKENS
+    )
+    return with_settings(config, trainer={"microbatch_tokens": tokens})
+
+
 def _pin_commit(model: ModelConfig) -> ModelConfig:
     """Pin a model on the hub to its current commit, so that resuming uses the same.
 
@@ -448,7 +467,10 @@ def _pin_commit(model: ModelConfig) -> ModelConfig:
 
 def _pin_as_saved(config: Config, saved: Config) -> tuple[Config, list[str]]:
     """Give a recipe what the run began with: the steps of its passes, which are counted again once
-    the data is read, the commit of a branch."""
+    the data is read, the commit of a branch, the default of trainer.microbatch_tokens."""
+    if config.trainer.microbatch_tokens is None:
+        fixed = saved.trainer.microbatch_tokens
+        config = with_settings(config, trainer={"microbatch_tokens": fixed})
     if config.trainer.data_epochs is not None:
         config = with_settings(config, trainer={"steps": saved.trainer.steps})
     data = _pin_hub_files(config.data, config.sft, saved.data.hub_files)

@@ -188,6 +188,10 @@ def _check_torch() -> Iterator[Finding]:
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"{torch.__version__}, {build}; {capability}, {torch.get_num_threads()} threads"
     yield Finding("torch", text)
+    from winnow.builders.preflight import NO_BFLOAT16, has_bfloat16
+
+    if not (has_bfloat16() or torch.cuda.is_available()):
+        yield Finding("bfloat16", f"the CPU {NO_BFLOAT16}", "set model.dtype=float32")
     yield from _check_devices(torch)
 
 

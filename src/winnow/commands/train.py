@@ -23,7 +23,12 @@ from winnow.builders.environments import (
     history_notes,
     tool_schemas,
 )
-from winnow.builders.preflight import check_inputs_exist, check_requirements, startup_notes
+from winnow.builders.preflight import (
+    bfloat16_notes,
+    check_inputs_exist,
+    check_requirements,
+    startup_notes,
+)
 from winnow.builders.processes import worker_processes
 from winnow.builders.run import RunContext, build_run, count_steps, prepare_device
 from winnow.builders.topology import build_models, build_rewards
@@ -135,7 +140,7 @@ def _train_once(config: Config, options: TrainOptions, warnings: Iterable[str] =
         workers = worker_processes(config, roles, policy, first)
         early = stack.enter_context(workers) if "environment" in roles else None
         environments = stack.enter_context(environment_processes(config, policy.tokenizer, early))
-        _note(sink, *history_notes(config, policy))
+        _note(sink, *bfloat16_notes(config), *history_notes(config, policy))
         begin = first_messages_of(config.environment, environments, partial(_note, sink))
         data, config, saved_config = _read_data(config, opened, policy, begin)
         start_workers = partial(early or stack.enter_context(workers), config=config)

@@ -19,7 +19,12 @@ from winnow.config.reward import UNROUTED, RewardConfig
 from winnow.config.roles import Roles
 from winnow.config.rollout import VLLM_MAX_RANK, RolloutConfig, SamplingConfig
 from winnow.config.root import Config, RunConfig
-from winnow.config.trainer import Cluster, EvaluationConfig, TrainerConfig
+from winnow.config.trainer import (
+    CPU_MICROBATCH_TOKENS,
+    Cluster,
+    EvaluationConfig,
+    TrainerConfig,
+)
 from winnow.errors import ConfigError
 
 Rule = Callable[..., Iterator[str]]
@@ -110,7 +115,8 @@ def _microbatch_warnings(
     longest = data.max_prompt_tokens + rollout.max_response_tokens
     if environment.name != "none" and environment.history == "fork":
         longest *= environment.max_turns  # its contexts run together
-    if longest > trainer.microbatch_tokens:
+    tokens = trainer.microbatch_tokens
+    if tokens not in (None, CPU_MICROBATCH_TOKENS) and longest > trainer.token_budget:
         yield (
             "Warning: <trainer.microbatch_tokens> is less than the longest prompt and answer "
             f"({longest} tokens), which runs alone and takes the memory of {longest}"

@@ -209,6 +209,11 @@ def _check_time(value: str | float | None) -> str | float | None:
     return value
 
 
+CPU_MICROBATCH_TOKENS = 1024
+"""Default of trainer.microbatch_tokens on a CPU, where more takes memory and no less time."""
+GPU_MICROBATCH_TOKENS = 16384
+
+
 class TrainerConfig(Section):
     """Number of steps, the updates of each, memory bounds and checkpoints."""
 
@@ -225,9 +230,10 @@ class TrainerConfig(Section):
     """Passes over a step's groups; trainer.data_epochs counts those over the data."""
     strategy: Annotated[Strategy, Change.ON_RESUME, {"name": Change.NEVER}] = WholeModels()
     """Placement of the models' weights."""
-    microbatch_tokens: int = Field(16384, ge=1)
+    microbatch_tokens: int | None = Field(None, ge=1)
     """Maximum packed tokens per micro-batch, of one rank or of the ranks that share sequences;
-    limits memory and never changes the result."""
+    limits memory and changes only rounding. null: 16,384, or 1,024 where the learner is on a CPU,
+    as fixed when a run starts."""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens whose logits are in memory at once; null depends on the vocabulary, 128 MiB of them,
     512 on a GPU."""
@@ -256,6 +262,11 @@ class TrainerConfig(Section):
     stall_timeout_s: Annotated[float, Change.ON_RESUME] = Field(1800.0, gt=0)
     """Seconds without progress (a token, an update, a step, a downloaded byte) after which a
     supervised run counts as hung; loading models and starting processes must take less."""
+
+    @property
+    def token_budget(self) -> int:
+        """Return microbatch_tokens, or its default on a GPU."""
+        return self.microbatch_tokens or GPU_MICROBATCH_TOKENS
 
     def groups_per_update(self, groups_per_step: int) -> int:
         """Return the groups of an update, which are at most those of a step."""

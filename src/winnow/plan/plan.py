@@ -236,7 +236,7 @@ def list_changes(config: Config) -> list[list[str]]:
     longest, singles = max_sequence_tokens(config), []
     if not config.model.gradient_checkpointing:
         singles.append("model.gradient_checkpointing=true")
-    if config.trainer.microbatch_tokens > longest:
+    if config.trainer.token_budget > longest:
         singles.append(f"trainer.microbatch_tokens={longest}")
     if isinstance(strategy := config.trainer.strategy, Megatron):
         for field in ("tensor", "pipeline"):

@@ -174,7 +174,7 @@ def run_rank(
         ModelError: config.json cannot describe a model, or the ranks cannot shard it.
     """
     model = load_policy_model(config.model, path, _CPU, config.run.seed, hollow="shapes")
-    layout, most = config.trainer.strategy, config.trainer.microbatch_tokens
+    layout, most = config.trainer.strategy, config.trainer.token_budget
     assert isinstance(layout, Fsdp2 | Megatron)
     tracker, images = track(_attention_flop(config, model, most)), make_images(config, model)
     shape = model.config.get_text_config()
@@ -234,7 +234,7 @@ def _run_learner(
 def _run_separate_model(config: Config, role: str, path: str) -> tuple[RankRun, TrackedStrategy]:
     """Simulate the first rank of a model on separate ranks: its passes, and a critic's update."""
     section: Any = config.reward.model if role == "reward_model" else getattr(config, role)
-    most = getattr(section, "microbatch_tokens", None) or config.trainer.microbatch_tokens
+    most = getattr(section, "microbatch_tokens", None) or config.trainer.token_budget
     options = dict[str, Any]()
     if role == "reference":
         model = learner.load_role(load_causal_lm, config, role, path, _CPU, "shapes")
@@ -297,7 +297,7 @@ def full_lengths(config: Config, max_tokens: int) -> list[int]:
 
 def full_batches(config: Config, images: tuple[Image, ...] = ()) -> tuple[MicroBatch, MicroBatch]:
     """Make micro-batches of policy and critic that use their whole token budgets."""
-    tokens = config.trainer.microbatch_tokens
+    tokens = config.trainer.token_budget
     critic_tokens = config.critic.microbatch_tokens or tokens
     return _full_batch(config, tokens, images), _full_batch(config, critic_tokens)
 

@@ -116,7 +116,7 @@ def make_learner(
     policy = hold(model, **stepped)
     if imitates:
         rate, skips = _rate(optim, trainer.steps), optim.max_skipped_updates
-        imitator = Imitator(policy, trainer.microbatch_tokens, rate, skips)
+        imitator = Imitator(policy, trainer.token_budget, rate, skips)
         return Learning(
             imitator, policy, StepFlop(policy.n_active_parameters, epochs=1, forwards=0)
         )
@@ -188,7 +188,7 @@ def make_settings(config: Config) -> LearnerSettings:
     return LearnerSettings(
         groups_per_update=trainer.groups_per_update(config.sampling.groups_per_step),
         epochs=trainer.epochs,
-        microbatch_tokens=trainer.microbatch_tokens,
+        microbatch_tokens=trainer.token_budget,
         overlong_filtering=algorithm.overlong_filtering,
         max_skipped_updates=config.optim.max_skipped_updates,
         seed=config.run.seed,

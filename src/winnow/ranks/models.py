@@ -275,7 +275,7 @@ def explain_oom(
             )
         raise TrainingError(
             f"out of memory: {one_line(error)[:200]}; {engine}learning runs "
-            f"{config.trainer.microbatch_tokens:,} tokens of {answers:,} answers at once: lower "
+            f"{config.trainer.token_budget:,} tokens of {answers:,} answers at once: lower "
             "trainer.microbatch_tokens, or set model.gradient_checkpointing=true; with run.fork "
             "a run goes on from its last checkpoint with other settings"
         ) from error

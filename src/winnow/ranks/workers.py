@@ -482,7 +482,7 @@ class ReferenceWorker(Rank):
         readout = readout_options(config.rollout, config.trainer, config.model, vocabulary)
         options = Sharding(offload=sharding.offload)
         self._strategy = FSDP2Strategy(model.requires_grad_(False), self._mesh, options, **readout)
-        self._max_tokens = config.trainer.microbatch_tokens
+        self._max_tokens = config.trainer.token_budget
         self.progress = 0
 
     def logprobs(self, groups: Sequence[Group]) -> SplitResult:

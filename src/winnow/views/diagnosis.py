@@ -143,6 +143,18 @@ class Rule(NamedTuple):
     """Steps before the rule can fire, except in extreme cases."""
 
 
+def _is_falling(shares: Sequence[float], trials: float) -> bool:
+    """Return whether a share falls within the window, by a tenth of itself and beyond chance.
+
+    Args:
+        shares: one a step.
+        trials: answers, groups or calls behind each.
+    """
+    before, now, mean = _mean(shares[:2]), _mean(shares[-2:]), _mean(shares)
+    chance = 2 * math.sqrt(max(mean * (1 - mean), 0) / max(trials, 1))
+    return len(shares) == WINDOW and before - now > max(0.1 * before, chance)
+
+
 # Rewards and groups
 
 
@@ -165,7 +177,11 @@ def _flat_check(counts_as_right: bool) -> Check:
 
 def _check_filtered(run: RunHistory) -> str | None:
     keep, is_empty = run.latest("sampling/keep_rate"), run.mean("sampling/empty_bounds", 1) > 0
-    if not is_empty and (len(keep) < WINDOW or _mean(keep) >= 0.1):
+    is_well = len(keep) < WINDOW or _mean(keep) >= 0.1
+    is_well |= _is_falling(
+        [1 - share for share in keep], run.setting("sampling.groups_per_step", 64)
+    )
+    if is_well and not is_empty:
         return None
     kinds = ("all_wrong", "all_right", "failed")
     groups = {kind: math.fsum(run.latest(f"sampling/groups/{kind}")) for kind in kinds}
@@ -182,6 +198,7 @@ def _check_cut_off(run: RunHistory) -> str | None:
         f"{_mean(shares):.1%} of the answers trained on reached the limit of {limit:,} tokens"
     )
     fires = len(shares) == WINDOW and _mean(shares) > bound
+    fires = fires and not _is_falling(shares, run.answers_per_step)
     fires = fires or (run.is_sufficient(shares) and min(shares) == 1)
     return f"{evidence}; mean length {length:,.0f}" if fires else None
 
@@ -303,6 +320,10 @@ def _check_malformed(run: RunHistory) -> str | None:
     bad, good = (math.fsum(run.latest(f"environment/{name}")) for name in ("malformed", "calls"))
     total = bad + good
     if run.seen["environment/malformed"] < WINDOW or not bad > _MOST_MALFORMED * total > 0:
+        return None
+    counts = zip(*map(run.latest, ("environment/malformed", "environment/calls")), strict=True)
+    shares = [m / (m + n) if m else 0.0 for m, n in counts]
+    if _is_falling(shares, total / WINDOW * run.answers_per_step):
         return None
     return f"{bad / total:.0%} of the calls in the last {WINDOW} steps could not be parsed"
 

@@ -24,10 +24,11 @@ from winnow.checkpoints.checkpoint import (
     verify,
     verify_rank_share,
 )
-from winnow.checkpoints.opening import OpenedRun, opened_run, rewind
+from winnow.checkpoints.opening import OpenedRun, opened_run, pin_microbatch_tokens, rewind
 from winnow.checkpoints.recipe_changes import check_same
 from winnow.config.load import dump_config, load_recipe
 from winnow.config.root import Config
+from winnow.config.rules import config_warnings
 from winnow.errors import CheckpointError, ConfigError, WinnowError
 from winnow.observe.jsonl import MetricsLog
 
@@ -143,6 +144,33 @@ def test_keys_that_figures_depend_on_may_not_change(tmp_path: Path) -> None:
             ConfigError, match=rf"another recipe: {re.escape(key)}.* was .* and is "
         ):
             check_same(recipe(tmp_path, override), saved, "a", "set it back")
+
+
+def test_a_run_keeps_the_default_of_micro_batches_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = "trainer.microbatch_tokens=null"
+    run_to(tmp_path, 2, default, "run.device=cpu")
+    older = run_to(tmp_path, 2, "trainer.microbatch_tokens=16384", "run.name=b")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # another machine
+    for name, tokens in ("a", 1024), ("b", 16384):
+        opened = open_again(recipe(tmp_path, default, name=name))
+        assert opened.config.trainer.microbatch_tokens == tokens
+        assert [note for note in opened.notes if "microbatch" in note] == []
+    forked = open_again(recipe(tmp_path, default, f"run.fork={older}", name="c"))
+    assert forked.config.trainer.microbatch_tokens == 16384
+    for tokens, settings in (
+        (16384, []),
+        (1024, ["run.device=cpu"]),
+        (16384, ["cluster=ray", "trainer/strategy=fsdp2"]),
+        (99, ["trainer.microbatch_tokens=99"]),
+    ):
+        config = pin_microbatch_tokens(recipe(tmp_path, default, *settings))
+        assert config.trainer.microbatch_tokens == tokens
+    pinned = load_recipe(
+        "quickstart", ["trainer.microbatch_tokens=1024", "data.max_prompt_tokens=2000"]
+    )
+    assert config_warnings(pinned) == []  # nobody chose 1,024
 
 
 @pytest.mark.parametrize("given", ["{run}/", "a@2", "{run}/checkpoints/step-2", None])

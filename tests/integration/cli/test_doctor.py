@@ -24,6 +24,7 @@ from tests.sandboxes import (
 from tests.unprivileged import permissions_apply
 from typer.testing import CliRunner
 
+from winnow.builders.preflight import has_bfloat16
 from winnow.cli import doctor
 from winnow.cli.doctor import Finding
 from winnow.cli.main import app
@@ -52,6 +53,7 @@ def test_a_machine_that_can_train_is_told_so(
     assert lines["python"].startswith(f"{platform.python_version()} at {sys.executable}, on Linux")
     assert lines["torch"].startswith(f"{torch.__version__}, built for ")
     assert lines["sandbox bubblewrap"].startswith("in use: ")
+    assert ("bfloat16 " in said) == (not has_bfloat16() and not torch.cuda.is_available())
     assert re.search(r"^[\d,.]+ GiB in all, [\d,.]+ GiB free", lines["memory"])
     assert lines["runs"].startswith(f"{tmp_path}/new/runs (not created yet), ")
     assert lines["cache"] == f"{cache}, 3 MiB; safe to delete"

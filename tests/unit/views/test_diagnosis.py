@@ -98,6 +98,29 @@ CASES: list[tuple[str, Change, Change]] = [
         lambda step: {"length/truncated": 0.14},
         lambda step: {"length/truncated": 0.11},  # 640 answers: 2.4 % is chance
     ),
+    (  # a fall by 1.5 % is chance: 2 sqrt(.146 * .854 / 128) = 6.2 %
+        "cut_off",
+        lambda step: {"length/truncated": max(0.17 - 0.01 * step, 0.14)},
+        lambda step: {"length/truncated": max(0.6 - 0.1 * step, 0.0)},
+    ),
+    (  # no longer falling from step 4 on
+        "cut_off",
+        lambda step: {"length/truncated": max(0.6 - 0.1 * step, 0.3)},
+        lambda step: {"length/truncated": max(0.6 - 0.1 * step, 0.1)},
+    ),
+    (  # rejected: 98.5 % to 95.5 % is no tenth; 100 % to 82 %, and 2 sqrt(.908 * .092 / 16) = 14 %
+        "filtered",
+        lambda step: {"sampling/keep_rate": 0.01 * min(step, 5)},
+        lambda step: {"sampling/keep_rate": (0.0, 0.0, 0.1, 0.16, 0.2)[min(step, 5) - 1]},
+    ),
+    (  # malformed: 90 % to 10 % of the calls; up and down by chance
+        "calls_malformed",
+        lambda step: {"environment/calls": 0.6 + 0.1 * (step % 2), "environment/malformed": 0.4},
+        lambda step: {
+            "environment/calls": 0.2 * min(step, 5) - 0.1,
+            "environment/malformed": 1.1 - 0.2 * min(step, 5),
+        },
+    ),
     (
         "scoring_fails",
         lambda step: {"scoring/failed": float(step == 3)},
@@ -298,8 +321,8 @@ def test_sequence_ratios_are_clipped_more_often_in_a_healthy_run() -> None:
 def test_a_finding_has_the_steps_and_figures_of_what_it_found() -> None:
     records = [{**healthy(s), "length/truncated": 0.2 if s < 10 else 0.0} for s in range(1, 31)]
     (finding,) = Diagnosis(SETTINGS, records).findings()
-    assert (finding.severity, finding.first_step, finding.last_step) == ("warning", 5, 10)
-    assert finding.evidence.startswith("16.0% of the answers trained on reached the limit of")
+    assert (finding.severity, finding.first_step, finding.last_step) == ("warning", 5, 9)
+    assert finding.evidence.startswith("20.0% of the answers trained on reached the limit of")
     assert "128 tokens" in finding.evidence
     assert "rollout.max_response_tokens" in finding.remedy
 
