@@ -144,8 +144,8 @@ class Session(LLM):
         weights = torch.tensor(advantages, dtype=batch.behav.dtype)
         batch.columns["advantages"] = weights.repeat_interleave(batch.offsets.diff())
         batch.columns["old"] = batch.behav
-        draws = int(self.rng.integers(1 << 63)) if objective.draws else 0
-        self._role.select_tokens(batch, groups, torch.arange(batch.n_samples), draws)
+        keys, seed = torch.arange(batch.n_samples), int(self.rng.integers(1 << 63))
+        self._role.select_tokens(batch, groups, keys, seed)
         micro = strategy.sharder.cut_update(batch, groups, tokens)
         return strategy.forward_backward(micro, objective.outputs, objective)["loss"]
 
@@ -217,7 +217,8 @@ def _differentiate(strategy: Strategy, batch: Batch, loss: LossFunction, tokens:
     """Fill the column `gradient` [T] with a loss's derivatives by log-probs; returns the loss."""
     values = run_pass(strategy, batch, _LOGPROB, tokens)["logprob"]
     logprobs = values[batch.gen_mask].requires_grad_()
-    value = loss(list(logprobs.split((batch.offsets.diff() - batch.prompt_lengths).tolist())))
+    lengths = (batch.offsets.diff() - batch.prompt_lengths).tolist()
+    value = loss(list(torch.split(logprobs, lengths)))
     if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
         raise ConfigError(f"loss must return a scalar tensor made of the log-probs, got {value}")
     (gradient,) = torch.autograd.grad(value, logprobs)
@@ -232,7 +233,7 @@ def _linear_loss(micro: MicroBatch, outputs: Outputs) -> LossResult:
 
 def _pack(samples: Sequence[Completion]) -> Batch:
     """Pack samples; neighbours with the same prompt are a group."""
-    groups, unscored = [], Score(0.0, 0.0)
+    groups, unscored = list[Group](), Score(0.0, 0.0)
     for _, group in groupby(samples, lambda sample: id(sample.prompt_ids)):
         answers = []
         for sample in group:
