@@ -129,7 +129,7 @@ def main(words: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--state", help="a state to go on from")
     parser.add_argument("--lr", type=float, default=4e-4)
     for name, value in DEFAULTS.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("settings", nargs="*", help="of the session, such as run.seed=1")
     options = parser.parse_args(words)
     limit = f"rollout.max_response_tokens={options.limit}"

@@ -81,7 +81,8 @@ class Session(LLM):
             )
         options = policy_options(config, policy.vocabulary)
         self._strategy = Strategy(policy.model, compiles=strategy.compile, **options)
-        self._role = Policy(self._strategy, replace(make_objective(config), old="behav"))
+        objective = replace(make_objective(config), old="behav", reports_mismatch=False)
+        self._role = Policy(self._strategy, objective)
         self.rng = np.random.default_rng(config.run.seed)
         """Random numbers of `run.seed` for the loop and for `sample`; saved with the state."""
         self.steps = 0
@@ -132,7 +133,7 @@ class Session(LLM):
         if (loss is None) == (advantages is None) or len(advantages or samples) != len(samples):
             raise ConfigError(
                 "forward_backward takes either a loss or one advantage a sample, got loss="
-                f"{loss} and advantages={advantages} for {len(samples)} samples"
+                f"{loss} and {len(advantages or ())} advantages for {len(samples)} samples"
             )
         strategy, batch, objective = self._strategy, _pack(samples), self._role.objective
         groups, tokens = range(batch.n_groups), self._config.trainer.microbatch_tokens
@@ -201,8 +202,7 @@ class Session(LLM):
         steps, state = checkpoint.verify(saved).step, checkpoint.load_state(saved).get("session")
         if state is None:
             raise CheckpointError(
-                f"{path} is the checkpoint of a run, not a session's state; start a Session from "
-                "the run's folder"
+                f"{path} is of a run, not of a session; use Session('RUN FOLDER')"
             )
         self._strategy.load_state_dict(state["policy"])
         self.rng.bit_generator.state, self.steps = state["random"], steps
