@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.pages import ROOT, code_blocks
 from tests.small_models import digits_model
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -155,6 +156,16 @@ def test_a_state_goes_on_with_the_same_bits(
         assert llm.generate(["31:"], temperature=0)
 
 
+def test_what_the_page_shows_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/session.md").read_text("utf-8")
+    (shown,) = [block for kind, block in code_blocks(text) if kind == "python"]
+    exec(shown.replace("FOLDER", str(folder)), {})
+    assert (tmp_path / "states/step-1/model/config.json").is_file()
+
+
 def test_what_a_session_cannot_do_is_refused(
     session: winnow.Session, folder: Path, tmp_path: Path
 ) -> None:
@@ -169,6 +180,8 @@ def test_what_a_session_cannot_do_is_refused(
             session.forward_backward(samples, no_scalar)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         session.load_state(tmp_path)
+    with pytest.raises(ConfigError, match="the recipe names no model"):
+        winnow.Session("gsm8k", SETTINGS)
     for setting in ("trainer/strategy=fsdp2", "algorithm/kl/loss=fixed"):
         with pytest.raises(ConfigError, match="trains one model in its process"):
             winnow.Session(folder, [*SETTINGS, setting])
