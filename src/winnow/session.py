@@ -58,7 +58,9 @@ class Session(LLM):
     is called by advantages.
 
     Args:
-        model, overrides, trust: as for `LLM`.
+        model: as for `LLM`.
+        overrides: as for `LLM`.
+        trust: as for `LLM`.
 
     Raises:
         ConfigError: the settings ask for ranks, or for a KL to a reference model.
