@@ -1,9 +1,10 @@
 """Winnow trains language models by reinforcement learning from verifiable rewards.
 
 Nothing is imported here: `import winnow` stays instant, and each module imports what it needs. The
-names of `winnow.api` are found when they are asked for.
+names of `winnow.api` and `winnow.session` are found when they are asked for.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
         score,
         train,
     )
+    from winnow.session import Session
     from winnow.version import __version__ as __version__
 
 __all__ = [
     "LLM",
     "Completion",
     "RunRecord",
+    "Session",
     "advantages",
     "load_config",
     "open_run",
@@ -38,6 +41,5 @@ def __getattr__(name: str) -> Any:
         return version.__version__
     if name not in __all__:
         raise AttributeError(f"module 'winnow' has no attribute {name!r}")
-    from winnow import api
-
-    return getattr(api, name)
+    module = importlib.import_module({"Session": "winnow.session"}.get(name, "winnow.api"))
+    return getattr(module, name)

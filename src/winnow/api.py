@@ -18,10 +18,10 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from winnow.config.base import TEMPERATURES
-from winnow.config.files import resolve_evaluation_recipe
+from winnow.config.files import available_recipes, resolve_evaluation_recipe
 from winnow.config.load import dump_config, load_recipe, parse_recipe
 from winnow.config.root import Config
 from winnow.errors import ConfigError, WinnowError
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from winnow.data.sources import Row
+    from winnow.rollout.engine import SamplingParams
 
 T = TypeVar("T")
+Prompts = Sequence[str | Sequence[Mapping[str, Any]]]
+"""Texts, or conversations of messages with `role` and `content`."""
 
 load_config = load_recipe
 
@@ -150,6 +153,8 @@ class Completion:
     """[L] nats, under softmax(logits / temperature), what was left out of a draw included."""
     finish_reason: FinishReason
     """stop, or length where `max_tokens` ended it."""
+    prompt_ids: IntArray
+    """[P] the prompt's tokens, chat template included."""
 
 
 class LLM:
@@ -161,13 +166,17 @@ class LLM:
             [[answer]] = llm.generate(["5391:"], temperature=0)
 
     Args:
-        model: folder of a model or of a run (its newest checkpoint then), or a hub name.
+        model: folder of a model or of a run (its newest checkpoint then), a hub name, or the name
+            of a shipped recipe: the model that it trains, and its settings.
         overrides: settings, such as `model.dtype=bfloat16` or `rollout.engine.slots=64`.
         trust: run the code that a stranger's run names; one that you began here needs none.
 
     Raises:
         WinnowError: there is no such model, or it does not fit the settings.
     """
+
+    _trains = False
+    """True if the model is also trained in this process."""
 
     def __init__(
         self, model: str | Path, overrides: Sequence[str] = (), trust: bool = False
@@ -182,10 +191,14 @@ class LLM:
         if (Path(model) / "config.yaml").is_file():
             path = str(find_checkpoint(Path(model), None).model)
             recipe = str(RunFolder(Path(model)).config)
+        elif path in available_recipes() and not Path(model).exists():
+            recipe = path
         self._config = config = parse_recipe(recipe, overrides)
         require_trusted_start(config, recipe, overrides, trust)
-        self._policy = load_policy(config, path, prepare_device(config.run, config.model.cache_dir))
-        self._engine = make_local_engine(config, self._policy, trains=False)
+        device = prepare_device(config.run, config.model.cache_dir)
+        path = _first_model(config) if recipe == path else path
+        self._policy = load_policy(config, path, device)
+        self._engine = make_local_engine(config, self._policy, self._trains)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -193,7 +206,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+        prompts: Prompts,
         n: int = 1,
         *,
         max_tokens: int | None = None,
@@ -216,13 +229,8 @@ class LLM:
             ConfigError: an argument is out of its range.
             WinnowError: a prompt is too long, this is closed, or the engine fails.
         """
-        from winnow.data.prompts import PromptRenderer
-        from winnow.rollout.engine import SamplingParams, generate, group_request
+        from winnow.rollout.engine import SamplingParams
 
-        if not self._thread.is_alive():
-            raise WinnowError("this LLM is closed; create a new one")
-        if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
-            raise TypeError("prompts must be a list, got a single text or conversation")
         _check_sampling(n, temperature, top_p, top_k)
         limit = self._config.rollout.max_response_tokens
         if max_tokens is not None and not 0 < max_tokens <= limit:
@@ -230,10 +238,6 @@ class LLM:
                 f"max_tokens must be in [1, {limit}], got {max_tokens}; change it, or pass "
                 f"'rollout.max_response_tokens={max(max_tokens, 1)}' to LLM"
             )
-        rows = [self._make_row(number, prompt) for number, prompt in enumerate(prompts)]
-        data = self._config.data.model_copy(update={"overlong_prompts": "error"})
-        renderer = PromptRenderer(self._policy.tokenizer, data, vision=self._policy.vision)
-        rendered = renderer.render(rows).prompts
         sampling = SamplingParams(
             max_tokens or limit,
             temperature,
@@ -242,6 +246,22 @@ class LLM:
             stop_token_ids=self._policy.stop_ids,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
+        return self._answer(prompts, n, sampling, seed)
+
+    def _answer(
+        self, prompts: Prompts, n: int, sampling: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        """Write n answers to each prompt."""
+        from winnow.data.prompts import PromptRenderer
+        from winnow.rollout.engine import generate, group_request
+
+        self._require_open()
+        if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
+            raise TypeError("prompts must be a list, got a single text or conversation")
+        rows = [self._make_row(number, prompt) for number, prompt in enumerate(prompts)]
+        data = self._config.data.model_copy(update={"overlong_prompts": "error"})
+        renderer = PromptRenderer(self._policy.tokenizer, data, vision=self._policy.vision)
+        rendered = renderer.render(rows).prompts
         first, self._asked = self._asked, self._asked + len(rendered)
         requests = [
             group_request(first + i, prompt, dict.fromkeys(range(n)), sampling, seed, turn=i)
@@ -253,9 +273,11 @@ class LLM:
             self._run_coroutine(self._engine.abort([request.group_id for request in requests]))
             self._run_coroutine(self._engine.events())
             raise
+        decode = self._policy.decode
         answers = (
-            Completion(self._policy.decode(t.token_ids), t.token_ids, t.logprobs, t.finish_reason)
-            for t in (found[request.group_id, i] for request in requests for i in range(n))
+            Completion(decode(t.token_ids), t.token_ids, t.logprobs, t.finish_reason, r.prompt_ids)
+            for r in requests
+            for t in (found[r.group_id, i] for i in range(n))
         )
         return [[next(answers) for _ in range(n)] for _ in requests]
 
@@ -266,7 +288,7 @@ class LLM:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -285,6 +307,10 @@ class LLM:
                 )
         return Row(f"prompts:{number}", f"prompts[{number}]", "python", tuple(map(dict, said)), "")
 
+    def _require_open(self) -> None:
+        if not self._thread.is_alive():
+            raise WinnowError(f"this {type(self).__name__} is closed; create a new one")
+
     def _run_coroutine(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -292,6 +318,22 @@ class LLM:
         except BaseException:
             future.cancel()
             raise
+
+
+def _first_model(config: Config) -> str:
+    """Return the model that a recipe trains; its warm start is made if it is not cached."""
+    from rich.console import Console
+
+    from winnow.builders.warm_start import make_warm_start
+    from winnow.config.model import SftWarmStart
+    from winnow.observe.console import make_console
+
+    if isinstance(config.warm_start, SftWarmStart):
+        sink = make_console(config.observe.console, Console())
+        return str(make_warm_start(config, False, sink))
+    if config.model.source is None:
+        raise ConfigError("the recipe names no model; pass 'model.path=FOLDER'")
+    return config.model.source
 
 
 def _check_sampling(n: int, temperature: float, top_p: float, top_k: int) -> None:

@@ -105,12 +105,10 @@ def make_learner(
     hold = _hold(trainer, mesh, planned)
     hollow: Hollow = "shapes" if planned else mesh is not None
     readout = readout_options(config.rollout, trainer, config.model, vocabulary)
+    stepped = policy_options(config, vocabulary)
     imitates = isinstance(config.sft, Demonstrations)
     if imitates:  # what the data has, no sampler has shaped
-        readout["temperature"] = 1.0
-    stepped = readout | _adamw_options(optim)
-    stepped["gradient_checkpointing"] = config.model.gradient_checkpointing
-    stepped["recompute_attention"] = config.model.recompute_attention
+        stepped["temperature"] = 1.0
     if config.rollout.routing_replay and not (imitates or planned):
         stepped["replays_routes"] = True
     policy = hold(model, **stepped)
@@ -167,6 +165,17 @@ def make_critic(
 
     model = load_role(load_value_model, config, "critic", start, device, hollow)
     return Critic(hold(model, **critic_options(config)), make_value_objective(config))
+
+
+def policy_options(config: Config, vocabulary: int) -> dict[str, Any]:
+    """Return what a policy's strategy is made with besides its model.
+
+    Args:
+        vocabulary: ids that the tokenizer has.
+    """
+    readout = readout_options(config.rollout, config.trainer, config.model, vocabulary)
+    recomputes = config.model.model_dump(include={"gradient_checkpointing", "recompute_attention"})
+    return {**readout, **recomputes, **_adamw_options(config.optim)}
 
 
 def critic_options(config: Config) -> dict[str, Any]:
