@@ -14,15 +14,13 @@ from tests.contract.test_engine import SHAPE, drain, groups_of, model_of, torch_
 from transformers import Qwen3Config
 
 from winnow.errors import ConfigError
+from winnow.rollout.embedded.cache_room import cache_room_gib, gpu_memory_gib, max_slots
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
     PrefilledAnswer,
     PromptBlock,
     SlotCache,
     Slots,
-    cache_room_gib,
-    gpu_memory_gib,
-    max_slots,
 )
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.vllm.worker import memory_share
@@ -88,14 +86,14 @@ def test_a_query_sees_its_rows_keys_and_the_new_one(
     lengths, width, cpu = [7, 1, 4], 16, torch.device("cpu")
     rows = torch.arange(len(lengths))
     cache = SlotCache(len(lengths) + 1, dtype, cpu)
-    cache.reserve(max(lengths))
-    shape = cache.slots, kv_heads, cache.length, width
+    cache.reserve(max(lengths), len(lengths) + 1)
+    shape = cache.rows, kv_heads, cache.length, width
     cache.layers = [(random(*shape), random(*shape))]
     at = torch.tensor(lengths) - 1
     for row, length in enumerate(lengths):
         cache.bias[row, :length] = 0.0
     q, k, v = (random(len(lengths), n, width) for n in (heads, kv_heads, kv_heads))
-    got = DecodeLayout(cache, rows, at, max(lengths)).attend(0, q, k, v, 0.4, window)
+    got = DecodeLayout(cache, rows, at, np.array(lengths)).attend(0, q, k, v, 0.4, window)
 
     keys, values = cache.layers[0]
     for row, length in enumerate(lengths):
@@ -159,7 +157,7 @@ def test_a_cache_grows_ahead_but_not_beyond_the_longest_answer() -> None:
         cache = SlotCache(2, torch.float32, torch.device("cpu"), longest)
         found = []
         for length in (10, 65, 129, 200):
-            cache.reserve(length)
+            cache.reserve(length, 2)
             found.append(cache.length)
         return found
 
