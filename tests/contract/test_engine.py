@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from winnow.errors import ModelError, TrainingError
 from winnow.models.causal_lm import use_layout_attention
+from winnow.rollout.embedded.merged_forward import MergedForward
 from winnow.rollout.embedded.torch_engine import TorchEngine
 from winnow.rollout.engine import (
     AnswerRequest,
@@ -87,6 +88,11 @@ def torch_engine(model: PreTrainedModel, **options: object) -> TorchEngine:
     return TorchEngine(model, **settings)  # type: ignore[arg-type]
 
 
+def fp32_engine(model: PreTrainedModel, **options: object) -> TorchEngine:
+    """On a CPU it decodes from merged weights."""
+    return torch_engine(model.float(), **options)
+
+
 def engine_group(count: int) -> Callable[..., Engine]:
     """Several engines that share the slots, at least one each, and the model."""
 
@@ -135,6 +141,7 @@ class Kind:
 
 ENGINES = {
     "torch": Kind(torch_engine),
+    "torch-fp32": Kind(fp32_engine, torch.float32, 3e-5),
     "group-of-3": Kind(engine_group(3)),
     "remote": Kind(remote_engine),
 }
@@ -682,13 +689,19 @@ def test_answers_go_on_across_new_weights_and_say_which_wrote_what(make_engine: 
 def test_a_turn_continues_where_its_keys_are_unless_a_resumed_run_has_none(
     make_engine: Kind, between: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, run_model = [0], TorchEngine._run
+    tokens = [0]
 
-    def count(engine: TorchEngine, ids: torch.Tensor, *others: Any) -> Any:
-        tokens[0] += len(ids)
-        return run_model(engine, ids, *others)
+    def count(owner: Any, name: str) -> None:
+        run = getattr(owner, name)
 
-    monkeypatch.setattr(TorchEngine, "_run", count)
+        def counted(self: Any, ids: torch.Tensor, *others: Any) -> Any:
+            tokens[0] += len(ids)
+            return run(self, ids, *others)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(TorchEngine, "_run")
+    count(MergedForward, "logits")
     first = groups_of(sampling=SamplingParams(60, stop_token_ids=STOPS))
     first = [
         replace(g, answers=tuple(replace(a, retain_cache=True) for a in g.answers)) for g in first

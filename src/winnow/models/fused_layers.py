@@ -34,9 +34,9 @@ def fuse_layers(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, _FusedNorm | _FusedGatedMLP):
             continue
-        if _is_norm(module):
+        if is_norm(module):
             replaced += _swap(module, _FusedNorm, cast(Any, module).weight.shape[0])
-        elif _is_gated_mlp(module):
+        elif is_gated_mlp(module):
             replaced += _swap(module, _FusedGatedMLP, cast(Any, module).gate_proj.in_features)
     return replaced
 
@@ -60,7 +60,7 @@ class _FusedGatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Adapters may have taken the place of a linear layer since.
-        if x.dtype not in _EXACT or not _is_gated_mlp(self):
+        if x.dtype not in _EXACT or not is_gated_mlp(self):
             return cast(Tensor, super().forward(x))
         mlp = cast(Any, self)
         weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
@@ -154,7 +154,8 @@ def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a Hugging Face RMS norm."""
     norm = cast(Any, module)
     return (
         type(module).__name__.endswith("RMSNorm")
@@ -163,7 +164,8 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Return whether a module is a gated SiLU layer of three plain linear ones without biases."""
     mlp = cast(Any, module)
     layers = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     return (

@@ -40,7 +40,7 @@ from winnow.observe.gpus import GPU_NAMES, GPUS, Gpu
 from winnow.observe.rollouts import list_step_files, read_rollouts
 from winnow.plan.rank import PolicyRun, RankRun, count_microbatches, full_lengths
 from winnow.plan.tracker import Peak, Phase, local_bytes
-from winnow.rollout.embedded.slots import cache_bytes_per_slot, cache_room_gib
+from winnow.rollout.embedded.cache_room import cache_bytes_per_slot, cache_room_gib
 from winnow.rollout.vllm.worker import memory_share
 from winnow.run.step_metrics import StepTokens
 from winnow.types import IntArray

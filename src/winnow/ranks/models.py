@@ -33,7 +33,7 @@ from winnow.models.routing import check_replay
 from winnow.models.vision import refuse_vision
 from winnow.observe.files import one_line
 from winnow.observe.rollouts import Decode
-from winnow.rollout.embedded.slots import cache_bytes_per_slot
+from winnow.rollout.embedded.cache_room import cache_bytes_per_slot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -14,15 +14,14 @@ from tests.contract.test_engine import SHAPE, drain, groups_of, model_of, torch_
 from transformers import Qwen3Config
 
 from winnow.errors import ConfigError
+from winnow.rollout.embedded import slots
+from winnow.rollout.embedded.cache_room import cache_room_gib, gpu_memory_gib, max_slots
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
     PrefilledAnswer,
     PromptBlock,
     SlotCache,
     Slots,
-    cache_room_gib,
-    gpu_memory_gib,
-    max_slots,
 )
 from winnow.rollout.engine import AnswerRequest, GroupRequest, SamplingParams
 from winnow.rollout.vllm.worker import memory_share
@@ -78,24 +77,33 @@ def test_the_room_for_keys_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.bits
 def test_a_query_sees_its_rows_keys_and_the_new_one(
-    dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, window: int | None
+    dtype: torch.dtype,
+    tolerance: float,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    lengths, width, cpu = [7, 1, 4], 16, torch.device("cpu")
+    lengths, width, cpu = [7, 1, 4, *range(9, 25)], 16, torch.device("cpu")
+    # Rows of 8 up to 13 keys, of 8 up to 21 and of 3 up to 24: padding the second costs 24.
+    monkeypatch.setattr(slots, "_CHUNK_COST", 24 * kv_heads * width)
     rows = torch.arange(len(lengths))
     cache = SlotCache(len(lengths) + 1, dtype, cpu)
-    cache.reserve(max(lengths))
-    shape = cache.slots, kv_heads, cache.length, width
+    cache.reserve(max(lengths), len(lengths) + 1)
+    shape = cache.rows, kv_heads, cache.length, width
     cache.layers = [(random(*shape), random(*shape))]
     at = torch.tensor(lengths) - 1
     for row, length in enumerate(lengths):
         cache.bias[row, :length] = 0.0
     q, k, v = (random(len(lengths), n, width) for n in (heads, kv_heads, kv_heads))
-    got = DecodeLayout(cache, rows, at, max(lengths)).attend(0, q, k, v, 0.4, window)
+    layout = DecodeLayout(cache, rows, at, np.array(lengths))
+    got = layout.attend(0, q, k, v, 0.4, window)
+    assert [length for _, length in layout._chunks] == [13, 24]
 
     keys, values = cache.layers[0]
     for row, length in enumerate(lengths):
@@ -154,12 +162,19 @@ def test_an_engine_within_its_bound_writes_the_same_answers() -> None:
     asyncio.run(engine.close())
 
 
-def test_a_cache_grows_ahead_but_not_beyond_the_longest_answer() -> None:
+def test_a_cache_grows_ahead_but_not_beyond_the_longest_answer_and_its_rows() -> None:
+    rows = SlotCache(256, torch.float32, torch.device("cpu"))
+    found = []
+    for count in (6, 4, 7, 20, 250):
+        rows.reserve(10, count)
+        found.append(rows.rows)
+    assert found == [6, 6, 9, 20, 250]
+
     def lengths(longest: int | None) -> list[int]:
         cache = SlotCache(2, torch.float32, torch.device("cpu"), longest)
         found = []
         for length in (10, 65, 129, 200):
-            cache.reserve(length)
+            cache.reserve(length, 2)
             found.append(cache.length)
         return found
 

@@ -11,7 +11,6 @@ length), `P` prompts of a prefill, `L` their padded length, `N` query heads, `K`
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,91 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from winnow.errors import ConfigError
 from winnow.models.packed_attention import match_heads
 from winnow.models.vision import PlacedImages, place_spans, position_shift
+from winnow.rollout.embedded.cache_room import GROWTH
 from winnow.rollout.engine import SamplingParams
 from winnow.rollout.tick_engine import PendingAnswer
 from winnow.types import IntArray, Segment
 
-log = logging.getLogger(__name__)
-
-_GROWTH = 64
-
-
-def cache_bytes_per_slot(config: Any, dtype: torch.dtype, longest: int) -> int:
-    """Return the bytes of keys and values that a row of the longest context takes.
-
-    Args:
-        config: of a Hugging Face model.
-        longest: most tokens of a prompt and its answer.
-    """
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    token = 2 * config.num_hidden_layers * kv_heads * width * dtype.itemsize
-    longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
-    return -(-longest // _GROWTH) * _GROWTH * int(token)
-
-
-def gpu_memory_gib(device: torch.device) -> tuple[float, float]:
-    """Return the GiB of a GPU that this process may yet take, and those of the whole GPU."""
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free / 2**30, total / 2**30
-
-
-def cache_room_gib(
-    free_gib: float, total_gib: float, share: float | None, reserved_gib: float | None, sleeps: bool
-) -> float:
-    """Return the GiB of a GPU that keys and values may take.
-
-    Args:
-        share: of the whole GPU; None: nine tenths of what is free, or half beside what learns.
-        reserved_gib: what learning has yet to take of what is free; None: nothing learns there.
-        sleeps: the cache is dropped while something is learned.
-    """
-    if share is not None:
-        return share * total_gib
-    of_free = 0.9 if sleeps or reserved_gib is None else 0.5
-    return max(of_free * (free_gib - (reserved_gib or 0.0)), 0.0)
-
-
-def max_slots(config: Any, dtype: torch.dtype, slots: int, longest: int, gib: float | None) -> int:
-    """Return how many rows of the longest context the cache can hold in `gib`, at most `slots`.
-
-    Args:
-        config: of a Hugging Face model.
-        longest: most tokens of a prompt and its answer.
-
-    Raises:
-        ConfigError: not one fits.
-    """
-    row_gib = cache_bytes_per_slot(config, dtype, longest) / 2**30
-    log.info(
-        "the KV cache takes up to %.3g GiB: %d slots, %.3g GiB each",
-        slots * row_gib,
-        slots,
-        row_gib,
-    )
-    if gib is None:
-        return slots
-    fit = min(slots, int(gib / row_gib))
-    if fit < 1:
-        raise ConfigError(
-            f"a KV cache of {gib:.3g} GiB (rollout.engine.cache_gib or memory_share) does not hold "
-            f"one answer: {longest:,} tokens take {row_gib:.3g} GiB; raise it, or lower "
-            "rollout.max_response_tokens"
-        )
-    if fit < slots:
-        log.warning(
-            "rollout.engine.slots %d is reduced to %d, as many as a KV cache of %.3g GiB holds "
-            "(rollout.engine.cache_gib or memory_share); raise that, or lower the slots or "
-            "rollout.max_response_tokens",
-            *(slots, fit, gib),
-        )
-    return fit
+_CHUNK_ROWS = 8
+"""Rows that always attend together."""
+_CHUNK_COST = 1 << 15
+"""Cost of attending in one more chunk, in elements of padded keys (measured)."""
 
 
 Layers = list[tuple[Tensor, ...]]
@@ -173,7 +98,7 @@ class PrefillLayout:
 
 
 class SlotCache:
-    """Keys and values of `slots` rows, growing in length as answers need it.
+    """Keys and values of up to `slots` rows; rows and lengths grow as answers need them.
 
     Args:
         longest: length beyond which no answer will need it, if that is known.
@@ -183,28 +108,38 @@ class SlotCache:
         self, slots: int, dtype: torch.dtype, device: torch.device, longest: int | None = None
     ) -> None:
         self.slots, self.dtype, self.device, self.longest = slots, dtype, device, longest
-        self.length = 0
+        self.rows = self.length = 0
         self.layers: Layers = []
-        self.bias = torch.zeros(slots, 0, dtype=dtype, device=device)
-        """[slots, S]: 0 where a row has a key, -inf elsewhere."""
+        self.bias = torch.zeros(0, 0, dtype=dtype, device=device)
+        """[rows, S]: 0 where a row has a key, -inf elsewhere."""
 
-    def reserve(self, length: int) -> None:
-        """Make room for positions below `length`; grows at least by half, in steps of 64."""
-        if length <= self.length:
+    def reserve(self, length: int, rows: int) -> None:
+        """Make room for positions below `length` in the first `rows` rows.
+
+        Each of both grows at least by half; lengths in steps of 64.
+        """
+        if length > self.length:
+            ahead = self.length * 3 // 2
+            length = max(length, ahead if self.longest is None else min(ahead, self.longest))
+            length = -(-length // GROWTH) * GROWTH
+        if rows > self.rows:
+            rows = max(rows, min(self.rows * 3 // 2, self.slots))
+        length, rows = max(length, self.length), max(rows, self.rows)
+        if (length, rows) == (self.length, self.rows):
             return
-        ahead = self.length * 3 // 2
-        length = max(length, ahead if self.longest is None else min(ahead, self.longest))
-        length = -(-length // _GROWTH) * _GROWTH
-        bias = torch.full((self.slots, length), -torch.inf, dtype=self.dtype, device=self.device)
-        bias[:, : self.length] = self.bias
+        bias = torch.full((rows, length), -torch.inf, dtype=self.dtype, device=self.device)
+        bias[: self.rows, : self.length] = self.bias
         self.bias = bias
         for index, layer in enumerate(self.layers):  # the old one of a layer is given back at once
-            self.layers[index] = tuple(self._grown(each, length) for each in layer)
-        self.length = length
+            self.layers[index] = tuple(self._grown(each, length, rows) for each in layer)
+        self.length, self.rows = length, rows
 
-    def _grown(self, old: Tensor, length: int) -> Tensor:
-        new = old.new_zeros(old.shape[0], old.shape[1], length, old.shape[3])
-        new[:, :, : old.shape[2]] = old
+    def _grown(self, old: Tensor, length: int, rows: int) -> Tensor:
+        # Zeros, not garbage: masked keys still enter a product with weight 0.
+        new = old.new_empty(rows, old.shape[1], length, old.shape[3])
+        new[: self.rows, :, : self.length] = old
+        new[: self.rows, :, self.length :] = 0.0
+        new[self.rows :] = 0.0
         return new
 
     def fill(
@@ -217,12 +152,11 @@ class SlotCache:
             lengths: [rows] real tokens of each; the rest is padding.
         """
         longest = int(lengths.max())
-        self.reserve(longest + 2)
+        self.reserve(longest + 2, rows.stop)
         prompts = torch.tensor(places, device=self.device)
         if not self.layers:
-            # Zeros, not garbage: masked keys still enter a product with weight 0.
             self.layers = [
-                tuple(x.new_zeros(self.slots, x.shape[1], self.length, x.shape[3]) for x in layer)
+                tuple(x.new_zeros(self.rows, x.shape[1], self.length, x.shape[3]) for x in layer)
                 for layer in block.layers
             ]
         for own, layer in zip(self.layers, block.layers, strict=True):
@@ -293,15 +227,18 @@ class ExtendLayout(PrefillLayout):
 
 @dataclass(frozen=True, eq=False)
 class DecodeLayout:
-    """An `AttentionLayout`: a query a row against that row's keys, the new one included."""
+    """An `AttentionLayout`: a query a row against that row's keys, the new one included.
+
+    On a CPU rows attend in chunks of neighbours, as far as the longest row of each.
+    """
 
     cache: SlotCache
     rows: Tensor
     """[R] 0..R-1"""
     positions: Tensor
     """[R] where the new keys go"""
-    length: int
-    """No row has a key at or behind it."""
+    lengths: IntArray
+    """[R] keys of each, the new one included"""
 
     @cached_property
     def _places(self) -> Tensor:
@@ -309,6 +246,24 @@ class DecodeLayout:
         heads, length = self.cache.layers[0][0].shape[1:3]
         rows_RK = self.rows[:, None] * heads + torch.arange(heads, device=self.rows.device)
         return (rows_RK * length + self.positions[:, None]).flatten()
+
+    @cached_property
+    def _chunks(self) -> list[tuple[slice, int]]:
+        """Rows that attend together, and their longest; padding costs less than one more call."""
+        heads, width = (self.cache.layers[0][0].shape[each] for each in (1, 3))
+        if self.rows.device.type != "cpu":
+            return [(slice(0, len(self.lengths)), int(self.lengths.max()))]
+        chunks, first, longest, needed = list[tuple[slice, int]](), 0, 0, 0
+        starts = range(0, len(self.lengths), _CHUNK_ROWS)
+        tops: list[int] = np.maximum.reduceat(self.lengths, starts).tolist()
+        for start, top in zip(starts, tops, strict=True):
+            padded = max(longest, top) * (start - first + _CHUNK_ROWS) - needed - top * _CHUNK_ROWS
+            if start > first and padded * heads * width > _CHUNK_COST:
+                chunks.append((slice(first, start), longest))
+                first, longest, needed = start, 0, 0
+            longest, needed = max(longest, top), needed + top * _CHUNK_ROWS
+        chunks.append((slice(first, len(self.lengths)), longest))
+        return chunks
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -318,25 +273,28 @@ class DecodeLayout:
         # On a flat view: indexing around the axis of heads takes twice as long.
         cache_k.view(-1, width).index_copy_(0, self._places, k.reshape(-1, width))
         cache_v.view(-1, v.shape[2]).index_copy_(0, self._places, v.reshape(-1, v.shape[2]))
-        kv_heads = k.shape[1]
-        keys = cache_k[:rows, :, : self.length]
-        values = cache_v[:rows, :, : self.length]
-        bias = self.cache.bias[:rows, : self.length]
-        if window is not None and window < self.length:
-            oldest = self.positions[:, None] - window
-            places = torch.arange(self.length, device=q.device)
-            bias = bias.masked_fill(places <= oldest, -torch.inf)
-        query = q.view(rows, kv_heads, heads // kv_heads, width)
-        if q.device.type == "cpu" and q.dtype.itemsize == 2:
-            # A product of half precision copies all its keys; this call reads them where they are.
-            # Queries that share a head's keys stand where others have a sequence.
-            mask = bias[:, None, None]
-            out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
-            return out.view(rows, heads, width)
-        query = query * scale
-        scores = torch.matmul(query, keys.transpose(2, 3)).add_(bias[:, None, None])
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-        return torch.matmul(weights, values).view(rows, heads, width)
+        query = q.view(rows, k.shape[1], -1, width)
+        outs = []
+        for chunk, length in self._chunks:
+            keys, values = cache_k[chunk, :, :length], cache_v[chunk, :, :length]
+            bias = self.cache.bias[chunk, None, None, :length]
+            if window is not None and window < length:
+                oldest = self.positions[chunk, None, None, None] - window
+                places = torch.arange(length, device=q.device)
+                bias = bias.masked_fill(places <= oldest, -torch.inf)
+            outs.append(_attend_to_rows(query[chunk], keys, values, bias, scale))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(rows, heads, -1)
+
+
+def _attend_to_rows(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attend with q [R, K, N / K, D] to keys and values [R, K, S, D]; bias is [R, 1, 1, S]."""
+    if q.device.type == "cpu" and q.dtype.itemsize == 2:
+        # A product of half precision copies all its keys; this call reads them where they are.
+        # Queries that share a head's keys stand where others have a sequence.
+        return scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
+    scores = torch.matmul(q * scale, keys.transpose(2, 3)).add_(bias)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    return torch.matmul(weights, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,7 +408,7 @@ class Slots:
         known = {answer.key: len(self.retained.pop(answer.key).ids) - 1 for answer in answers}
         answers = [by_row[row] for row in self._make_room(len(answers), by_row)]
         here, lengths = self._enter(answers)
-        self.cache.reserve(int(lengths.max()) + 1)
+        self.cache.reserve(int(lengths.max()) + 1, here.stop)
         self.cache.show(here, lengths - 1)
         starts = np.array([known[answer.key] for answer in answers])
         layout = ExtendLayout(self, here.start, starts, lengths - 1)
@@ -593,6 +551,7 @@ class Slots:
             return
         source, target = list(moves), list(moves.values())
         here, there = (torch.tensor(each, device=self.device) for each in (source, target))
+        self.cache.reserve(0, max(target) + 1)
         self.cache.move(here, there, int(self.lengths[source].max()))
         self.ids[there] = self.ids[here]
         self.logprobs[there] = self.logprobs[here]

@@ -29,6 +29,8 @@ from winnow.models.lora import adapter_weights
 from winnow.models.routing import routing_of
 from winnow.models.vision import PlacedImages, encode_images, place_spans
 from winnow.rollout.draw import RowParams, draw, token_logprobs, uniform
+from winnow.rollout.embedded.cache_room import cache_room_gib, gpu_memory_gib, max_slots
+from winnow.rollout.embedded.merged_forward import MergedForward, can_merge
 from winnow.rollout.embedded.slots import (
     DecodeLayout,
     ExtendLayout,
@@ -38,9 +40,6 @@ from winnow.rollout.embedded.slots import (
     PrefillLayout,
     PromptBlock,
     Slots,
-    cache_room_gib,
-    gpu_memory_gib,
-    max_slots,
 )
 from winnow.rollout.engine import CompletionEvent, GroupRequest, MemoryPart, check_may_sleep
 from winnow.rollout.tick_engine import TickEngine
@@ -103,6 +102,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         self._model, self._device = model, weight.device
         self._staging, self._staging_device = staging_engines, weight.device
         self._routing = routing_of(model, replays=True) if routes else None
+        self._merged = MergedForward(model) if can_merge(model) else None
         self._vocab = min(vocab_size or self._head.out_features, self._head.out_features)
         self._prefill_tokens, self._fp32_head = prefill_tokens, fp32_head
         self._empty_slots = partial(Slots, slots, weight.dtype, weight.device, longest)
@@ -140,7 +140,7 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
                 copied = partial(tensor.detach().to, own[name], copy=True)
                 staged[name] = await self._tick_during(copied)
             else:
-                own[name].data.copy_(tensor)
+                own[name].detach().copy_(tensor)
         replace_weights(own, staged)
 
     def _make_receiver(self, version: int) -> WeightReceiver:
@@ -149,9 +149,14 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         return WeightReceiver(self._model, version, only, self._may_stage)
 
     def _reset_caches(self) -> None:
+        self._drop_copies()
         self._slots.retained.clear()
         for answer in self._queue:
             answer.block = None  # what has not begun begins with the new weights
+
+    def _drop_copies(self) -> None:
+        if self._merged is not None:
+            self._merged.drop()
 
     async def abort(self, group_ids: Collection[int]) -> None:
         """Stop groups; rows retained for their answers are lost, as they are to a resumed run."""
@@ -181,12 +186,13 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         return head_logits(self._head, hidden, self._fp32_head)[:, : self._vocab]
 
     async def sleep(self) -> None:
-        """Drop the cache, which grows again with the next answers; weights stay.
+        """Drop the cache, which grows again with the next answers, and copies of the weights.
 
         Raises:
             ValueError: answers are under way, of which the keys would be lost.
         """
         check_may_sleep(bool(len(self._slots) or self._queue))
+        self._drop_copies()
         self._slots = self._empty_slots()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -195,8 +201,9 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         """Do nothing: memory is taken as answers need it."""
 
     async def close(self) -> None:
-        """Drop queue, rows and cache."""
+        """Drop queue, rows, cache and copies of the weights."""
         await super().close()
+        self._drop_copies()
         self._slots = self._empty_slots()
 
     # -- filling rows -------------------------------------------------------------------------
@@ -328,23 +335,26 @@ class TorchEngine(TickEngine[PrefilledAnswer]):
         slots, cache = self._slots, self._slots.cache
         count = len(slots)
         rows, at = slots.rows[:count], slots.at[:count]
-        length = int(slots.lengths[:count].max())
-        cache.reserve(length)
+        lengths = slots.lengths[:count]
+        cache.reserve(int(lengths.max()), count)
         cache.bias[rows, at] = 0.0
-        tokens, layout = slots.ids[rows, at], DecodeLayout(cache, rows, at, length)
-        positions = at - slots.shift[:count]
-        if lacking is None:
+        tokens, layout = slots.ids[rows, at], DecodeLayout(cache, rows, at, lengths)
+        positions, routes = at - slots.shift[:count], None
+        if lacking is None and self._merged is not None:
+            logits = self._merged.logits(tokens, positions, layout)[:, : self._vocab]
+        elif lacking is None:
             hidden, routes = self._run(tokens, positions, layout)
+            logits = self._logits(hidden)
         else:
             ids, extension = lacking
             ids, positions = torch.cat([tokens, ids]), torch.cat([positions, extension.positions])
             hidden, routes = self._run(ids, positions, MixedLayout(layout, extension))
-            hidden = hidden[:count]
+            logits = self._logits(hidden[:count])
         if routes is not None:
             slots.store_routes(routes)
         u = uniform(slots.seed[:count], at + 1 - slots.start[:count])
         params = RowParams(slots.kinds, slots.kind[:count])
-        ids, logprobs = draw(self._logits(hidden), u, params)
+        ids, logprobs = draw(logits, u, params)
         slots.append(ids, logprobs)
         self._tick += 1
         self._generated += count
