@@ -1,7 +1,7 @@
 """Winnow trains language models by reinforcement learning from verifiable rewards.
 
 Nothing is imported here: `import winnow` stays instant, and each module imports what it needs. The
-names of `winnow.api` are found when they are asked for.
+names of `winnow.api` and `winnow.trainer` are found when they are asked for.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
         score,
         train,
     )
+    from winnow.trainer import Trainer
     from winnow.version import __version__ as __version__
 
 __all__ = [
     "LLM",
     "Completion",
     "RunRecord",
+    "Trainer",
     "advantages",
     "load_config",
     "open_run",
@@ -38,6 +40,10 @@ def __getattr__(name: str) -> Any:
         return version.__version__
     if name not in __all__:
         raise AttributeError(f"module 'winnow' has no attribute {name!r}")
+    if name == "Trainer":
+        from winnow import trainer
+
+        return trainer.Trainer
     from winnow import api
 
     return getattr(api, name)

@@ -20,8 +20,6 @@ from winnow.models.fetch import check_model_path
 from winnow.observe.profile import check_profile
 from winnow.user_code import check_user_file
 
-_REWARD = "reward.function.path"
-
 
 def check_requirements(config: Config) -> None:
     """Refuse a recipe whose packages are not installed, or whose Python files lack a name it uses.
@@ -56,7 +54,8 @@ def check_requirements(config: Config) -> None:
         if not re.fullmatch(r".+\.py(:\w+)?", value):
             continue
         place, _, name = value.rpartition(":") if value[-3:] != ".py" else (value, "", None)
-        name = config.reward.function.name if key == _REWARD else name
+        function = config.reward.functions().get(key.removesuffix(".path"))
+        name = name if function is None else function.name
         error = RewardError if key.startswith("reward.") else ConfigError
         check_user_file(place, f"{key} {value}", error, name)
 
