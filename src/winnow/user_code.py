@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import inspect
 import sys
 import traceback
 import zlib
@@ -47,8 +46,9 @@ def place_of(thing: Callable[..., Any]) -> str:
     is_importable = getattr(module, name, None) is thing and module.__name__ != "__main__"
     if module is None or not is_importable:
         return name if name.isidentifier() else "function"
-    file = inspect.getsourcefile(module)
-    return f"{module.__name__ if '.' in module.__name__ or file is None else file}:{name}"
+    is_alone = "." not in module.__name__ and not hasattr(module, "__path__")
+    file = getattr(module, "__file__", None) or ""
+    return f"{file if is_alone and file.endswith('.py') else module.__name__}:{name}"
 
 
 def load_user_object(
